@@ -1,0 +1,33 @@
+# Everything runs in .venv, which is made on first use. TORCH may name another build, e.g. one for your CUDA version.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+
+.PHONY: setup demo test lint types clean
+
+setup: .venv/ready
+
+# torch goes first and pinned: a range would take the newest release with its gigabytes of CUDA libraries.
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' \
+		|| { echo "error: $(PYTHON) is not Python 3.10 to 3.13; choose another: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "error: no venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" "numpy<2"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/trtllm-dflash demo
+
+test: setup lint types
+	$(BIN)/pytest --cov --cov-report=term
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv engines

@@ -1,0 +1,127 @@
+"""Sampling: the target's filtered distribution, exactly, reproducible from a seed."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from tests.checkpoints import make_drafter, make_target
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.runtime.philox import philox, uniform_numbers
+
+KNOWN_ANSWERS = [  # the Random123 distribution's own vectors for philox4x32-10: counter, key, output
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize("counter, key, expected", KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(counter, key, expected):
+    words = philox([torch.tensor([w]) for w in counter], [torch.tensor([w]) for w in key])
+    assert tuple(int(word) for word in words) == expected
+
+
+def test_a_uniform_number_depends_on_seed_and_position_alone():
+    whole = uniform_numbers(torch.tensor([5, 6]), torch.tensor([[10, 11, 12], [12, 13, 14]]))
+    assert whole[0, 2] == uniform_numbers(torch.tensor([5]), torch.tensor([[12]]))[0, 0]
+    assert whole[0, 2] != whole[1, 0]
+    assert ((whole >= 0) & (whole < 1)).all()
+
+
+def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The documented distribution, in float64 and the plainest words."""
+    scaled = logits.astype(np.float64) / temperature
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    kept = [i for i in order if not top_k or scaled[i] >= scaled[order[min(top_k, len(order)) - 1]]]
+    weights = np.exp(scaled - scaled.max())
+    total, reached, nucleus = weights[kept].sum(), 0.0, []
+    for i in kept:
+        if reached / total >= top_p and scaled[i] < scaled[nucleus[-1]]:
+            break
+        nucleus.append(i)
+        reached += weights[i]
+    probs = np.zeros(len(scaled))
+    probs[nucleus] = weights[nucleus] / weights[nucleus].sum()
+    return probs
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 10**6),
+    vocabulary=st.integers(2, 40),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, 45),
+    top_p=st.floats(0.05, 1.0),
+    uniform=st.floats(0, 1, exclude_max=True, width=32),
+)
+def test_a_drawn_token_is_where_the_filtered_cdf_passes_the_number(
+    seed, vocabulary, temperature, top_k, top_p, uniform
+):
+    # Logits on a coarse grid: ties are common, and none is decided by rounding.
+    logits = torch.randint(-8, 9, (1, 1, vocabulary), generator=torch.Generator().manual_seed(seed)).float() / 2
+    inputs = SamplingInputs(
+        torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([[uniform]])
+    )
+    drawn = int(TorchOps({}, {}).sample(logits, inputs))
+    probs = filtered(logits[0, 0].numpy(), float(np.float32(temperature)), top_k, float(np.float32(top_p)))
+    cdf = probs.cumsum()
+    slack = 1e-5
+    if min(abs(np.append(cdf, 0.0) - uniform)) < slack or probs_depend_on_rounding(logits, inputs):
+        return  # at an edge either neighbour is right
+    assert drawn == int(np.searchsorted(cdf, uniform, side="right"))
+
+
+def probs_depend_on_rounding(logits: torch.Tensor, inputs: SamplingInputs) -> bool:
+    """Whether top_p falls within rounding of a cumulative probability."""
+    p = (logits[0, 0].double() / inputs.temperature).sort(descending=True).values
+    k = int(inputs.top_k) or len(p)
+    p = p.masked_fill(p < p[min(k, len(p)) - 1], -torch.inf).softmax(0)
+    return bool(((p.cumsum(0) - inputs.top_p).abs() < 1e-5).any())
+
+
+def test_temperature_zero_is_greedy_and_the_number_at_the_very_end_still_draws():
+    logits = torch.tensor([[[0.0, 3.0, 1.0, -torch.inf]]])
+    almost_one = torch.tensor([[1 - 2.0**-24]])
+    for temperature, expected in ((0.0, 1), (1.0, 2)):
+        inputs = SamplingInputs(torch.tensor([temperature]), torch.tensor([0]), torch.tensor([1.0]), almost_one)
+        assert int(TorchOps({}, {}).sample(logits, inputs)) == expected
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 6, "top_p": 0.9}], ids=str)
+def test_drafted_sampling_has_the_targets_filtered_distribution(options, tmp_path):
+    """Over many seeds, the third token given the two before it: chi-squared against the target's own probabilities."""
+    from tests.test_huggingface import all_logits
+
+    target = make_target(tmp_path / "target", vocab=8, layers=2)
+    drafter = make_drafter(tmp_path / "drafter", target, tap_layers=(0, 1))
+    llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=64, max_seq_len=16)
+    prompt = [1, 2, 3]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, seed=seed, **options) for seed in range(2500)]
+    drawn = [completion.token_ids for completion in llm.generate([prompt] * len(params), params)]
+    accepted = llm.generate([prompt] * 64, params[:64])
+    assert any(c.accepted_per_step[0] > 0 for c in accepted), "no draft was accepted: nothing is tested"
+
+    temperature, top_k, top_p = options["temperature"], options.get("top_k", 0), options.get("top_p", 1.0)
+    most_common = max({tuple(d[:2]) for d in drawn}, key=[tuple(d[:2]) for d in drawn].count)
+    for prefix in ((), most_common[:1], most_common):
+        follows = [d[len(prefix)] for d in drawn if tuple(d[: len(prefix)]) == prefix]
+        logits = all_logits(llm, prompt + list(prefix))[-1]
+        expected = filtered(logits.numpy(), temperature, top_k, top_p)
+        counts = np.bincount(follows, minlength=8)
+        assert counts[expected == 0].sum() == 0, "a token outside the filtered set was drawn"
+        likely = expected * len(follows) >= 5
+        observed = np.append(counts[likely], counts[~likely].sum())
+        wanted = np.append(expected[likely], expected[~likely].sum()) * len(follows)
+        if wanted[-1] == 0:
+            observed, wanted = observed[:-1], wanted[:-1]
+        assert len(follows) > 100
+        assert len(wanted) == 1 or chisquare(observed, wanted).pvalue > 1e-3

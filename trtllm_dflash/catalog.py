@@ -1,0 +1,110 @@
+"""The pairs we know: each a YAML file in `build_configs/`, which is what `build --model NAME` means."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from typing_extensions import Self
+
+from trtllm_dflash.checkpoint.validation import first_problem
+from trtllm_dflash.engine.config import Precision
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.models import FAMILIES
+
+
+class BuildOverrides(BaseModel):
+    """Build settings that differ from the defaults for one pair."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    precision: Precision | None = None
+    max_batch: PositiveInt | None = None
+    max_seq_len: PositiveInt | None = None  # tokens
+    chunk: PositiveInt | None = None  # tokens of a prefill chunk
+
+
+class CatalogEntry(BaseModel):
+    """A target, its drafter, and what one must know to build and serve them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    family: str  # `model_type` in the target's config.json
+    target: str  # Hugging Face repository, or `package:` folder
+    drafter: str
+    block_size: PositiveInt
+    target_layers: PositiveInt
+    tap_layers: tuple[NonNegativeInt, ...] | None = None  # None: not known here, read from the checkpoint
+    mask_token_id: NonNegativeInt | None = None  # likewise
+    drafter_layers: PositiveInt
+    chat: dict[str, bool | int | str] = Field(default_factory=dict)  # arguments of the chat template
+    notes: list[str] = Field(default_factory=list)
+    build: BuildOverrides = BuildOverrides()
+
+    def build_values(self) -> dict[str, Any]:
+        """What `build` is asked for by this pair's name; what is not in it keeps its default."""
+        values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter}
+        if self.chat:
+            values["chat_arguments"] = dict(self.chat)
+        return values | self.build.model_dump(exclude_none=True)
+
+    @property
+    def buildable(self) -> bool:
+        """Whether the target's family is one we compute."""
+        return self.family in FAMILIES
+
+    @model_validator(mode="after")
+    def _taps_are_in_the_target(self) -> Self:
+        if self.tap_layers and max(self.tap_layers) >= self.target_layers:
+            raise ValueError(f"tap layer {max(self.tap_layers)} is outside the {self.target_layers} target_layers")
+        return self
+
+
+def load_catalog(folder: Path | None = None) -> dict[str, CatalogEntry]:
+    """Every known pair by name, in order of names; from `folder`, else from this installation's build_configs.
+
+    Raises:
+        SettingsError: a file is not valid; names the file and the field.
+    """
+    return {file.stem: _read_entry(file) for file in sorted((folder or _folder()).glob("*.yaml"))}
+
+
+def find_entry(name: str) -> CatalogEntry:
+    """The pair of that name, or the one in a file of one's own (`.yaml`).
+
+    Raises:
+        SettingsError: there is none, and suggests the closest names; or the file is not valid.
+    """
+    if name.endswith(".yaml"):
+        return _read_entry(Path(name))
+    catalog = load_catalog()
+    if name in catalog:
+        return catalog[name]
+    close = get_close_matches(name.lower(), catalog, n=3, cutoff=0.5)
+    suggestion = f"did you mean {' or '.join(close)}? " if close else ""
+    raise SettingsError(f"unknown model {name!r}: {suggestion}`trtllm-dflash models` lists them all")
+
+
+def _folder() -> Path:
+    """In an installed wheel the files lie inside the package; in a checkout, beside it."""
+    package = Path(__file__).parent
+    for parent in (package, package.parent):
+        if (parent / "build_configs").is_dir():
+            return parent / "build_configs"
+    raise SettingsError(f"no build_configs folder in {package} or beside it; install trtllm-dflash again")
+
+
+def _read_entry(file: Path) -> CatalogEntry:
+    try:
+        entry = CatalogEntry.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise SettingsError(f"{file}: {first_problem(error)}") from None
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
+    if entry.name != file.stem:
+        raise SettingsError(f"{file}: name: {entry.name!r} differs from the file's name")
+    return entry

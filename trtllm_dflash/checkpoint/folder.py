@@ -1,0 +1,176 @@
+"""A Hugging Face checkpoint folder: config.json, and tensors in one or several safetensors files."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.weights import Part
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOATING_DTYPES = ("F32", "BF16", "F16")
+
+#: Buffers that older exports saved along with the weights; computed here.
+IGNORED = ("*.rotary_emb.inv_freq",)
+
+_LISTED = 4  # how many tensors of each kind of trouble an error names
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a safetensors header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' letters: F32, BF16, F8_E4M3, ...
+    file: Path
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """An opened folder. Only headers are in memory; `read` fetches a tensor, or a slice of one, from disk."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: Path) -> "CheckpointFolder":
+        """Reads config.json and every safetensors header.
+
+        Raises:
+            CheckpointError: the folder, a file or a shard is missing, damaged, or not safetensors.
+        """
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; pass a checkpoint folder that has a config.json")
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path}/config.json is missing; pass the folder that holds the checkpoint")
+        # Hugging Face writes null for "the default": the same as leaving the key out.
+        config = {key: value for key, value in _read_json(path / "config.json").items() if value is not None}
+        return cls(path, config, _read_headers(path))
+
+    def check(self, parts: Iterable[Part], ignored: Iterable[str] = (), keys: Mapping[str, str] | None = None) -> None:
+        """Compares the tensors with the parts that a model is made of: names, shapes, and floating-point types.
+
+        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.read_weight`.
+
+        Raises:
+            CheckpointError: one line that lists what is missing, unexpected, misshapen, or of another type.
+        """
+        names = keys or {}
+        expected = {names.get(part.key, part.key): part.shape for part in parts}
+        patterns = (*IGNORED, *ignored)
+        present = {name: self.tensors[name] for name in expected if name in self.tensors}
+        troubles = {
+            "missing": [name for name in expected if name not in self.tensors],
+            "unexpected": [
+                name
+                for name in self.tensors
+                if name not in expected and not any(fnmatchcase(name, pattern) for pattern in patterns)
+            ],
+            "misshapen": [
+                f"{name} {list(info.shape)} instead of {list(expected[name])}"
+                for name, info in present.items()
+                if info.shape != expected[name]
+            ],
+            f"dtype other than {', '.join(FLOATING_DTYPES)}": [
+                f"{name} {info.dtype}" for name, info in present.items() if info.dtype not in FLOATING_DTYPES
+            ],
+        }
+        listed = [f"{trouble}: {_some(names)}" for trouble, names in troubles.items() if names]
+        if listed:
+            raise CheckpointError(f"{self.path}: tensors do not fit config.json; {'; '.join(listed)}")
+
+    def read(self, key: str, dimension: int | None = None, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """A tensor, or its indices first..last-1 along dimension 0 or 1; only those bytes are read.
+
+        The result may share the file's memory: copy before writing to it.
+
+        Raises:
+            CheckpointError: no such tensor, or its file cannot be read any more.
+        """
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.path}: tensor {key} is missing")
+        file = self.tensors[key].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                if dimension is None:
+                    whole: torch.Tensor = opened.get_tensor(key)
+                    return whole
+                rows = opened.get_slice(key)
+                part: torch.Tensor = rows[first:last] if dimension == 0 else rows[:, first:last]
+                return part
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot read tensor {key} ({_line(error)})") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({_line(error)}); download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object; download it again")
+    return content
+
+
+def _read_headers(path: Path) -> dict[str, TensorInfo]:
+    if (path / SINGLE_FILE).is_file():
+        return _read_header(path / SINGLE_FILE)
+    if (path / INDEX_FILE).is_file():
+        return _read_shards(path, _read_json(path / INDEX_FILE).get("weight_map"))
+    pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in path.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{path} holds pickle weights only ({pickles[0]}); save them again as safetensors "
+            "(transformers: save_pretrained)"
+        )
+    raise CheckpointError(f"{path} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _read_shards(path: Path, weight_map: Any) -> dict[str, TensorInfo]:
+    index = path / INDEX_FILE
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files; download it again")
+    headers = {}
+    for name in sorted(set(weight_map.values())):
+        # Lexically: a shard in the Hugging Face cache is a link out of the folder, and rightly so.
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or PureWindowsPath(name).drive or "\\" in name:
+            raise CheckpointError(f"{index} names a file outside its folder: {name}")
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name} is missing, but {INDEX_FILE} names it; download the checkpoint again")
+        headers[name] = _read_header(path / name)
+    for key, name in weight_map.items():
+        if key not in headers[name]:
+            raise CheckpointError(f"{path / name} does not hold {key}, but {INDEX_FILE} says so; download it again")
+    return {key: headers[name][key] for key, name in weight_map.items()}
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    tensors = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                info = opened.get_slice(key)
+                tensors[key] = TensorInfo(tuple(info.get_shape()), str(info.get_dtype()), file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is truncated or damaged ({_line(error)}); download it again") from None
+    return tensors
+
+
+def _some(names: list[str]) -> str:
+    more = f", ... and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,83 @@
+"""Where a checkpoint is: a local folder, a folder inside this package, or a Hugging Face repository."""
+
+import os
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import errors
+
+from trtllm_dflash.errors import CheckpointError
+
+#: Prefix of a folder inside the installed package: `package:pairs/tiny/target`.
+PACKAGE = "package:"
+
+# mask_embedding.pt is never loaded: a drafter that has one must be seen, to be refused.
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "mask_embedding.pt"]
+
+
+def resolve(name_or_path: str, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint; a repository's comes from the Hugging Face cache, else by download.
+
+    `revision`: a branch, tag or commit of the repository; a local folder has none.
+
+    Raises:
+        CheckpointError: there is no such folder or repository, it is gated, or the network is out of reach.
+    """
+    if name_or_path.startswith(PACKAGE):
+        return _package_folder(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name_or_path} is a file; pass the checkpoint's folder")
+    if _looks_like_a_path(name_or_path):
+        raise CheckpointError(f"{name_or_path} does not exist; pass a checkpoint folder or a Hugging Face repository")
+    try:
+        return _snapshot(name_or_path, revision, local_files_only=True)
+    except errors.HFValidationError:
+        raise CheckpointError(f"{name_or_path!r} is neither a folder nor a Hugging Face repository name") from None
+    except errors.LocalEntryNotFoundError:
+        return _download(name_or_path, revision)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    page = f"https://huggingface.co/{repository}"
+    try:
+        return _snapshot(repository, revision, local_files_only=False)
+    except errors.GatedRepoError:
+        message = f"{repository} is gated: accept its terms at {page}, then set HF_TOKEN to your access token"
+    except errors.RepositoryNotFoundError:
+        message = (
+            f"{repository} is neither a folder nor a repository that can be seen at {page}; "
+            "check the name, or set HF_TOKEN if it is private"
+        )
+    except errors.RevisionNotFoundError:
+        message = f"{repository} has no revision {revision!r}; see {page}"
+    except errors.LocalEntryNotFoundError:
+        message = (
+            f"{repository} is not in the Hugging Face cache, and huggingface.co is out of reach; "
+            f"run `hf download {repository}` where there is a network, or pass a local folder"
+        )
+    except Exception as error:  # whatever the client's HTTP library raises
+        reason = " ".join(str(error).split()) or type(error).__name__
+        message = f"{repository} cannot be downloaded ({reason}); run again to resume, or pass a local folder"
+    raise CheckpointError(message)
+
+
+def _snapshot(repository: str, revision: str | None, local_files_only: bool) -> Path:
+    return Path(
+        huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=_FILES, local_files_only=local_files_only
+        )
+    )
+
+
+def _package_folder(name: str) -> Path:
+    folder = Path(__file__).parents[1] / name[len(PACKAGE) :]
+    if not folder.is_dir():
+        raise CheckpointError(f"{name} is not in this installation of trtllm-dflash; install it again")
+    return folder
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "~", "/")) or name.endswith("/") or name.count("/") > 1 or os.path.isabs(name)

@@ -1,0 +1,30 @@
+"""What is wrong with a configuration, as the one line that our errors are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from trtllm_dflash.errors import CheckpointError
+
+
+def first_problem(error: ValidationError) -> str:
+    """`field: what is wrong`, for the first of the error's problems."""
+    problem = error.errors()[0]
+    field = ".".join(str(step) for step in problem["loc"])
+    message = " ".join(problem["msg"].split())
+    return f"{field}: {message}" if field else message
+
+
+@contextmanager
+def reading_config(folder: Path) -> Iterator[None]:
+    """Turns whatever a folder's config.json runs into while it is read into a CheckpointError that names the folder."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    except ValidationError as error:
+        raise CheckpointError(f"{folder}: config.json: {first_problem(error)}") from None
+    except (AttributeError, TypeError, ArithmeticError) as error:  # a list where an object should be, and the like
+        raise CheckpointError(f"{folder}: config.json: a setting is of the wrong type ({error})") from None

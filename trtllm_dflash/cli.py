@@ -1,0 +1,331 @@
+"""The `trtllm-dflash` command; each subcommand is a few lines over one function of the package."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+import yaml
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from trtllm_dflash import __version__
+from trtllm_dflash.errors import DFlashError, SettingsError
+
+if TYPE_CHECKING:
+    from trtllm_dflash.llm import LLM, Completion, Prompt, SamplingParams
+
+ENGINES = Path("engines")
+
+
+class _Commands(click.Group):
+    """Prints the package's own errors as one line, and ends an interrupted command with 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DFlashError as error:
+            from trtllm_dflash.engine.ranks import launched_rank
+
+            if launched_rank():  # rank 0 speaks for all
+                sys.exit(1)
+            self._fail(str(error), 1)
+        except KeyboardInterrupt:
+            self._fail("interrupted", 128 + signal.SIGINT)
+        except BrokenPipeError:
+            # The reader of our output has gone (`| head`): nothing is wrong, and nothing more can be said.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+    @staticmethod
+    def _fail(message: str, code: int) -> NoReturn:
+        click.echo(f"error: {' '.join(message.split())}", err=True)
+        sys.exit(code)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, "-V", "--version")
+def main() -> None:
+    """DFlash speculative decoding: the same text, several times sooner."""
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def models(as_json: bool) -> None:
+    """List the known pairs, and which can be built today."""
+    from trtllm_dflash.catalog import load_catalog
+
+    entries = load_catalog()
+    if as_json:
+        rows = [{**entry.model_dump(mode="json"), "buildable": entry.buildable} for entry in entries.values()]
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("name", "family", "target", "drafter", "block", "tap layers / target layers", "builds today")
+    for entry in entries.values():
+        taps = ",".join(map(str, entry.tap_layers)) if entry.tap_layers else "from checkpoint"
+        layers = f"{taps} / {entry.target_layers}"
+        block = str(entry.block_size) if entry.block_size else "?"
+        built = "yes" if entry.buildable else "no"
+        table.add_row(entry.name, entry.family, entry.target, entry.drafter, block, layers, built)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+# -- build -----------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--model", help="A known pair (see `models`), or a build configuration file (.yaml).")
+@click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
+@click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
+@click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
+@click.option("--precision", help="auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
+@click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--max-batch", type=int, help="Slots: sequences at a time.")
+@click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.")
+@click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
+@click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
+@click.option("--force", is_flag=True, help="Replace what stands at --output.")
+def build(model: str | None, output: Path | None, assignments: tuple[str, ...], force: bool, **flags: Any) -> None:
+    """Build an engine directory from a target and its drafter."""
+    from trtllm_dflash.engine import builder
+
+    settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if value is not None})
+    output = output or ENGINES / settings.name
+    with _progress_bar() as progress:
+        built = builder.build(settings, output, force, progress)
+    click.echo(f"{output}: {'built' if built else 'up to date'}")
+
+
+def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any]) -> Any:
+    """Settings from the pair's build configuration, then --set, then flags; each overrides the one before."""
+    from trtllm_dflash.catalog import find_entry
+    from trtllm_dflash.engine.builder import BuildSettings
+    from trtllm_dflash.models import FAMILIES
+
+    values: dict[str, Any] = {}
+    if model is not None:
+        entry = find_entry(model)
+        overridden = "target" in flags
+        if not entry.buildable and not overridden:
+            raise SettingsError(
+                f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}"
+            )
+        values = entry.build_values()
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {assignment}: write KEY=VALUE")
+        values[key.replace("-", "_")] = yaml.safe_load(text)
+    values.update(flags)
+    if "target" not in values:
+        raise SettingsError("say what to build: --model NAME, or --target with --drafter")
+    values.setdefault("name", Path(values["target"]).name)
+    return validated(BuildSettings, values, "--")
+
+
+def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -> Any:
+    """A settings object; what is wrong is one line that names the knob.
+
+    Raises:
+        SettingsError: a value is of the wrong type, out of range, or unknown.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        knob = prefix + str(first["loc"][0]).replace("_", "-")
+        if first["type"] == "extra_forbidden":
+            raise SettingsError(f"{knob}: no such setting; there are: {', '.join(kind.model_fields)}") from None
+        raise SettingsError(f"{knob} {first['input']}: {first['msg']}") from None
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the terminal, on standard error; nothing where that is no terminal."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what)
+            progress.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+# -- generate --------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
+@click.option("--prompt", "-p", help="A prompt; '-' reads it from standard input.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help='A file of prompts: JSON lines with "prompt", or text lines.'
+)
+@click.option("--chat/--raw", default=True, help="Through the chat template, or as it is.  [default: --chat]")
+@click.option("--system", help="A system message for the chat template.")
+@click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 256]")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: 0]")
+@click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.  [default: 0]")
+@click.option("--top-p", type=float, help="Keep the most likely tokens that reach P together.  [default: 1]")
+@click.option("--seed", type=int, help="Seed of sampling.  [default: 0]")
+@click.option("--stop", multiple=True, help="A text that ends the reply; may be given again.")
+@click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="A token that ends the reply.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end token.")
+@click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine.")
+@click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
+def generate(
+    engine: Path,
+    prompt: str | None,
+    prompts: Path | None,
+    chat: bool,
+    system: str | None,
+    no_draft: bool,
+    device: str,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Generate replies; one prompt streams to the terminal."""
+    from trtllm_dflash.engine.directory import read_config
+    from trtllm_dflash.engine.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.runtime.request import SamplingParams
+
+    given = {key: value for key, value in flags.items() if value not in (None, ())}
+    params = validated(SamplingParams, given, "--")
+    texts = _read_prompts(prompt, prompts)
+    tp = read_config(engine).tp
+    if tp > 1 and launched_rank() is None:
+        if prompt == "-":
+            raise SettingsError("--prompt -: several ranks cannot share standard input; use --prompts FILE")
+        launch_ranks(tp, sys.argv[1:])
+    end_on_interrupt()
+
+    from trtllm_dflash.llm import LLM
+
+    with LLM.load(engine, device) as llm:
+        if llm.session.communicator.rank != 0:
+            llm.session.follow()
+            return
+        asked = [_as_chat(text, system) if chat else text for text in texts]
+        if prompt is not None and not as_json:
+            _stream(llm, asked[0], params, not no_draft)
+            return
+        for text, completion in zip(texts, llm.generate(asked, params, not no_draft), strict=True):
+            if as_json:
+                click.echo(json.dumps(completion_json(completion)))
+            else:
+                click.echo(f">>> {text}\n{completion.text}\n")
+
+
+def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    if (prompt is None) == (file is None):
+        raise SettingsError("give one of --prompt TEXT and --prompts FILE")
+    if file is None:
+        assert prompt is not None
+        return [sys.stdin.read() if prompt == "-" else prompt]
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--prompts {file}: cannot be read: {error}") from None
+    if not lines:
+        raise SettingsError(f"--prompts {file}: holds no prompt")
+    return [_read_prompt_line(file, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _read_prompt_line(file: Path, number: int, line: str) -> str:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        text = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError):
+        text = None
+    if not isinstance(text, str):
+        raise SettingsError(f'--prompts {file}: line {number} is not a JSON object with a text "prompt"')
+    return text
+
+
+def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", draft: bool) -> None:
+    completion = None
+    for chunk in llm.stream(prompt, params, draft):
+        click.echo(chunk.text if llm.codec else "".join(f"{token} " for token in chunk.token_ids), nl=False)
+        sys.stdout.flush()
+        completion = chunk.completion
+    assert completion is not None
+    rate = len(completion.token_ids) / completion.seconds
+    drafted = f", {completion.acceptance_length:.2f} tokens a step" if completion.steps else ""
+    click.echo(f"\n[{len(completion.token_ids)} tokens, {rate:.0f} tokens/s{drafted}]", err=True)
+
+
+def completion_json(completion: "Completion") -> dict[str, Any]:
+    """What `generate --json` prints for a reply."""
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_tokens": completion.prompt_tokens,
+        "steps": completion.steps,
+        "accepted_per_step": completion.accepted_per_step,
+        "acceptance_length": round(completion.acceptance_length, 4) if completion.steps else None,
+        "seconds": round(completion.seconds, 6),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+# -- demo, doctor ----------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--model", default="tiny", help="A known pair.  [default: tiny]")
+@click.option("--prompts-per-kind", type=click.IntRange(min=1), default=6, help="Prompts of each kind.  [default: 6]")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens a reply.  [default: 256]")
+@click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
+def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, as_json: bool) -> None:
+    """Watch the drafter speed up the model without changing a token."""
+    from trtllm_dflash.demo import run_demo
+    from trtllm_dflash.engine import builder
+
+    settings = _build_settings(model, (), {})
+    engine = ENGINES / settings.name
+    with _progress_bar() as progress:
+        builder.build(settings, engine, progress=progress)
+    result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
+    if as_json:
+        click.echo(json.dumps(result.as_json(), indent=2))
+    if not result.identical:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine has, what each absence costs, and how to get it."""
+    from trtllm_dflash.doctor import examine
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([finding.__dict__ for finding in findings], indent=2))
+        return
+    for finding in findings:
+        mark = "ok     " if finding.present else "missing"
+        click.echo(f"{mark}  {finding.name:<16} {finding.detail}")
+        if not finding.present:
+            click.echo(f"{'':<26} costs: {finding.cost}\n{'':<26} get it: {finding.remedy}")

@@ -1,0 +1,131 @@
+"""`doctor`: what this machine has, what each absence costs, and how to get it."""
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked for."""
+
+    name: str
+    present: bool
+    detail: str
+    cost: str = ""
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Looks for everything the package can use; changes nothing and starts nothing that lasts."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _torch,
+        _cuda,
+        _tensorrt,
+        _tensorrt_rtx,
+        _triton,
+        _mpi,
+        _huggingface_token,
+    ]
+    return [check() for check in checks]
+
+
+def _python() -> Finding:
+    fits = (3, 10) <= sys.version_info[:2] < (3, 14)
+    return Finding(
+        "Python", fits, platform.python_version(), "the package is not tested here", "install Python 3.10 to 3.13"
+    )
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    return Finding("torch", version is not None, version or "", "nothing runs", "pip install torch")
+
+
+def _cuda() -> Finding:
+    remedy = "an NVIDIA GPU with its driver, and a torch built for CUDA"
+    if _version("torch") is None:
+        return Finding("CUDA GPU", False, "", "cannot look without torch", remedy)
+    import torch
+
+    if not torch.cuda.is_available():
+        driver = "nvidia-smi is there" if shutil.which("nvidia-smi") else "no nvidia-smi"
+        built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPU"
+        return Finding("CUDA GPU", False, f"none ({built}; {driver})", "generation runs on the CPU", remedy)
+    names = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        names.append(f"{properties.name} SM{properties.major}{properties.minor} {properties.total_memory >> 30} GiB")
+    return Finding("CUDA GPU", True, "; ".join(names))
+
+
+def _tensorrt() -> Finding:
+    return Finding(
+        "TensorRT",
+        importlib.util.find_spec("tensorrt") is not None,
+        _version("tensorrt") or "",
+        "no engines for data-center GPUs (SM90, SM100, SM103)",
+        "NVIDIA's TensorRT container or packages, on the machine with the GPU",
+    )
+
+
+def _tensorrt_rtx() -> Finding:
+    return Finding(
+        "TensorRT-RTX",
+        importlib.util.find_spec("tensorrt_rtx") is not None,
+        _version("tensorrt-rtx") or "",
+        "no TensorRT engines compiled without a GPU (SM75 to SM89, SM120)",
+        "pip install 'trtllm-dflash[tensorrt]'",
+    )
+
+
+def _triton() -> Finding:
+    # The order in which a server is looked for: the container's, then PATH, then the wheel's.
+    container = Path("/opt/tritonserver/bin/tritonserver")
+    found = str(container) if container.is_file() else shutil.which("tritonserver")
+    wheel = _version("nvidia-pytriton")
+    detail = found or (f"nvidia-pytriton {wheel}" if wheel else "")
+    remedy = "pip install 'trtllm-dflash[serving]', or NVIDIA's Triton container"
+    return Finding("Triton server", bool(detail), detail, "no serving", remedy)
+
+
+def _mpi() -> Finding:
+    cost, remedy = "no tensor parallelism (--tp)", "pip install 'trtllm-dflash[tp]'"
+    beside = Path(sys.executable).parent / "mpiexec"
+    launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if _version("mpi4py") is None or launcher is None:
+        missing = "mpi4py" if _version("mpi4py") is None else "mpiexec"
+        return Finding("MPI", False, f"no {missing}", cost, remedy)
+    # In a process of its own: an MPI library that does not load takes its process down.
+    probe = [sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0])"]
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["it ends without a word"]
+        return Finding("MPI", False, f"mpi4py does not load: {last[0]}", cost, remedy)
+    return Finding("MPI", True, f"{done.stdout.strip()[:60]} ({launcher})")
+
+
+def _huggingface_token() -> Finding:
+    from huggingface_hub import get_token
+
+    return Finding(
+        "Hugging Face token",
+        get_token() is not None,
+        "set" if get_token() else "",
+        "gated checkpoints (Llama 3.1) cannot be downloaded",
+        "accept the model's licence on its page, then set HF_TOKEN or run: hf auth login",
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

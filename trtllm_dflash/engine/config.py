@@ -1,0 +1,52 @@
+"""`config.json` of an engine directory."""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.drafter import DrafterConfig
+
+SCHEMA_VERSION: Literal[1] = 1
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class EngineConfig(BaseModel):
+    """What an engine is, and what it was made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    backend: Literal["torch"] = "torch"
+    precision: Precision
+    tp: PositiveInt
+    max_batch: PositiveInt  # slots
+    max_seq_len: PositiveInt  # prompt and reply together, tokens
+    chunk: PositiveInt  # prompt tokens in one prefill step
+    block_size: PositiveInt  # bonus token and drafts: 1 + K
+    target: DecoderConfig
+    drafter: DrafterConfig | None
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    chat_arguments: dict[str, Any] = {}  # given to the chat template
+    versions: dict[str, str] = {}  # of the libraries that built it
+    sources: dict[str, str] = {}  # checkpoint file -> sha256
+    files: dict[str, str] = {}  # engine file -> sha256
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that weights, activations and caches have."""
+        return DTYPES[self.precision]
+
+    @property
+    def cache_length(self) -> int:
+        """Rows of a slot's K/V caches (S).
+
+        The last committed row is max_seq_len - 1. A step that starts there writes up to a block of rows, and the
+        drafter a block more after those that were accepted.
+        """
+        return self.max_seq_len + 2 * self.block_size

@@ -1,0 +1,106 @@
+"""An engine directory: written aside and renamed, checked when loaded."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from trtllm_dflash.engine.config import SCHEMA_VERSION, EngineConfig
+from trtllm_dflash.errors import EngineError
+
+CONFIG_FILE = "config.json"
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def weights_file(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"rank{rank}.safetensors"
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        if path.exists():
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            path.rename(old)
+            aside.rename(path)
+            shutil.rmtree(old)
+        else:
+            aside.rename(path)
+    except OSError as error:
+        raise EngineError(f"{path}: the engine cannot be written: {error.strerror or error} (--output)") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_config(path: Path) -> EngineConfig:
+    """The configuration of an engine directory.
+
+    Raises:
+        EngineError: there is none, or it is of another version.
+    """
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise EngineError(f"{path}: not an engine directory (no {CONFIG_FILE}); build one: trtllm-dflash build")
+    try:
+        raw = json.loads(file.read_text())
+        version = raw.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise EngineError(
+                f"{file}: schema version {version}, this release reads {SCHEMA_VERSION}; build the engine again"
+            )
+        return EngineConfig.model_validate(raw)
+    except (ValueError, AttributeError) as error:
+        cause = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        where = ".".join(str(part) for part in cause["loc"])
+        raise EngineError(f"{file}: {where + ': ' if where else ''}{cause['msg']}; build the engine again") from None
+
+
+def check_file(path: Path, config: EngineConfig, name: str) -> Path:
+    """The path of an engine's file, once its content is what was built.
+
+    Raises:
+        EngineError: it is missing, truncated or changed.
+    """
+    file = path / name
+    if not file.is_file():
+        raise EngineError(f"{file}: missing; build the engine again")
+    if digest(file) != config.files.get(name):
+        raise EngineError(
+            f"{file}: its digest is not the one in {CONFIG_FILE}; the file changed: build the engine again"
+        )
+    return file
+
+
+def load_weights(path: Path, config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's tensors, checked.
+
+    Raises:
+        EngineError: the file is missing or not what was built.
+    """
+    file = check_file(path, config, weights_file(rank))
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise EngineError(f"{file}: {error}; build the engine again") from error

@@ -1,0 +1,114 @@
+"""Tensor-parallel ranks: MPI processes, joined into one torch.distributed group."""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from trtllm_dflash.errors import DFlashError, EngineError
+from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
+
+_LOOPBACK = "127.0.0.1"
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
+
+
+def launched_rank() -> int | None:
+    """This process's rank, where an MPI launcher started it."""
+    ranks = [int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ]
+    return ranks[0] if ranks else None
+
+
+def launch_ranks(tp: int, arguments: list[str]) -> None:
+    """Replaces this process by `tp` MPI ranks that each run `trtllm-dflash` with these arguments.
+
+    Raises:
+        EngineError: no MPI launcher is installed.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if launcher is None:
+        raise EngineError(f"tp {tp} needs {tp} MPI processes and there is no mpiexec: pip install 'trtllm-dflash[tp]'")
+    sys.stdout.flush()
+    os.execv(launcher, [launcher, "-n", str(tp), sys.executable, "-m", "trtllm_dflash", *arguments])
+
+
+def end_on_interrupt() -> None:
+    """Lets Ctrl-C end the ranks at once: rank 0 leaves, whatever call it is in, and the launcher ends the others.
+
+    An exception in the middle of a step would leave the other ranks waiting for this one.
+    """
+    if launched_rank() == 0:
+        signal.signal(signal.SIGINT, lambda *_: _leave())
+    elif launched_rank() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave() -> None:
+    sys.stderr.write("error: interrupted\n")
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
+
+
+class World:
+    """The ranks of one engine, before and while they are joined for computing. tp 1 needs no MPI.
+
+    Raises:
+        EngineError: MPI is missing, or the processes are not `tp` in number.
+    """
+
+    def __init__(self, tp: int) -> None:
+        self.rank, self.size = 0, tp
+        if tp == 1:
+            return
+        if launched_rank() is None:
+            raise EngineError(
+                f"this engine has {tp} ranks; start it as: mpiexec -n {tp} ... (or trtllm-dflash generate)"
+            )
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise EngineError(f"tp {tp} needs MPI: pip install 'trtllm-dflash[tp]' ({error})") from error
+        self._mpi = MPI.COMM_WORLD
+        self.rank = self._mpi.rank
+        if self._mpi.size != tp:
+            started = self._mpi.size
+            raise EngineError(f"this engine has {tp} ranks, but mpiexec started {started}; use: mpiexec -n {tp}")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank fails at fails on all of them, with the same error: none is left waiting for another."""
+        problem = None
+        try:
+            yield
+        except DFlashError as error:
+            if self.size == 1:
+                raise
+            problem = str(error)
+        if self.size > 1:
+            problems = [p for p in self._mpi.allgather(problem) if p is not None]
+            if problems:
+                raise EngineError(problems[0])
+
+    def connect(self, device: torch.device) -> Communicator:
+        """Joins the ranks for computing: gloo on CPU, NCCL on GPUs. All of them are on this host."""
+        if self.size == 1:
+            return Solo()
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # The system chooses rank 0's port, so it is free; only this host can reach it.
+        server = TCPStore(_LOOPBACK, 0, self.size, is_master=True, wait_for_workers=False) if self.rank == 0 else None
+        port = self._mpi.bcast(server.port if server else None)
+        store = server or TCPStore(_LOOPBACK, port, self.size, is_master=False)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        group = dist.group.WORLD
+        assert group is not None
+        return TorchDistributed(group)

@@ -1,0 +1,25 @@
+"""Errors a user can act on. Each is one line that names the cause and the knob."""
+
+
+class DFlashError(Exception):
+    """Base of every error that the command line prints as one line instead of a traceback."""
+
+
+class CheckpointError(DFlashError):
+    """A checkpoint cannot be read as what its configuration says it is."""
+
+
+class PairError(DFlashError):
+    """A target and a drafter that do not belong together."""
+
+
+class SettingsError(DFlashError):
+    """A setting that is wrong in itself, or contradicts the checkpoint or the engine."""
+
+
+class EngineError(DFlashError):
+    """An engine directory that cannot be built, loaded or run."""
+
+
+class RequestError(DFlashError):
+    """A request that this engine cannot serve."""

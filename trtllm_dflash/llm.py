@@ -1,0 +1,267 @@
+"""`LLM`: an engine in this process, from Python."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
+from trtllm_dflash.engine.directory import load_weights, read_config
+from trtllm_dflash.engine.ranks import World
+from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.errors import EngineError, RequestError, SettingsError
+from trtllm_dflash.runtime import request
+from trtllm_dflash.runtime.request import FinishReason, SamplingParams
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.tokenizer import TextCodec
+
+__all__ = ["LLM", "Completion", "SamplingParams", "TextChunk"]
+
+#: A prompt: raw text, a conversation for the chat template, or token ids.
+Prompt = str | list[dict[str, str]] | list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished reply.
+
+    Attributes:
+        text: the reply; None where the engine has no tokenizer.
+        token_ids: the reply's tokens, the one that ended it included.
+        prompt_tokens: length of the prompt.
+        steps: decoding steps, the prefill not counted.
+        accepted_per_step: drafts of each that became part of the reply.
+        seconds: from the start of the prefill to the last token.
+        finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens, or the context is full).
+    """
+
+    text: str | None
+    token_ids: list[int]
+    prompt_tokens: int
+    steps: int
+    accepted_per_step: list[int]
+    seconds: float
+    finish_reason: FinishReason
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per decoding step, accepted drafts and the bonus token together; NaN without a step."""
+        return (len(self.token_ids) - 1) / self.steps if self.steps else math.nan
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """What one step adds to a streamed reply. The chunks' texts, joined, are the whole reply's text."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None  # with the last chunk
+
+
+class LLM:
+    """A target and its drafter, ready to generate.
+
+    Not for several threads at once. Under tensor parallelism only rank 0 generates; see `trtllm-dflash generate`.
+    """
+
+    def __init__(self, session: TorchSession, codec: TextCodec | None) -> None:
+        self.session = session
+        self.config = session.config
+        self.codec = codec
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str = "auto") -> "LLM":
+        """Loads an engine directory. With tp > 1, inside as many MPI processes.
+
+        Args:
+            path: the engine directory.
+            device: "cpu", "cuda", or "auto": CUDA where there is one.
+
+        Raises:
+            EngineError: the directory, or the number of processes, is not what the engine needs.
+        """
+        folder = Path(path)
+        config = read_config(folder)
+        place = pick_device(device)
+        world = World(config.tp)
+        if place.type == "cuda":
+            place = torch.device("cuda", world.rank)
+        with world.together():
+            weights = load_weights(folder, config, world.rank)
+            codec = TextCodec.load(folder, config.chat_arguments)
+        return cls(TorchSession(config, weights, place, world.connect(place)), codec)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str,
+        drafter: str | None,
+        precision: str = "auto",
+        device: str = "auto",
+        max_batch: int = 1,
+        max_seq_len: int | None = None,
+        block_size: int | None = None,
+    ) -> "LLM":
+        """Loads a pair straight from its checkpoints (folders, or Hugging Face names), without an engine directory."""
+        settings = BuildSettings.model_validate(
+            {
+                "name": target,
+                "target": target,
+                "drafter": drafter,
+                "precision": precision,
+                "max_batch": max_batch,
+                "max_seq_len": max_seq_len,
+                "block_size": block_size,
+            }
+        )
+        pair = open_checkpoints(settings)
+        config = plan_engine(pair, settings)
+        weights = read_rank_weights(pair, 1, 0, config.dtype)
+        session = TorchSession(config, weights, pick_device(device))
+        return cls(session, TextCodec.load(pair.target_folder.path, {}))
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the engine and lets the other ranks go."""
+        self.session.close()
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        draft: bool = True,
+    ) -> list[Completion]:
+        """Generates a reply to each prompt, as many at a time as the engine has slots.
+
+        Args:
+            prompts: raw texts, conversations (lists of {"role", "content"}) or lists of token ids.
+            params: for all, or one each. Greedy, 256 tokens by default.
+            draft: False decodes plainly on the same engine.
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing was generated.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        sequences = [self._sequence(*pair) for pair in zip(prompts, params, strict=True)]
+        scheduler = Scheduler(self.session, draft)
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        return [_completion(sequence) for sequence in sequences]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft: bool = True) -> Iterator[TextChunk]:
+        """Generates a reply, one chunk a step. Arguments and errors as in `generate`."""
+        sequence = self._sequence(prompt, params or SamplingParams())
+        scheduler = Scheduler(self.session, draft)
+        scheduler.submit(sequence)
+        count = 0
+        while scheduler.busy:
+            scheduler.step()
+            new = sequence.token_ids[count:]
+            if not new:
+                continue
+            count += len(new)
+            text = sequence.text.release() if sequence.text is not None else ""
+            yield TextChunk(text, new, _completion(sequence) if sequence.finish_reason else None)
+
+    def spec_generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        stop_token_ids: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """Generates in the manner of transformers: input_ids [1, N] -> [1, N + new] int64, on input_ids' device.
+
+        Args:
+            stop_token_ids: tokens that end the reply; None means the model's own.
+        """
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+            raise RequestError(f"input_ids must be [1, N], not {list(input_ids.shape)}")
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_ids or ()),
+            ignore_eos=stop_token_ids is not None,
+        )
+        (completion,) = self.generate([input_ids[0].tolist()], params)
+        new = torch.tensor([completion.token_ids], dtype=input_ids.dtype, device=input_ids.device)
+        return torch.cat([input_ids, new], dim=1)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids.
+
+        Raises:
+            RequestError: it is text and the engine has no tokenizer, or the chat template refuses it.
+        """
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if self.codec is None:
+            raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
+        if isinstance(prompt, str):
+            return self.codec.encode(prompt)
+        return self.codec.encode_chat(prompt)  # type: ignore[arg-type]
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> request.Sequence:
+        ids = self.encode(prompt)
+        limit, vocabulary = self.config.max_seq_len, self.config.target.vocab_size
+        if not ids:
+            raise RequestError("the prompt is empty")
+        if len(ids) >= limit:
+            raise RequestError(f"the prompt has {len(ids)} tokens; this engine takes {limit - 1} (build --max-seq-len)")
+        if not all(0 <= token < vocabulary for token in ids):
+            raise RequestError(f"token ids must be 0 to {vocabulary - 1}")
+        if params.stop and self.codec is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        end = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.stop_token_ids))
+        text = TextStream(self.codec.backend, params.stop) if self.codec is not None else None
+        return request.Sequence(ids, params, min(params.max_tokens, limit - len(ids)), frozenset(end), text)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that a name means.
+
+    Raises:
+        SettingsError: there is none such.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise SettingsError(f"--device {name}: choose cpu, cuda or auto")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError("--device cuda: torch sees no CUDA GPU; use --device cpu, or see trtllm-dflash doctor")
+    return torch.device(name)
+
+
+def _completion(sequence: request.Sequence) -> Completion:
+    assert sequence.finish_reason is not None
+    return Completion(
+        text=sequence.text.text if sequence.text is not None else None,
+        token_ids=list(sequence.token_ids),
+        prompt_tokens=len(sequence.prompt_ids),
+        steps=len(sequence.accepted_per_step),
+        accepted_per_step=list(sequence.accepted_per_step),
+        seconds=sequence.seconds,
+        finish_reason=sequence.finish_reason,
+    )

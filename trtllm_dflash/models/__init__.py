@@ -1,0 +1,28 @@
+"""Model families, written once over `Ops`. Adding a family is adding a file and its line here."""
+
+from typing import Any
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.decoder import Decoder, DecoderConfig
+from trtllm_dflash.models.llama import Llama
+from trtllm_dflash.models.qwen3 import Qwen3
+
+#: `model_type` in config.json -> the family that computes it.
+FAMILIES: dict[str, type[Llama] | type[Qwen3]] = {"qwen3": Qwen3, "llama": Llama}
+
+
+def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
+    """A target's configuration from its config.json.
+
+    Raises:
+        CheckpointError: the family is not one we build, or a setting is not supported.
+    """
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return FAMILIES[kind].read_config(raw)
+
+
+def build_target(config: DecoderConfig) -> Decoder:
+    """The model that computes a configuration."""
+    return FAMILIES[config.family](config)

@@ -1,0 +1,215 @@
+"""The dense decoder that most families are: RMSNorm, grouped-query attention, SwiGLU, residuals. Written over `Ops`.
+
+A family subclasses `Decoder` and says what differs. Tensor names are the checkpoint's; where several are fused, the
+fused tensor is named as the layer's others are (`qkv_proj`, `gate_up_proj`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.rope import RopeConfig, read_rope
+from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
+from trtllm_dflash.ops import Ops
+
+T = TypeVar("T")
+
+
+class DecoderConfig(BaseModel):
+    """The shape of a dense decoder, as read from a Hugging Face config.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    family: str
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_size: PositiveInt
+    intermediate_size: PositiveInt
+    norm_eps: float
+    max_positions: PositiveInt
+    rope: RopeConfig
+    tied_embeddings: bool
+    attention_bias: bool = False
+
+
+def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
+    """The settings that dense families share in config.json.
+
+    Raises:
+        CheckpointError: a setting is missing, or asks for something that this decoder does not compute.
+    """
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("mlp_bias"):
+        raise CheckpointError("config.json: mlp_bias is not supported")
+    sliding = "sliding_attention" in raw.get("layer_types", []) or raw.get("use_sliding_window")
+    if sliding:
+        raise CheckpointError("config.json: sliding-window attention is not supported")
+    try:
+        heads = raw["num_attention_heads"]
+        return DecoderConfig(
+            family=family,
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            layers=raw["num_hidden_layers"],
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
+            intermediate_size=raw["intermediate_size"],
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            max_positions=raw["max_position_embeddings"],
+            rope=read_rope(raw),
+            tied_embeddings=raw.get("tie_word_embeddings", False),
+            attention_bias=raw.get("attention_bias", False),
+        )
+    except KeyError as missing:
+        raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
+
+
+@dataclass(frozen=True)
+class Features(Generic[T]):
+    """What a pass of the target hands on."""
+
+    hidden: T  # [B, Q, H] after the last layer, before the final norm
+    taps: list[T]  # [B, Q, H] each: after the tapped layers, in their order
+
+
+class Decoder:
+    """A dense decoder over `Ops`; stateless, one for any number of ranks."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def weights(self) -> list[Weight]:
+        """Every engine tensor and the checkpoint tensors it is made of."""
+        c = self.config
+        table = (c.vocab_size, c.hidden_size)
+        weights = [_whole("model.embed_tokens.weight", table)]
+        for i in range(c.layers):
+            weights += self.layer_weights(f"model.layers.{i}.")
+        weights.append(_whole("model.norm.weight", (c.hidden_size,)))
+        if not c.tied_embeddings:
+            part = Part("lm_head.weight", table, Split.ROWS, c.vocab_size)
+            weights.append(Weight("lm_head.weight", (part,)))
+        return weights
+
+    def layer_weights(self, prefix: str) -> list[Weight]:
+        """The tensors of one layer."""
+        c = self.config
+        weights = [
+            _whole(prefix + "input_layernorm.weight", (c.hidden_size,)),
+            _whole(prefix + "post_attention_layernorm.weight", (c.hidden_size,)),
+        ]
+        return weights + attention_weights(prefix, c) + mlp_weights(prefix, c)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, ops: Ops[T], token_ids: T, start: T, tap_layers: tuple[int, ...]) -> Features[T]:
+        """Runs token_ids [B, Q] at positions start [B] onwards, appending their K and V to the cache."""
+        offsets = ops.row_offsets(token_ids)
+        positions = ops.positions(start, offsets)  # [B, Q]
+        lengths = ops.key_lengths(start, offsets)  # [B]
+        x = ops.embedding("model.embed_tokens", token_ids)
+        after = {}
+        for i in range(self.config.layers):
+            x = self._layer(ops, i, x, positions, start, lengths)
+            # Hugging Face calls this one hidden_states[i + 1]: tapping i instead costs acceptance, never an error.
+            after[i] = x
+        return Features(x, [after[i] for i in tap_layers])
+
+    def logits(self, ops: Ops[T], hidden: T) -> T:
+        """hidden [B, R, H], before the final norm -> [B, R, V/tp]."""
+        return ops.linear("lm_head", ops.rms_norm("model.norm", hidden, self.config.norm_eps))
+
+    def _layer(self, ops: Ops[T], i: int, x: T, positions: T, start: T, lengths: T) -> T:
+        c = self.config
+        prefix = f"model.layers.{i}."
+        h = ops.rms_norm(prefix + "input_layernorm", x, c.norm_eps)
+        q, k, v = project_qkv(ops, prefix, h, c)
+        q, k = self.normalize_heads(ops, prefix, q, k)
+        q, k = ops.rope("rope", q, positions), ops.rope("rope", k, positions)
+        keys = ops.append_kv(prefix + "key", k, start)
+        values = ops.append_kv(prefix + "value", v, start)
+        h = ops.attention(q, keys, values, lengths, causal=True)
+        x = ops.add(x, ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h)))
+        return ops.add(x, mlp(ops, prefix, ops.rms_norm(prefix + "post_attention_layernorm", x, c.norm_eps)))
+
+    def normalize_heads(self, ops: Ops[T], prefix: str, q: T, k: T) -> tuple[T, T]:
+        """A family's own treatment of q and k [B, heads, Q, D] before RoPE; none here."""
+        return q, k
+
+
+# -- pieces that targets and the drafter share -----------------------------------------------------------------------
+
+
+def project_qkv(ops: Ops[T], prefix: str, x: T, c: DecoderConfig) -> tuple[T, T, T]:
+    """q [B, Hq, N, D], k and v [B, Hkv, N, D] of this rank, from x [B, N, H]."""
+    heads, kv_heads = units_per_rank(c.heads, ops.tp), units_per_rank(c.kv_heads, ops.tp)
+    qkv = ops.linear(prefix + "self_attn.qkv_proj", x)
+    q = ops.split_heads(qkv, 0, heads, c.head_size)
+    k = ops.split_heads(qkv, heads, kv_heads, c.head_size)
+    v = ops.split_heads(qkv, heads + kv_heads, kv_heads, c.head_size)
+    return q, k, v
+
+
+def mlp(ops: Ops[T], prefix: str, x: T) -> T:
+    """SwiGLU feed-forward, summed over the ranks: [B, N, H] -> [B, N, H]."""
+    h = ops.swiglu(ops.linear(prefix + "mlp.gate_up_proj", x))
+    return ops.all_reduce(ops.linear(prefix + "mlp.down_proj", h))
+
+
+def attention_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:
+    """Fused qkv_proj and o_proj, and biases where there are any. `source`: the prefix in the checkpoint."""
+    source = prefix if source is None else source
+    attention = source + "self_attn."
+    q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
+    shapes = {"q": (q_size, c.heads), "k": (kv_size, c.kv_heads), "v": (kv_size, c.kv_heads)}
+    qkv = tuple(
+        Part(f"{attention}{n}_proj.weight", (size, c.hidden_size), Split.ROWS, units)
+        for n, (size, units) in shapes.items()
+    )
+    o = Part(f"{attention}o_proj.weight", (c.hidden_size, q_size), Split.COLUMNS, c.heads)
+    weights = [
+        Weight(prefix + "self_attn.qkv_proj.weight", qkv),
+        Weight(prefix + "self_attn.o_proj.weight", (o,)),
+    ]
+    if c.attention_bias:
+        biases = tuple(
+            Part(f"{attention}{n}_proj.bias", (size,), Split.ROWS, units) for n, (size, units) in shapes.items()
+        )
+        o_bias = Part(f"{attention}o_proj.bias", (c.hidden_size,), Split.FIRST_RANK)
+        weights.append(Weight(prefix + "self_attn.qkv_proj.bias", biases))
+        weights.append(Weight(prefix + "self_attn.o_proj.bias", (o_bias,)))
+    return weights
+
+
+def mlp_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:
+    """Fused gate_up_proj, and down_proj."""
+    source = prefix if source is None else source
+    size = c.intermediate_size
+    gate, up = (Part(f"{source}mlp.{n}_proj.weight", (size, c.hidden_size), Split.ROWS, size) for n in ("gate", "up"))
+    down = Part(f"{source}mlp.down_proj.weight", (c.hidden_size, size), Split.COLUMNS, size)
+    return [
+        Weight(prefix + "mlp.gate_up_proj.weight", (gate, up)),
+        Weight(prefix + "mlp.down_proj.weight", (down,)),
+    ]
+
+
+def head_norm_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:
+    """q_norm and k_norm, over the head size."""
+    source = prefix if source is None else source
+    return [
+        Weight(f"{prefix}self_attn.{n}_norm.weight", (Part(f"{source}self_attn.{n}_norm.weight", (c.head_size,)),))
+        for n in ("q", "k")
+    ]
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Weight:
+    return Weight(name, (Part(name, shape),))

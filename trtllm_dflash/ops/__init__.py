@@ -1,0 +1,167 @@
+"""The vocabulary of operations that models and the step are written over.
+
+A model is plain Python over `Ops`. `TorchOps` computes it; a compiler backend emits it as layers. Tensors are opaque
+(`T`): models never look inside one. Weights, RoPE tables and caches are named, never passed.
+
+Letters: B slots in the call, Q rows a slot, R logit rows, N any number of rows, H hidden, D head size, S cache length,
+V vocabulary, Bd length of the drafted block. Integers are int32. Under tensor parallelism a rank sees its own heads,
+its own FFN columns and its own slice of the vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SamplingInputs(Generic[T]):
+    """How each slot's tokens are chosen. A temperature of 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+
+    temperature: T  # [B] float32
+    top_k: T  # [B] int32
+    top_p: T  # [B] float32
+    uniform: T  # [B, R] float32 in [0, 1): one number a row
+
+
+@dataclass(frozen=True)
+class Acceptance(Generic[T]):
+    """What a verify pass decided for each slot."""
+
+    accepted: T  # [B] leading drafts that equal the target's own choice
+    committed: T  # [B] rows of this call whose tokens are now final
+    bonus: T  # [B] the target's choice after the last of them
+
+
+class Ops(ABC, Generic[T]):
+    """About twenty operations; see the module's docstring for the letters.
+
+    Attributes:
+        tp: number of ranks.
+        rank: this rank.
+    """
+
+    tp: int
+    rank: int
+
+    # -- the network -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embedding(self, name: str, ids: T) -> T:
+        """Rows of the table `name.weight` [V, H] (whole on every rank): ids [B, N] -> [B, N, H]."""
+
+    @abstractmethod
+    def linear(self, name: str, x: T) -> T:
+        """x [B, N, I] times `name.weight` [O, I] transposed, plus `name.bias` [O] where there is one: [B, N, O]."""
+
+    @abstractmethod
+    def rms_norm(self, name: str, x: T, eps: float) -> T:
+        """x / sqrt(mean(x^2) + eps) * `name.weight`, over the last dimension, inside in FP32."""
+
+    @abstractmethod
+    def add(self, x: T, y: T) -> T:
+        """x + y, of one shape."""
+
+    @abstractmethod
+    def concat(self, xs: Sequence[T]) -> T:
+        """Joins [B, N, H_i] along the last dimension."""
+
+    @abstractmethod
+    def split_heads(self, x: T, first: int, count: int, head_size: int) -> T:
+        """Heads first..first+count-1 of x [B, N, heads*D], as [B, count, N, D]."""
+
+    @abstractmethod
+    def rope(self, name: str, x: T, positions: T) -> T:
+        """Rotates x [B, heads, N, D] by positions [B, N], halves as pairs; tables `name.cos`, `name.sin` [P, D/2]."""
+
+    @abstractmethod
+    def append_kv(self, name: str, rows: T, start: T) -> T:
+        """Writes rows [B, heads, N, D] into cache `name` [B, heads, S, D] at start [B], in place; returns the cache.
+
+        Rows at or past S are dropped without a word.
+        """
+
+    @abstractmethod
+    def attention(self, q: T, keys: T, values: T, lengths: T, causal: bool) -> T:
+        """softmax(q k^T / sqrt(D)) v over the first lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
+
+        Causal aligns the last query row with the last key: row i sees lengths - N + i + 1 keys.
+        """
+
+    @abstractmethod
+    def swiglu(self, x: T) -> T:
+        """x [B, N, 2F] holds gate, then up: silu(gate) * up, [B, N, F]."""
+
+    @abstractmethod
+    def all_reduce(self, x: T) -> T:
+        """The sum of x over the ranks."""
+
+    # -- rows and positions ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def row_offsets(self, rows: T) -> T:
+        """0..N-1 as [1, N] for rows [B, N] or [B, N, H]."""
+
+    @abstractmethod
+    def positions(self, start: T, offsets: T) -> T:
+        """start [B] + offsets [1, N]: [B, N]."""
+
+    @abstractmethod
+    def key_lengths(self, start: T, offsets: T) -> T:
+        """start [B] + N, for offsets [1, N]: the cache rows in use once N rows are written at start."""
+
+    @abstractmethod
+    def gather_rows(self, x: T, rows: T) -> T:
+        """x [B, N, H] at rows [B, R], slot by slot: [B, R, H]."""
+
+    @abstractmethod
+    def splice_rows(self, context: T, block: T, committed: T) -> T:
+        """One run of rows a slot: its first committed [B] rows of context, then at once all rows of block.
+
+        context [B, heads, Q, D], block [B, heads, Bd, D] -> [B, heads, Q + Bd, D]; what follows the block is scratch.
+        """
+
+    @abstractmethod
+    def drop_first_row(self, x: T) -> T:
+        """x [B, N, H] without its row 0: [B, N - 1, H]."""
+
+    # -- choosing tokens -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def argmax(self, logits: T) -> T:
+        """The most likely id of each row; the lowest among equals. logits [B, R, V/tp] -> [B, R] of the whole V."""
+
+    @abstractmethod
+    def sample(self, logits: T, sampling: SamplingInputs[T]) -> T:
+        """Draws each row's id from its filtered distribution; rows of temperature 0 are greedy. Shapes as `argmax`.
+
+        logits / temperature; keep the top_k largest; of those, the smallest set of largest probabilities that reaches
+        top_p (equals of the last one stay in); then the inverse CDF, in order of ids, at the row's uniform number.
+        """
+
+    @abstractmethod
+    def accept(self, token_ids: T, target_ids: T, logit_rows: T, row_count: T) -> Acceptance[T]:
+        """Compares each draft with the target's choice one row before it.
+
+        token_ids [B, Q]; target_ids [B, R], the choices at logit_rows [B, R]; row_count [B]. A draft counts while it
+        and all before it are equal, and only within row_count. A prefill chunk has R = 1: nothing to compare, and all
+        its rows are committed.
+        """
+
+    @abstractmethod
+    def lookup(self, name: str, ids: T) -> T:
+        """The int32 table `name` [n] at ids [B, N]: [B, N]."""
+
+    @abstractmethod
+    def masked_block(self, bonus: T, block_offsets: T, mask_id: int) -> T:
+        """[bonus, MASK, ..., MASK] for bonus [B] and block_offsets [1, Bd]: [B, Bd]."""
+
+    @abstractmethod
+    def join_ids(self, bonus: T, drafts: T) -> T:
+        """bonus [B] before drafts [B, Bd - 1]: [B, Bd]."""
+
+    @abstractmethod
+    def column(self, ids: T) -> T:
+        """ids [B] as [B, 1]."""

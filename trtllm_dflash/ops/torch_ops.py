@@ -1,0 +1,207 @@
+"""`Ops` computed by PyTorch, on CPU or CUDA, in FP32, BF16 or FP16: the numerical reference and the default backend."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops.communicator import Communicator, Solo
+
+Tensor = torch.Tensor
+
+
+class TorchOps(Ops[Tensor]):
+    """Computes at once.
+
+    Args:
+        weights: a rank's engine tensors by name, with the RoPE tables, all on one device.
+        caches: K/V caches by name, [B, heads, S, D]; their first rows are the call's slots.
+        communicator: the other ranks; none by default.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], caches: Mapping[str, Tensor], communicator: Communicator | None = None
+    ) -> None:
+        self.weights = weights
+        self.caches = caches
+        self.communicator = communicator or Solo()
+        self.tp = self.communicator.size
+        self.rank = self.communicator.rank
+        self._kept: dict[tuple[object, ...], tuple[Tensor, Any]] = {}
+
+    def _once(self, key: tuple[object, ...], source: Tensor, make: Callable[[], Any]) -> Any:
+        """What `make` gives for this very tensor: every layer of a pass asks for the same."""
+        kept = self._kept.get(key)
+        if kept is None or kept[0] is not source:
+            kept = self._kept[key] = (source, make())
+        return kept[1]
+
+    # -- the network -----------------------------------------------------------------------------------------------
+
+    def embedding(self, name: str, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weights[name + ".weight"])
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[name + ".weight"], self.weights.get(name + ".bias"))
+
+    def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
+        weight = self.weights[name + ".weight"]
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(xs), dim=-1)
+
+    def split_heads(self, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
+        columns = x[..., first * head_size : (first + count) * head_size]
+        return columns.view(*x.shape[:2], count, head_size).transpose(1, 2)
+
+    def rope(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self._once(("rope", name), positions, lambda: self._rotation(name, positions))
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at positions [B, N], each [B, 1, N, D/2]."""
+        return self.weights[name + ".cos"][positions].unsqueeze(1), self.weights[name + ".sin"][positions].unsqueeze(1)
+
+    def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
+        cache = self.caches[name]
+        if cache.is_cuda:
+            offsets = torch.arange(rows.shape[2], device=rows.device)
+            slots = torch.arange(rows.shape[0], device=rows.device)
+            # The session keeps 2 * block spare rows, so that the clamp never meets a row in use.
+            index = (start[:, None] + offsets).clamp(max=cache.shape[2] - 1)
+            cache.transpose(1, 2).index_put_((slots[:, None], index.long()), rows.transpose(1, 2))
+            return cache
+        for slot, first in enumerate(start.tolist()):
+            room = cache[slot, :, first : first + rows.shape[2]]
+            room.copy_(rows[slot, :, : room.shape[1]])
+        return cache
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, causal: bool) -> Tensor:
+        # On CPU the longest sequence bounds the work; on CUDA reading it back would stop the device.
+        bound = keys.shape[2] if keys.is_cuda else int(lengths.max())
+        rows = q.shape[2]
+        mask = self._once(("mask", rows, causal), lengths, lambda: self._attention_mask(rows, lengths, bound, causal))
+        keys, values = keys[:, :, :bound], values[:, :, :bound]
+        out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=q.shape[1] != keys.shape[1])
+        return out.transpose(1, 2).flatten(2)
+
+    @staticmethod
+    def _attention_mask(rows: int, lengths: Tensor, bound: int, causal: bool) -> Tensor | None:
+        """[B, 1, rows, bound], true where a row may look; None where all look at all."""
+        if not lengths.is_cuda and lengths.shape[0] == 1 and not (causal and rows > 1):
+            return None
+        key = torch.arange(bound, device=lengths.device)
+        seen = lengths[:, None].expand(-1, rows)  # [B, rows]
+        if causal:
+            seen = seen - rows + 1 + torch.arange(rows, device=lengths.device)
+        return key < seen[:, None, :, None]
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.communicator.all_reduce(x)
+
+    # -- rows and positions ----------------------------------------------------------------------------------------
+
+    def row_offsets(self, rows: Tensor) -> Tensor:
+        return torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)[None]
+
+    def positions(self, start: Tensor, offsets: Tensor) -> Tensor:
+        return start[:, None] + offsets
+
+    def key_lengths(self, start: Tensor, offsets: Tensor) -> Tensor:
+        return start + offsets.shape[1]
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.take_along_dim(rows.long()[..., None], dim=1)
+
+    def splice_rows(self, context: Tensor, block: Tensor, committed: Tensor) -> Tensor:
+        run = torch.cat([context, block], dim=2)
+        index = self._once(
+            ("splice", context.shape[2]), committed, lambda: self._splice_index(context, block, committed)
+        )
+        return run.gather(2, index.expand_as(run))
+
+    @staticmethod
+    def _splice_index(context: Tensor, block: Tensor, committed: Tensor) -> Tensor:
+        """[B, 1, Q + Bd, 1]: where in context and block, joined, each row of the run comes from."""
+        rows, drafts = context.shape[2], block.shape[2]
+        run = torch.arange(rows + drafts, device=committed.device)
+        past = run - committed[:, None]  # rows past the context
+        index = torch.where(past < 0, run, rows + past.clamp(0, drafts - 1))
+        return index[:, None, :, None]
+
+    def drop_first_row(self, x: Tensor) -> Tensor:
+        return x[:, 1:]
+
+    # -- choosing tokens -------------------------------------------------------------------------------------------
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        best, ids = logits.max(dim=-1)
+        if self.tp > 1:
+            ids = ids + self.rank * logits.shape[-1]
+            best = torch.stack(self.communicator.all_gather(best))  # [tp, B, R]
+            ids = torch.stack(self.communicator.all_gather(ids))
+            ids = ids.take_along_dim(best.argmax(dim=0, keepdim=True), dim=0)[0]
+        return ids.int()
+
+    def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
+        logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]
+        greedy = sampling.temperature == 0
+        scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]
+        descending = scaled.sort(dim=-1, descending=True).values
+        vocabulary = logits.shape[-1]
+
+        top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary).clamp(max=vocabulary)
+        index = (top_k.long() - 1)[:, None, None].expand(-1, logits.shape[1], 1)
+        smallest = descending.gather(-1, index)  # [B, R, 1]
+
+        sorted_probs = descending.masked_fill(descending < smallest, -torch.inf).softmax(dim=-1)
+        before = sorted_probs.cumsum(dim=-1) - sorted_probs
+        inside = (before < sampling.top_p[:, None, None]) & (descending >= smallest)
+        count = inside.sum(dim=-1, keepdim=True).clamp(min=1)
+        smallest = torch.maximum(smallest, descending.gather(-1, count - 1))
+
+        probs = scaled.masked_fill(scaled < smallest, -torch.inf).softmax(dim=-1)
+        cdf = probs.cumsum(dim=-1)
+        point = sampling.uniform[..., None] * cdf[..., -1:]
+        drawn = (cdf <= point).sum(dim=-1)
+        # Rounding may put the point at the very end: the last id that was kept is meant.
+        ids = torch.arange(vocabulary, device=logits.device)
+        last = torch.where(probs > 0, ids, 0).amax(dim=-1)
+        return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn.minimum(last)).int()
+
+    def accept(
+        self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+    ) -> Acceptance[Tensor]:
+        next_rows = logit_rows[:, :-1] + 1  # [B, R - 1]: where each choice's draft stands
+        drafts = token_ids.take_along_dim(next_rows.long().clamp(max=token_ids.shape[1] - 1), dim=1)
+        equal = (drafts == target_ids[:, :-1]) & (next_rows < row_count[:, None])
+        accepted = equal.int().cumprod(dim=1).sum(dim=1)
+        index = accepted[:, None]
+        bonus = target_ids.take_along_dim(index, dim=1)[:, 0]
+        committed = logit_rows.take_along_dim(index, dim=1)[:, 0] + 1
+        return Acceptance(accepted.int(), committed, bonus)
+
+    def lookup(self, name: str, ids: Tensor) -> Tensor:
+        return self.weights[name][ids]
+
+    def masked_block(self, bonus: Tensor, block_offsets: Tensor, mask_id: int) -> Tensor:
+        return torch.where(block_offsets == 0, bonus[:, None], mask_id)
+
+    def join_ids(self, bonus: Tensor, drafts: Tensor) -> Tensor:
+        return torch.cat([bonus[:, None], drafts], dim=1)
+
+    def column(self, ids: Tensor) -> Tensor:
+        return ids[:, None]

@@ -1,0 +1,81 @@
+"""`DraftVerifyStep`: verify, choose, accept and draft, as one graph over `Ops`.
+
+    rows of tokens -> target -> choose -> accept -> [bonus, MASK, MASK, ...] -> drafter -> next rows
+
+The host never stands between draft and verify: a step's outputs are the next one's inputs. Nothing is ever rolled
+back: each K/V row lives at its token's absolute position, and the next step starts at the new committed length, so it
+writes over whatever was rejected.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from trtllm_dflash.models.decoder import Decoder
+from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.ops import Ops, SamplingInputs
+
+T = TypeVar("T")
+
+
+class Drafting(str, Enum):
+    """What the drafter does in a step."""
+
+    OFF = "off"  # nothing: plain decoding
+    CONTEXT = "context"  # writes its context rows and drafts nothing: K = 0, drafting can resume
+    BLOCK = "block"  # drafts
+
+
+@dataclass(frozen=True)
+class StepInputs(Generic[T]):
+    """Inputs of one step; int32 unless said otherwise.
+
+    A decode step has the bonus token and K drafts as rows, and logit rows 0..K. A prefill step has a prompt chunk, and
+    its last real row as the only logit row.
+    """
+
+    token_ids: T  # [B, Q]
+    start: T  # [B] committed length: the position of row 0
+    row_count: T  # [B] how many of the Q rows are real
+    logit_rows: T  # [B, R]
+    block_offsets: T  # [1, Bd] 0..Bd-1
+    sampling: SamplingInputs[T] | None = None  # None: greedy
+
+
+@dataclass(frozen=True)
+class StepOutputs(Generic[T]):
+    """Outputs of one step, int32. The tokens that became final are target_ids[b, : accepted[b] + 1]."""
+
+    target_ids: T  # [B, R] the target's choice at each logit row
+    accepted: T  # [B]
+    next_start: T  # [B]
+    next_tokens: T  # [B, Bd] bonus and drafts; [B, 1] where nothing was drafted
+
+
+class DraftVerifyStep:
+    """One decoding step of a target and, unless it decodes plainly, its drafter."""
+
+    def __init__(self, target: Decoder, drafter: Drafter | None) -> None:
+        self.target = target
+        self.drafter = drafter
+
+    def __call__(self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting) -> StepOutputs[T]:
+        """Runs the step; the caches behind `ops` are updated in place."""
+        drafter = None if drafting is Drafting.OFF else self.drafter
+        taps = drafter.config.tap_layers if drafter else ()
+        features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
+        logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
+        target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
+        verdict = ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
+        next_tokens = ops.column(verdict.bonus)
+        if drafter:
+            context = drafter.context(ops, features.taps, inputs.start)
+            if drafting is Drafting.BLOCK:
+                drafts = drafter.draft(
+                    ops, context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
+                )
+                next_tokens = ops.join_ids(verdict.bonus, drafts)
+            else:
+                drafter.keep_context(ops, context, inputs.start)
+        next_start = ops.add(inputs.start, verdict.committed)
+        return StepOutputs(target_ids, verdict.accepted, next_start, next_tokens)

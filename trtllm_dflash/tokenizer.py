@@ -1,0 +1,74 @@
+"""The engine's tokenizer and chat template, through Hugging Face transformers; files only, never remote code."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from trtllm_dflash.errors import EngineError, RequestError
+
+#: What a tokenizer consists of in a Hugging Face folder; copied into the engine directory.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class TextCodec:
+    """Text to token ids and back."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_arguments: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._chat_arguments = chat_arguments
+
+    @classmethod
+    def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
+        """The tokenizer in a folder; None where it has no tokenizer.json.
+
+        Raises:
+            EngineError: its files cannot be read.
+        """
+        if not (folder / "tokenizer.json").is_file():
+            return None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the library raises whatever its parsers raise
+            raise EngineError(f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+        return cls(tokenizer, chat_arguments)
+
+    @property
+    def backend(self) -> Tokenizer:
+        """The `tokenizers` object behind it."""
+        backend: Tokenizer = self._tokenizer.backend_tokenizer
+        return backend
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw text, with the special tokens that the tokenizer adds itself."""
+        return list(self._tokenizer.encode(text))
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation through the chat template, up to where the assistant's reply begins.
+
+        Raises:
+            RequestError: there is no chat template, or it refuses these messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._chat_arguments
+            )
+        except Exception as error:  # a template raises whatever it likes
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
