@@ -12,7 +12,7 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' \
 		|| { echo "error: $(PYTHON) is not Python 3.10 to 3.13; choose another: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv .venv || { echo "error: no venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" "numpy<2"
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 

@@ -62,7 +62,7 @@ def test_qwen3_is_served_without_thinking():
 
 def test_the_tiny_pair_is_what_its_entry_says():
     entry = find_entry("tiny")
-    assert entry.build.model_dump(exclude_none=True) == {"precision": "fp32", "max_batch": 8, "max_seq_len": 2048}
+    assert entry.build.model_dump(exclude_none=True) == {"max_batch": 8, "max_seq_len": 2048}
     pair = open_pair(resolve(entry.target), resolve(entry.drafter))
     assert pair.drafter is not None
     assert pair.target_config.family == entry.family
@@ -108,7 +108,7 @@ def test_build_values_are_build_settings():
         settings = BuildSettings(**entry.build_values())
         assert (settings.name, settings.target, settings.drafter) == (entry.name, entry.target, entry.drafter)
         assert settings.chat_arguments == entry.chat
-    assert BuildSettings(**find_entry("tiny").build_values()).precision == "fp32"
+    assert BuildSettings(**find_entry("tiny").build_values()).max_seq_len == 2048
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
     kept = [i for i in order if not top_k or scaled[i] >= scaled[order[min(top_k, len(order)) - 1]]]
     weights = np.exp(scaled - scaled.max())
-    total, reached, nucleus = weights[kept].sum(), 0.0, []
+    nucleus: list[int] = []
+    total, reached = weights[kept].sum(), 0.0
     for i in kept:
         if reached / total >= top_p and scaled[i] < scaled[nucleus[-1]]:
             break

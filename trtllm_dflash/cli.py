@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 ENGINES = Path("engines")
 
+# Before torch is loaded: threads that spin while they wait make a step ten times slower wherever another process wants
+# a core, and cost nothing measurable to do without.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 class _Commands(click.Group):
     """Prints the package's own errors as one line, and ends an interrupted command with 130."""
@@ -77,7 +81,10 @@ def models(as_json: bool) -> None:
         block = str(entry.block_size) if entry.block_size else "?"
         built = "yes" if entry.buildable else "no"
         table.add_row(entry.name, entry.family, entry.target, entry.drafter, block, layers, built)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:  # rich would end with 1 where the reader has gone
+        console.print(table)
+    click.echo(capture.get(), nl=False)
 
 
 # -- build -----------------------------------------------------------------------------------------------------------
@@ -96,6 +103,12 @@ def models(as_json: bool) -> None:
 @click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
+@click.option("--backend", help="torch or tensorrt.  [default: torch]")
+@click.option("--gpu", help="tensorrt: what to compile for: a GPU's name, or sm89, sm120, ...")
+@click.option("--sampling/--greedy", default=None, help="tensorrt: whether the plan can sample.  [default: --sampling]")
+@click.option("--optimization-level", type=int, help="tensorrt: 0 (fast to build) to 5.  [default: 3]")
+@click.option("--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may take.")
+@click.option("--workers", type=int, help="tensorrt: ranks compiled at a time.  [default: 1]")
 def build(model: str | None, output: Path | None, assignments: tuple[str, ...], force: bool, **flags: Any) -> None:
     """Build an engine directory from a target and its drafter."""
     from trtllm_dflash.engine import builder
@@ -126,7 +139,10 @@ def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict
         key, equals, text = assignment.partition("=")
         if not equals:
             raise SettingsError(f"--set {assignment}: write KEY=VALUE")
-        values[key.replace("-", "_")] = yaml.safe_load(text)
+        try:
+            values[key.replace("-", "_")] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise SettingsError(f"--set {assignment}: the value is not valid YAML") from None
     values.update(flags)
     if "target" not in values:
         raise SettingsError("say what to build: --model NAME, or --target with --drafter")
@@ -145,6 +161,8 @@ def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -
     except ValidationError as error:
         first = error.errors()[0]
         knob = prefix + str(first["loc"][0]).replace("_", "-")
+        if len(first["loc"]) > 1 and isinstance(first["loc"][1], int):  # a flag that may be repeated is in the singular
+            knob = knob.removesuffix("s")
         if first["type"] == "extra_forbidden":
             raise SettingsError(f"{knob}: no such setting; there are: {', '.join(kind.model_fields)}") from None
         raise SettingsError(f"{knob} {first['input']}: {first['msg']}") from None
@@ -164,6 +182,54 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[what], completed=done, total=total)
 
         yield show
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------
+
+
+@main.command("inspect")
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--caches", is_flag=True, help="List the K/V caches among the inputs and outputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
+    """Say what an engine directory holds, and the memory it needs."""
+    from trtllm_dflash.engine.inspection import inspect_engine
+
+    found = inspect_engine(engine)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+        return
+    config, memory = found.config, found.memory
+    drafter = config.drafter
+    pair = f"{config.target.family}, {config.target.layers} layers of {config.target.hidden_size}"
+    if drafter is not None:
+        taps = ", ".join(map(str, drafter.tap_layers))
+        pair += f"; drafter of {drafter.layers} layers, block {config.block_size}, tap layers {taps}"
+    rows = {
+        "engine": f"{config.name} ({config.backend})",
+        "pair": pair,
+        "precision": config.precision,
+        "tp": str(config.tp),
+        "limits": f"{config.max_batch} slots, {config.max_seq_len} tokens, prefill chunks of {config.chunk}",
+        "GPU": config.gpu or "any",
+        "versions": ", ".join(f"{name} {version}" for name, version in config.versions.items()),
+    }
+    for rank, plan in enumerate(config.plans):
+        rows[f"plan {rank}"] = f"{plan.layers} layers, {plan.weights} weights, compiled in {plan.seconds:.1f} s"
+    rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}
+    parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
+    parts |= {"scratch (estimate)": memory.scratch, "total": memory.total}
+    rows["memory per GPU"] = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in parts.items())
+    for name, text in rows.items():
+        click.echo(f"{name:<18} {text}")
+    hidden = set() if caches else {name for name in (*found.io.inputs, *found.io.outputs) if ".layers." in name}
+    for side, bindings in (("input", found.io.inputs), ("output", found.io.outputs)):
+        for name, binding in bindings.items():
+            if name not in hidden:
+                shape = "[" + ", ".join("?" if size == -1 else str(size) for size in binding.shape) + "]"
+                click.echo(f"{side:<18} {name} {shape} {str(binding.dtype).removeprefix('torch.')}")
+    if hidden:
+        click.echo(f"{'':<18} and {len(hidden) // 2} K/V caches, updated in place (--caches lists them)")
 
 
 # -- generate --------------------------------------------------------------------------------------------------------
@@ -206,6 +272,8 @@ def generate(
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     params = validated(SamplingParams, given, "--")
+    if system is not None and not chat:
+        raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
     texts = _read_prompts(prompt, prompts)
     tp = read_config(engine).tp
     if tp > 1 and launched_rank() is None:
@@ -241,14 +309,23 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         raise SettingsError("give one of --prompt TEXT and --prompts FILE")
     if file is None:
         assert prompt is not None
-        return [sys.stdin.read() if prompt == "-" else prompt]
+        return [_read_standard_input() if prompt == "-" else prompt]
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not splitlines: it also splits at U+2028 and the like, which stand as they are inside JSON.
+        lines = [line.rstrip("\r") for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--prompts {file}: cannot be read: {error}") from None
-    if not lines:
+    prompts = [_read_prompt_line(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
         raise SettingsError(f"--prompts {file}: holds no prompt")
-    return [_read_prompt_line(file, number, line) for number, line in enumerate(lines, start=1)]
+    return prompts
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"--prompt -: standard input is not text: {error}") from None
 
 
 def _read_prompt_line(file: Path, number: int, line: str) -> str:
@@ -297,14 +374,15 @@ def completion_json(completion: "Completion") -> dict[str, Any]:
 @click.option("--prompts-per-kind", type=click.IntRange(min=1), default=6, help="Prompts of each kind.  [default: 6]")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens a reply.  [default: 256]")
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
-def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, as_json: bool) -> None:
+def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output: Path | None, as_json: bool) -> None:
     """Watch the drafter speed up the model without changing a token."""
     from trtllm_dflash.demo import run_demo
     from trtllm_dflash.engine import builder
 
-    settings = _build_settings(model, (), {})
-    engine = ENGINES / settings.name
+    settings = _build_settings(model, (), {"precision": "fp32"})
+    engine = output or ENGINES / settings.name
     with _progress_bar() as progress:
         builder.build(settings, engine, progress=progress)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)

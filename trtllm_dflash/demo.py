@@ -191,9 +191,8 @@ class _Canvas:
 
 
 def _table(result: DemoResult) -> Table:
-    table = Table(
-        "kind", "prompts", "acceptance\nlength", "plain\ntokens/s", "drafted\ntokens/s", "speed-up", "identical"
-    )
+    headers = "kind", "prompts", "acceptance\nlength", "plain\ntokens/s", "drafted\ntokens/s", "speed-up", "identical"
+    table = Table(*headers, pad_edge=False)  # fits in 80 columns
     for name, part in [*result.by_kind.items(), ("all", result)]:
         table.add_row(
             name,

@@ -105,7 +105,10 @@ def _mpi() -> Finding:
         return Finding("MPI", False, f"no {missing}", cost, remedy)
     # In a process of its own: an MPI library that does not load takes its process down.
     probe = [sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0])"]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("MPI", False, "mpi4py does not load within a minute", cost, remedy)
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["it ends without a word"]
         return Finding("MPI", False, f"mpi4py does not load: {last[0]}", cost, remedy)

@@ -2,19 +2,25 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from pydantic import ValidationError
 
+from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
-from trtllm_dflash.engine.directory import load_weights, read_config
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
 from trtllm_dflash.engine.ranks import World
+from trtllm_dflash.engine.session import Session
+from trtllm_dflash.engine.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
+from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.runtime import request
 from trtllm_dflash.runtime.request import FinishReason, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -70,10 +76,11 @@ class LLM:
     Not for several threads at once. Under tensor parallelism only rank 0 generates; see `trtllm-dflash generate`.
     """
 
-    def __init__(self, session: TorchSession, codec: TextCodec | None) -> None:
+    def __init__(self, session: Session, codec: TextCodec | None) -> None:
         self.session = session
         self.config = session.config
         self.codec = codec
+        self._turn = object()  # whose steps the session's slots hold
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str = "auto") -> "LLM":
@@ -93,9 +100,10 @@ class LLM:
         if place.type == "cuda":
             place = torch.device("cuda", world.rank)
         with world.together():
-            weights = load_weights(folder, config, world.rank)
+            check_shared_files(folder, config)
             codec = TextCodec.load(folder, config.chat_arguments)
-        return cls(TorchSession(config, weights, place, world.connect(place)), codec)
+            prepared = _prepare_rank(folder, config, world.rank, place)
+        return cls(prepared(world.connect(place)), codec)
 
     @classmethod
     def from_pretrained(
@@ -109,17 +117,19 @@ class LLM:
         block_size: int | None = None,
     ) -> "LLM":
         """Loads a pair straight from its checkpoints (folders, or Hugging Face names), without an engine directory."""
-        settings = BuildSettings.model_validate(
-            {
-                "name": target,
-                "target": target,
-                "drafter": drafter,
-                "precision": precision,
-                "max_batch": max_batch,
-                "max_seq_len": max_seq_len,
-                "block_size": block_size,
-            }
-        )
+        values = {
+            "name": target,
+            "target": target,
+            "drafter": drafter,
+            "precision": precision,
+            "max_batch": max_batch,
+            "max_seq_len": max_seq_len,
+            "block_size": block_size,
+        }
+        try:
+            settings = BuildSettings.model_validate(values)
+        except ValidationError as error:
+            raise SettingsError(first_problem(error)) from None
         pair = open_checkpoints(settings)
         config = plan_engine(pair, settings)
         weights = read_rank_weights(pair, 1, 0, config.dtype)
@@ -156,12 +166,15 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served; nothing was generated.
         """
+        if isinstance(prompts, str):
+            raise RequestError("give a list of prompts, not one text")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         sequences = [self._sequence(*pair) for pair in zip(prompts, params, strict=True)]
         scheduler = Scheduler(self.session, draft)
+        self._turn = object()
         for sequence in sequences:
             scheduler.submit(sequence)
         while scheduler.busy:
@@ -169,12 +182,18 @@ class LLM:
         return [_completion(sequence) for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft: bool = True) -> Iterator[TextChunk]:
-        """Generates a reply, one chunk a step. Arguments and errors as in `generate`."""
+        """Generates a reply, one chunk a step. Arguments and errors as in `generate`.
+
+        A later request takes the engine's slots: going on with this stream then raises a RequestError.
+        """
         sequence = self._sequence(prompt, params or SamplingParams())
         scheduler = Scheduler(self.session, draft)
         scheduler.submit(sequence)
+        turn = self._turn = object()
         count = 0
         while scheduler.busy:
+            if self._turn is not turn:
+                raise RequestError("another request began on this LLM before this stream ended; generate them together")
             scheduler.step()
             new = sequence.token_ids[count:]
             if not new:
@@ -198,13 +217,16 @@ class LLM:
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1:
             raise RequestError(f"input_ids must be [1, N], not {list(input_ids.shape)}")
-        params = SamplingParams(
-            max_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=tuple(stop_token_ids or ()),
-            ignore_eos=stop_token_ids is not None,
-        )
+        try:
+            params = SamplingParams(
+                max_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                stop_token_ids=tuple(stop_token_ids or ()),
+                ignore_eos=stop_token_ids is not None,
+            )
+        except ValidationError as error:
+            raise RequestError(first_problem(error)) from None
         (completion,) = self.generate([input_ids[0].tolist()], params)
         new = torch.tensor([completion.token_ids], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat([input_ids, new], dim=1)
@@ -221,6 +243,8 @@ class LLM:
             raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
+        if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+            raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
         return self.codec.encode_chat(prompt)  # type: ignore[arg-type]
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> request.Sequence:
@@ -232,6 +256,8 @@ class LLM:
             raise RequestError(f"the prompt has {len(ids)} tokens; this engine takes {limit - 1} (build --max-seq-len)")
         if not all(0 <= token < vocabulary for token in ids):
             raise RequestError(f"token ids must be 0 to {vocabulary - 1}")
+        if not all(token < vocabulary for token in params.stop_token_ids):
+            raise RequestError(f"stop token ids must be 0 to {vocabulary - 1}")
         if params.stop and self.codec is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         end = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.stop_token_ids))
@@ -252,6 +278,23 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError("--device cuda: torch sees no CUDA GPU; use --device cpu, or see trtllm-dflash doctor")
     return torch.device(name)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _prepare_rank(
+    folder: Path, config: EngineConfig, rank: int, device: torch.device
+) -> Callable[[Communicator], Session]:
+    """Reads what a rank needs, and returns what makes its session once the ranks are joined."""
+    if config.backend == "torch":
+        weights = load_weights(folder, config, rank)
+        return lambda communicator: TorchSession(config, weights, device, communicator)
+    if device.type != "cuda":
+        raise EngineError(f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch")
+    engine = load_engine(check_file(folder, config, plan_file(rank)))
+    return lambda communicator: TensorRTSession(config, engine, device, communicator)
 
 
 def _completion(sequence: request.Sequence) -> Completion:

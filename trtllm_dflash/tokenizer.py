@@ -51,7 +51,7 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw text, with the special tokens that the tokenizer adds itself."""
-        return list(self._tokenizer.encode(text))
+        return self._encode(text, special=True)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation through the chat template, up to where the assistant's reply begins.
@@ -67,7 +67,13 @@ class TextCodec:
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError("the prompt is not valid UTF-8: it holds half of a surrogate pair")
+        # verbose: no warning about model_max_length; the engine's own limit is checked, and refused.
+        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -5,21 +5,33 @@ import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors.torch import save_file
 
 import trtllm_dflash
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.config import EngineConfig, Precision
-from trtllm_dflash.engine.directory import CONFIG_FILE, digest, read_config, weights_file, written_aside
+from trtllm_dflash.engine.config import Backend, EngineConfig, Precision
+from trtllm_dflash.engine.directory import (
+    CONFIG_FILE,
+    check_file,
+    digest,
+    is_engine,
+    read_config,
+    weights_file,
+    written_aside,
+)
+from trtllm_dflash.engine.memory import GPUS, check_fits
+from trtllm_dflash.engine.tensorrt_compiler import compile_target
+from trtllm_dflash.engine.tensorrt_ranks import compile_ranks
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.tokenizer import TOKENIZER_FILES
 
 Progress = Callable[[str, int, int], None]  # what, how many done, of how many
@@ -28,12 +40,12 @@ Progress = Callable[[str, int, int], None]  # what, how many done, of how many
 class BuildSettings(BaseModel):
     """What `build` is asked for. Each field is a flag, and a key of `--set` and of a build configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str
     target: str  # a folder, or a Hugging Face name
     drafter: str | None = None  # likewise; None builds plain decoding alone
-    backend: Literal["torch"] = "torch"
+    backend: Backend = "torch"
     precision: Precision | Literal["auto"] = "auto"
     tp: PositiveInt = 1
     max_batch: PositiveInt = 8
@@ -41,6 +53,12 @@ class BuildSettings(BaseModel):
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
     chat_arguments: dict[str, Any] = {}
+    # TensorRT's alone:
+    gpu: str | None = None  # a GPU's name, or a compute capability such as sm120; None: the GPU present
+    sampling: bool = True  # False leaves sampling out of the plan
+    optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
+    workspace: PositiveInt | None = None  # MiB of scratch that a kernel may take; None: all there is
+    workers: PositiveInt = 1  # ranks compiled at a time
 
 
 def open_checkpoints(settings: BuildSettings) -> Pair:
@@ -68,11 +86,14 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
         raise SettingsError(
             f"--block-size {block_size}: the drafter was trained for blocks of 2 to {drafter.block_size}"
         )
+    tensorrt = settings.backend == "tensorrt"
+    _check_tensorrt_settings(settings)
     precision = settings.precision
     if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() else "fp32"
+        precision = "bf16" if tensorrt or torch.cuda.is_available() else "fp32"
     return EngineConfig(
         name=settings.name,
+        backend=settings.backend,
         precision=precision,
         tp=settings.tp,
         max_batch=settings.max_batch,
@@ -83,7 +104,11 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
         drafter=drafter,
         stop_token_ids=_stop_token_ids(pair),
         chat_arguments=settings.chat_arguments,
-        versions=_versions(),
+        sampling=settings.sampling,
+        gpu=settings.gpu,
+        optimization_level=settings.optimization_level if tensorrt else None,
+        workspace=settings.workspace,
+        versions=_versions(settings.backend),
     )
 
 
@@ -95,17 +120,25 @@ def build(settings: BuildSettings, output: Path, force: bool = False, progress: 
     """
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings)
+    if config.gpu in GPUS:
+        check_fits(config, config.gpu)
     config = config.model_copy(update={"sources": _source_digests(pair)})
     if output.exists() and not force:
         if _is_same_engine(output, config):
             return False
         raise EngineError(f"{output}: exists and is not this engine; use another --output, or --force to replace it")
+    if output.exists() and not is_engine(output):
+        raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
     with written_aside(output) as folder:
         for name in TOKENIZER_FILES:
             if (pair.target_folder.path / name).is_file():
                 shutil.copyfile(pair.target_folder.path / name, folder / name)
-        for rank in range(config.tp):
-            _write_rank(pair, config, rank, folder / weights_file(rank), progress)
+        if config.backend == "tensorrt":
+            plans = compile_ranks(pair, config, folder, output.parent, settings.workers, progress)
+            config = config.model_copy(update={"plans": plans})
+        else:
+            for rank in range(config.tp):
+                _write_rank(pair, config, rank, folder / weights_file(rank), progress)
         files = {file.name: digest(file) for file in sorted(folder.iterdir())}
         config = config.model_copy(update={"files": files})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
@@ -128,10 +161,12 @@ def _write_rank(pair: Pair, config: EngineConfig, rank: int, file: Path, progres
 def _is_same_engine(output: Path, config: EngineConfig) -> bool:
     try:
         there = read_config(output)
+        for name in there.files:
+            check_file(output, there, name)
     except EngineError:
         return False
-    unhashed = {"files"}
-    return there.model_dump(exclude=unhashed) == config.model_dump(exclude=unhashed)
+    outcome = {"files", "plans"}
+    return there.model_dump(exclude=outcome) == config.model_dump(exclude=outcome)
 
 
 def _source_digests(pair: Pair) -> dict[str, str]:
@@ -157,8 +192,25 @@ def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def _versions() -> dict[str, str]:
+def _check_tensorrt_settings(settings: BuildSettings) -> None:
+    if settings.backend == "tensorrt":
+        if settings.precision == "fp32":
+            raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
+        compile_target(load_tensorrt(), settings.gpu)
+        return
+    defaults = BuildSettings(name="", target="")
+    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers"):
+        if getattr(settings, name) != getattr(defaults, name):
+            raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
+
+
+def _versions(backend: Backend) -> dict[str, str]:
+    tensorrt = {}
+    if backend == "tensorrt":
+        module = load_tensorrt()
+        tensorrt = {module.__name__: module.__version__}
     return {
+        **tensorrt,
         "trtllm-dflash": trtllm_dflash.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,9 +10,21 @@ from trtllm_dflash.models.drafter import DrafterConfig
 
 SCHEMA_VERSION: Literal[1] = 1
 
+Backend = Literal["torch", "tensorrt"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PlanSummary(BaseModel):
+    """What there is to know of a rank's TensorRT plan without loading it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: PositiveInt  # of the network that was compiled
+    weights: PositiveInt  # tensors
+    bytes: PositiveInt
+    seconds: float  # to compile
 
 
 class EngineConfig(BaseModel):
@@ -22,7 +34,7 @@ class EngineConfig(BaseModel):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str
-    backend: Literal["torch"] = "torch"
+    backend: Backend = "torch"
     precision: Precision
     tp: PositiveInt
     max_batch: PositiveInt  # slots
@@ -33,6 +45,11 @@ class EngineConfig(BaseModel):
     drafter: DrafterConfig | None
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     chat_arguments: dict[str, Any] = {}  # given to the chat template
+    sampling: bool = True  # False: TensorRT plans that are greedy only
+    gpu: str | None = None  # what a TensorRT plan was compiled for, such as "sm120"
+    optimization_level: int | None = None  # TensorRT's
+    workspace: PositiveInt | None = None  # MiB of scratch that TensorRT may give a kernel
+    plans: tuple[PlanSummary, ...] = ()  # TensorRT's, by rank
     versions: dict[str, str] = {}  # of the libraries that built it
     sources: dict[str, str] = {}  # checkpoint file -> sha256
     files: dict[str, str] = {}  # engine file -> sha256

@@ -33,9 +33,15 @@ def weights_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
+def plan_file(rank: int) -> str:
+    """The file of a rank's TensorRT plan."""
+    return f"rank{rank}.engine"
+
+
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """A folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it."""
+    path = Path(os.path.abspath(path))  # "." has no name
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -44,7 +50,11 @@ def written_aside(path: Path) -> Iterator[Path]:
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
-            aside.rename(path)
+            try:
+                aside.rename(path)
+            except BaseException:
+                old.rename(path)
+                raise
             shutil.rmtree(old)
         else:
             aside.rename(path)
@@ -52,6 +62,12 @@ def written_aside(path: Path) -> Iterator[Path]:
         raise EngineError(f"{path}: the engine cannot be written: {error.strerror or error} (--output)") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def is_engine(path: Path) -> bool:
+    """Whether a directory is an engine, of any version, sound or broken."""
+    config = path / CONFIG_FILE
+    return any(path.glob("rank0.*")) or (config.is_file() and b'"schema_version"' in config.read_bytes())
 
 
 def read_config(path: Path) -> EngineConfig:
@@ -91,6 +107,17 @@ def check_file(path: Path, config: EngineConfig, name: str) -> Path:
             f"{file}: its digest is not the one in {CONFIG_FILE}; the file changed: build the engine again"
         )
     return file
+
+
+def check_shared_files(path: Path, config: EngineConfig) -> None:
+    """Checks what is not a rank's own: tokenizer and chat template.
+
+    Raises:
+        EngineError: one is missing, truncated or changed.
+    """
+    for name in config.files:
+        if not name.startswith("rank"):
+            check_file(path, config, name)
 
 
 def load_weights(path: Path, config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:

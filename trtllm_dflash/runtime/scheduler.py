@@ -31,6 +31,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._slots: list[Sequence | None] = [None] * config.max_batch
         self._running: set[int] = set()  # slots past their prefill
+        self._decoded = True  # whether the last step was a decoding step
         # Each slot's next rows, and where they go. A free slot's harmless rows go to its committed length as well.
         self._tokens = torch.zeros(config.max_batch, self._block.shape[1], dtype=torch.int32)
         self._start = torch.zeros(config.max_batch, dtype=torch.int32)
@@ -46,13 +47,15 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def step(self) -> None:
-        """One prefill chunk, if a prompt is to be read, then one decoding step of all that run."""
+        """One step of the session: a chunk of a prompt, or a block of all that run; in turn while there are both."""
         self._admit()
         prefilling = [i for i, s in enumerate(self._slots) if s is not None and i not in self._running]
-        if prefilling:
+        if prefilling and (self._decoded or not self._running):
             self._prefill(prefilling[0])
-        if self._running:
+            self._decoded = False
+        elif self._running:
             self._decode()
+            self._decoded = True
 
     def _admit(self) -> None:
         for slot, sequence in enumerate(self._slots):

@@ -1,0 +1,76 @@
+"""Fixtures: the shipped pair, built once; and the command line, run in this process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import trtllm_dflash
+from trtllm_dflash import LLM
+from trtllm_dflash.cli import main
+from trtllm_dflash.engine.builder import BuildSettings, build
+
+TINY = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
+
+# Never more than OMP_NUM_THREADS: on busy cores, threads that wait for each other make these small models 20x slower.
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    """Runs `trtllm-dflash` with these arguments; an exception that would be a traceback fails the test."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def succeeds(*arguments: object, stdin: str | None = None) -> str:
+    """Runs a command that must succeed; returns what it prints."""
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def refusal(*arguments: object, stdin: str | bytes | None = None) -> str:
+    """Runs a command that must be refused with one line and nothing else; returns that line."""
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.strip()
+
+
+def build_tiny(output: Path, **settings: object) -> Path:
+    """Builds the shipped pair with other settings than its own."""
+    values = {"precision": "fp32", "max_seq_len": 2048, **settings}
+    pair = {"name": "tiny", "target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
+    build(BuildSettings.model_validate({**pair, **values}), output)
+    return output
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory):
+    """The engine directory of the shipped pair, FP32."""
+    return build_tiny(tmp_path_factory.mktemp("engines") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_engine):
+    """That engine, loaded on the CPU."""
+    with LLM.load(tiny_engine, "cpu") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tiny_at():
+    """The shipped pair at another block size or precision, straight from its checkpoints."""
+
+    def load(block_size: int, precision: str = "fp32") -> LLM:
+        folders = str(TINY / "target"), str(TINY / "drafter")
+        return LLM.from_pretrained(
+            *folders, precision=precision, device="cpu", max_batch=3, max_seq_len=1024, block_size=block_size
+        )
+
+    return load

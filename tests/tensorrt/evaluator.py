@@ -1,0 +1,292 @@
+"""Computes a TensorRT network in torch, layer by layer, from what TensorRT's documentation says each layer does.
+
+Nothing is taken from `TensorRTOps`: only the `INetworkDefinition` is read. Every tensor is checked against the type and
+the shape that TensorRT itself inferred for it. What the bindings do not show is assumed: that a collective that keeps
+its shape is an all-reduce by sum, and one that grows its first dimension an all-gather.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+
+Tensor = torch.Tensor
+Collective = Generator[Tensor, Tensor, None]  # yields what a rank brings, is sent what it gets
+
+trt = load_tensorrt()
+
+TYPES = {
+    trt.float32: torch.float32,
+    trt.float16: torch.float16,
+    trt.bfloat16: torch.bfloat16,
+    trt.int32: torch.int32,
+    trt.int64: torch.int64,
+    trt.bool: torch.bool,
+}
+
+ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "SUB": torch.sub,
+    "PROD": torch.mul,
+    "DIV": torch.div,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "AND": torch.logical_and,
+    "EQUAL": torch.eq,
+    "LESS": torch.lt,
+    "GREATER": torch.gt,
+}
+
+
+def evaluate(networks: Sequence[Any], inputs: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The outputs of each rank's network, all ranks in lock-step. Caches among the inputs are updated in place."""
+    ranks = [_Rank(network, given) for network, given in zip(networks, inputs, strict=True)]
+    running = [rank.run() for rank in ranks]
+    brought = [next(rank, None) for rank in running]
+    while any(x is not None for x in brought):
+        tensors = [x for x in brought if x is not None]
+        assert len(tensors) == len(ranks), "the ranks' collectives do not match: this would hang"
+        brought = [_resume(rank, torch.stack(tensors)) for rank in running]
+    return [rank.outputs() for rank in ranks]
+
+
+def _resume(rank: Collective, everyone: Tensor) -> Tensor | None:
+    try:
+        return rank.send(everyone)
+    except StopIteration:
+        return None
+
+
+class _Rank:
+    """One rank's network and the values that its tensors have, by name."""
+
+    def __init__(self, network: Any, inputs: Mapping[str, Tensor]) -> None:
+        self.network = network
+        self.values = dict(inputs)
+        for i in range(network.num_inputs):
+            self._check(network.get_input(i))
+
+    def run(self) -> Collective:
+        """Computes layer by layer; at a collective, yields its input and takes all ranks' inputs, stacked."""
+        for i in range(self.network.num_layers):
+            layer = self.network.get_layer(i)
+            kind = str(layer.type).rpartition(".")[2]
+            if kind == "DIST_COLLECTIVE":
+                result = _collective(layer, (yield self._inputs(layer)[0]))
+            else:
+                result = _LAYERS[kind](layer, self._inputs(layer))
+            output = layer.get_output(0)
+            assert layer.num_outputs == 1
+            self.values[output.name] = result
+            self._check(output)
+
+    def outputs(self) -> dict[str, Tensor]:
+        names = [self.network.get_output(i).name for i in range(self.network.num_outputs)]
+        return {name: self.values[name] for name in names}
+
+    def _inputs(self, layer: Any) -> list[Any]:  # None: an optional input that is not set
+        tensors = [layer.get_input(i) for i in range(layer.num_inputs)]
+        return [None if x is None else self.values[x.name] for x in tensors]
+
+    def _check(self, tensor: Any) -> None:
+        value = self.values[tensor.name]
+        declared = tuple(tensor.shape)
+        assert value.dtype == TYPES[tensor.dtype], f"{tensor.name}: {value.dtype}, declared {tensor.dtype}"
+        assert len(declared) == value.dim(), f"{tensor.name}: {tuple(value.shape)}, declared {declared}"
+        for size, wanted in zip(value.shape, declared, strict=True):
+            assert wanted in (-1, size), f"{tensor.name}: {tuple(value.shape)}, declared {declared}"
+
+
+# -- layers: (layer, inputs) -> output --------------------------------------------------------------------------------
+
+
+def _as(layer: Any, name: str) -> Any:
+    """The layer with its own type's properties."""
+    layer.__class__ = getattr(trt, name)
+    return layer
+
+
+def _collective(layer: Any, everyone: Tensor) -> Tensor:
+    assert layer.num_ranks == len(everyone)
+    declared = layer.get_output(0).shape
+    if declared[0] == layer.get_input(0).shape[0]:
+        return everyone.sum(dim=0, dtype=everyone.dtype)
+    return everyone.flatten(0, 1)
+
+
+def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
+    weights = _as(layer, "IConstantLayer").weights
+    return torch.from_numpy(weights.copy()).reshape(tuple(layer.shape))
+
+
+def _elementwise(layer: Any, inputs: list[Tensor]) -> Tensor:
+    x, y = inputs
+    assert x.dtype == y.dtype and x.dim() == y.dim()
+    operation = _as(layer, "IElementWiseLayer").op.name
+    return ELEMENTWISE[operation](x, y)
+
+
+def _unary(layer: Any, inputs: list[Tensor]) -> Tensor:
+    operations: dict[str, Callable[[Tensor], Tensor]] = {
+        "SQRT": torch.sqrt,
+        "EXP": torch.exp,
+        "NOT": torch.logical_not,
+    }
+    return operations[_as(layer, "IUnaryLayer").op.name](inputs[0])
+
+
+def _activation(layer: Any, inputs: list[Tensor]) -> Tensor:
+    assert _as(layer, "IActivationLayer").type == trt.ActivationType.SIGMOID
+    return torch.sigmoid(inputs[0])
+
+
+def _cast(layer: Any, inputs: list[Tensor]) -> Tensor:
+    return inputs[0].to(TYPES[_as(layer, "ICastLayer").to_type])
+
+
+def _select(layer: Any, inputs: list[Tensor]) -> Tensor:
+    condition, x, y = inputs
+    assert condition.dtype == torch.bool and x.dtype == y.dtype and condition.dim() == x.dim() == y.dim()
+    return torch.where(condition, x, y)
+
+
+def _reduce(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IReduceLayer")
+    axis = layer.axes.bit_length() - 1
+    assert layer.axes == 1 << axis, "one axis"
+    x, keep = inputs[0], layer.keep_dims
+    if layer.op.name == "SUM":
+        return x.sum(dim=axis, keepdim=keep, dtype=x.dtype)
+    if layer.op.name == "AVG":
+        return x.mean(dim=axis, keepdim=keep)
+    return x.amax(dim=axis, keepdim=keep) if layer.op.name == "MAX" else x.amin(dim=axis, keepdim=keep)
+
+
+def _cumulative(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "ICumulativeLayer")
+    assert not layer.exclusive and not layer.reverse and layer.op.name == "SUM"
+    return inputs[0].cumsum(dim=int(inputs[1]), dtype=inputs[0].dtype)
+
+
+def _matrix_multiply(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IMatrixMultiplyLayer")
+    x, y = inputs
+    assert x.dim() == y.dim()
+    assert (layer.op0.name, layer.op1.name) == ("NONE", "TRANSPOSE")
+    return x @ y.mT
+
+
+def _gather(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IGatherLayer")
+    assert layer.mode.name == "DEFAULT"
+    data, index = inputs
+    size = data.shape[layer.axis]
+    assert ((index >= 0) & (index < size)).all(), f"{layer.name}: an index is outside 0..{size - 1}"
+    if layer.num_elementwise_dims == 0:
+        return _taken(data, index, layer.axis)
+    assert data.shape[0] == index.shape[0] and layer.axis > 0
+    return torch.stack([_taken(data[b], index[b], layer.axis - 1) for b in range(len(data))])
+
+
+def _taken(data: Tensor, index: Tensor, axis: int) -> Tensor:
+    return data.index_select(axis, index.flatten()).unflatten(axis, index.shape) if index.dim() else data[index]
+
+
+def _concatenation(layer: Any, inputs: list[Tensor]) -> Tensor:
+    assert len({x.dtype for x in inputs}) == 1
+    return torch.cat(inputs, dim=_as(layer, "IConcatenationLayer").axis)
+
+
+def _shape(layer: Any, inputs: list[Tensor]) -> Tensor:
+    return torch.tensor(inputs[0].shape, dtype=torch.int64)
+
+
+def _slice(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "ISliceLayer")
+    (axis,), (first,), (stride,) = layer.axes, layer.start, layer.stride
+    size = int(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else layer.shape[0]
+    assert stride == 1 and size > 0 and first + size <= inputs[0].shape[axis]
+    return inputs[0].narrow(axis, first, size)
+
+
+def _shuffle(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IShuffleLayer")
+    x = inputs[0].permute(tuple(layer.first_transpose)[: inputs[0].dim()])
+    if len(inputs) > 1:
+        sizes = inputs[1].tolist()
+    else:
+        sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(layer.reshape_dims)]
+    x = x.reshape(sizes)
+    return x.permute(tuple(layer.second_transpose)[: x.dim()])
+
+
+def _fill(layer: Any, inputs: list[Tensor]) -> Tensor:
+    assert _as(layer, "IFillLayer").operation.name == "LINSPACE"
+    (size,), alpha, (beta,) = inputs
+    steps = torch.arange(int(size), dtype=alpha.dtype)
+    line: Tensor = alpha + beta * steps
+    return line
+
+
+def _rotary_embedding(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IRotaryEmbeddingLayer")
+    x, cos, sin, positions = inputs
+    assert not layer.interleaved and layer.rotary_embedding_dim == x.shape[3] == 2 * cos.shape[1]
+    assert x.dtype == cos.dtype == sin.dtype and positions.dtype == torch.int64
+    assert ((positions >= 0) & (positions < len(cos))).all(), f"{layer.name}: a position is outside the table"
+    cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, Q, D/2]
+    a, b = x.chunk(2, dim=3)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=3)
+
+
+def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
+    assert _as(layer, "IKVCacheUpdateLayer").cache_mode.name == "LINEAR"
+    cache, update, indices = inputs
+    assert update.shape[2] < cache.shape[2] and len(cache) == len(update) == len(indices)
+    for slot, first in enumerate(indices.tolist()):
+        room = cache[slot, :, first : first + update.shape[2]]  # rows out of range are dropped
+        room.copy_(update[slot, :, : room.shape[1]])
+    return cache
+
+
+def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
+    attention = _as(layer, "IAttentionInputLayer").attention
+    assert attention.norm_op.name == "SOFTMAX" and attention.mask is None and not attention.decomposable
+    assert attention.query_form.name == attention.key_value_form.name == "PADDED_BHND"
+    q, keys, values, *_, lengths = inputs
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = q.float() @ keys.mT  # no scale
+    row, key = torch.arange(q.shape[2])[:, None], torch.arange(keys.shape[2])
+    seen = lengths[:, None, None].expand(-1, q.shape[2], 1)
+    if attention.causal_kind.name == "LOWER_RIGHT":
+        seen = torch.minimum(seen, lengths[:, None, None] - q.shape[2] + row + 1)
+    else:
+        assert attention.causal_kind.name == "NONE"
+    scores = scores.masked_fill(key >= seen[:, None], -torch.inf)
+    return (scores.softmax(dim=-1) @ values).to(q.dtype)
+
+
+_LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {
+    "ACTIVATION": _activation,
+    "ATTENTION_INPUT": _attention,
+    "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
+    "CAST": _cast,
+    "CONCATENATION": _concatenation,
+    "CONSTANT": _constant,
+    "CUMULATIVE": _cumulative,
+    "ELEMENTWISE": _elementwise,
+    "FILL": _fill,
+    "GATHER": _gather,
+    "KV_CACHE_UPDATE": _kv_cache_update,
+    "MATRIX_MULTIPLY": _matrix_multiply,
+    "REDUCE": _reduce,
+    "ROTARY_EMBEDDING": _rotary_embedding,
+    "SELECT": _select,
+    "SHAPE": _shape,
+    "SHUFFLE": _shuffle,
+    "SLICE": _slice,
+    "UNARY": _unary,
+}

@@ -1,0 +1,188 @@
+"""The step compiles for real, for GPUs that need not be there; what TensorRT refuses is said in our words."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_drafter, make_target
+from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.engine.builder import BuildSettings, plan_engine
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import weight_count
+from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.errors import EngineError, SettingsError
+
+pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
+
+from trtllm_dflash.engine import tensorrt_network
+from trtllm_dflash.engine.tensorrt_compiler import (
+    CompileSettings,
+    Plan,
+    compile_rank,
+    compile_target,
+    load_timing_cache,
+    save_timing_cache,
+)
+from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+
+TINY_PAIR = Path(__file__).parents[2] / "trtllm_dflash" / "pairs" / "tiny"
+SHAPE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_size": 64, "intermediate": 256}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """One small pair of each family: 2 target layers, 1 drafter layer."""
+    made = {}
+    reduced: dict[str, Any] = {"format": "speculators", "draft_vocab": 256}
+    for family, tied, drafter in (("qwen3", True, {}), ("llama", False, reduced)):
+        path = tmp_path_factory.mktemp(family)
+        target = make_target(path / "target", family, layers=2, hidden=128, vocab=512, tied=tied, **SHAPE)
+        made[family] = open_pair(
+            target, make_drafter(path / "drafter", target, layers=1, tap_layers=(0, 1), **SHAPE, **drafter)
+        )
+    return made
+
+
+finish_weights = complete_weights
+
+
+def make_config(pair: Pair, tp: int, precision: Any) -> EngineConfig:
+    limits: dict[str, Any] = {"max_batch": 4, "max_seq_len": 256, "chunk": 64}
+    return plan_engine(pair, BuildSettings(name="test", target="", drafter="", precision=precision, tp=tp, **limits))
+
+
+def compile_pair(
+    pair: Pair, gpu: str, tp: int = 1, precision: Any = "bf16", rank: int = 0, sampled: bool = False, **settings: Any
+) -> Plan:
+    config = make_config(pair, tp, precision)
+    weights = finish_weights(read_rank_weights(pair, tp, rank, config.dtype), config, rank)
+    progress = settings.pop("progress", lambda *_: None)
+    return compile_rank(config, weights, rank, sampled, CompileSettings(gpu=gpu, **settings), progress)
+
+
+@pytest.mark.parametrize("gpu", ["sm89", "sm120"])
+@pytest.mark.parametrize(("tp", "precision", "sampled"), [(1, "bf16", True), (2, "fp16", False), (8, "bf16", True)])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_both_profiles_compile(
+    pairs: dict[str, Pair], family: str, tp: int, precision: str, sampled: bool, gpu: str
+) -> None:
+    assert compile_pair(pairs[family], gpu, tp, precision, rank=tp - 1, sampled=sampled).data.nbytes > 0
+
+
+def test_all_ranks_compile(pairs: dict[str, Pair]) -> None:
+    for rank in range(8):
+        assert compile_pair(pairs["llama"], "sm120", tp=8, rank=rank).data.nbytes > 0
+
+
+def test_a_drafter_of_five_layers_compiles(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", layers=2, hidden=128, vocab=512, **SHAPE)
+    drafter = make_drafter(tmp_path / "drafter", target, layers=5, tap_layers=(0, 1), **SHAPE)
+    for sampled in (False, True):
+        assert compile_pair(open_pair(target, drafter), "sm120", sampled=sampled).data.nbytes > 0
+
+
+def test_shipped_pair_compiles() -> None:
+    if not (TINY_PAIR / "drafter" / "config.json").is_file():
+        pytest.skip("the pair in trtllm_dflash/pairs/tiny is not there yet")
+    pair = open_pair(TINY_PAIR / "target", TINY_PAIR / "drafter")
+    assert compile_pair(pair, "sm120", sampled=True).data.nbytes > 0
+
+
+def test_a_tied_head_is_stored_once(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pairs["qwen3"].target_config.vocab_size * pairs["qwen3"].target_config.hidden_size * 2
+    tied = compile_pair(pairs["qwen3"], "sm120").data.nbytes
+
+    def with_a_head_of_its_own(weights: dict[str, torch.Tensor], config: EngineConfig, rank: int) -> Any:
+        complete = complete_weights(weights, config, rank)
+        return complete | {"lm_head.weight": complete["lm_head.weight"] + 1}
+
+    monkeypatch.setattr(sys.modules[__name__], "finish_weights", with_a_head_of_its_own)
+    untied = compile_pair(pairs["qwen3"], "sm120").data.nbytes
+    assert 0.9 * table < untied - tied < 1.5 * table
+
+
+def test_both_profiles_share_one_set_of_weights(tmp_path: Path) -> None:
+    sizes = []
+    for hidden in (128, 512):
+        path = tmp_path / str(hidden)
+        shape = SHAPE | {"intermediate": 4 * hidden}
+        target = make_target(path / "target", layers=2, hidden=hidden, vocab=512, **shape)
+        pair = open_pair(target, make_drafter(path / "drafter", target, layers=1, tap_layers=(0, 1), **shape))
+        sizes.append((weight_count(make_config(pair, 1, "bf16")) * 2, compile_pair(pair, "sm120").data.nbytes))
+    (few_weights, small), (more_weights, large) = sizes
+    assert 0.9 < (large - small) / (more_weights - few_weights) < 1.2
+
+
+def test_progress_and_log(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    compile_pair(pairs["qwen3"], "sm120", progress=lambda *call: calls.append(call), log=tmp_path / "build.log")
+    assert calls[0][:2] == ("engine", 0) and calls[-1][1] == calls[-1][2]
+    assert "INFO: " in (tmp_path / "build.log").read_text()
+
+
+def test_timing_cache_is_kept(tmp_path: Path) -> None:
+    """With a stand-in: TensorRT-RTX measures nothing, so its timing cache is always empty."""
+
+    class Options:
+        def create_timing_cache(self, known: bytes) -> bytes:
+            return known
+
+        def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> None:
+            assert not ignore_mismatch
+            self.cache = cache
+
+        def get_timing_cache(self) -> Any:
+            return SimpleNamespace(serialize=lambda: self.cache + b"measured;")
+
+    for built in range(2):
+        options = Options()
+        load_timing_cache(options, tmp_path / "timing.cache")
+        assert options.cache == b"measured;" * built
+        save_timing_cache(options, tmp_path / "timing.cache")
+    assert list(tmp_path.iterdir()) == [tmp_path / "timing.cache"]
+
+
+def test_ctrl_c_cancels(pairs: dict[str, Pair]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_pair(pairs["qwen3"], "sm120", progress=interrupt)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("gpu", ["sm90", "b300"])
+def test_gpus_that_rtx_does_not_know_are_refused(gpu: str) -> None:
+    trt = load_tensorrt()
+    if not hasattr(trt, "ComputeCapability"):
+        pytest.skip("the datacenter edition is installed: it takes the GPU present")
+    with pytest.raises(SettingsError, match=f"--gpu {gpu}: TensorRT-RTX compiles for sm75, sm80, .* sm120, sm121"):
+        compile_target(trt, gpu)
+    with pytest.raises(SettingsError, match="--gpu is not given"):
+        compile_target(trt, None)
+
+
+def test_fp32_is_refused_in_our_words(pairs: dict[str, Pair]) -> None:
+    with pytest.raises(EngineError, match=r"use --precision bf16 or fp16; it says: .*dedicated kernel") as refused:
+        compile_pair(pairs["qwen3"], "sm120", precision="fp32")
+    assert "\n" not in str(refused.value)
+
+
+def test_one_query_head_a_rank_is_refused_in_our_words(pairs: dict[str, Pair]) -> None:
+    with pytest.raises(EngineError, match="one query head a rank, use --tp below 16"):
+        compile_pair(pairs["qwen3"], "sm120", tp=16)
+
+
+def test_limits_without_room_name_the_knob(pairs: dict[str, Pair]) -> None:
+    config = make_config(pairs["qwen3"], 1, "bf16").model_copy(update={"chunk": 300})
+    with pytest.raises(EngineError, match="--chunk 300: at most 263 with --max-seq-len 256"):
+        tensorrt_network.check_limits(config)

@@ -1,0 +1,98 @@
+"""Memory is planned before building: what an engine needs, and which knob helps where it does not fit."""
+
+import re
+from typing import Any
+
+import pytest
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import GB, GPUS, RESERVED, check_fits, plan_memory
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.rope import RopeConfig
+
+QWEN3_8B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_size": 128,
+    "intermediate_size": 12288,
+    "norm_eps": 1e-6,
+    "max_positions": 40960,
+    "rope": RopeConfig(theta=1e6),
+}
+
+
+def make_config(tp: int = 1, max_batch: int = 8, max_seq_len: int = 4096, **changes: Any) -> EngineConfig:
+    target = DecoderConfig(family="qwen3", layers=36, tied_embeddings=False, **QWEN3_8B)
+    drafter = DrafterConfig(
+        family="z-lab",
+        layers=5,
+        tied_embeddings=True,
+        block_size=16,
+        mask_token_id=151669,
+        target_layers=36,
+        tap_layers=(1, 9, 17, 25, 33),
+        **QWEN3_8B,
+    )
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "tp": tp,
+        "max_batch": max_batch,
+        "max_seq_len": max_seq_len,
+        "chunk": 512,
+        "block_size": 16,
+    }
+    return EngineConfig(name="qwen3-8b", target=target, drafter=drafter, **(settings | changes))
+
+
+def test_weights_of_a_known_model() -> None:
+    plan = plan_memory(make_config())
+    # Qwen3-8B has 8.19e9 parameters; the drafter 5 layers of 193e6, fc of 84e6 and 5 * 8.4e6 of context K and V.
+    assert plan.weights == pytest.approx(2 * (8.19e9 + 5 * 0.193e9 + 0.084e9 + 0.042e9), rel=0.01)
+
+
+def test_caches_are_two_tensors_a_layer() -> None:
+    config = make_config()
+    plan = plan_memory(config)
+    row = 2 * 8 * 128 * 2  # K and V, heads, head size, bytes
+    assert plan.target_cache == 36 * row * 8 * (4096 + 32)
+    assert plan.drafter_cache == 5 * row * 8 * (4096 + 32)
+    assert plan.total == plan.weights + plan.target_cache + plan.drafter_cache + plan.scratch
+
+
+def test_ranks_share_weights_and_caches() -> None:
+    one, two = plan_memory(make_config()), plan_memory(make_config(tp=2))
+    assert two.target_cache * 2 == one.target_cache
+    assert 0.5 < two.weights / one.weights < 0.56  # the embedding, fc and norms are whole on both
+
+
+def test_an_engine_that_fits() -> None:
+    assert check_fits(make_config(), "rtx-5090").total < GPUS["rtx-5090"].memory * GB - RESERVED
+
+
+def test_what_does_not_fit_names_the_knobs() -> None:
+    with pytest.raises(EngineError, match=r"needs .* GB on each GPU .* GB more than rtx-5090 has: use --max") as error:
+        check_fits(make_config(max_batch=64), "rtx-5090")
+    advised = {knob: int(value) for knob, value in re.findall(r"--([a-z-]+) (\d+)", str(error.value))}
+    assert list(advised) == ["max-batch", "max-seq-len", "tp"]
+    for knob, value in advised.items():
+        check_fits(make_config(**{"max_batch": 64, knob.replace("-", "_"): value}), "rtx-5090")
+    with pytest.raises(EngineError):
+        check_fits(make_config(max_batch=advised["max-batch"] + 1), "rtx-5090")
+
+
+def test_too_large_a_model_asks_for_ranks_alone() -> None:
+    with pytest.raises(EngineError, match=r"more than rtx-4090 has: use --tp 2$"):
+        check_fits(make_config(max_batch=1, precision="fp32"), "rtx-4090")
+    with pytest.raises(EngineError, match="use a smaller model"):
+        config = make_config(max_batch=1, tp=8)
+        larger = config.target.model_copy(update={"layers": 600})
+        check_fits(config.model_copy(update={"target": larger}), "rtx-4090")
+
+
+def test_an_unknown_gpu_lists_the_known() -> None:
+    with pytest.raises(SettingsError, match=r"--gpu gtx-970 is not known; known: b300, .*l40s"):
+        check_fits(make_config(), "gtx-970")

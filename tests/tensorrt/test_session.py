@@ -1,0 +1,199 @@
+"""The TensorRT session's bookkeeping. No GPU: the engine is a stand-in that evaluates the real network in torch.
+
+The stand-in is given what TensorRT is given, shapes and addresses, and reads and writes that memory. CUDA graphs,
+streams and NCCL are not tested here.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
+
+from tests.tensorrt.evaluator import evaluate, trt
+from tests.tensorrt.test_network import ints, make_config, make_pair, make_sampling
+from trtllm_dflash.engine.tensorrt_network import DECODE, PREFILL, StepNetwork, build_network
+from trtllm_dflash.engine.tensorrt_session import TensorRTSession, capsule
+from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.tensorrt_ops import PRESENT
+from trtllm_dflash.step import Drafting, StepInputs
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+
+
+class EvaluatedEngine:
+    """What the session asks of an ICudaEngine, answered from the network it would have been compiled from."""
+
+    def __init__(self, step: StepNetwork, aliased: bool = True) -> None:
+        network = step.network
+        self.step = step
+        self.aliased = aliased
+        self.tensors: dict[str, Any] = {x.name: x for x in map(network.get_input, range(network.num_inputs))}
+        self.inputs = set(self.tensors)
+        self.tensors |= {x.name: x for x in map(network.get_output, range(network.num_outputs))}
+        self.num_io_tensors = len(self.tensors)
+        self.contexts: list[EvaluatedContext] = []
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return trt.TensorIOMode.INPUT if name in self.inputs else trt.TensorIOMode.OUTPUT
+
+    def get_tensor_shape(self, name: str) -> Any:
+        return self.tensors[name].shape
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return self.tensors[name].dtype
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return name.removesuffix(PRESENT) if self.aliased and name.endswith(PRESENT) else None
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return 256
+
+    def create_execution_context(self, strategy: Any) -> "EvaluatedContext":
+        self.contexts.append(EvaluatedContext(self.step))
+        return self.contexts[-1]
+
+
+class EvaluatedContext:
+    """What the session asks of an IExecutionContext."""
+
+    def __init__(self, step: StepNetwork) -> None:
+        self.step = step
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.executed = 0
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert address and size >= 256
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        allowed = self.step.profiles[self.profile][name]
+        return all(a <= b <= c for a, b, c in zip(allowed.least, shape, allowed.largest, strict=True))
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.executed += 1
+        inputs = {name: self._memory(name, shape) for name, shape in self.shapes.items()}
+        (outputs,) = evaluate([self.step.network], [inputs])
+        for name, value in outputs.items():
+            if name.endswith(PRESENT):
+                assert self.addresses[name] == self.addresses[name.removesuffix(PRESENT)]
+            else:
+                self._memory(name, tuple(value.shape)).copy_(value)
+        return True
+
+    def _memory(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        binding = (self.step.io.inputs | self.step.io.outputs)[name]
+        size = torch.Size(shape).numel()
+        memory = (ctypes.c_char * (size * binding.dtype.itemsize)).from_address(self.addresses[name])
+        return torch.frombuffer(memory, dtype=binding.dtype).view(shape)
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> Any:
+    """Makes both sessions of one small engine."""
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+
+    def make(drafter: dict[str, Any] | None, sampled: bool) -> tuple[TorchSession, TensorRTSession, EvaluatedEngine]:
+        pair = make_pair(tmp_path, "qwen3", drafter, tied=True)
+        config = make_config(pair)
+        weights = read_rank_weights(pair, 1, 0, config.dtype)
+        engine = EvaluatedEngine(build_network(builder, config, complete_weights(weights, config, 0), 0, sampled))
+        return TorchSession(config, weights, CPU), TensorRTSession(config, engine, CPU), engine
+
+    return make
+
+
+def decode(token_ids: Tensor, start: Tensor, rows: int, offsets: Tensor, sampling: Any = None) -> StepInputs[Tensor]:
+    slots = len(token_ids)
+    logit_rows = torch.arange(rows, dtype=torch.int32)[None].repeat(slots, 1)
+    count = torch.full((slots,), rows, dtype=torch.int32)
+    return StepInputs(token_ids[:, :rows], start, count, logit_rows, offsets, sampling)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", [{}, None], ids=["drafted", "plain"])
+def test_session_gives_what_the_torch_session_gives(sessions: Any, drafter: Any, sampled: bool) -> None:
+    torch_session, session, engine = sessions(drafter, sampled)
+    config = session.config
+    generator = torch.Generator().manual_seed(11)
+    offsets = torch.arange(config.block_size, dtype=torch.int32)[None]
+    tokens, start = [], []
+
+    def both(inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int = 0) -> Any:
+        outputs = [one.step(inputs, drafting, first_slot) for one in (torch_session, session)]
+        expected, found = outputs
+        assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in vars(expected))
+        return found
+
+    plain, block = Drafting.OFF, Drafting.OFF if drafter is None else Drafting.BLOCK
+    for slot, length in enumerate((9, 14, 3)):
+        prompt = torch.randint(config.target.vocab_size, (1, length), generator=generator, dtype=torch.int32)
+        sampling = make_sampling(1, 1, generator) if sampled else None
+        step = StepInputs(prompt, ints(0), ints(length), ints([length - 1]), offsets, sampling)
+        out = both(step, block, slot)
+        tokens.append(out.next_tokens[0])
+        start.append(int(out.next_start[0]))
+    token_ids, position = torch.stack(tokens), ints(*start)
+    kinds = [block, plain if drafter is None else Drafting.CONTEXT, block, block]
+    for i, drafting in enumerate(kinds):
+        rows = token_ids.shape[1]
+        sampling = make_sampling(3, rows, generator) if sampled and i != 3 else None  # the last step is greedy
+        out = both(decode(token_ids, position, rows, offsets, sampling), drafting)
+        token_ids, position = out.next_tokens, out.next_start
+    prefill, *decodes = engine.contexts
+    assert (prefill.profile, prefill.executed) == (PREFILL, 3)
+    assert all(context.profile == DECODE for context in decodes)
+    assert sum(context.executed for context in decodes) == len(kinds)
+    assert len(decodes) < len(kinds)  # a shape that was seen before has its context
+
+
+def test_an_engine_that_copies_its_caches_is_refused(sessions: Any) -> None:
+    _, session, engine = sessions({}, False)
+    engine.aliased = False
+    with pytest.raises(EngineError, match=r"does not update model\.layers\.0\.key in place"):
+        TensorRTSession(session.config, engine, CPU)
+
+
+def test_an_engine_of_another_configuration_is_refused(sessions: Any) -> None:
+    _, session, engine = sessions({}, False)
+    longer = session.config.model_copy(update={"max_seq_len": 128})
+    with pytest.raises(EngineError, match=r"drafter\.layers\.0\.key as .*72.* config\.json asks for .*136.*build"):
+        TensorRTSession(longer, engine, CPU)
+
+
+def test_a_greedy_engine_refuses_to_sample(sessions: Any) -> None:
+    _, session, _ = sessions(None, False)
+    offsets = ints([0])
+    sampling = make_sampling(1, 1, torch.Generator())
+    with pytest.raises(EngineError, match="built greedy"):
+        session.step(decode(ints([5]), ints(0), 1, offsets, sampling), Drafting.OFF)
+
+
+def test_more_rows_than_the_engine_was_built_for_are_refused(sessions: Any) -> None:
+    _, session, _ = sessions(None, False)
+    with pytest.raises(EngineError, match=r"takes no token_ids of shape \(1, 3\); build it with larger limits"):
+        session.step(decode(ints([5, 6, 7]), ints(0), 3, ints([0])), Drafting.OFF)
+
+
+def test_capsule_holds_the_address() -> None:
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    assert pointer(capsule(0x1234), None) == 0x1234

@@ -1,0 +1,45 @@
+"""What an engine directory holds, read without loading it."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
+from trtllm_dflash.engine.memory import MemoryPlan, plan_memory
+from trtllm_dflash.engine.tensorrt_network import IO, Binding, step_io
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """An engine, what its step takes and gives, and the memory it needs on each GPU."""
+
+    config: EngineConfig
+    io: IO
+    memory: MemoryPlan
+    sizes: dict[str, int]  # each rank's file, bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as `inspect --json` prints it."""
+        memory = {**asdict(self.memory), "total": self.memory.total}
+        config = self.config.model_dump(mode="json", exclude={"files", "sources"})
+        sides = {"inputs": self.io.inputs, "outputs": self.io.outputs}
+        shapes = {side: {name: _binding(b) for name, b in bindings.items()} for side, bindings in sides.items()}
+        return {**config, **shapes, "memory_per_gpu": memory, "rank_files": self.sizes}
+
+
+def inspect_engine(path: Path) -> Inspection:
+    """Reads an engine directory's config.json and looks at its files.
+
+    Raises:
+        EngineError: it is not an engine directory.
+    """
+    config = read_config(path)
+    name = plan_file if config.backend == "tensorrt" else weights_file
+    files = [path / name(rank) for rank in range(config.tp)]
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    return Inspection(config, step_io(config, config.sampling), plan_memory(config, config.sampling), sizes)
+
+
+def _binding(binding: Binding) -> dict[str, Any]:
+    return {"shape": list(binding.shape), "dtype": str(binding.dtype).removeprefix("torch.")}

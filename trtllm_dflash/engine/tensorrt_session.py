@@ -1,0 +1,200 @@
+"""The TensorRT session: one rank's plan, its caches bound in place, each decode shape captured into a CUDA graph."""
+
+import ctypes
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import cache_shapes
+from trtllm_dflash.engine.session import Session
+from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
+from trtllm_dflash.ops.tensorrt_ops import PRESENT, load_tensorrt
+from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
+
+Tensor = torch.Tensor
+Shapes = dict[str, tuple[int, ...]]
+
+
+class TensorRTSession(Session):
+    """Runs steps of a deserialized engine. `step`, `follow` and `close` are those of `Session`.
+
+    Args:
+        engine: an ICudaEngine, from `load_engine`.
+        communicator: the other ranks, over NCCL.
+
+    Raises:
+        EngineError: the plan is not this configuration's, or does not update its caches in place.
+    """
+
+    def __init__(
+        self, config: EngineConfig, engine: Any, device: torch.device, communicator: Communicator | None = None
+    ) -> None:
+        super().__init__(config, device, communicator or Solo())
+        self.io = check_engine(engine, config)
+        self._engine = engine
+        shapes = cache_shapes(config)
+        self.caches = {name: torch.zeros(shape, dtype=config.dtype, device=device) for name, shape in shapes.items()}
+        largest = max(config.chunk, config.max_batch * config.block_size)
+        self._buffers = {
+            name: torch.zeros(largest, dtype=binding.dtype, device=device)
+            for name, binding in (self.io.inputs | self.io.outputs).items()
+            if name.removesuffix(PRESENT) not in self.caches
+        }
+        sizes = [engine.get_device_memory_size_for_profile_v2(profile) for profile in (PREFILL, DECODE)]
+        self._scratch = torch.empty(max(*sizes, 1), dtype=torch.uint8, device=device)  # one: steps never overlap
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # the zeros above
+        self._communicator = nccl_capsule(self.communicator) if config.tp > 1 else None
+        self._prefill: Any = None
+        self._decode: dict[Any, tuple[Any, Any]] = {}  # first slot and shapes -> context, its graph
+
+    def _free(self) -> None:
+        self._decode.clear()
+        self._prefill = self._engine = None
+        self._buffers = {}
+
+    def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
+        given = bound_inputs(self.config, self.io, inputs, drafting)
+        shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        drafted = shapes["block_offsets"][1] if "block_offsets" in shapes else 1
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            for name, tensor in given.items():
+                self._view(name, shapes[name]).copy_(tensor)
+            self._enqueue(first_slot, shapes)
+            slots = shapes["start"]
+            next_tokens = self._view("next_tokens", (*slots, drafted)).cpu()
+            return StepOutputs(
+                self._view("target_ids", shapes["logit_rows"]).cpu(),
+                self._view("accepted", slots).cpu(),
+                self._view("next_start", slots).cpu(),
+                next_tokens if drafting is Drafting.BLOCK else next_tokens[:, :1],
+            )
+
+    def _enqueue(self, first_slot: int, shapes: Shapes) -> None:
+        if shapes["logit_rows"] != shapes["token_ids"]:  # its length and its slot change with every call: no graph
+            self._prefill = self._prefill or self._context(PREFILL)
+            self._bind(self._prefill, first_slot, shapes)
+            self._execute(self._prefill)
+            return
+        key = (first_slot, *sorted(shapes.items()))
+        if key in self._decode:
+            context, graph = self._decode[key]
+            self._execute(context) if graph is None else graph.replay()
+            return
+        # A context of its own: a graph is lost once its context takes another shape or address.
+        context = self._context(DECODE)
+        self._bind(context, first_slot, shapes)
+        self._execute(context)
+        self._decode[key] = (context, self._capture(context))
+
+    def _context(self, profile: int) -> Any:
+        context = self._engine.create_execution_context(load_tensorrt().ExecutionContextAllocationStrategy.USER_MANAGED)
+        context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
+        if self._communicator is not None:
+            context.set_communicator(self._communicator)  # returns once all ranks are here
+        if not context.set_optimization_profile_async(profile, self._handle()):
+            raise EngineError(f"TensorRT cannot switch to optimization profile {profile}; build the engine again")
+        return context
+
+    def _bind(self, context: Any, first_slot: int, shapes: Shapes) -> None:
+        slots = shapes["start"]
+        for name, buffer in self._buffers.items():
+            context.set_tensor_address(name, buffer.data_ptr())
+        for name, cache in self.caches.items():
+            # The cache's first row is the call's first slot.
+            shapes = shapes | {name: (*slots, *cache.shape[1:])}
+            context.set_tensor_address(name, cache[first_slot].data_ptr())
+            context.set_tensor_address(name + PRESENT, cache[first_slot].data_ptr())
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise EngineError(f"the engine takes no {name} of shape {shape}; build it with larger limits")
+
+    def _execute(self, context: Any) -> None:
+        if not context.execute_async_v3(self._handle()):
+            raise EngineError("TensorRT could not run the step; its own lines above say why")
+
+    def _capture(self, context: Any) -> Any:
+        """The step as a CUDA graph; None without CUDA. Capturing runs nothing."""
+        if self._stream is None:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._execute(context)
+        return graph
+
+    def _handle(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if self._stream else 0
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        size = torch.Size(shape).numel()
+        return self._buffers[name][:size].view(shape)
+
+
+def load_engine(path: Path) -> Any:
+    """A plan as an ICudaEngine on the current GPU.
+
+    Raises:
+        EngineError: TensorRT does not take the plan.
+    """
+    trt = load_tensorrt()
+    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise EngineError(f"{path}: TensorRT {trt.__version__} cannot load this plan on this GPU; build it here again")
+    return engine
+
+
+def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], drafting: Drafting) -> dict[str, Tensor]:
+    """What a step binds, by input name. Not drafting is drafting the least: one graph, so one set of weights.
+
+    Raises:
+        EngineError: the engine was built greedy, and the step is to sample.
+    """
+    slots, rows = inputs.logit_rows.shape
+    given = {name: getattr(inputs, name) for name in ("token_ids", "start", "row_count", "logit_rows")}
+    if "block_offsets" in io.inputs:
+        block = inputs.block_offsets.shape[1] if drafting is Drafting.BLOCK else 2
+        given["block_offsets"] = torch.arange(block, dtype=torch.int32)[None]
+    sampling = inputs.sampling
+    if "uniform" not in io.inputs:
+        if sampling is not None and bool((sampling.temperature > 0).any()):
+            raise EngineError("this engine was built greedy and cannot sample; build it again with --sampling")
+        return given
+    if sampling is not None:
+        return given | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "uniform")}
+    nothing = torch.zeros(slots)  # a temperature of 0 is greedy
+    return given | {
+        "temperature": nothing,
+        "top_k": nothing.int(),
+        "top_p": nothing + 1,
+        "uniform": torch.zeros(slots, rows),
+    }
+
+
+def nccl_capsule(communicator: Communicator) -> Any:
+    """torch's NCCL communicator as the capsule that TensorRT takes.
+
+    Raises:
+        EngineError: the ranks are not joined over NCCL.
+    """
+    backend: Any = None
+    if isinstance(communicator, TorchDistributed):
+        communicator.all_reduce(torch.zeros(1, device="cuda"))  # torch makes NCCL's communicator at its first use
+        backend = communicator.group._get_backend(torch.device("cuda"))
+    if not hasattr(backend, "_comm_ptr"):
+        raise EngineError("tensor parallelism in TensorRT needs NCCL through torch.distributed; use torch 2.7 or later")
+    return capsule(backend._comm_ptr())
+
+
+def capsule(address: int) -> Any:
+    """A PyCapsule of an address, without a name."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(address, None, None)

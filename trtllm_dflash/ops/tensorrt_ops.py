@@ -1,0 +1,538 @@
+"""`Ops` emitted as layers of a strongly typed TensorRT network.
+
+Layers bear the name of the weight or cache they belong to, so that an engine inspector's output can be read. What has
+no name of its own (residuals, SwiGLU, positions) is named after the operation before it.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
+
+ITensor: TypeAlias = Any  # TensorRT's bindings carry no type stubs
+
+#: Suffix of the output that updates a cache in place.
+PRESENT = ".present"
+
+
+def load_tensorrt() -> Any:
+    """The TensorRT module: the datacenter edition where it is installed, else TensorRT-RTX.
+
+    Raises:
+        EngineError: neither is installed.
+    """
+    for name in ("tensorrt", "tensorrt_rtx"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module, "Builder"):  # any folder named tensorrt can be imported
+            return module
+    raise EngineError("TensorRT is not installed: pip install 'trtllm-dflash[tensorrt]'")
+
+
+class TensorRTOps(Ops[ITensor]):
+    """Emits layers; nothing is computed until the network is compiled and run.
+
+    Args:
+        network: a strongly typed INetworkDefinition.
+        weights: a rank's engine tensors by name, with the RoPE tables, on CPU. TensorRT reads them where they lie, so
+            they must outlive the build.
+        caches: K/V caches by name: network inputs [B, heads, S, D]. Each is updated once, and the result is marked as
+            the network's output `NAME.present`.
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        weights: Mapping[str, torch.Tensor],
+        caches: Mapping[str, ITensor],
+        tp: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.trt = load_tensorrt()
+        self.network = network
+        self.weights = weights
+        self.caches = caches
+        self.tp = tp
+        self.rank = rank
+        self._types = {
+            torch.float32: self.trt.float32,
+            torch.float16: self.trt.float16,
+            torch.bfloat16: self.trt.bfloat16,
+            torch.int32: self.trt.int32,
+            torch.int64: self.trt.int64,
+        }
+        self._scope = "step"
+        self._names: dict[str, int] = {}
+        self._kept: list[torch.Tensor] = []  # TensorRT holds their addresses
+        self._constants: dict[tuple[int, int], ITensor] = {}  # by address and size
+        self._memo: dict[tuple[str, ...], ITensor] = {}
+        self._rotated: dict[str, tuple[str, ITensor, ITensor]] = {}  # table, what was rotated, by which positions
+
+    # -- the network -----------------------------------------------------------------------------------------------
+
+    def embedding(self, name: str, ids: ITensor) -> ITensor:
+        self._scope = name
+        return self._gather(self._weight(name + ".weight"), ids, axis=0)
+
+    def linear(self, name: str, x: ITensor) -> ITensor:
+        self._scope = name
+        weight = self._weight(name + ".weight", (1, *self.weights[name + ".weight"].shape))
+        none, transpose = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
+        y = self._layer(self.network.add_matrix_multiply(x, none, weight, transpose), "")
+        if name + ".bias" in self.weights:
+            bias = self._weight(name + ".bias", (1, 1, self.weights[name + ".bias"].shape[0]))
+            y = self._binary("SUM", y, bias, "bias")
+        return y
+
+    def rms_norm(self, name: str, x: ITensor, eps: float) -> ITensor:
+        self._scope = name
+        last = len(x.shape) - 1
+        ones = (1,) * last
+        wide = self._cast(x, self.trt.float32)
+        mean = self._reduce("AVG", self._binary("PROD", wide, wide), last)
+        root = self._unary("SQRT", self._binary("SUM", mean, self._fill(eps, len(x.shape))))
+        normed = self._cast(self._binary("DIV", wide, root), x.dtype)
+        weight = self._weight(name + ".weight", (*ones, self.weights[name + ".weight"].shape[0]))
+        return self._binary("PROD", normed, weight, "scale")
+
+    def add(self, x: ITensor, y: ITensor) -> ITensor:
+        return self._binary("SUM", x, y, "add")
+
+    def concat(self, xs: Sequence[ITensor]) -> ITensor:
+        return self._concat(xs, axis=2)
+
+    def split_heads(self, x: ITensor, first: int, count: int, head_size: int) -> ITensor:
+        # Columns that are sliced straight from a product make the compiler store its weights once for each profile.
+        shape = (0, 0, x.shape[2] // head_size, head_size)
+        heads = self._once(x, "heads", lambda: self._reshape(x, shape, then=(0, 2, 1, 3)))
+        return self._slice(heads, 1, first, count)
+
+    def rope(self, name: str, x: ITensor, positions: ITensor) -> ITensor:
+        cos, sin = self._weight(name + ".cos"), self._weight(name + ".sin")
+        index = self._once(positions, "int64", lambda: self._cast(positions, self.trt.int64))
+        layer = self.network.add_rotary_embedding(x, cos, sin, False, x.shape[3])
+        layer.set_input(3, index)
+        rotated = self._layer(layer, "rope")
+        self._rotated[rotated.name] = (name, x, positions)
+        return rotated
+
+    def append_kv(self, name: str, rows: ITensor, start: ITensor) -> ITensor:
+        self._scope = name
+        mode = self.trt.KVCacheMode.LINEAR
+        present = self._layer(self.network.add_kv_cache_update(self.caches[name], rows, start, mode), "")
+        present.name = name + PRESENT
+        self.network.mark_output(present)
+        return present
+
+    def attention(self, q: ITensor, keys: ITensor, values: ITensor, lengths: ITensor, causal: bool) -> ITensor:
+        # The layer has no scale of its own.
+        q = self._binary("PROD", q, self._fill(q.shape[3] ** -0.5, 4, q.dtype), "scale")
+        # LOWER_RIGHT aligns the last row with the last of `lengths` keys: lengths count padded rows too.
+        mask = self.trt.CausalMaskKind.LOWER_RIGHT if causal else self.trt.CausalMaskKind.NONE
+        layer = self.network.add_attention_v2(q, keys, values, self.trt.AttentionNormalizationOp.SOFTMAX, mask)
+        if layer is None:
+            raise EngineError(f"{self._scope}: TensorRT accepts no attention of {q.dtype} here; choose another dtype")
+        layer.key_value_lengths = lengths
+        layer.name = self._unique("attention")
+        return self._reshape(layer.get_output(0), (0, 0, -1), first=(0, 2, 1, 3))
+
+    def swiglu(self, x: ITensor) -> ITensor:
+        size = x.shape[2] // 2
+        halves = self._reshape(x, (0, 0, 2, size))  # see split_heads
+        gate, up = (self._reshape(self._slice(halves, 2, i, 1), (0, 0, size)) for i in range(2))
+        sigmoid = self._layer(self.network.add_activation(gate, self.trt.ActivationType.SIGMOID), "sigmoid")
+        return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
+
+    def all_reduce(self, x: ITensor) -> ITensor:
+        if self.tp == 1:  # a world of one has no communicator
+            return x
+        operation, sum_ = self.trt.CollectiveOperation.ALL_REDUCE, self.trt.ReduceOperation.SUM
+        return self._collective(x, operation, sum_, "all_reduce")
+
+    # -- rows and positions ----------------------------------------------------------------------------------------
+
+    def row_offsets(self, ids: ITensor) -> ITensor:
+        return self._once(ids, "offsets", lambda: self._reshape(self._range(self._size(ids, 1)), (1, -1)))
+
+    def positions(self, start: ITensor, offsets: ITensor) -> ITensor:
+        return self._binary("SUM", self.column(start), offsets, "positions")
+
+    def key_lengths(self, start: ITensor, offsets: ITensor) -> ITensor:
+        return self._binary("SUM", start, self._cast(self._size(offsets, 1), self.trt.int32), "lengths")
+
+    def gather_rows(self, x: ITensor, rows: ITensor) -> ITensor:
+        return self._gather(x, rows, axis=1, per_slot=True)
+
+    def splice_rows(self, context: ITensor, block: ITensor, committed: ITensor) -> ITensor:
+        # The same for every cache of the drafter: emitted once.
+        rows = self._once(committed, "splice", lambda: self._spliced_index(context, block, committed))
+        if context.name not in self._rotated:
+            return self._gather(self._concat([context, block], axis=2), rows, axis=2, per_slot=True)
+        # Spliced, then rotated: the same rows, and one rotation instead of two. (TensorRT drops those two. With them,
+        # the compiler of TensorRT-RTX 1.7.1 fails with "uses before defs" from three drafter layers on.)
+        name, context, context_positions = self._rotated[context.name]
+        _, block, block_positions = self._rotated[block.name]
+        run = self._gather(self._concat([context, block], axis=2), rows, axis=2, per_slot=True)
+        joined = self._once(committed, "positions", lambda: self._concat([context_positions, block_positions], axis=1))
+        positions = self._once(joined, "spliced", lambda: self._gather(joined, rows, axis=1, per_slot=True))
+        return self.rope(name, run, positions)
+
+    def _spliced_index(self, context: ITensor, block: ITensor, committed: ITensor) -> ITensor:
+        """Which of context's and block's rows, joined, makes each row of the run: [B, Q + Bd]."""
+        rows, drafts = (self._row_count(x) for x in (context, block))  # [1, 1]
+        total = self._binary("SUM", self._size(context, 2), self._size(block, 2))
+        run = self._reshape(self._range(total), (1, -1))
+        past = self._binary("SUB", run, self.column(committed))
+        last = self._binary("SUB", drafts, self._ints(1, 2))
+        in_block = self._binary("MIN", self._binary("MAX", past, self._ints(0, 2)), last)
+        is_context = self._binary("LESS", past, self._ints(0, 2))
+        return self._select(is_context, run, self._binary("SUM", rows, in_block))
+
+    def drop_first_row(self, x: ITensor) -> ITensor:
+        one = self._constant(torch.ones(1, dtype=torch.int64))
+        return self._slice(x, 1, 1, self._binary("SUB", self._size(x, 1), one))
+
+    # -- choosing tokens -------------------------------------------------------------------------------------------
+
+    def argmax(self, logits: ITensor) -> ITensor:
+        best, ids = self._best(logits)
+        if self.tp == 1:
+            return ids
+        # One collective: (value, id) pairs as FP32, in which every id below 2^24 is exact.
+        if logits.shape[2] * self.tp > 1 << 24:
+            raise EngineError(f"{self._scope}: a vocabulary above {1 << 24} ids cannot be divided among ranks")
+        offset = self._ints(self.rank * logits.shape[2], 2)
+        pair = [best, self._cast(self._binary("SUM", ids, offset), self.trt.float32)]
+        pairs = self._concat([self._reshape(x, (1, 1, -1)) for x in pair], axis=1)  # [1, 2, B * R]
+        pairs = self._collective(pairs, self.trt.CollectiveOperation.ALL_GATHER, None, "all_gather")  # [tp, 2, B * R]
+        values, ids = self._slice(pairs, 1, 0, 1), self._slice(pairs, 1, 1, 1)
+        is_best = self._binary("EQUAL", values, self._reduce("MAX", values, 0))
+        ids = self._reduce("MIN", self._select(is_best, ids, self._fill(1 << 24, 3)), 0)  # [1, 1, B * R]
+        return self._cast(self._reshape_like(ids, best), self.trt.int32)
+
+    def _best(self, logits: ITensor) -> tuple[ITensor, ITensor]:
+        """Largest logit, as FP32, and its lowest id: [B, R] each. TopK does not say which of equals it returns."""
+        best = self._reduce("MAX", logits, 2)
+        ids = self._vocabulary_ids(logits)
+        ids = self._select(self._binary("EQUAL", logits, best), ids, self._ints(logits.shape[2], 3))
+        ids = self._reduce("MIN", ids, 2, keep=False)
+        return self._cast(self._reshape(best, (0, 0)), self.trt.float32), ids
+
+    def sample(self, logits: ITensor, sampling: SamplingInputs[ITensor]) -> ITensor:
+        # No loop and no conditional layer: a step with either could not be captured into a CUDA graph.
+        self._scope = "sample"
+        logits = self._whole_vocabulary(logits)  # [B, R, V]
+        zero, one = self._fill(0.0, 3), self._fill(1.0, 3)
+        temperature, top_p = (self._reshape(x, (0, 1, 1)) for x in (sampling.temperature, sampling.top_p))
+        is_greedy = self._binary("EQUAL", temperature, zero)
+        scaled = self._binary("DIV", self._cast(logits, self.trt.float32), self._select(is_greedy, one, temperature))
+        above = self._binary("SUB", scaled, self._reduce("MAX", scaled, 2))
+        mass = self._unary("EXP", above)  # not normalized: the largest is 1
+
+        counts = self._top_k_counts(sampling.top_k, logits.shape[2])
+
+        def beyond_top_k(bound: ITensor) -> ITensor:
+            larger = self._cast(self._binary("GREATER", logits, bound), self.trt.float32)
+            return self._not(self._binary("LESS", self._reduce("SUM", larger, 2), counts))
+
+        cut = self._smallest_kept(logits, beyond_top_k)
+        mass = self._select(self._at_least(logits, cut), mass, zero)
+        # Rounding must not cut a tail that top_p 1 keeps: there the bound is beyond any sum.
+        open_ = self._fill(2.0, 3)
+        share = self._select(self._binary("LESS", top_p, one), top_p, open_)
+        reach = self._binary("PROD", share, self._reduce("SUM", mass, 2))
+
+        def beyond_top_p(bound: ITensor) -> ITensor:
+            larger = self._select(self._binary("GREATER", logits, bound), mass, zero)
+            return self._not(self._binary("LESS", self._reduce("SUM", larger, 2), reach))
+
+        cut = self._binary("MIN", self._smallest_kept(logits, beyond_top_p), self._reduce("MAX", logits, 2))
+        mass = self._select(self._at_least(logits, cut), mass, zero)
+        drawn = self._inverse_cdf(mass, self._reshape(sampling.uniform, (0, 0, 1)))
+        return self._select(self._reshape(is_greedy, (0, 1)), self._best(logits)[1], drawn)
+
+    def _top_k_counts(self, top_k: ITensor, vocabulary: int) -> ITensor:
+        """How many ids top_k keeps, as FP32 [B, 1, 1]: all where it is 0."""
+        top_k = self._reshape(top_k, (0, 1, 1))
+        is_set = self._binary("GREATER", top_k, self._ints(0, 3))
+        return self._cast(self._select(is_set, top_k, self._ints(vocabulary, 3)), self.trt.float32)
+
+    def _smallest_kept(self, logits: ITensor, is_beyond: Callable[[ITensor], ITensor]) -> ITensor:
+        """The smallest value v for which is_beyond(v) [B, R, 1] is false; false for all larger ones. [B, R, 1].
+
+        There is no sort of a whole vocabulary, and candidates from TopK (at most 3,840) would be wrong for a nucleus
+        wider than they are. So: bisection over every value that the logits' type can hold, 16 rounds for a 16-bit type,
+        exact whatever the distribution is. FP32 takes 16 more, between two neighbouring BF16 values.
+        """
+        coarse = torch.bfloat16 if logits.dtype == self.trt.float32 else self._torch_type(logits.dtype)
+        wide = torch.float32 if logits.dtype == self.trt.float32 else coarse
+        table = self._constant(ordered_values(coarse).to(wide))
+        place = self._ints(0, 3)  # how many of the table's values are beyond
+        for bit in reversed(range(16)):
+            step = 1 << bit
+            bound = self._gather(table, self._binary("SUM", place, self._ints(step - 1, 3)), axis=0)
+            further = self._binary("SUM", place, self._ints(step, 3))
+            place = self._select(is_beyond(bound), further, place)
+        upper = self._gather(table, place, axis=0)
+        if wide is not torch.float32:
+            return upper
+        below = self._binary("MAX", self._binary("SUB", place, self._ints(1, 3)), self._ints(0, 3))
+        lower = self._gather(table, below, axis=0)
+        ulp = self._binary("PROD", self._binary("SUB", upper, lower), self._fill(2.0**-16, 3))
+        place = self._fill(0.0, 3)
+        for bit in reversed(range(16)):
+            further = self._binary("SUM", place, self._fill(float(1 << bit), 3))
+            bound = self._binary("SUM", lower, self._binary("PROD", ulp, further))
+            place = self._select(is_beyond(bound), further, place)
+        place = self._binary("SUM", place, self._fill(1.0, 3))
+        return self._binary("SUM", lower, self._binary("PROD", ulp, place))
+
+    def _inverse_cdf(self, mass: ITensor, uniform: ITensor) -> ITensor:
+        """The id at which the cumulative mass [B, R, V] passes uniform [B, R, 1] of the whole: [B, R]."""
+        axis = self._constant(torch.tensor(2, dtype=torch.int32))
+        layer = self.network.add_cumulative(mass, axis, self.trt.CumulativeOperation.SUM, False, False)
+        cdf = self._layer(layer, "cdf")
+        point = self._binary("PROD", uniform, self._slice(cdf, 2, mass.shape[2] - 1, 1))
+        passed = self._cast(self._not(self._binary("GREATER", cdf, point)), self.trt.int32)
+        drawn = self._reduce("SUM", passed, 2, keep=False)
+        # Rounding may put the point at the very end: the last id that was kept is meant.
+        is_kept = self._binary("GREATER", mass, self._fill(0.0, 3))
+        last = self._reduce("MAX", self._select(is_kept, self._vocabulary_ids(mass), self._ints(0, 3)), 2, keep=False)
+        return self._binary("MIN", drawn, last)
+
+    def _whole_vocabulary(self, logits: ITensor) -> ITensor:
+        """Every rank's logits [B, R, V/tp], joined: [B, R, V]."""
+        if self.tp == 1:
+            return logits
+        flat = self._reshape(logits, (1, -1, logits.shape[2]))  # [1, B * R, V/tp]
+        ranks = self._collective(flat, self.trt.CollectiveOperation.ALL_GATHER, None, "all_gather")
+        vocabulary = self.tp * logits.shape[2]
+        rows = self._reshape(ranks, (-1, vocabulary), first=(1, 0, 2))  # [B * R, V]
+        shape = self._concat([self._size(logits, 0), self._size(logits, 1), self._longs(vocabulary)], axis=0)
+        return self._reshape_to(rows, shape)
+
+    def accept(
+        self, token_ids: ITensor, target_ids: ITensor, logit_rows: ITensor, row_count: ITensor
+    ) -> Acceptance[ITensor]:
+        self._scope = "accept"
+        one = self._ints(1, 2)
+        next_rows = self._binary("SUM", logit_rows, one)  # [B, R]: where each choice's draft stands
+        last = self._binary("SUB", self._row_count(token_ids, 1), one)
+        drafts = self._gather(token_ids, self._binary("MIN", next_rows, last), axis=1, per_slot=True)
+        # The last choice has no draft. (Dropping its column would leave prefill's R = 1 with an empty tensor.)
+        has_draft = self._binary(
+            "LESS", self.row_offsets(logit_rows), self._binary("SUB", self._row_count(logit_rows, 1), one)
+        )
+        is_real = self._binary("LESS", next_rows, self.column(row_count))
+        equal = self._binary("AND", self._binary("EQUAL", drafts, target_ids), self._binary("AND", is_real, has_draft))
+        misses = self._binary("SUB", one, self._cast(equal, self.trt.int32))
+        axis = self._constant(torch.tensor(1, dtype=torch.int32))
+        run = self._layer(
+            self.network.add_cumulative(misses, axis, self.trt.CumulativeOperation.SUM, False, False), "run"
+        )
+        unbroken = self._cast(self._binary("EQUAL", run, self._ints(0, 2)), self.trt.int32)
+        index = self._reduce("SUM", unbroken, 1)  # [B, 1]
+        bonus = self._gather(target_ids, index, axis=1, per_slot=True)
+        committed = self._binary("SUM", self._gather(logit_rows, index, axis=1, per_slot=True), one)
+        accepted, committed, bonus = (self._reshape(x, (-1,)) for x in (index, committed, bonus))
+        return Acceptance(accepted, committed, bonus)
+
+    def lookup(self, name: str, ids: ITensor) -> ITensor:
+        self._scope = name
+        return self._gather(self._weight(name), ids, axis=0)
+
+    def masked_block(self, bonus: ITensor, block_offsets: ITensor, mask_id: int) -> ITensor:
+        is_first = self._binary("EQUAL", block_offsets, self._ints(0, 2))
+        return self._select(is_first, self.column(bonus), self._ints(mask_id, 2))
+
+    def join_ids(self, bonus: ITensor, drafts: ITensor) -> ITensor:
+        return self._concat([self.column(bonus), drafts], axis=1)
+
+    def column(self, ids: ITensor) -> ITensor:
+        return self._once(ids, "column", lambda: self._reshape(ids, (-1, 1)))
+
+    # -- constants -------------------------------------------------------------------------------------------------
+
+    def _weight(self, name: str, shape: tuple[int, ...] | None = None) -> ITensor:
+        """A weight as a constant, in its own shape or with leading ones. A tied table is one constant."""
+        tensor = self.weights[name]
+        shape = shape or tuple(tensor.shape)
+        key = (tensor.data_ptr(), tensor.numel())
+        if key not in self._constants:
+            constant = self._constant(tensor, shape)
+            constant.name = self._unique_name(name)
+            self._constants[key] = constant
+        constant = self._constants[key]
+        if tuple(constant.shape) == shape:
+            return constant
+        return self._once(constant, f"shape{shape}", lambda: self._reshape(constant, shape))
+
+    def _constant(self, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> ITensor:
+        shape = tuple(tensor.shape) if shape is None else shape
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        values = self.trt.Weights(self._types[tensor.dtype], tensor.data_ptr(), tensor.numel())
+        return self._layer(self.network.add_constant(shape, values), "constant")
+
+    def _fill(self, value: float, rank: int, dtype: Any = None) -> ITensor:
+        """One number, FP32 unless said, as a constant of `rank` dimensions."""
+        torch_type = torch.float32 if dtype is None else self._torch_type(dtype)
+        key = ("fill", repr(float(value)), str(rank), str(torch_type))
+        if key not in self._memo:
+            self._memo[key] = self._constant(torch.full((1,) * rank, value, dtype=torch_type))
+        return self._memo[key]
+
+    def _ints(self, value: int, rank: int) -> ITensor:
+        key = ("int", str(value), str(rank))
+        if key not in self._memo:
+            self._memo[key] = self._constant(torch.full((1,) * rank, value, dtype=torch.int32))
+        return self._memo[key]
+
+    def _longs(self, *values: int) -> ITensor:
+        return self._constant(torch.tensor(values, dtype=torch.int64))
+
+    def _torch_type(self, dtype: Any) -> torch.dtype:
+        return next(known for known, emitted in self._types.items() if emitted == dtype)
+
+    def _vocabulary_ids(self, logits: ITensor) -> ITensor:
+        """0..V-1 as int32 [1, 1, V]."""
+        size = logits.shape[2]
+        key = ("vocabulary", str(size))
+        if key not in self._memo:
+            self._memo[key] = self._constant(torch.arange(size, dtype=torch.int32)[None, None])
+        return self._memo[key]
+
+    # -- shapes ----------------------------------------------------------------------------------------------------
+
+    def _size(self, x: ITensor, axis: int) -> ITensor:
+        """One size of x, int64 [1]."""
+
+        def emit() -> ITensor:
+            return self._slice(self._layer(self.network.add_shape(x), "shape"), 0, axis, 1)
+
+        return self._once(x, f"size{axis}", emit)
+
+    def _row_count(self, x: ITensor, axis: int = 2) -> ITensor:
+        """One size of x, int32 [1, 1]."""
+        return self._reshape(self._cast(self._size(x, axis), self.trt.int32), (1, 1))
+
+    def _range(self, count: ITensor) -> ITensor:
+        """0..count-1, int32, for count int64 [1]."""
+        first, step = (self._constant(torch.tensor(x, dtype=torch.int32)) for x in (0, [1]))
+        layer = self.network.add_fill((1,), self.trt.FillOperation.LINSPACE, self.trt.int32)
+        for i, given in enumerate((count, first, step)):
+            layer.set_input(i, given)
+        return self._layer(layer, "range")
+
+    def _reshape(
+        self, x: ITensor, shape: Iterable[int], first: Iterable[int] | None = None, then: Iterable[int] | None = None
+    ) -> ITensor:
+        """Transposes by `first`, reshapes (0 keeps a size, -1 is what is left), transposes by `then`."""
+        layer = self.network.add_shuffle(x)
+        if first is not None:
+            layer.first_transpose = tuple(first)
+        layer.reshape_dims = tuple(shape)
+        if then is not None:
+            layer.second_transpose = tuple(then)
+        return self._layer(layer, "shuffle")
+
+    def _reshape_to(self, x: ITensor, shape: ITensor) -> ITensor:
+        """Reshapes to sizes known when the step runs: int64 [rank]."""
+        layer = self.network.add_shuffle(x)
+        layer.set_input(1, shape)
+        return self._layer(layer, "shuffle")
+
+    def _reshape_like(self, x: ITensor, like: ITensor) -> ITensor:
+        return self._reshape_to(x, self._layer(self.network.add_shape(like), "shape"))
+
+    def _slice(self, x: ITensor, axis: int, first: int, size: int | ITensor) -> ITensor:
+        """Rows first..first+size-1 along one axis; size is a number or int64 [1]."""
+        is_static = isinstance(size, int)
+        layer = self.network.add_slice(x, (first,), (size if is_static else 1,), (1,))
+        layer.axes = (axis,)
+        if not is_static:
+            layer.set_input(2, size)
+        return self._layer(layer, "slice")
+
+    # -- single layers ---------------------------------------------------------------------------------------------
+
+    def _binary(self, operation: str, x: ITensor, y: ITensor, label: str | None = None) -> ITensor:
+        kind = getattr(self.trt.ElementWiseOperation, operation)
+        return self._layer(self.network.add_elementwise(x, y, kind), label or operation.lower())
+
+    def _unary(self, operation: str, x: ITensor) -> ITensor:
+        return self._layer(self.network.add_unary(x, getattr(self.trt.UnaryOperation, operation)), operation.lower())
+
+    def _not(self, x: ITensor) -> ITensor:
+        return self._unary("NOT", x)
+
+    def _at_least(self, x: ITensor, bound: ITensor) -> ITensor:
+        return self._not(self._binary("LESS", x, bound))
+
+    def _reduce(self, operation: str, x: ITensor, axis: int, keep: bool = True) -> ITensor:
+        kind = getattr(self.trt.ReduceOperation, operation)
+        return self._layer(self.network.add_reduce(x, kind, 1 << axis, keep), operation.lower())
+
+    def _select(self, condition: ITensor, x: ITensor, y: ITensor) -> ITensor:
+        return self._layer(self.network.add_select(condition, x, y), "select")
+
+    def _cast(self, x: ITensor, dtype: Any) -> ITensor:
+        return x if x.dtype == dtype else self._layer(self.network.add_cast(x, dtype), "cast")
+
+    def _concat(self, xs: Sequence[ITensor], axis: int) -> ITensor:
+        if len(xs) == 1:
+            return xs[0]
+        layer = self.network.add_concatenation(list(xs))
+        layer.axis = axis
+        return self._layer(layer, "concat")
+
+    def _gather(self, x: ITensor, index: ITensor, axis: int, per_slot: bool = False) -> ITensor:
+        """x at index along axis; per_slot: index [B, ...] holds each slot's own rows."""
+        layer = self.network.add_gather_v2(x, index, self.trt.GatherMode.DEFAULT)
+        layer.axis = axis
+        layer.num_elementwise_dims = int(per_slot)
+        return self._layer(layer, "gather")
+
+    def _collective(self, x: ITensor, operation: Any, reduction: Any, label: str) -> ITensor:
+        reduction = self.trt.ReduceOperation.NONE if reduction is None else reduction
+        layer = self.network.add_dist_collective(x, operation, reduction, -1, [])
+        layer.num_ranks = self.tp
+        return self._layer(layer, label)
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: Any, label: str) -> ITensor:
+        """Names a layer and returns its output."""
+        if layer is None:
+            raise EngineError(f"{self._scope}: TensorRT refused the layer {label or 'itself'!r}")
+        layer.name = self._unique(label)
+        return layer.get_output(0)
+
+    def _unique(self, label: str) -> str:
+        return self._unique_name(f"{self._scope}/{label}" if label else self._scope)
+
+    def _unique_name(self, name: str) -> str:
+        seen = self._names.get(name, 0)
+        self._names[name] = seen + 1
+        return name if seen == 0 else f"{name}#{seen}"
+
+    def _once(self, x: ITensor, what: str, emit: Callable[[], ITensor]) -> ITensor:
+        """Emits what is derived from x the first time it is asked for."""
+        key = (x.name, what)
+        if key not in self._memo:
+            self._memo[key] = emit()
+        return self._memo[key]
+
+
+def ordered_values(dtype: torch.dtype) -> torch.Tensor:
+    """Every finite value that a 16-bit float type holds, ascending; the largest is repeated to make 65,536."""
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    values = values[values.isfinite()].unique()  # also sorts, and makes one zero of two
+    padding = values[-1:].expand((1 << 16) - len(values))
+    return torch.cat([values, padding]).to(dtype)
