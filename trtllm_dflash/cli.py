@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Completion, Prompt, SamplingParams
 
 ENGINES = Path("engines")
+DEMO_GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 
 # Before torch is loaded: threads that spin while they wait make a step ten times slower wherever another process wants
 # a core, and cost nothing measurable to do without.
@@ -380,6 +382,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     """Watch the drafter speed up the model without changing a token."""
     from trtllm_dflash.demo import run_demo
     from trtllm_dflash.engine import builder
+    from trtllm_dflash.engine.directory import read_config
 
     settings = _build_settings(model, (), {"precision": "fp32"})
     engine = output or ENGINES / settings.name
@@ -388,6 +391,16 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
+    elif find_spec("tensorrt_rtx"):
+        plan = engine.with_name(f"{engine.name}-{DEMO_GPU}")
+        compiled = _build_settings(model, (), {"backend": "tensorrt", "gpu": DEMO_GPU})
+        with _progress_bar() as progress:
+            builder.build(compiled, plan, progress=progress)
+        summary = read_config(plan).plans[0]
+        click.echo(
+            f"\n{plan}: the same step compiled by TensorRT-RTX for {DEMO_GPU.upper()}, not run here: "
+            f"{summary.layers} layers, {summary.bytes / 1e6:.0f} MB, {summary.seconds:.1f} s"
+        )
     if not result.identical:
         sys.exit(1)
 

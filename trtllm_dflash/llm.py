@@ -292,7 +292,9 @@ def _prepare_rank(
         weights = load_weights(folder, config, rank)
         return lambda communicator: TorchSession(config, weights, device, communicator)
     if device.type != "cuda":
-        raise EngineError(f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch")
+        raise EngineError(
+            f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch"
+        )
     engine = load_engine(check_file(folder, config, plan_file(rank)))
     return lambda communicator: TensorRTSession(config, engine, device, communicator)
 

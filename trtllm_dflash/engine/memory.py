@@ -1,5 +1,6 @@
 """How much memory an engine needs on each GPU, and whether it has that."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from trtllm_dflash.engine.config import EngineConfig
@@ -90,11 +91,11 @@ def _advice(config: EngineConfig, room: int, sampled: bool) -> str:
     def fits(**changes: int) -> bool:
         return plan_memory(config.model_copy(update=changes), sampled).total <= room
 
-    slots = [n for n in range(config.max_batch - 1, 0, -1) if fits(max_batch=n)][:1]
+    most = bisect_left(range(1, config.max_batch), True, key=lambda n: not fits(max_batch=n))
     tenth = -(-config.max_seq_len // 10)
     lengths = [n for n in range(config.max_seq_len - tenth, config.chunk, -tenth) if fits(max_seq_len=n)][:1]
     ranks = [n for n in (2, 4, 8) if n > config.tp and config.target.heads % n == 0 and fits(tp=n)][:1]
-    knobs = {"--max-batch": slots, "--max-seq-len": lengths, "--tp": ranks}
+    knobs = {"--max-batch": [most] if most else [], "--max-seq-len": lengths, "--tp": ranks}
     advice = [f"{knob} {value}" for knob, values in knobs.items() for value in values]
     return "use " + " or ".join(advice) if advice else "use a smaller model, or --precision bf16 where it is fp32"
 

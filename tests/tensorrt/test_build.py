@@ -1,0 +1,132 @@
+"""`build --backend tensorrt` and `inspect` as a user meets them: the shipped pair, compiled for an absent GPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import build_tiny, refusal, succeeds
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.tensorrt_ranks import check_host_memory, host_memory
+from trtllm_dflash.errors import SettingsError
+
+pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
+
+BUILD = ["build", "--model", "tiny", "--backend", "tensorrt"]
+SMALL = ["--max-batch", "2", "--max-seq-len", "256", "--chunk", "64", "--optimization-level", "0"]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """The shipped pair for SM120, two ranks, compiled two at a time."""
+    path = tmp_path_factory.mktemp("tensorrt") / "tiny"
+    asked = [*BUILD, *SMALL, "--gpu", "rtx-5090", "--tp", 2, "--workers", 2, "--output", path]
+    assert succeeds(*asked).strip() == f"{path}: built"
+    return path
+
+
+def test_an_engine_directory_holds_a_plan_and_a_log_a_rank(engine):
+    config = read_config(engine)
+    names = {"rank0.engine", "rank1.engine", "build-rank0.log", "build-rank1.log", "tokenizer.json"}
+    assert names <= set(config.files) == {file.name for file in engine.iterdir()} - {"config.json"}
+    assert (config.backend, config.precision, config.gpu, config.tp) == ("tensorrt", "bf16", "rtx-5090", 2)
+    assert [plan.bytes for plan in config.plans] == [(engine / f"rank{i}.engine").stat().st_size for i in (0, 1)]
+    assert "tensorrt_rtx" in config.versions
+    assert "INFO" in (engine / "build-rank1.log").read_text()
+
+
+def test_the_same_build_again_reuses_the_engine_and_another_is_refused(engine):
+    asked = [*BUILD, *SMALL, "--gpu", "rtx-5090", "--tp", 2, "--output", engine]
+    before = (engine / "rank0.engine").stat().st_mtime_ns
+    assert "up to date" in succeeds(*asked)
+    assert (engine / "rank0.engine").stat().st_mtime_ns == before
+    assert "--force" in refusal(*asked, "--max-batch", 3)
+
+
+def test_inspect_says_what_is_inside(engine):
+    text = succeeds("inspect", engine)
+    for word in (
+        "rtx-5090",
+        "bf16",
+        "2 slots, 256 tokens",
+        "rank1.engine",
+        "token_ids [?, ?] int32",
+        "updated in place",
+    ):
+        assert word in text
+    found = json.loads(succeeds("inspect", engine, "--json"))
+    assert found["inputs"]["model.layers.0.key"] == {"shape": [-1, 2, 288, 64], "dtype": "bfloat16"}
+    assert found["outputs"]["next_tokens"]["shape"] == [-1, -1]
+    memory = found["memory_per_gpu"]
+    assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
+    assert memory["target_cache"] == 8 * 2 * (2 * 2 * 288 * 64) * 2  # layers, K and V, [slots, heads, S, D], bytes
+    assert all(plan["layers"] > 500 for plan in found["plans"])
+
+
+def test_inspect_reads_a_torch_engine_too(tiny_engine):
+    text = succeeds("inspect", tiny_engine)
+    assert "tiny (torch)" in text and "rank0.safetensors" in text
+
+
+def test_a_plan_needs_its_gpu_to_generate(engine, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")  # as under a launcher: no ranks are started
+    assert "mpiexec -n 2" in refusal("generate", "--engine", engine, "-p", "hello")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--precision", "fp32", "--gpu", "sm120"], "--precision fp32"),
+        ([], "--gpu is not given"),
+        (["--gpu", "h200"], "--gpu h200: TensorRT-RTX compiles for sm75"),
+        (["--gpu", "abacus"], "--gpu abacus is not known"),
+        (["--gpu", "sm120", "--optimization-level", "6"], "--optimization-level 6"),
+        (["--gpu", "sm120", "--workers", "0"], "--workers 0"),
+        (["--gpu", "rtx-4090", "--max-batch", "30000"], "more than rtx-4090 has: use --max-batch"),
+        (["--gpu", "sm120", "--tp", "8", *SMALL], "one query head a rank, use --tp below 8"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_its_knob(arguments, said, tmp_path):
+    assert said in refusal(*BUILD, "--output", tmp_path / "engine", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", [["--gpu", "sm120"], ["--greedy"], ["--workspace", "64"], ["--workers", "2"]])
+def test_tensorrt_settings_are_refused_for_the_torch_backend(flag, tmp_path):
+    assert flag[0].replace("greedy", "sampling") in refusal(
+        "build", "--model", "tiny", "--output", tmp_path / "e", *flag
+    )
+
+
+def test_more_workers_than_this_host_has_memory_for_are_refused(tiny):
+    config: EngineConfig = tiny.config.model_copy(update={"tp": 4})
+    assert host_memory(config) > 2e9
+    check_host_memory(config, 1)
+    with pytest.raises(SettingsError, match=r"--workers 100000: .* use --workers \d+"):
+        check_host_memory(config, 100000)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_leaves_no_half_engine(workers, tmp_path):
+    words = [*BUILD, "--gpu", "sm120", "--tp", "4", "--workers", str(workers), "--output", str(tmp_path / "engine")]
+    command = [sys.executable, "-m", "trtllm_dflash", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/build-rank0.log")) and not list(tmp_path.glob(".*/build-rank0.log")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.splitlines() == ["error: interrupted"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_torch_engine_of_the_same_pair_is_another_engine(engine, tmp_path):
+    build_tiny(tmp_path / "engine")
+    assert read_config(tmp_path / "engine").backend != read_config(engine).backend
