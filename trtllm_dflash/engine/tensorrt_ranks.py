@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 TIMING_CACHE = "timing.cache"
 
-#: Host memory that compiling a rank takes at most, in sizes of its weights; 3.1 to 3.7 were measured (benchmarks/results).
+#: Host memory that compiling a rank takes at most, in sizes of its weights; 3.1 to 3.7 were measured.
 MEMORY_FACTOR = 4
 #: And what a process with torch and TensorRT takes before it has any weights.
 MEMORY_BASE = 2 * GB

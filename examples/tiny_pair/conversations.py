@@ -1,0 +1,65 @@
+"""Training rows: conversations of many exchanges, so that every position of the window is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from corpus import SYSTEM_PROMPTS, training_exchanges
+from tokenizers import Tokenizer
+from torch import Tensor
+
+Tokens: TypeAlias = "np.ndarray[Any, np.dtype[np.int16]]"
+REPLY, FIRST = 1, 2  # what a token is: 0 for the prompt's side, 1 inside a reply, 2 the first token of a reply
+
+
+class Conversations:
+    def __init__(self, tokenizer_file: Path, seed: int, exchanges: int) -> None:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        found = training_exchanges(seed, exchanges)
+        asks = tokenizer.encode_batch_fast(
+            [f"<|im_start|>user\n{e.prompt}<|im_end|>\n<|im_start|>assistant\n" for e in found]
+        )
+        replies = tokenizer.encode_batch_fast([f"{e.reply}<|im_end|>\n" for e in found])
+        self.turns = [np.array(a.ids + r.ids, np.int16) for a, r in zip(asks, replies, strict=True)]
+        self.starts = [len(a.ids) for a in asks]
+        self.systems = [
+            np.array(tokenizer.encode(f"<|im_start|>system\n{s}<|im_end|>\n").ids, np.int16) for s in SYSTEM_PROMPTS
+        ]
+        self.random = np.random.default_rng(seed)
+        self.order: Iterator[int] = iter(())
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.turns))
+
+    def turn(self) -> tuple[Tokens, Tokens]:
+        index = next(self.order, None)
+        if index is None:
+            self.order = iter(self.random.permutation(len(self.turns)).tolist())
+            index = next(self.order)
+        part = np.full(len(self.turns[index]), REPLY, np.int16)
+        part[: self.starts[index]] = 0
+        part[self.starts[index]] = FIRST
+        part[-1] = 0  # the line break after <|im_end|> belongs to the template
+        return self.turns[index], part
+
+    def row(self, length: int) -> tuple[Tokens, Tokens]:
+        ids, parts, have = [], [], 0
+        if self.random.random() < 0.2:
+            system = self.systems[self.random.integers(len(self.systems))]
+            ids, parts, have = [system], [np.zeros_like(system)], len(system)
+        while have < length:
+            turn, part = self.turn()
+            ids.append(turn)
+            parts.append(part)
+            have += len(turn)
+        return np.concatenate(ids)[:length], np.concatenate(parts)[:length]
+
+    def batch(self, rows: int, length: int, device: str) -> tuple[Tensor, Tensor]:
+        """Token ids and what they are, both [rows, length]."""
+        ids, parts = zip(*(self.row(length) for _ in range(rows)), strict=True)
+        return torch.from_numpy(np.stack(ids)).long().to(device), torch.from_numpy(np.stack(parts)).long().to(device)

@@ -1,0 +1,143 @@
+"""Qwen3 in plain torch, with the parameter names of the published checkpoints; the drafter is made of the same parts.
+
+Letters in shapes: B rows of a batch, S tokens, H hidden, N query heads, G KV heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rope = tuple[Tensor, Tensor]
+
+
+def rope_of(positions: Tensor, head_dim: int, theta: float) -> Rope:
+    """Cosines and sines [..., 1, S, D] of positions [..., S]: two equal halves, as in Qwen3."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angles = positions.float()[..., None] * frequencies
+    angles = torch.cat([angles, angles], -1).unsqueeze(-3)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return (x * rope[0] + torch.cat([-b, a], -1) * rope[1]).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        self.q_proj = nn.Linear(c["hidden_size"], self.heads * self.size, bias=False)
+        self.k_proj = nn.Linear(c["hidden_size"], self.groups * self.size, bias=False)
+        self.v_proj = nn.Linear(c["hidden_size"], self.groups * self.size, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.size, c["hidden_size"], bias=False)
+        self.q_norm, self.k_norm = RMSNorm(self.size, c["rms_norm_eps"]), RMSNorm(self.size, c["rms_norm_eps"])
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:  # [B, S, H] -> [B, N, S, D]
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.size))).transpose(1, 2), rope)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:  # [B, S, H] -> 2 x [B, G, S, D]
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (self.groups, self.size))).transpose(1, 2), rope)
+        return k, self.v_proj(x).unflatten(-1, (self.groups, self.size)).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Causal if there is no mask. KV heads are repeated by hand: with a mask, not every kernel knows groups."""
+        k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=mask is None)
+        rows: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return rows
+
+
+class MLP(nn.Module):
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(c["intermediate_size"], c["hidden_size"], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return rows
+
+
+class Layer(nn.Module):
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        context: Tensor | None = None,
+        context_rope: Rope | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """A target layer; with `context` rows a drafter layer, whose keys and values come from context and block rows.
+
+        Context rows go to k_proj and v_proj as they are: only block rows pass input_layernorm.
+        """
+        attention, y = self.self_attn, self.input_layernorm(x)
+        k, v = attention.keys_values(y, rope)
+        if context is not None and context_rope is not None:
+            context_k, context_v = attention.keys_values(context, context_rope)
+            k, v = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
+        x = x + attention.attend(attention.queries(y, rope), k, v, mask)
+        rows: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return rows
+
+
+class Target(nn.Module):
+    """Qwen3ForCausalLM with tied embeddings, without a cache: training and teacher forcing only."""
+
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = c
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+
+    def forward(self, ids: Tensor, tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """ids [B, S] -> logits [B, S, V]; and the residual stream after the tapped layers, joined: [B, S, taps * H]."""
+        rope = rope_of(
+            torch.arange(ids.shape[1], device=ids.device), self.config["head_dim"], self.config["rope_theta"]
+        )
+        x, taps = self.embed_tokens(ids), []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rope)
+            if number in tap_layers:
+                taps.append(x)
+        return self.lm_head(self.norm(x)), torch.cat(taps, -1) if taps else None
+
+    def lm_head(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embed_tokens.weight)
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """Small normal weights; what writes to the residual stream starts smaller, by the depth."""
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            nn.init.normal_(
+                p,
+                std=0.05 / (2 * layers) ** 0.5
+                if "o_proj" in name or "down_proj" in name
+                else 0.02
+                if "embed" in name
+                else 0.05,
+            )

@@ -1,0 +1,70 @@
+"""The torch backend on a GPU: the same text as on the CPU, drafted or not."""
+
+import pytest
+import torch
+
+from tests.checkpoints import make_drafter, make_target
+from tests.conftest import TINY
+from tests.test_huggingface import all_logits
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.demo import read_prompts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 11}
+
+
+def load_tiny(precision: str) -> LLM:
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    return LLM.from_pretrained(*folders, precision=precision, device="cuda", max_batch=8, max_seq_len=1024)
+
+
+def shipped_prompts(per_kind: int) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": text}] for kind in read_prompts(per_kind).values() for text in kind]
+
+
+def acceptance(completions) -> float:
+    return sum(len(c.token_ids) - 1 for c in completions) / sum(c.steps for c in completions)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_drafted_equals_plain_in_fp32_and_equals_the_cpu(sampling, tiny):
+    llm, prompts = load_tiny("fp32"), shipped_prompts(4)
+    params = SamplingParams(max_tokens=64, **sampling)
+    drafted = llm.generate(prompts, params)
+    plain = llm.generate(prompts, params, draft=False)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    on_cpu = tiny.generate(prompts, params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in on_cpu]
+    assert acceptance(drafted) == pytest.approx(acceptance(on_cpu), rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_any_difference_is_a_near_tie(precision):
+    llm = load_tiny(precision)
+    prompts = [llm.encode(prompt) for prompt in shipped_prompts(8)]
+    params = SamplingParams(max_tokens=96)
+    drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
+    epsilon = torch.finfo(llm.config.dtype).eps
+    for prompt, a, b in zip(prompts, drafted, plain, strict=True):
+        first = next(
+            (i for i, pair in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if len(set(pair)) > 1), None
+        )
+        if first is not None:
+            logits = all_logits(llm, prompt + a.token_ids[:first])[-1].float()
+            margin = abs(logits[a.token_ids[first]] - logits[b.token_ids[first]])
+            assert margin <= 4 * epsilon * logits.abs().max(), f"not a near-tie: margin {margin}"
+    assert acceptance(drafted) > 5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_each_family_gives_the_text_of_the_cpu(family, tmp_path):
+    target = make_target(tmp_path / "target", family, vocab=16)
+    drafter = make_drafter(tmp_path / "drafter", target, format="speculators", draft_vocab=8)
+    prompts = [[1], [2, 3, 4], list(range(15)) * 4]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    texts = []
+    for device in ("cpu", "cuda"):
+        llm = LLM.from_pretrained(str(target), str(drafter), "fp32", device, max_batch=4, max_seq_len=128)
+        texts.append([c.token_ids for c in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]

@@ -1,0 +1,201 @@
+"""The command line around the two main commands: help, versions, the catalog, settings, and the doctor."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.checkpoints import make_drafter, make_target
+from tests.conftest import refusal, run, succeeds
+from trtllm_dflash import __version__, doctor
+from trtllm_dflash.cli import main
+from trtllm_dflash.engine.builder import BuildSettings
+from trtllm_dflash.engine.directory import read_config
+
+CONFIGS = sorted(file.stem for file in (Path(__file__).parents[1] / "build_configs").glob("*.yaml"))
+PYTHON = [sys.executable, "-m", "trtllm_dflash"]
+
+
+@pytest.fixture(scope="module")
+def own_pair(tmp_path_factory):
+    """A build configuration of one's own, over a small random pair."""
+    folder = tmp_path_factory.mktemp("own")
+    target = make_target(folder / "target")
+    drafter = make_drafter(folder / "drafter", target)
+    file = folder / "mine.yaml"
+    entry = {"name": "mine", "family": "qwen3", "target": str(target), "drafter": str(drafter), "target_layers": 4}
+    build = {"precision": "bf16", "max_seq_len": 100, "max_batch": 2}
+    file.write_text(json.dumps({**entry, "block_size": 8, "drafter_layers": 2, "build": build}))
+    return file
+
+
+# -- help and version ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag):
+    assert succeeds(flag).split()[-1] == __version__
+
+
+def test_the_module_runs_as_a_program_and_does_not_wait_for_torch():
+    script = (
+        "import runpy, sys\n"
+        "sys.argv = ['trtllm-dflash', '--version']\n"
+        "try:\n"
+        "    runpy.run_module('trtllm_dflash', run_name='__main__')\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    for command in ([*PYTHON, "--version"], [sys.executable, "-c", script]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.split()[-1:], done.stderr) == (0, [__version__], "")
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_every_command_says_what_it_and_each_of_its_options_does(name):
+    text = succeeds(name, "--help")
+    command = main.commands[name]
+    assert command.help is not None
+    assert command.help in text
+    for option in command.params:
+        if isinstance(option, click.Argument):
+            assert f" {option.name.upper()}\n" in text
+            continue
+        assert isinstance(option, click.Option)
+        assert option.help, f"{name} {option.name} has no help"
+        assert option.opts[0] in text
+
+
+def test_the_group_lists_its_commands():
+    listed = re.findall(r"^  (\w+)  +\S", succeeds("--help").partition("Commands:")[2], re.MULTILINE)
+    assert listed == sorted(main.commands)
+    assert {"build", "demo", "doctor", "generate", "models"} <= set(listed)
+
+
+def test_an_unknown_command_or_flag_is_a_usage_error():
+    assert run("biuld").exit_code == 2
+    assert "--tpp" in run("build", "--tpp", 2).stderr
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_lists_every_build_config():
+    table = succeeds("models")
+    rows = [re.split(r" *│ *", line.strip("│ ")) for line in table.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == CONFIGS
+    assert {row[0] for row in rows if row[-1] == "yes"} == {"tiny", "qwen3-4b", "qwen3-8b", "llama-3.1-8b"}
+
+
+def test_models_as_json_says_the_same():
+    rows = json.loads(succeeds("models", "--json"))
+    assert [row["name"] for row in rows] == CONFIGS
+    tiny = rows[CONFIGS.index("tiny")]
+    assert (tiny["buildable"], tiny["block_size"], tiny["tap_layers"]) == (True, 16, [1, 3, 5])
+    assert not rows[CONFIGS.index("gpt-oss-20b")]["buildable"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])
+def test_a_reader_that_goes_away_is_no_error(flags):
+    """`trtllm-dflash models | head -1`, with the pipe closed before anything is written."""
+    process = subprocess.Popen([*PYTHON, "models", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 0
+
+
+# -- build settings --------------------------------------------------------------------------------------------------
+
+
+def test_flags_override_set_and_set_overrides_the_build_config(own_pair, tmp_path):
+    command = ["build", "--model", own_pair, "--force", "--output", tmp_path / "engine"]
+    expected = {"precision": "bf16", "max_seq_len": 100, "max_batch": 2, "chunk": 100}
+    steps: list[tuple[list[object], dict[str, object]]] = [
+        ([], {}),
+        (["--set", "max_seq_len=90", "--set", "precision=fp32", "--set", "chunk=11"], {"max_seq_len": 90, "chunk": 11}),
+        (["--max-seq-len", 80, "--precision", "fp16"], {"max_seq_len": 80, "precision": "fp16"}),
+    ]
+    flags: list[object] = []
+    for more, changes in steps:
+        flags += more
+        expected |= {"precision": "fp32"} if more else {}
+        expected |= changes
+        succeeds(*command, *flags)
+        config = read_config(tmp_path / "engine")
+        assert {key: getattr(config, key) for key in expected} == expected
+        assert config.name == "mine"
+
+
+def test_set_takes_structured_values_and_dashes(own_pair, tmp_path):
+    output = tmp_path / "engine"
+    sets = ["--set", "chat-arguments={enable_thinking: false}", "--set", "max-batch=3"]
+    succeeds("build", "--model", own_pair, "--output", output, *sets)
+    config = read_config(output)
+    assert (config.chat_arguments, config.max_batch) == ({"enable_thinking": False}, 3)
+
+
+def test_an_unknown_key_of_set_lists_those_that_there_are(own_pair, tmp_path):
+    line = refusal("build", "--model", own_pair, "--output", tmp_path / "engine", "--set", "max_sequence=7")
+    assert "max-sequence: no such setting" in line
+    assert line.endswith(", ".join(BuildSettings.model_fields))
+
+
+@pytest.mark.parametrize("assignment", ["tp", "tp=", "tp=two", "tp=[", "tp=true", "=2", "name=[1"])
+def test_an_assignment_that_cannot_be_read_is_refused(assignment, own_pair, tmp_path):
+    line = refusal("build", "--model", own_pair, "--output", tmp_path / "engine", "--set", assignment)
+    assert f"--set {assignment}" in line or "--tp" in line or "no such setting" in line
+    assert not (tmp_path / "engine").exists()
+
+
+def test_what_to_build_must_be_said():
+    assert "--model NAME" in refusal("build")
+    assert "--target" in refusal("build", "--drafter", "anything")
+
+
+def test_a_family_that_is_not_computed_yet_says_so():
+    line = refusal("build", "--model", "gpt-oss-20b")
+    assert "--model gpt-oss-20b: family gpt_oss cannot be built yet" in line
+    assert "qwen3, llama" in line
+
+
+def test_an_unknown_model_suggests_the_closest():
+    line = refusal("build", "--model", "qwen3-8B")
+    assert "did you mean qwen3-8b" in line
+    assert "trtllm-dflash models" in line
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_looks_at_everything_the_package_can_use():
+    findings = json.loads(succeeds("doctor", "--json"))
+    names = ["Python", "torch", "CUDA GPU", "TensorRT", "TensorRT-RTX", "Triton server", "MPI", "Hugging Face token"]
+    assert [finding["name"] for finding in findings] == names
+    assert [finding["name"] for finding in findings if finding["present"]][:2] == ["Python", "torch"]
+    lines = succeeds("doctor").splitlines()
+    for finding in findings:
+        mark = "ok" if finding["present"] else "missing"
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{mark:<7}  {finding['name']} ")]
+        if not finding["present"]:
+            assert finding["cost"] in lines[at + 1]
+            assert finding["remedy"] in lines[at + 2]
+
+
+def test_on_a_bare_machine_every_absence_has_a_cost_and_a_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    findings = doctor.examine()
+    assert [finding.name for finding in findings if finding.present] == ["Python"]
+    for finding in findings:
+        assert finding.cost
+        assert finding.remedy

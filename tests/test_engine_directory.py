@@ -1,0 +1,300 @@
+"""The engine directory: written whole or not at all, and loaded only as it was built."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import edit_tensors, make_drafter, make_target
+from tests.conftest import refusal, run, succeeds
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.engine.builder import BuildSettings, build
+from trtllm_dflash.errors import EngineError
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    make_drafter(folder / "drafter", make_target(folder / "target"), block_size=8)
+    return folder
+
+
+@pytest.fixture
+def pair(checkpoints) -> list[str]:
+    """The flags of `build` for a small random pair."""
+    return ["--target", str(checkpoints / "target"), "--drafter", str(checkpoints / "drafter"), "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def intact(checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("intact") / "engine"
+    build(settings(checkpoints), folder)
+    return folder
+
+
+@pytest.fixture
+def engine(intact, tmp_path) -> Path:
+    """An engine to break."""
+    return Path(shutil.copytree(intact, tmp_path / "engine"))
+
+
+def settings(checkpoints: Path, **others: object) -> BuildSettings:
+    folders = {"target": str(checkpoints / "target"), "drafter": str(checkpoints / "drafter")}
+    return BuildSettings.model_validate({"name": "small", "precision": "fp32", "max_seq_len": 64, **folders, **others})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def load_refusal(engine: Path) -> str:
+    with pytest.raises(EngineError) as caught:
+        LLM.load(engine, "cpu")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_holds_its_ranks_tokenizer_and_chat_template_and_says_so(tiny_engine):
+    config = json.loads((tiny_engine / "config.json").read_text())
+    assert config["schema_version"] == 1
+    names = {"rank0.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names <= config["files"].keys()
+    assert {file.name for file in tiny_engine.iterdir()} == {*config["files"], "config.json"}
+
+
+def test_every_digest_is_the_file_s_own(tiny_engine):
+    for name, digest in json.loads((tiny_engine / "config.json").read_text())["files"].items():
+        assert hashlib.sha256((tiny_engine / name).read_bytes()).hexdigest() == digest
+
+
+def test_every_rank_has_a_file_with_its_share(checkpoints, tmp_path):
+    build(settings(checkpoints, tp=2), tmp_path / "engine")
+    ranks = [load_file(tmp_path / "engine" / f"rank{i}.safetensors") for i in (0, 1)]
+    assert ranks[0].keys() == ranks[1].keys()
+    whole = load_file(checkpoints / "target" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(torch.cat([rank["lm_head.weight"] for rank in ranks]), whole)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_engine_stores_and_generates_in_its_precision(precision, dtype, checkpoints, tmp_path):
+    build(settings(checkpoints, precision=precision), tmp_path / "engine")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "engine" / "rank0.safetensors").values()} == {dtype}
+    with LLM.load(tmp_path / "engine", "cpu") as llm:
+        assert {cache.dtype for cache in llm.session.caches.values()} == {dtype}
+        (completion,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
+    assert len(completion.token_ids) == 9
+
+
+# -- building again --------------------------------------------------------------------------------------------------
+
+
+def test_building_the_same_engine_again_reuses_it(checkpoints, engine):
+    before = {file: file.stat().st_mtime_ns for file in engine.iterdir()}
+    assert build(settings(checkpoints), engine) is False
+    assert {file: file.stat().st_mtime_ns for file in engine.iterdir()} == before
+
+
+def test_another_engine_at_the_output_is_replaced_only_by_force(pair, tmp_path):
+    output = tmp_path / "engine"
+    assert succeeds("build", *pair, "--output", output) == f"{output}: built\n"
+    assert succeeds("build", *pair, "--output", output) == f"{output}: up to date\n"
+    before = contents(output)
+    line = refusal("build", *pair, "--output", output, "--chunk", 7)
+    assert str(output) in line
+    assert "--force" in line
+    assert contents(output) == before
+    succeeds("build", *pair, "--output", output, "--chunk", 7, "--force")
+    assert json.loads((output / "config.json").read_text())["chunk"] == 7
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_changed_checkpoint_is_not_taken_for_the_one_that_was_built(role, checkpoints, engine, tmp_path):
+    changed = Path(shutil.copytree(checkpoints, tmp_path / "changed"))
+    edit_tensors(
+        changed / role, lambda tensors: tensors["norm.weight" if role == "drafter" else "model.norm.weight"].mul_(2)
+    )
+    with pytest.raises(EngineError, match="--force"):
+        build(settings(changed), engine)
+    assert build(settings(changed), engine, force=True)
+
+
+def test_a_moved_checkpoint_is_still_the_same(checkpoints, engine, tmp_path):
+    assert build(settings(Path(shutil.copytree(checkpoints, tmp_path / "moved"))), engine) is False
+
+
+# -- failing ---------------------------------------------------------------------------------------------------------
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_build_leaves_nothing(checkpoints, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        build(settings(checkpoints), tmp_path / "engine", progress=interrupt)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupted_replacement_leaves_the_old_engine(checkpoints, engine, tmp_path):
+    before = contents(engine)
+    with pytest.raises(KeyboardInterrupt):
+        build(settings(checkpoints, chunk=7), engine, force=True, progress=interrupt)
+    assert contents(engine) == before
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+def test_a_replacement_whose_checkpoint_is_broken_leaves_the_old_engine(checkpoints, engine, tmp_path):
+    broken = Path(shutil.copytree(checkpoints, tmp_path / "broken"))
+    edit_tensors(broken / "target", lambda tensors: tensors["model.layers.3.mlp.up_proj.weight"].fill_(torch.nan))
+    before = contents(engine)
+    line = refusal("build", "--target", broken / "target", "--output", engine, "--force")
+    assert "model.layers.3.mlp.up_proj.weight holds NaN" in line
+    assert contents(engine) == before
+    assert sorted(os.listdir(tmp_path)) == ["broken", "engine"]
+
+
+def test_force_does_not_replace_what_is_no_engine(pair, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "precious").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    checkpoint = shutil.copytree(pair[1], tmp_path / "checkpoint")  # has a config.json as well
+    for name in ("home", "file", "checkpoint"):
+        assert "not an engine" in refusal("build", *pair, "--output", tmp_path / name, "--force")
+    assert (tmp_path / "home" / "precious").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert contents(checkpoint) == contents(Path(pair[1]))
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "file", "home"]
+
+
+def test_the_current_directory_as_output_is_refused(pair, tmp_path, monkeypatch):
+    (tmp_path / "precious").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert "not an engine" in refusal("build", *pair, "--output", ".", "--force")
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_an_output_that_cannot_be_written_is_named(pair, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    line = refusal("build", *pair, "--output", tmp_path / "file" / "engine")
+    assert str(tmp_path / "file" / "engine") in line
+    assert "--output" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-seq-len", 513], "--max-seq-len 513: the target takes at most 512"),
+        (["--block-size", 9], "--block-size 9: the drafter was trained for blocks of 2 to 8"),
+        (["--block-size", 1], "--block-size 1: the drafter was trained for blocks of 2 to 8"),
+        (["--tp", 3], "--tp 3 does not divide the 4 query heads; possible: 1, 2, 4"),
+        (["--tp", 0], "--tp 0: "),
+        (["--max-batch", 0], "--max-batch 0: "),
+        (["--chunk", -1], "--chunk -1: "),
+        (["--precision", "fp8"], "--precision fp8: "),
+    ],
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused_by_name(flags, says, pair, tmp_path):
+    assert says in refusal("build", *pair, "--output", tmp_path / "engine", *flags)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_block_needs_a_drafter(checkpoints, tmp_path):
+    flags = ["--target", checkpoints / "target", "--output", tmp_path / "engine"]
+    line = refusal("build", *flags, "--block-size", 4)
+    assert "--block-size 4" in line
+    assert "--drafter" in line
+    succeeds("build", *flags, "--precision", "fp32")
+    with LLM.load(tmp_path / "engine", "cpu") as llm:
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=5))[0].acceptance_length == 1
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_directory_and_no_engine_are_told_how_to_get_one(tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        line = load_refusal(folder)
+        assert line.startswith(f"{folder}: ")
+        assert "trtllm-dflash build" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "build the engine again"),
+        ("\xff", "build the engine again"),
+        ('{"schema_version": 2}', "schema version 2, this release reads 1"),
+        ("{}", "schema version None, this release reads 1"),
+    ],
+)
+def test_a_config_of_another_form_is_refused(text, says, engine):
+    (engine / "config.json").write_bytes(text.encode("latin-1"))
+    line = load_refusal(engine)
+    assert line.startswith(f"{engine / 'config.json'}: ")
+    assert says in line
+    assert "build the engine again" in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("speed", 11), ("max_batch", 0), ("precision", "fp4"), ("target", {})])
+def test_a_field_that_is_unknown_or_wrong_is_named(key, value, engine):
+    config = json.loads((engine / "config.json").read_text())
+    (engine / "config.json").write_text(json.dumps({**config, key: value}))
+    line = load_refusal(engine)
+    assert line.startswith(f"{engine / 'config.json'}: {key}")
+    assert line.endswith("build the engine again")
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+BREAKAGES: dict[str, Callable[[Path], None]] = {
+    "missing": Path.unlink,
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "flipped": flip_a_byte,
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_rank_file_that_is_not_what_was_built_is_refused(breakage, engine):
+    file = engine / "rank0.safetensors"
+    BREAKAGES[breakage](file)
+    line = load_refusal(engine)
+    assert line.startswith(f"{file}: ")
+    assert line.endswith("build the engine again")
+    result = run("generate", "--engine", engine, "--prompt", "hello", "--device", "cpu")
+    assert (result.exit_code, result.stderr) == (1, f"error: {line}\n")
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_broken_engine_is_built_again_where_that_is_asked(breakage, checkpoints, engine):
+    """What loading calls broken, building must not call up to date."""
+    BREAKAGES[breakage](engine / "rank0.safetensors")
+    with pytest.raises(EngineError, match="--force"):
+        build(settings(checkpoints), engine)
+    assert build(settings(checkpoints), engine, force=True)
+    assert LLM.load(engine, "cpu").generate([[1]], SamplingParams(max_tokens=3))[0].token_ids
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_tokenizer_that_is_not_what_was_built_is_refused(name, breakage, tiny_engine, tmp_path):
+    """A changed template is valid text, and would change every reply without a word."""
+    engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    BREAKAGES[breakage](engine / name)
+    line = load_refusal(engine)
+    assert line.startswith(f"{engine / name}: ")
+    assert line.endswith("build the engine again")

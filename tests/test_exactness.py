@@ -1,0 +1,109 @@
+"""Drafted output is the target's own, token for token in FP32."""
+
+import pytest
+import torch
+
+from tests.checkpoints import make_drafter, make_target
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.demo import read_prompts
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.95, seed=11)
+
+
+def random_prompts(lengths, vocab=128, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("format", ["z-lab", "speculators"])
+def test_drafted_text_equals_plain_text(family, format, params, tmp_path):
+    # A vocabulary of 16: a drafter that knows nothing is still right now and then, so blocks are accepted in part.
+    target = make_target(tmp_path / "target", family, vocab=16)
+    reduced = 8 if format == "speculators" else None
+    drafter = make_drafter(tmp_path / "drafter", target, format=format, draft_vocab=reduced)
+    llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=4, max_seq_len=128)
+    prompts = random_prompts((1, 2, 7, 30, 64, 87), vocab=15)
+    drafted = llm.generate(prompts, params)
+    assert tokens(drafted) == tokens(llm.generate(prompts, params, draft=False))
+    assert any(count for completion in drafted for count in completion.accepted_per_step)
+
+
+@pytest.mark.parametrize("block_size", range(2, 17))
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_at_every_block_size_the_text_is_the_same(block_size, params, tiny, tiny_at):
+    prompts = [[{"role": "user", "content": p[0]}] for p in read_prompts(1).values()]
+    llm = tiny_at(block_size)
+    drafted = llm.generate(prompts, params)
+    assert tokens(drafted) == tokens(tiny.generate(prompts, params, draft=False))
+    accepted = [count for completion in drafted for count in completion.accepted_per_step]
+    assert max(accepted) <= block_size - 1
+    if params is GREEDY:
+        assert sum(accepted) / len(accepted) > 0.35 * (block_size - 1), "acceptance collapsed"
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(params, tiny):
+    """Mixed lengths, more prompts than slots, sequences that end inside a block and leave their slot to others."""
+    texts = [text for kind in read_prompts(3).values() for text in kind]
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    each = [
+        params.model_copy(update={"max_tokens": 5 + 7 * i, "seed": i, "ignore_eos": i % 2 == 0})
+        for i in range(len(prompts))
+    ]
+    together = tiny.generate(prompts, each)
+    alone = [tiny.generate([prompt], one)[0] for prompt, one in zip(prompts, each, strict=True)]
+    assert tokens(together) == tokens(alone)
+    assert tokens(together) == tokens(tiny.generate(prompts, each, draft=False))
+
+
+def test_a_chunked_prompt_gives_the_same_text_and_the_same_acceptance(tiny, tiny_engine, tmp_path):
+    from tests.conftest import build_tiny
+
+    build_tiny(tmp_path / "engine", chunk=7)
+    texts = [text for kind in read_prompts(2).values() for text in kind]
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    with LLM.load(tmp_path / "engine", "cpu") as chunked:
+        ours = chunked.generate(prompts, GREEDY)
+    whole = tiny.generate(prompts, GREEDY)
+    assert tokens(ours) == tokens(whole)
+    assert [c.accepted_per_step for c in ours] == [c.accepted_per_step for c in whole]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_prompts_of_one_token_and_at_the_context_limit(params, tmp_path):
+    target = make_target(tmp_path / "target", vocab=16)
+    drafter = make_drafter(tmp_path / "drafter", target)
+    llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=2, max_seq_len=64)
+    prompts = random_prompts((1, 40, 57, 62, 63), vocab=15)
+    endless = params.model_copy(update={"max_tokens": 1000})
+    drafted = llm.generate(prompts, endless)
+    assert tokens(drafted) == tokens(llm.generate(prompts, endless, draft=False))
+    assert [c.prompt_tokens + len(c.token_ids) for c in drafted] == [64] * 5
+    assert {c.finish_reason for c in drafted} == {"length"}
+
+
+def test_in_bf16_any_difference_is_a_near_tie_of_the_logits(tiny_at, tiny):
+    """A GEMM of 16 rows and one of 1 row round differently in BF16; only a near-tie may tell them apart."""
+    from tests.test_huggingface import all_logits
+
+    llm = tiny_at(16, precision="bf16")
+    texts = [text for kind in read_prompts(3).values() for text in kind]
+    prompts = [llm.encode([{"role": "user", "content": text}]) for text in texts]
+    drafted, plain = llm.generate(prompts, GREEDY), llm.generate(prompts, GREEDY, draft=False)
+    for prompt, a, b in zip(prompts, drafted, plain, strict=True):
+        differ = [i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y]
+        if differ:
+            first = differ[0]
+            logits = all_logits(llm, prompt + a.token_ids[:first])[-1].float()
+            margin = abs(logits[a.token_ids[first]] - logits[b.token_ids[first]])
+            # Two units in the last place of a BF16 logit of this size.
+            assert margin <= 2 * logits.abs().max() * 2**-8, f"not a near-tie: margin {margin}"
+    accepted = [count for completion in drafted for count in completion.accepted_per_step]
+    assert sum(accepted) / len(accepted) > 5

@@ -1,0 +1,113 @@
+"""Tensor parallelism on CPU: MPI processes, gloo."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import build_tiny
+from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.engine.builder import BuildSettings, build
+
+pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
+
+COMMAND = [sys.executable, "-m", "trtllm_dflash", "generate", "--device", "cpu"]
+
+
+def run(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [str(argument) for argument in arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = [text for kind in read_prompts(1).values() for text in kind]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    for tp in (1, 2, 4):
+        build_tiny(folder / str(tp), tp=tp)
+    return folder
+
+
+SAMPLED = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "4"]
+
+
+@pytest.mark.parametrize("sampling", [[], SAMPLED], ids=["greedy", "sampled"])
+def test_two_and_four_ranks_give_the_tokens_of_one(sampling, engines, prompts):
+    results = {}
+    for tp in (1, 2, 4):
+        asked = ["--prompts", prompts, "--max-tokens", 40, "--json", *sampling]
+        done = run(*COMMAND, "--engine", engines / str(tp), *asked)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        results[tp] = [(row["token_ids"], row["accepted_per_step"]) for row in rows]
+    assert len(results[1]) == 3
+    assert results[2] == results[1]
+    assert results[4] == results[1]
+
+
+def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(tmp_path):
+    from tests.checkpoints import make_drafter, make_target
+    from trtllm_dflash import LLM, SamplingParams
+
+    target = make_target(tmp_path / "target", kv_heads=2)
+    drafter = make_drafter(tmp_path / "drafter", target, kv_heads=1)
+    pair = {"name": "small", "target": str(target), "drafter": str(drafter)}
+    build(BuildSettings(**pair, precision="fp32", tp=4, max_seq_len=64), tmp_path / "engine")
+    script = (
+        "import sys\n"
+        "from trtllm_dflash import LLM, SamplingParams\n"
+        "with LLM.load(sys.argv[1], 'cpu') as llm:\n"
+        "    if llm.session.communicator.rank:\n"
+        "        llm.session.follow()\n"
+        "    else:\n"
+        "        print(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0].token_ids)\n"
+    )
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    done = run(mpiexec, "-n", 4, sys.executable, "-c", script, tmp_path / "engine")
+    assert done.returncode == 0, done.stderr
+    llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_seq_len=64)
+    assert json.loads(done.stdout) == llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0].token_ids
+
+
+def test_a_broken_rank_file_ends_every_rank_with_one_line(tmp_path):
+    build_tiny(tmp_path / "engine", tp=2)
+    with (tmp_path / "engine" / "rank1.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    done = run(*COMMAND, "--engine", tmp_path / "engine", "--prompt", "hello")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if "rank1.safetensors" in line]
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_number_of_processes_is_refused(engines):
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    done = run(mpiexec, "-n", 3, *COMMAND, "--engine", engines / "2", "--prompt", "hello")
+    assert done.returncode != 0
+    assert "mpiexec -n 2" in done.stderr
+
+
+def test_ctrl_c_ends_all_ranks(engines):
+    words = [*COMMAND, "--engine", str(engines / "2"), "--prompt", "Count.", "--ignore-eos", "--max-tokens", "1900"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(1)  # the reply has begun
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "error: interrupted" in errors
+    time.sleep(0.5)
+    left = run("pgrep", "-f", str(engines / "2"))
+    assert left.stdout == ""

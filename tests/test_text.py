@@ -1,0 +1,105 @@
+"""Tokens to text: what is released is the decoder's own text, never taken back, and ends before a stop string."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.conftest import TINY
+from trtllm_dflash.runtime.text import TextStream
+
+TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+TOKENS = TOKENIZER.get_vocab()
+
+# Surrogates are no characters; the rest, with what splits across tokens and joins across characters made frequent.
+AWKWARD = st.sampled_from(
+    ["👩‍👩‍👧‍👦", "🇫🇮", "👍🏽", "e\u0301", "漢字", "한국어", "\ufffd", "\u200d", "\u0301", "\r\n", " ", "ß", "العربية"]
+)
+TEXTS = st.lists(AWKWARD | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=10).map("".join)
+IDS = st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=40)
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def decode(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True))
+
+
+def stream_text(ids: list[int], stop: tuple[str, ...] = (), step: int = 1) -> tuple[str, TextStream]:
+    """All that is released when `step` tokens come at a time; checks on the way that it is never taken back."""
+    stream = TextStream(TOKENIZER, stop)
+    released = ""
+    for i in range(0, len(ids), step):
+        for token in ids[i : i + step]:
+            stream.push(token)
+        released += stream.release()
+        assert stream.text.startswith(released)
+    stream.finish()
+    released += stream.release()
+    assert released == stream.text
+    return released, stream
+
+
+@given(TEXTS)
+def test_text_comes_back_as_it_was(text):
+    assert stream_text(encode(text))[0] == decode(encode(text)) == text
+
+
+@given(IDS, st.integers(1, 16))
+def test_any_tokens_give_the_decoder_s_text(ids, step):
+    """Also special tokens, and bytes that are no character."""
+    assert stream_text(ids, step=step)[0] == decode(ids)
+
+
+@given(st.data(), TEXTS.filter(bool), st.integers(1, 16))
+def test_text_ends_before_the_first_stop_string(data, text, step):
+    begin = data.draw(st.integers(0, len(text) - 1))
+    stop = text[begin : begin + data.draw(st.integers(1, 6))]
+    released, stream = stream_text(encode(text), (stop,), step)
+    assert released == text[: text.index(stop)]
+    assert stream.stopped
+
+
+@given(st.text("ab", min_size=1, max_size=40), st.lists(st.text("ab", min_size=2, max_size=5), min_size=1, max_size=3))
+def test_of_several_stop_strings_the_first_to_be_complete_ends_the_text(text, stops):
+    """A small alphabet: beginnings of stop strings are everywhere. One token a character, so first is unambiguous."""
+    ids = [TOKENS[character] for character in text]
+    released, stream = stream_text(ids, tuple(stops))
+    complete = [n for n in range(len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
+    expected = text
+    if complete:
+        shown = text[: complete[0]]
+        expected = shown[: -max(len(stop) for stop in stops if shown.endswith(stop))]
+    assert released == expected
+    assert stream.stopped == bool(complete)
+
+
+@given(TEXTS, TEXTS.filter(bool))
+def test_a_stop_string_that_does_not_come_changes_nothing(text, stop):
+    if stop not in text:
+        released, stream = stream_text(encode(text), (stop,))
+        assert released == text
+        assert not stream.stopped
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_known():
+    stream = TextStream(TOKENIZER, ("END",))
+    for character, released in [("a", "a"), ("E", ""), ("N", ""), ("E", "EN"), ("N", ""), ("x", "ENx")]:
+        stream.push(TOKENS[character])
+        assert stream.release() == released
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_a_character_cut_off_at_the_end_is_shown_as_the_decoder_shows_it(missing):
+    whole = encode("ok 🦩")
+    # The tokenizer knows no flamingo: its four bytes are tokens of their own.
+    assert decode(whole[:-3]).rstrip("\ufffd") == "ok "
+    cut = whole[:-missing]
+    stream = TextStream(TOKENIZER)
+    for token in cut:
+        stream.push(token)
+    assert stream.release() == "ok ", "half a character must not be released"
+    stream.finish()
+    assert stream.release() == decode(cut)[3:] != ""
