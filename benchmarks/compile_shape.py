@@ -67,7 +67,7 @@ def main() -> None:
     with_weights = peak_memory()
     settings = CompileSettings(gpu=arguments.gpu)
     begin = time.perf_counter()
-    plan = compile_rank(config, weights, arguments.rank, config.sampling, settings)
+    plan = compile_rank(config, weights, arguments.rank, settings)
     seconds = time.perf_counter() - begin
     record = {
         "command": shlex.join(["python", *sys.argv]),

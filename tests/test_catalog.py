@@ -107,7 +107,7 @@ def test_build_values_are_build_settings():
     for entry in load_catalog().values():
         settings = BuildSettings(**entry.build_values())
         assert (settings.name, settings.target, settings.drafter) == (entry.name, entry.target, entry.drafter)
-        assert settings.chat_arguments == entry.chat
+        assert (settings.chat_arguments or {}) == entry.chat
     assert BuildSettings(**find_entry("tiny").build_values()).max_seq_len == 2048
 
 

@@ -417,9 +417,9 @@ def http_error(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHT
     return kind("two\nlines", response=httpx2.Response(status, request=request))
 
 
-def unresolved(name: str, revision: str | None = None) -> str:
+def unresolved(name: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        resolve(name, revision)
+        resolve(name)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -428,19 +428,19 @@ def test_a_local_folder_is_used_as_it_is(tmp_path):
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_the_cache_is_asked_first_and_only_for_what_is_needed(monkeypatch):
+def test_the_cache_is_asked_first_and_only_for_what_is_needed(monkeypatch, tmp_path):
+    make_target(tmp_path)
     calls = []
 
     def snapshot_download(repository: str, **options: Any) -> str:
         calls.append((repository, options))
-        return "/cache/snapshot"
+        return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve("org/model", "main") == Path("/cache/snapshot")
+    assert resolve("org/model") == tmp_path
     [(repository, options)] = calls
     assert repository == "org/model"
     assert options["local_files_only"] is True
-    assert options["revision"] == "main"
     assert not any(pattern in options["allow_patterns"] for pattern in ("*", "*.bin", "*.pt"))
 
 
@@ -466,9 +466,22 @@ def test_an_unknown_repository_is_named(monkeypatch):
     assert unresolved("org/model").startswith("org/model is neither a folder nor a repository")
 
 
-def test_an_unknown_revision_is_named(monkeypatch):
-    fail_with(monkeypatch, http_error(errors.RevisionNotFoundError, 404))
-    assert "org/model has no revision 'v9'" in unresolved("org/model", "v9")
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "model-00002-of-00003.safetensors"])
+def test_a_cached_part_of_a_repository_is_completed(lost, monkeypatch, tmp_path):
+    make_target(tmp_path, shards=3 if lost.startswith("model-") else 1)
+    (tmp_path / lost).rename(tmp_path / "elsewhere")
+    asked = []
+
+    def snapshot_download(_: str, *, local_files_only: bool, **__: object) -> str:
+        asked.append(local_files_only)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve("org/model") == tmp_path
+    assert asked == [True, False]
+    (tmp_path / "elsewhere").rename(tmp_path / lost)
+    resolve("org/model")
+    assert asked == [True, False, True]
 
 
 def test_without_a_network_the_ways_out_are_named(monkeypatch):

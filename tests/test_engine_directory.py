@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoints import edit_tensors, make_drafter, make_target
+from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target
 from tests.conftest import refusal, run, succeeds
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.builder import BuildSettings, build
@@ -298,3 +300,116 @@ def test_a_tokenizer_that_is_not_what_was_built_is_refused(name, breakage, tiny_
     line = load_refusal(engine)
     assert line.startswith(f"{engine / name}: ")
     assert line.endswith("build the engine again")
+
+
+# -- what a stranger found ---------------------------------------------------------------------------------------------
+
+
+def test_force_does_not_take_a_stray_rank_file_for_an_engine(pair, tmp_path):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "rank0.csv").write_text("1,2")
+    assert "is not an engine directory" in refusal("build", *pair, "--output", folder, "--force")
+    assert (folder / "rank0.csv").read_text() == "1,2"
+
+
+def test_a_refreshed_build_replaces_what_differs_and_reuses_what_does_not(checkpoints, tmp_path):
+    output = tmp_path / "engine"
+    assert build(settings(checkpoints), output)
+    assert not build(settings(checkpoints), output, refresh=True)
+    assert build(settings(checkpoints, max_batch=3), output, refresh=True)
+    assert json.loads((output / "config.json").read_text())["max_batch"] == 3
+
+
+def test_others_may_read_an_engine_s_weights(intact):
+    modes = {file.name: file.stat().st_mode & 0o777 for file in intact.iterdir()}
+    assert modes["rank0.safetensors"] == modes["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [("block_size", 16), ("target_layers", 5), ("tap_layers", [0, 1]), ("mask_token_id", 1), ("drafter_layers", 1)],
+)
+def test_a_build_configuration_that_is_not_true_of_its_checkpoints_is_refused(fact, value, checkpoints, tmp_path):
+    entry = {
+        "name": "mine",
+        "family": "qwen3",
+        "target": str(checkpoints / "target"),
+        "drafter": str(checkpoints / "drafter"),
+        "block_size": 8,
+        "target_layers": 4,
+        "drafter_layers": 2,
+    }
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(entry))
+    succeeds("build", "--model", file, "--output", tmp_path / "engine")
+    file.write_text(json.dumps({**entry, fact: value}))
+    said = refusal("build", "--model", file, "--output", tmp_path / "other")
+    assert f"mine: its build configuration says {fact}" in said and "but the checkpoints have" in said
+
+
+@pytest.mark.parametrize(
+    "content", ["[1, 2]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": -1}', '{"eos_token_id": [1, 999]}']
+)
+def test_end_tokens_that_are_none_are_refused(content, checkpoints, tmp_path):
+    shutil.copytree(checkpoints, tmp_path / "pair")
+    (tmp_path / "pair" / "target" / "generation_config.json").write_text(content)
+    flags = ["--target", tmp_path / "pair" / "target", "--drafter", tmp_path / "pair" / "drafter"]
+    said = refusal("build", *flags, "--output", tmp_path / "engine")
+    assert "generation_config.json" in said or "eos_token_id" in said
+
+
+def test_end_tokens_left_open_are_the_configuration_s(checkpoints, tmp_path):
+    shutil.copytree(checkpoints, tmp_path / "pair")
+    target = tmp_path / "pair" / "target"
+    (target / "generation_config.json").write_text('{"eos_token_id": null}')
+    edit_config(target, lambda config: config.update(eos_token_id=[0, 7]))
+    llm = LLM.from_pretrained(target, tmp_path / "pair" / "drafter", device="cpu")
+    assert llm.config.stop_token_ids == (0, 7)
+
+
+def test_a_known_target_gets_the_chat_arguments_that_its_drafter_needs(checkpoints, tmp_path, monkeypatch):
+    folders = {"Qwen/Qwen3-8B": checkpoints / "target", "mine": checkpoints / "drafter"}
+    monkeypatch.setattr("trtllm_dflash.engine.builder.resolve", folders.__getitem__)
+    assert LLM.from_pretrained("Qwen/Qwen3-8B", "mine", device="cpu").config.chat_arguments == {
+        "enable_thinking": False
+    }
+    thinking = {"enable_thinking": True}
+    llm = LLM.from_pretrained("Qwen/Qwen3-8B", "mine", device="cpu", chat_arguments=thinking)
+    assert llm.config.chat_arguments == thinking
+
+
+def test_heads_that_cannot_share_key_value_heads_are_refused(checkpoints, tmp_path):
+    shutil.copytree(checkpoints, tmp_path / "pair")
+    edit_config(tmp_path / "pair" / "target", lambda config: config.update(num_attention_heads=3))
+    said = refusal("build", "--target", tmp_path / "pair" / "target", "--output", tmp_path / "engine")
+    assert "3 attention heads cannot share 2 key/value heads" in said
+
+
+def test_a_killed_build_leaves_nothing(checkpoints, tmp_path):
+    script = (
+        "import sys, time\n"
+        "import trtllm_dflash.engine.builder as builder\n"
+        "from trtllm_dflash.cli import main\n"
+        "builder.read_rank_weights = lambda *_: (print('reading', flush=True), time.sleep(30))\n"
+        "main()\n"
+    )
+    flags = ["--target", str(checkpoints / "target"), "--output", str(tmp_path / "engine")]
+    process = subprocess.Popen([sys.executable, "-c", script, "build", *flags], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "reading\n"
+    assert list(tmp_path.iterdir())
+    process.terminate()
+    assert process.wait(timeout=20) == 143
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["5", "[a]", "null"])
+def test_a_target_that_is_no_text_is_refused(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "target" in refusal("build", "--set", f"target={target}")
+
+
+def test_the_current_folder_as_target_names_the_engine_after_it(checkpoints, tmp_path, monkeypatch):
+    shutil.copytree(checkpoints / "target", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert "engines/mine: built" in succeeds("build", "--target", ".")

@@ -97,6 +97,22 @@ def test_temperature_zero_is_greedy_and_the_number_at_the_very_end_still_draws()
         assert int(TorchOps({}, {}).sample(logits, inputs)) == expected
 
 
+def test_a_temperature_near_zero_is_nearly_greedy():
+    logits = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(0)) * 5
+    for temperature in (1e-39, 1e-38, 1e-6):
+        inputs = SamplingInputs(
+            torch.tensor([temperature]), torch.tensor([0]), torch.tensor([1.0]), torch.full((1, 4), 0.7)
+        )
+        assert TorchOps({}, {}).sample(logits, inputs).tolist() == logits.argmax(-1).tolist()
+
+
+def test_top_p_one_filters_nothing():
+    """In a large vocabulary the probabilities' running sum reaches 1 by rounding long before its end."""
+    logits = torch.randn(1, 1, 150_000, generator=torch.Generator().manual_seed(0)).sort(descending=True).values * 4
+    inputs = SamplingInputs(torch.ones(1), torch.tensor([0]), torch.ones(1), torch.tensor([[1 - 2.0**-24]]))
+    assert int(TorchOps({}, {}).sample(logits, inputs)) > 100_000
+
+
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 6, "top_p": 0.9}], ids=str)
 def test_drafted_sampling_has_the_targets_filtered_distribution(options, tmp_path):
     """Over many seeds, the third token given the two before it: chi-squared against the target's own probabilities."""

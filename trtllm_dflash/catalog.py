@@ -25,6 +25,18 @@ class BuildOverrides(BaseModel):
     chunk: PositiveInt | None = None  # tokens of a prefill chunk
 
 
+class PairFacts(BaseModel):
+    """What a catalog entry says of its checkpoints; None where it does not say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    block_size: int
+    target_layers: int
+    tap_layers: tuple[int, ...] | None
+    mask_token_id: int | None
+    drafter_layers: int
+
+
 class CatalogEntry(BaseModel):
     """A target, its drafter, and what one must know to build and serve them."""
 
@@ -45,7 +57,8 @@ class CatalogEntry(BaseModel):
 
     def build_values(self) -> dict[str, Any]:
         """What `build` is asked for by this pair's name; what is not in it keeps its default."""
-        values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter}
+        facts = PairFacts(**self.model_dump(include=set(PairFacts.model_fields)))
+        values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter, "facts": facts}
         if self.chat:
             values["chat_arguments"] = dict(self.chat)
         return values | self.build.model_dump(exclude_none=True)
@@ -85,6 +98,11 @@ def find_entry(name: str) -> CatalogEntry:
     close = get_close_matches(name.lower(), catalog, n=3, cutoff=0.5)
     suggestion = f"did you mean {' or '.join(close)}? " if close else ""
     raise SettingsError(f"unknown model {name!r}: {suggestion}`trtllm-dflash models` lists them all")
+
+
+def chat_arguments_of(target: str) -> dict[str, Any]:
+    """What a known target's chat template must be given for its drafter's sake; nothing for an unknown one."""
+    return next((dict(entry.chat) for entry in load_catalog().values() if entry.target == target), {})
 
 
 def _folder() -> Path:

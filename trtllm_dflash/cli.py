@@ -35,6 +35,8 @@ class _Commands(click.Group):
     """Prints the package's own errors as one line, and ends an interrupted command with 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        # A polite kill unwinds as an error does: what is half-written goes, and the ranks are let go.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             return super().invoke(ctx)
         except DFlashError as error:
@@ -118,7 +120,7 @@ def build(model: str | None, output: Path | None, assignments: tuple[str, ...], 
     settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if value is not None})
     output = output or ENGINES / settings.name
     with _progress_bar() as progress:
-        built = builder.build(settings, output, force, progress)
+        built = builder.build(settings, output, force, progress=progress)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
 
 
@@ -129,13 +131,8 @@ def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict
     from trtllm_dflash.models import FAMILIES
 
     values: dict[str, Any] = {}
-    if model is not None:
-        entry = find_entry(model)
-        overridden = "target" in flags
-        if not entry.buildable and not overridden:
-            raise SettingsError(
-                f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}"
-            )
+    entry = None if model is None else find_entry(model)
+    if entry is not None:
         values = entry.build_values()
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -146,9 +143,13 @@ def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict
         except yaml.YAMLError:
             raise SettingsError(f"--set {assignment}: the value is not valid YAML") from None
     values.update(flags)
+    if entry is not None and (values["target"], values["drafter"]) != (entry.target, entry.drafter):
+        values.pop("facts")  # these are other checkpoints
+    if entry is not None and values["target"] == entry.target and not entry.buildable:
+        raise SettingsError(f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}")
     if "target" not in values:
         raise SettingsError("say what to build: --model NAME, or --target with --drafter")
-    values.setdefault("name", Path(values["target"]).name)
+    values.setdefault("name", Path(str(values["target"])).resolve().name)
     return validated(BuildSettings, values, "--")
 
 
@@ -253,7 +254,9 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
 @click.option("--stop", multiple=True, help="A text that ends the reply; may be given again.")
 @click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="A token that ends the reply.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end token.")
-@click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine.")
+@click.option(
+    "--no-draft", is_flag=True, help="Plain decoding on the same engine. A TensorRT plan still runs its drafter."
+)
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
 def generate(
@@ -383,19 +386,20 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     from trtllm_dflash.demo import run_demo
     from trtllm_dflash.engine import builder
     from trtllm_dflash.engine.directory import read_config
+    from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
     settings = _build_settings(model, (), {"precision": "fp32"})
     engine = output or ENGINES / settings.name
     with _progress_bar() as progress:
-        builder.build(settings, engine, progress=progress)
+        builder.build(settings, engine, refresh=True, progress=progress)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
-    elif find_spec("tensorrt_rtx"):
+    elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":
         plan = engine.with_name(f"{engine.name}-{DEMO_GPU}")
         compiled = _build_settings(model, (), {"backend": "tensorrt", "gpu": DEMO_GPU})
         with _progress_bar() as progress:
-            builder.build(compiled, plan, progress=progress)
+            builder.build(compiled, plan, refresh=True, progress=progress)
         summary = read_config(plan).plans[0]
         click.echo(
             f"\n{plan}: the same step compiled by TensorRT-RTX for {DEMO_GPU.upper()}, not run here: "

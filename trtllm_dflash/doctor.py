@@ -67,9 +67,10 @@ def _cuda() -> Finding:
 
 
 def _tensorrt() -> Finding:
+    spec = importlib.util.find_spec("tensorrt")
     return Finding(
         "TensorRT",
-        importlib.util.find_spec("tensorrt") is not None,
+        spec is not None and spec.origin is not None,  # any folder named tensorrt has a spec, and no origin
         _version("tensorrt") or "",
         "no engines for data-center GPUs (SM90, SM100, SM103)",
         "NVIDIA's TensorRT container or packages, on the machine with the GPU",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -98,7 +99,13 @@ class LLM:
         place = pick_device(device)
         world = World(config.tp)
         if place.type == "cuda":
+            gpus = torch.cuda.device_count()
+            if gpus < config.tp:
+                raise EngineError(
+                    f"this engine has {config.tp} ranks, and this machine {gpus} GPUs: one a rank is needed"
+                )
             place = torch.device("cuda", world.rank)
+            torch.cuda.set_device(place)  # TensorRT and NCCL take the current one
         with world.together():
             check_shared_files(folder, config)
             codec = TextCodec.load(folder, config.chat_arguments)
@@ -108,23 +115,32 @@ class LLM:
     @classmethod
     def from_pretrained(
         cls,
-        target: str,
-        drafter: str | None,
+        target: str | os.PathLike[str],
+        drafter: str | os.PathLike[str] | None,
         precision: str = "auto",
         device: str = "auto",
         max_batch: int = 1,
         max_seq_len: int | None = None,
         block_size: int | None = None,
+        chat_arguments: dict[str, Any] | None = None,
     ) -> "LLM":
-        """Loads a pair straight from its checkpoints (folders, or Hugging Face names), without an engine directory."""
+        """Loads a pair straight from its checkpoints, without an engine directory.
+
+        Args:
+            target: a folder, or a Hugging Face name.
+            drafter: likewise; None decodes plainly.
+            chat_arguments: given to the chat template; by default what the catalog knows of this target.
+            precision, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
+        """
         values = {
-            "name": target,
-            "target": target,
-            "drafter": drafter,
+            "name": str(target),
+            "target": str(target),
+            "drafter": None if drafter is None else str(drafter),
             "precision": precision,
             "max_batch": max_batch,
             "max_seq_len": max_seq_len,
             "block_size": block_size,
+            "chat_arguments": chat_arguments,
         }
         try:
             settings = BuildSettings.model_validate(values)
@@ -134,7 +150,7 @@ class LLM:
         config = plan_engine(pair, settings)
         weights = read_rank_weights(pair, 1, 0, config.dtype)
         session = TorchSession(config, weights, pick_device(device))
-        return cls(session, TextCodec.load(pair.target_folder.path, {}))
+        return cls(session, TextCodec.load(pair.target_folder.path, config.chat_arguments))
 
     def __enter__(self) -> "LLM":
         return self
@@ -215,8 +231,9 @@ class LLM:
         Args:
             stop_token_ids: tokens that end the reply; None means the model's own.
         """
-        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            raise RequestError(f"input_ids must be [1, N], not {list(input_ids.shape)}")
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[0] != 1:
+            shape = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+            raise RequestError(f"input_ids must be a tensor [1, N], not {shape}")
         try:
             params = SamplingParams(
                 max_tokens=max_new_tokens,
@@ -269,7 +286,8 @@ def pick_device(name: str) -> torch.device:
     """The device that a name means.
 
     Raises:
-        SettingsError: there is none such.
+        SettingsError: there is no device of that name.
+        EngineError: CUDA is asked for, and torch sees no GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

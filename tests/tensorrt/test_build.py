@@ -85,6 +85,8 @@ def test_a_plan_needs_its_gpu_to_generate(engine, monkeypatch):
         ([], "--gpu is not given"),
         (["--gpu", "h200"], "--gpu h200: TensorRT-RTX compiles for sm75"),
         (["--gpu", "abacus"], "--gpu abacus is not known"),
+        (["--gpu", "RTX-4090", "--max-batch", "30000"], "more than rtx-4090 has"),
+        (["--gpu", "b300", "--max-batch", "600000"], "more than b300 has"),
         (["--gpu", "sm120", "--optimization-level", "6"], "--optimization-level 6"),
         (["--gpu", "sm120", "--workers", "0"], "--workers 0"),
         (["--gpu", "rtx-4090", "--max-batch", "30000"], "more than rtx-4090 has: use --max-batch"),

@@ -20,7 +20,6 @@ from trtllm_dflash.errors import EngineError, SettingsError
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
 
-from trtllm_dflash.engine import tensorrt_network
 from trtllm_dflash.engine.tensorrt_compiler import (
     CompileSettings,
     Plan,
@@ -60,10 +59,10 @@ def make_config(pair: Pair, tp: int, precision: Any) -> EngineConfig:
 def compile_pair(
     pair: Pair, gpu: str, tp: int = 1, precision: Any = "bf16", rank: int = 0, sampled: bool = False, **settings: Any
 ) -> Plan:
-    config = make_config(pair, tp, precision)
+    config = make_config(pair, tp, precision).model_copy(update={"sampling": sampled})
     weights = finish_weights(read_rank_weights(pair, tp, rank, config.dtype), config, rank)
     progress = settings.pop("progress", lambda *_: None)
-    return compile_rank(config, weights, rank, sampled, CompileSettings(gpu=gpu, **settings), progress)
+    return compile_rank(config, weights, rank, CompileSettings(gpu=gpu, **settings), progress)
 
 
 @pytest.mark.parametrize("gpu", ["sm89", "sm120"])
@@ -181,9 +180,3 @@ def test_fp32_is_refused_in_our_words(pairs: dict[str, Pair]) -> None:
 def test_one_query_head_a_rank_is_refused_in_our_words(pairs: dict[str, Pair]) -> None:
     with pytest.raises(EngineError, match="one query head a rank, use --tp below 16"):
         compile_pair(pairs["qwen3"], "sm120", tp=16)
-
-
-def test_limits_without_room_name_the_knob(pairs: dict[str, Pair]) -> None:
-    config = make_config(pairs["qwen3"], 1, "bf16").model_copy(update={"chunk": 300})
-    with pytest.raises(EngineError, match="--chunk 300: at most 263 with --max-seq-len 256"):
-        tensorrt_network.check_limits(config)

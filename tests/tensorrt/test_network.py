@@ -68,18 +68,15 @@ class Both:
     builder: Any
     pair: Pair
     config: EngineConfig
-    sampled: bool = False
     compared: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.sampled = self.config.sampling
         whole = self.config.model_copy(update={"tp": 1})
         self.weights = self._weights(whole, 0)
         self.caches = self._caches(whole)
         ranks = range(self.config.tp)
-        emitted = [
-            build_network(self.builder, self.config, self._weights(self.config, rank), rank, self.sampled)
-            for rank in ranks
-        ]
+        emitted = [build_network(self.builder, self.config, self._weights(self.config, rank), rank) for rank in ranks]
         assert all(io_of(network.network) == step_io(self.config, self.sampled) for network in emitted)
         self.emitted = emitted
         self.rank_caches = [self._caches(self.config) for _ in ranks]
@@ -212,7 +209,7 @@ def test_network_computes_what_torch_ops_computes(
 ) -> None:
     family, drafter, target = FAMILIES[kind]
     pair = make_pair(tmp_path, family, drafter, **target)
-    both = Both(builder, pair, make_config(pair, tp), sampled)
+    both = Both(builder, pair, make_config(pair, tp).model_copy(update={"sampling": sampled}))
     survived = compare_generation(both, [30, 5, 1])
     assert both.compared == 4 + 4
     if drafter is not None and not sampled:
@@ -222,7 +219,7 @@ def test_network_computes_what_torch_ops_computes(
 @torch.inference_mode()
 def test_fp16_network_keeps_fp16_caches(builder: Any, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "qwen3", {}, tied=True)
-    both = Both(builder, pair, make_config(pair, precision="fp16"), sampled=True)
+    both = Both(builder, pair, make_config(pair, precision="fp16"))
     compare_generation(both, [20, 7], steps=2)
 
 

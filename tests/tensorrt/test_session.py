@@ -113,9 +113,9 @@ def sessions(tmp_path: Path) -> Any:
 
     def make(drafter: dict[str, Any] | None, sampled: bool) -> tuple[TorchSession, TensorRTSession, EvaluatedEngine]:
         pair = make_pair(tmp_path, "qwen3", drafter, tied=True)
-        config = make_config(pair)
+        config = make_config(pair).model_copy(update={"sampling": sampled})
         weights = read_rank_weights(pair, 1, 0, config.dtype)
-        engine = EvaluatedEngine(build_network(builder, config, complete_weights(weights, config, 0), 0, sampled))
+        engine = EvaluatedEngine(build_network(builder, config, complete_weights(weights, config, 0), 0))
         return TorchSession(config, weights, CPU), TensorRTSession(config, engine, CPU), engine
 
     return make

@@ -52,7 +52,7 @@ class CheckpointFolder:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path}/config.json is missing; pass the folder that holds the checkpoint")
         # Hugging Face writes null for "the default": the same as leaving the key out.
-        config = {key: value for key, value in _read_json(path / "config.json").items() if value is not None}
+        config = {key: value for key, value in read_json(path / "config.json").items() if value is not None}
         return cls(path, config, _read_headers(path))
 
     def check(self, parts: Iterable[Part], ignored: Iterable[str] = (), keys: Mapping[str, str] | None = None) -> None:
@@ -110,7 +110,12 @@ class CheckpointFolder:
             raise CheckpointError(f"{file}: cannot read tensor {key} ({_line(error)})") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not that.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -126,7 +131,7 @@ def _read_headers(path: Path) -> dict[str, TensorInfo]:
     if (path / SINGLE_FILE).is_file():
         return _read_header(path / SINGLE_FILE)
     if (path / INDEX_FILE).is_file():
-        return _read_shards(path, _read_json(path / INDEX_FILE).get("weight_map"))
+        return _read_shards(path, read_json(path / INDEX_FILE).get("weight_map"))
     pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in path.glob(pattern))
     if pickles:
         raise CheckpointError(

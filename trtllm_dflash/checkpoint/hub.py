@@ -1,11 +1,13 @@
 """Where a checkpoint is: a local folder, a folder inside this package, or a Hugging Face repository."""
 
+import json
 import os
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import errors
 
+from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE
 from trtllm_dflash.errors import CheckpointError
 
 #: Prefix of a folder inside the installed package: `package:pairs/tiny/target`.
@@ -15,10 +17,11 @@ PACKAGE = "package:"
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "mask_embedding.pt"]
 
 
-def resolve(name_or_path: str, revision: str | None = None) -> Path:
+def resolve(name_or_path: str) -> Path:
     """The local folder of a checkpoint; a repository's comes from the Hugging Face cache, else by download.
 
-    `revision`: a branch, tag or commit of the repository; a local folder has none.
+    What the cache holds of a repository may be a part of it (its tokenizer, or an interrupted download): then the rest
+    is downloaded.
 
     Raises:
         CheckpointError: there is no such folder or repository, it is gated, or the network is out of reach.
@@ -33,17 +36,32 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
     if _looks_like_a_path(name_or_path):
         raise CheckpointError(f"{name_or_path} does not exist; pass a checkpoint folder or a Hugging Face repository")
     try:
-        return _snapshot(name_or_path, revision, local_files_only=True)
+        cached = _snapshot(name_or_path, local_files_only=True)
     except errors.HFValidationError:
         raise CheckpointError(f"{name_or_path!r} is neither a folder nor a Hugging Face repository name") from None
     except errors.LocalEntryNotFoundError:
-        return _download(name_or_path, revision)
+        return _download(name_or_path)
+    return cached if _is_complete(cached) else _download(name_or_path)
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _is_complete(folder: Path) -> bool:
+    """Whether a snapshot has its configuration and all its weights; a damaged index is for the reader to explain."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return (folder / SINGLE_FILE).is_file()
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return True
+    return all((folder / str(shard)).is_file() for shard in shards)
+
+
+def _download(repository: str) -> Path:
     page = f"https://huggingface.co/{repository}"
     try:
-        return _snapshot(repository, revision, local_files_only=False)
+        return _snapshot(repository, local_files_only=False)
     except errors.GatedRepoError:
         message = f"{repository} is gated: accept its terms at {page}, then set HF_TOKEN to your access token"
     except errors.RepositoryNotFoundError:
@@ -51,8 +69,6 @@ def _download(repository: str, revision: str | None) -> Path:
             f"{repository} is neither a folder nor a repository that can be seen at {page}; "
             "check the name, or set HF_TOKEN if it is private"
         )
-    except errors.RevisionNotFoundError:
-        message = f"{repository} has no revision {revision!r}; see {page}"
     except errors.LocalEntryNotFoundError:
         message = (
             f"{repository} is not in the Hugging Face cache, and huggingface.co is out of reach; "
@@ -64,12 +80,9 @@ def _download(repository: str, revision: str | None) -> Path:
     raise CheckpointError(message)
 
 
-def _snapshot(repository: str, revision: str | None, local_files_only: bool) -> Path:
-    return Path(
-        huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=_FILES, local_files_only=local_files_only
-        )
-    )
+def _snapshot(repository: str, local_files_only: bool) -> Path:
+    found = huggingface_hub.snapshot_download(repository, allow_patterns=_FILES, local_files_only=local_files_only)
+    return Path(found)
 
 
 def _package_folder(name: str) -> Path:

@@ -1,9 +1,8 @@
 """`build`: checkpoints in, an engine directory out."""
 
-import json
+import os
 import platform
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,10 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors.torch import save_file
 
 import trtllm_dflash
+from trtllm_dflash.catalog import PairFacts, chat_arguments_of
+from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.config import Backend, EngineConfig, Precision
+from trtllm_dflash.engine.config import Backend, EngineConfig, Precision, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
     check_file,
@@ -30,11 +31,11 @@ from trtllm_dflash.engine.memory import GPUS, check_fits
 from trtllm_dflash.engine.tensorrt_compiler import compile_target
 from trtllm_dflash.engine.tensorrt_ranks import compile_ranks
 from trtllm_dflash.engine.weights import read_rank_weights
-from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
+from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.tokenizer import TOKENIZER_FILES
-
-Progress = Callable[[str, int, int], None]  # what, how many done, of how many
 
 
 class BuildSettings(BaseModel):
@@ -42,7 +43,7 @@ class BuildSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     target: str  # a folder, or a Hugging Face name
     drafter: str | None = None  # likewise; None builds plain decoding alone
     backend: Backend = "torch"
@@ -52,7 +53,8 @@ class BuildSettings(BaseModel):
     max_seq_len: PositiveInt | None = None  # default: 4096, or less where the model takes less
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
-    chat_arguments: dict[str, Any] = {}
+    chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
+    facts: PairFacts | None = None  # what the catalog says of these checkpoints
     # TensorRT's alone:
     gpu: str | None = None  # a GPU's name, or a compute capability such as sm120; None: the GPU present
     sampling: bool = True  # False leaves sampling out of the plan
@@ -75,6 +77,7 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
     """
     target = pair.target_config
     drafter = pair.drafter.config if pair.drafter is not None else None
+    _check_facts(settings, target, drafter)
     check_tp(settings.tp, target, drafter)
     max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
     if max_seq_len > target.max_positions:
@@ -86,12 +89,17 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
         raise SettingsError(
             f"--block-size {block_size}: the drafter was trained for blocks of 2 to {drafter.block_size}"
         )
+    if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:
+        raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
     tensorrt = settings.backend == "tensorrt"
     _check_tensorrt_settings(settings)
     precision = settings.precision
     if precision == "auto":
         precision = "bf16" if tensorrt or torch.cuda.is_available() else "fp32"
-    return EngineConfig(
+    chat_arguments = settings.chat_arguments
+    if chat_arguments is None:
+        chat_arguments = chat_arguments_of(settings.target)
+    config = EngineConfig(
         name=settings.name,
         backend=settings.backend,
         precision=precision,
@@ -103,30 +111,44 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
         target=target,
         drafter=drafter,
         stop_token_ids=_stop_token_ids(pair),
-        chat_arguments=settings.chat_arguments,
+        chat_arguments=chat_arguments,
         sampling=settings.sampling,
-        gpu=settings.gpu,
+        gpu=settings.gpu.lower() if settings.gpu else None,
         optimization_level=settings.optimization_level if tensorrt else None,
         workspace=settings.workspace,
         versions=_versions(settings.backend),
     )
+    if config.gpu in GPUS:
+        check_fits(config, config.gpu)
+    if tensorrt:
+        compile_target(load_tensorrt(), config.gpu)
+    return config
 
 
-def build(settings: BuildSettings, output: Path, force: bool = False, progress: Progress = lambda *_: None) -> bool:
+def build(
+    settings: BuildSettings,
+    output: Path,
+    force: bool = False,
+    refresh: bool = False,
+    progress: Progress = lambda *_: None,
+) -> bool:
     """Writes the engine directory `output`; returns False where the same engine stands there already.
+
+    An engine that differs is replaced with `refresh`; with `force` any engine is built anew.
 
     Raises:
         DFlashError: the checkpoints, the settings or the output cannot be used; nothing is left half-written.
     """
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings)
-    if config.gpu in GPUS:
-        check_fits(config, config.gpu)
     config = config.model_copy(update={"sources": _source_digests(pair)})
     if output.exists() and not force:
         if _is_same_engine(output, config):
             return False
-        raise EngineError(f"{output}: exists and is not this engine; use another --output, or --force to replace it")
+        if not refresh:
+            raise EngineError(
+                f"{output}: exists and is not this engine; use another --output, or --force to replace it"
+            )
     if output.exists() and not is_engine(output):
         raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
     with written_aside(output) as folder:
@@ -147,15 +169,15 @@ def build(settings: BuildSettings, output: Path, force: bool = False, progress: 
 
 def _write_rank(pair: Pair, config: EngineConfig, rank: int, file: Path, progress: Progress) -> None:
     what = f"rank {rank}" if config.tp > 1 else "weights"
-    names: list[str] = []
-
-    def count(name: str) -> None:
-        names.append(name)
-        progress(what, len(names), 0)
-
-    tensors = read_rank_weights(pair, config.tp, rank, config.dtype, count)
-    progress(what, len(names), len(names))
+    tensors = read_rank_weights(pair, config.tp, rank, config.dtype, lambda done, total: progress(what, done, total))
     save_file(tensors, file)
+    file.chmod(0o666 & ~_umask())  # save_file leaves it to its owner alone
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _is_same_engine(output: Path, config: EngineConfig) -> bool:
@@ -186,21 +208,40 @@ def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
     file = pair.target_folder.path / "generation_config.json"
     ids = pair.target_folder.config.get("eos_token_id")
     if file.is_file():
-        ids = json.loads(file.read_text()).get("eos_token_id", ids)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+        stated = read_json(file).get("eos_token_id")
+        ids = ids if stated is None else stated
+    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int and 0 <= token < pair.target_config.vocab_size for token in found):
+        raise CheckpointError(f"{pair.target_folder.path}: eos_token_id {ids!r} is not a token id, or a list of them")
+    return tuple(found)
+
+
+def _check_facts(settings: BuildSettings, target: DecoderConfig, drafter: DrafterConfig | None) -> None:
+    """Compares what the catalog says with what the checkpoints are: a stale entry would cost acceptance in silence."""
+    if settings.facts is None or drafter is None:
+        return
+    found = {
+        "block_size": drafter.block_size,
+        "target_layers": target.layers,
+        "tap_layers": drafter.tap_layers,
+        "mask_token_id": drafter.mask_token_id,
+        "drafter_layers": drafter.layers,
+    }
+    for name, value in found.items():
+        stated = getattr(settings.facts, name)
+        if stated is not None and stated != value:
+            raise SettingsError(
+                f"{settings.name}: its build configuration says {name} {stated}, but the checkpoints have {value}"
+            )
 
 
 def _check_tensorrt_settings(settings: BuildSettings) -> None:
     if settings.backend == "tensorrt":
         if settings.precision == "fp32":
             raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
-        compile_target(load_tensorrt(), settings.gpu)
         return
-    defaults = BuildSettings(name="", target="")
     for name in ("gpu", "sampling", "optimization_level", "workspace", "workers"):
-        if getattr(settings, name) != getattr(defaults, name):
+        if getattr(settings, name) != BuildSettings.model_fields[name].default:
             raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
 
 

@@ -1,5 +1,6 @@
 """`config.json` of an engine directory."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -7,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+
+#: Called with what is being done, how much of it is done, and of how much.
+Progress = Callable[[str, int, int], None]
 
 SCHEMA_VERSION: Literal[1] = 1
 

@@ -60,6 +60,8 @@ def written_aside(path: Path) -> Iterator[Path]:
             aside.rename(path)
     except OSError as error:
         raise EngineError(f"{path}: the engine cannot be written: {error.strerror or error} (--output)") from error
+    except SafetensorError as error:
+        raise EngineError(f"{path}: the engine cannot be written: {error} (--output)") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -67,7 +69,9 @@ def written_aside(path: Path) -> Iterator[Path]:
 def is_engine(path: Path) -> bool:
     """Whether a directory is an engine, of any version, sound or broken."""
     config = path / CONFIG_FILE
-    return any(path.glob("rank0.*")) or (config.is_file() and b'"schema_version"' in config.read_bytes())
+    return any((path / name(0)).is_file() for name in (weights_file, plan_file)) or (
+        config.is_file() and b'"schema_version"' in config.read_bytes()
+    )
 
 
 def read_config(path: Path) -> EngineConfig:

@@ -8,6 +8,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
 from trtllm_dflash.engine.memory import MemoryPlan, plan_memory
 from trtllm_dflash.engine.tensorrt_network import IO, Binding, step_io
+from trtllm_dflash.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,16 @@ def inspect_engine(path: Path) -> Inspection:
     """Reads an engine directory's config.json and looks at its files.
 
     Raises:
-        EngineError: it is not an engine directory.
+        EngineError: it is not an engine directory, or not a whole one.
     """
     config = read_config(path)
     name = plan_file if config.backend == "tensorrt" else weights_file
     files = [path / name(rank) for rank in range(config.tp)]
-    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
-    return Inspection(config, step_io(config, config.sampling), plan_memory(config, config.sampling), sizes)
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise EngineError(f"{missing[0]}: missing; build the engine again")
+    sizes = {file.name: file.stat().st_size for file in files}
+    return Inspection(config, step_io(config, config.sampling), plan_memory(config), sizes)
 
 
 def _binding(binding: Binding) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class MemoryPlan:
     weights: int
     target_cache: int
     drafter_cache: int
-    scratch: int  # an estimate: TensorRT decides
+    scratch: int  # activations, an estimate
 
     @property
     def total(self) -> int:
@@ -52,7 +52,7 @@ class MemoryPlan:
         return self.weights + self.target_cache + self.drafter_cache + self.scratch
 
 
-def plan_memory(config: EngineConfig, sampled: bool = True) -> MemoryPlan:
+def plan_memory(config: EngineConfig) -> MemoryPlan:
     """The bytes that one rank of an engine needs; the first rank, which holds the most."""
     size = config.dtype.itemsize
     caches = {name: _count(shape) * size for name, shape in cache_shapes(config).items()}
@@ -61,11 +61,11 @@ def plan_memory(config: EngineConfig, sampled: bool = True) -> MemoryPlan:
         weights=weight_count(config) * size,
         target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
-        scratch=_scratch(config, sampled),
+        scratch=_scratch(config),
     )
 
 
-def check_fits(config: EngineConfig, gpu: str, sampled: bool = True) -> MemoryPlan:
+def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
     """The memory plan of an engine, once it fits.
 
     Raises:
@@ -74,22 +74,22 @@ def check_fits(config: EngineConfig, gpu: str, sampled: bool = True) -> MemoryPl
     """
     if gpu not in GPUS:
         raise SettingsError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
-    plan = plan_memory(config, sampled)
+    plan = plan_memory(config)
     room = GPUS[gpu].memory * GB - RESERVED
     if plan.total > room:
         parts = {"weights": plan.weights, "caches": plan.target_cache + plan.drafter_cache, "scratch": plan.scratch}
         raise EngineError(
             f"the engine needs {_gb(plan.total)} on each GPU ({', '.join(f'{k} {_gb(v)}' for k, v in parts.items())}), "
-            f"{_gb(plan.total - room)} more than {gpu} has: {_advice(config, room, sampled)}"
+            f"{_gb(plan.total - room)} more than {gpu} has: {_advice(config, room)}"
         )
     return plan
 
 
-def _advice(config: EngineConfig, room: int, sampled: bool) -> str:
+def _advice(config: EngineConfig, room: int) -> str:
     """The knobs that would do, one at a time, with the largest value of each (of lengths: in tenths)."""
 
     def fits(**changes: int) -> bool:
-        return plan_memory(config.model_copy(update=changes), sampled).total <= room
+        return plan_memory(config.model_copy(update=changes)).total <= room
 
     most = bisect_left(range(1, config.max_batch), True, key=lambda n: not fits(max_batch=n))
     tenth = -(-config.max_seq_len // 10)
@@ -141,7 +141,7 @@ def _held(part: Part, tp: int) -> int:
     return _count(part.shape) // part.shape[axis] * (last - first)
 
 
-def _scratch(config: EngineConfig, sampled: bool) -> int:
+def _scratch(config: EngineConfig) -> int:
     """Activations of the larger of the two profiles: the widest layer's, the taps, and the logits in FP32."""
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
@@ -150,7 +150,7 @@ def _scratch(config: EngineConfig, sampled: bool) -> int:
     rows = max(config.chunk, config.max_batch * config.block_size)
     logit_rows = config.max_batch * config.block_size
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.
-    logits = target.vocab_size * 3 if sampled else 2 * target.vocab_size // config.tp
+    logits = target.vocab_size * 3 if config.sampling else 2 * target.vocab_size // config.tp
     return rows * wide * size + logit_rows * logits * 4
 
 

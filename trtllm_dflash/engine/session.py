@@ -13,7 +13,7 @@ from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 Tensor = torch.Tensor
 
 _DRAFTING = list(Drafting)
-_HEADER_SIZE = 8
+_HEADER_SIZE = 7
 
 
 class Session(ABC):
@@ -63,9 +63,9 @@ class Session(ABC):
         self._closed = True
         if self.communicator.size > 1 and self.communicator.rank == 0:
             self._broadcast(torch.zeros(_HEADER_SIZE, dtype=torch.int32))
-        self.communicator.close()
         self.caches = {}
         self._free()
+        self.communicator.close()
 
     @abstractmethod
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
@@ -81,7 +81,7 @@ class Session(ABC):
         slots, rows = inputs.token_ids.shape
         sizes = [slots, rows, inputs.logit_rows.shape[1], inputs.block_offsets.shape[1]]
         sampling = inputs.sampling
-        header = [*sizes, _DRAFTING.index(drafting), first_slot, int(sampling is not None), 0]
+        header = [*sizes, _DRAFTING.index(drafting), first_slot, int(sampling is not None)]
         integers = [inputs.token_ids, inputs.start, inputs.row_count, inputs.logit_rows]
         self._broadcast(torch.tensor(header, dtype=torch.int32))
         self._broadcast(torch.cat([x.flatten() for x in integers]))
@@ -91,7 +91,7 @@ class Session(ABC):
 
     def _receive(self) -> tuple[StepInputs[Tensor], Drafting, int] | None:
         header = self._broadcast(torch.empty(_HEADER_SIZE, dtype=torch.int32)).tolist()
-        slots, rows, logit_rows, block, drafting, first_slot, sampled, _ = header
+        slots, rows, logit_rows, block, drafting, first_slot, sampled = header
         if slots == 0:
             return None
         counts = [slots * rows, slots, slots, slots * logit_rows]

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,12 @@ from typing import Any, TextIO
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.memory import GPUS
 from trtllm_dflash.engine.tensorrt_network import StepNetwork, build_network
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
-
-Progress = Callable[[str, int, int], None]  # what, how many done, of how many
 
 MIB = 1 << 20
 
@@ -49,7 +47,6 @@ def compile_rank(
     config: EngineConfig,
     weights: Mapping[str, torch.Tensor],
     rank: int,
-    sampled: bool,
     settings: CompileSettings,
     progress: Progress = lambda *_: None,
 ) -> Plan:
@@ -57,7 +54,6 @@ def compile_rank(
 
     Args:
         weights: the rank's tensors with RoPE tables (`complete_weights`), on CPU.
-        sampled: whether the step can sample.
 
     Raises:
         SettingsError: TensorRT does not compile for that GPU.
@@ -68,7 +64,7 @@ def compile_rank(
     target = compile_target(trt, settings.gpu)
     with _logger(trt, settings.log) as logger:
         builder = trt.Builder(logger)
-        step = build_network(builder, config, weights, rank, sampled)
+        step = build_network(builder, config, weights, rank)
         options = _options(trt, builder, step, settings, target)
         cache = None if hasattr(trt, "ComputeCapability") else settings.timing_cache
         if cache is not None:

@@ -76,23 +76,23 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
     return IO(inputs, outputs)
 
 
-def build_network(
-    builder: Any, config: EngineConfig, weights: Mapping[str, torch.Tensor], rank: int, sampled: bool
-) -> StepNetwork:
+def build_network(builder: Any, config: EngineConfig, weights: Mapping[str, torch.Tensor], rank: int) -> StepNetwork:
     """Emits a rank's step into a new network of `builder`.
+
+    Without `config.sampling` it is greedy, and saves the search for the cuts of top-k and top-p.
 
     Args:
         weights: the rank's tensors with RoPE tables (`complete_weights`), on CPU.
-        sampled: whether it can sample. A greedy network saves the search for the cuts of top-k and top-p.
 
     Raises:
-        EngineError: the limits leave no room for a step, or TensorRT refused a layer.
+        EngineError: TensorRT refused a layer.
     """
-    check_limits(config)
+    # The cache update must be shorter than the cache, and the drafter's is a chunk and a block long.
+    assert config.chunk + config.block_size < config.cache_length
     trt = load_tensorrt()
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     network.name = f"{config.name} rank {rank}"
-    io = step_io(config, sampled)
+    io = step_io(config, config.sampling)
     tensors = {name: _add_input(trt, network, name, binding) for name, binding in io.inputs.items()}
     ops = TensorRTOps(network, weights, tensors, config.tp, rank)
     drafter = Drafter(config.drafter) if config.drafter else None
@@ -104,20 +104,6 @@ def build_network(
         network.mark_output(tensor)
     profiles = (_profile(config, io, PREFILL), _profile(config, io, DECODE))
     return StepNetwork(network, io, profiles, len(weights), ops)
-
-
-def check_limits(config: EngineConfig) -> None:
-    """Refuses limits that the step cannot keep.
-
-    Raises:
-        EngineError: naming the knob.
-    """
-    # The cache update must be shorter than the cache, and the drafter's is a chunk and a block long.
-    if config.chunk + config.block_size >= config.cache_length:
-        room = config.cache_length - config.block_size - 1
-        raise EngineError(f"--chunk {config.chunk}: at most {room} with --max-seq-len {config.max_seq_len}")
-    if config.drafter is not None and config.block_size < 2:
-        raise EngineError(f"--block-size {config.block_size}: a drafter needs at least 2")
 
 
 def io_of(network: Any) -> IO:

@@ -2,20 +2,18 @@
 
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
 from trtllm_dflash.checkpoint.pair import Pair
-from trtllm_dflash.engine.config import EngineConfig, PlanSummary
+from trtllm_dflash.engine.config import EngineConfig, PlanSummary, Progress
 from trtllm_dflash.engine.directory import plan_file
 from trtllm_dflash.engine.memory import GB, weight_count
 from trtllm_dflash.engine.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
-from trtllm_dflash.errors import SettingsError
-
-Progress = Callable[[str, int, int], None]
+from trtllm_dflash.errors import EngineError, SettingsError
 
 TIMING_CACHE = "timing.cache"
 
@@ -49,6 +47,8 @@ def compile_ranks(
                 future.result()
                 done += 1
                 progress("ranks", done, config.tp)
+        except BrokenProcessPool:
+            raise EngineError("a worker was killed, probably for want of memory: use fewer --workers") from None
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -88,7 +88,7 @@ def _compile(
         timing_cache=cache,
         log=folder / f"build-rank{rank}.log",
     )
-    plan = compile_rank(config, weights, rank, config.sampling, settings, progress)
+    plan = compile_rank(config, weights, rank, settings, progress)
     (folder / plan_file(rank)).write_bytes(plan.data)
     seconds = round(time.perf_counter() - begin, 3)
     return PlanSummary(layers=plan.layers, weights=plan.weights, bytes=plan.data.nbytes, seconds=seconds)

@@ -57,8 +57,9 @@ class TensorRTSession(Session):
 
     def _free(self) -> None:
         self._decode.clear()
-        self._prefill = self._engine = None
+        self._prefill = self._engine = self._communicator = None
         self._buffers = {}
+        self._scratch = torch.empty(0)
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         given = bound_inputs(self.config, self.io, inputs, drafting)

@@ -13,17 +13,20 @@ from trtllm_dflash.models.rope import rope_tables
 
 
 def read_rank_weights(
-    pair: Pair, tp: int, rank: int, dtype: torch.dtype, progress: Callable[[str], None] = lambda name: None
+    pair: Pair, tp: int, rank: int, dtype: torch.dtype, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, torch.Tensor]:
-    """Every stored engine tensor of a rank, by its engine name. `progress` is called with each name."""
+    """Every stored engine tensor of a rank, by its engine name. `progress` is told how many are read, of how many."""
+    target = build_target(pair.target_config).weights()
+    drafter = Drafter(pair.drafter.config).weights() if pair.drafter is not None else []
+    total = len(target) + len(drafter)
     tensors = {}
-    for weight in build_target(pair.target_config).weights():
+    for weight in target:
         tensors[weight.name] = read_weight(pair.target_folder, weight, tp, rank, dtype)
-        progress(weight.name)
+        progress(len(tensors), total)
     if pair.drafter is not None:
-        for weight in Drafter(pair.drafter.config).weights():
+        for weight in drafter:
             tensors[weight.name] = read_weight(pair.drafter.folder, weight, tp, rank, dtype, pair.drafter.keys)
-            progress(weight.name)
+            progress(len(tensors), total)
         tensors[PREFIX + "draft_to_target"] = pair.drafter.draft_to_target
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

@@ -52,13 +52,16 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
         raise CheckpointError("config.json: sliding-window attention is not supported")
     try:
         heads = raw["num_attention_heads"]
+        kv_heads = raw.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
         return DecoderConfig(
             family=family,
             vocab_size=raw["vocab_size"],
             hidden_size=raw["hidden_size"],
             layers=raw["num_hidden_layers"],
             heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
+            kv_heads=kv_heads,
             head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
             intermediate_size=raw["intermediate_size"],
             norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -120,7 +123,8 @@ class Decoder:
         after = {}
         for i in range(self.config.layers):
             x = self._layer(ops, i, x, positions, start, lengths)
-            # Hugging Face calls this one hidden_states[i + 1]: tapping i instead costs acceptance, never an error.
+            # Hugging Face's hidden_states[i + 1], but for the last layer's, which it norms. Tapping i instead costs
+            # acceptance, never an error.
             after[i] = x
         return Features(x, [after[i] for i in tap_layers])
 

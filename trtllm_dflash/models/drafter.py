@@ -27,7 +27,7 @@ PREFIX = "drafter."
 
 
 class DrafterConfig(DecoderConfig):
-    """The shape of a drafter. `family` names its checkpoint format; `vocab_size` is the target's."""
+    """The shape of a drafter. `vocab_size` is the target's."""
 
     block_size: PositiveInt
     mask_token_id: int

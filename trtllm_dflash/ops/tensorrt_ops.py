@@ -231,9 +231,11 @@ class TensorRTOps(Ops[ITensor]):
         zero, one = self._fill(0.0, 3), self._fill(1.0, 3)
         temperature, top_p = (self._reshape(x, (0, 1, 1)) for x in (sampling.temperature, sampling.top_p))
         is_greedy = self._binary("EQUAL", temperature, zero)
-        scaled = self._binary("DIV", self._cast(logits, self.trt.float32), self._select(is_greedy, one, temperature))
-        above = self._binary("SUB", scaled, self._reduce("MAX", scaled, 2))
-        mass = self._unary("EXP", above)  # not normalized: the largest is 1
+        wide = self._cast(logits, self.trt.float32)
+        # From the largest down: divided by a temperature near 0, logits as they are would overflow to inf - inf.
+        above = self._binary("SUB", wide, self._reduce("MAX", wide, 2))
+        scaled = self._binary("DIV", above, self._select(is_greedy, one, temperature))
+        mass = self._unary("EXP", scaled)  # not normalized: the largest is 1
 
         counts = self._top_k_counts(sampling.top_k, logits.shape[2])
 

@@ -159,7 +159,9 @@ class TorchOps(Ops[Tensor]):
     def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
         logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]
         greedy = sampling.temperature == 0
-        scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]
+        # From the largest down: divided by a temperature near 0, logits as they are would overflow to inf - inf.
+        above = logits - logits.amax(dim=-1, keepdim=True)
+        scaled = above / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]
         descending = scaled.sort(dim=-1, descending=True).values
         vocabulary = logits.shape[-1]
 
@@ -169,7 +171,9 @@ class TorchOps(Ops[Tensor]):
 
         sorted_probs = descending.masked_fill(descending < smallest, -torch.inf).softmax(dim=-1)
         before = sorted_probs.cumsum(dim=-1) - sorted_probs
-        inside = (before < sampling.top_p[:, None, None]) & (descending >= smallest)
+        # Rounding must not cut a tail that top_p 1 keeps: there the bound is beyond any sum.
+        top_p = torch.where(sampling.top_p < 1, sampling.top_p, 2.0)[:, None, None]
+        inside = (before < top_p) & (descending >= smallest)
         count = inside.sum(dim=-1, keepdim=True).clamp(min=1)
         smallest = torch.maximum(smallest, descending.gather(-1, count - 1))
 

@@ -28,7 +28,7 @@ class SamplingParams(BaseModel):
 
     max_tokens: PositiveInt = 256
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    top_k: NonNegativeInt = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
