@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made on first use. TORCH may name another build, e.g. one for your CUDA version.
+# Everything runs in .venv, which is made on first use. TORCH may name another release or a file.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
@@ -7,7 +7,8 @@ BIN    := .venv/bin
 
 setup: .venv/ready
 
-# torch goes first and pinned: a range would take the newest release with its gigabytes of CUDA libraries.
+# torch goes first and pinned, to the release that the tests ran with: the range in pyproject.toml would take the newest.
+# Where PyPI's build brings CUDA libraries that you do not need, give pip the index of PyTorch's CPU builds.
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' \
 		|| { echo "error: $(PYTHON) is not Python 3.10 to 3.13; choose another: make PYTHON=python3.12"; exit 1; }

@@ -403,6 +403,11 @@ def test_a_killed_build_leaves_nothing(checkpoints, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_caches_that_do_not_fit_in_memory_name_the_knobs(checkpoints):
+    with pytest.raises(EngineError, match="--max-batch or --max-seq-len"):
+        LLM.from_pretrained(checkpoints / "target", None, device="cpu", max_batch=2**40)
+
+
 @pytest.mark.parametrize("target", ["5", "[a]", "null"])
 def test_a_target_that_is_no_text_is_refused(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

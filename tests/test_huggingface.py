@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3 four": {"family": "qwen3", "heads": 4, "kv_heads": 1},
     "qwen3 eight": {"family": "qwen3", "heads": 8, "kv_heads": 1},
     "llama": {"family": "llama"},
+    "llama 3.1 rope, one query head a KV head": {"family": "llama", "rope_scaling": LLAMA3, "kv_heads": 4},
+    "llama 3.1 rope, eight": {"family": "llama", "rope_scaling": LLAMA3, "heads": 8, "kv_heads": 1},
     "llama 3.1 rope": {"family": "llama", "rope_scaling": LLAMA3},
     "llama 3.1 rope, tied": {"family": "llama", "rope_scaling": LLAMA3, "tied": True, "heads": 8, "kv_heads": 2},
     "llama linear rope": {"family": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -76,7 +78,7 @@ def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_p
     actual = all_logits(llm, ids)
     assert (actual - expected).norm(dim=-1).div(expected.norm(dim=-1)).max() < 1e-4
 
-    prompts = [torch.randint(0, 128, (n,), generator=generator).tolist() for n in range(1, 11)]
+    prompts = [torch.randint(0, 128, (n,), generator=generator).tolist() for n in range(1, 15)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
         assert completion.token_ids == greedy(model, prompt, 8)

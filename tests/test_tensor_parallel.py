@@ -53,7 +53,7 @@ def test_two_and_four_ranks_give_the_tokens_of_one(sampling, engines, prompts):
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         results[tp] = [(row["token_ids"], row["accepted_per_step"]) for row in rows]
-    assert len(results[1]) == 3
+    assert len(results[1]) == 4
     assert results[2] == results[1]
     assert results[4] == results[1]
 

@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Completion, Prompt, SamplingParams
 
 ENGINES = Path("engines")
+SMALL_MODEL = 100_000_000  # bytes of weights
 DEMO_GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
-
-# Before torch is loaded: threads that spin while they wait make a step ten times slower wherever another process wants
-# a core, and cost nothing measurable to do without.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class _Commands(click.Group):
@@ -235,6 +232,23 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
         click.echo(f"{'':<18} and {len(hidden) // 2} K/V caches, updated in place (--caches lists them)")
 
 
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def _limit_threads(engine: Path) -> None:
+    """One thread for a small model: its steps are too short to share out. OMP_NUM_THREADS overrides it.
+
+    Threads that wait for one another make such steps many times slower wherever another process wants a core.
+    """
+    import torch
+
+    from trtllm_dflash.engine.directory import read_config
+    from trtllm_dflash.engine.memory import plan_memory
+
+    if "OMP_NUM_THREADS" not in os.environ and plan_memory(read_config(engine)).weights < SMALL_MODEL:
+        torch.set_num_threads(1)
+
+
 # -- generate --------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +303,7 @@ def generate(
 
     from trtllm_dflash.llm import LLM
 
+    _limit_threads(engine)
     with LLM.load(engine, device) as llm:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
@@ -392,6 +407,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     engine = output or ENGINES / settings.name
     with _progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
+    _limit_threads(engine)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))

@@ -313,7 +313,7 @@ def _prepare_rank(
         raise EngineError(
             f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch"
         )
-    engine = load_engine(check_file(folder, config, plan_file(rank)))
+    engine = load_engine(check_file(folder, config, plan_file(rank)), config)
     return lambda communicator: TensorRTSession(config, engine, device, communicator)
 
 

@@ -12,8 +12,9 @@ import pytest
 from tests.conftest import build_tiny, refusal, succeeds
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.tensorrt_ranks import check_host_memory, host_memory
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.engine.tensorrt_ranks import check_host_memory, compile_ranks, host_memory
+from trtllm_dflash.engine.tensorrt_session import check_version
+from trtllm_dflash.errors import EngineError, SettingsError
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
 
@@ -132,3 +133,22 @@ def test_ctrl_c_leaves_no_half_engine(workers, tmp_path):
 def test_the_torch_engine_of_the_same_pair_is_another_engine(engine, tmp_path):
     build_tiny(tmp_path / "engine")
     assert read_config(tmp_path / "engine").backend != read_config(engine).backend
+
+
+def test_a_plan_of_another_tensorrt_is_refused(engine):
+    config = read_config(engine)
+    check_version(config, "tensorrt_rtx", config.versions["tensorrt_rtx"])
+    for name, version in (("tensorrt_rtx", "9.9"), ("tensorrt", config.versions["tensorrt_rtx"])):
+        with pytest.raises(EngineError, match=f"compiled by tensorrt_rtx .* but {name} {version} is installed"):
+            check_version(config, name, version)
+
+
+def test_a_killed_worker_is_said_to_be_one(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("trtllm_dflash.engine.tensorrt_ranks._compile", _die)
+    config = read_config(engine)
+    with pytest.raises(EngineError, match="use fewer --workers"):
+        compile_ranks(None, config, tmp_path, tmp_path, 2, lambda *_: None)  # type: ignore[arg-type]
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

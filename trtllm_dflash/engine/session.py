@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import GB, cache_shapes, plan_memory
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
@@ -26,13 +27,16 @@ class Session(ABC):
         config: the engine.
         device: where it computes.
         communicator: the other ranks.
+
+    Raises:
+        EngineError: the device has not the memory for the caches.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, communicator: Communicator) -> None:
         self.config = config
         self.device = device
         self.communicator = communicator
-        self.caches: dict[str, Tensor] = {}
+        self.caches = _allocate_caches(config, device)
         self._closed = False
 
     @torch.inference_mode()
@@ -114,3 +118,16 @@ class Session(ABC):
 
     def _broadcast(self, x: Tensor) -> Tensor:
         return self.communicator.broadcast(x.to(self.device)).cpu()
+
+
+def _allocate_caches(config: EngineConfig, device: torch.device) -> dict[str, Tensor]:
+    shapes = cache_shapes(config)
+    try:
+        return {name: torch.zeros(shape, dtype=config.dtype, device=device) for name, shape in shapes.items()}
+    except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
+        plan = plan_memory(config)
+        size = (plan.target_cache + plan.drafter_cache) / GB
+        raise EngineError(
+            f"there is no memory for {size:.1f} GB of caches: {config.max_batch} slots of {config.max_seq_len} tokens; "
+            "build with a smaller --max-batch or --max-seq-len"
+        ) from error

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.errors import EngineError
@@ -37,8 +36,6 @@ class TensorRTSession(Session):
         super().__init__(config, device, communicator or Solo())
         self.io = check_engine(engine, config)
         self._engine = engine
-        shapes = cache_shapes(config)
-        self.caches = {name: torch.zeros(shape, dtype=config.dtype, device=device) for name, shape in shapes.items()}
         largest = max(config.chunk, config.max_batch * config.block_size)
         self._buffers = {
             name: torch.zeros(largest, dtype=binding.dtype, device=device)
@@ -138,18 +135,31 @@ class TensorRTSession(Session):
         return self._buffers[name][:size].view(shape)
 
 
-def load_engine(path: Path) -> Any:
+def load_engine(path: Path, config: EngineConfig) -> Any:
     """A plan as an ICudaEngine on the current GPU.
 
     Raises:
-        EngineError: TensorRT does not take the plan.
+        EngineError: another TensorRT compiled it, or this one does not take it.
     """
     trt = load_tensorrt()
+    check_version(config, trt.__name__, trt.__version__)
     runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
     engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:
         raise EngineError(f"{path}: TensorRT {trt.__version__} cannot load this plan on this GPU; build it here again")
     return engine
+
+
+def check_version(config: EngineConfig, name: str, version: str) -> None:
+    """A plan runs only in the TensorRT that compiled it.
+
+    Raises:
+        EngineError: names both.
+    """
+    built = {known: config.versions[known] for known in ("tensorrt", "tensorrt_rtx") if known in config.versions}
+    if built != {name: version}:
+        compiled = " ".join(f"{known} {its}" for known, its in built.items())
+        raise EngineError(f"{config.name}: compiled by {compiled}, but {name} {version} is installed; build it again")
 
 
 def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], drafting: Drafting) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.weights import complete_weights
 from trtllm_dflash.models import build_target
@@ -31,8 +30,6 @@ class TorchSession(Session):
         super().__init__(config, device, communicator or Solo())
         moved = {name: tensor.to(device) for name, tensor in weights.items()}
         self.weights = complete_weights(moved, config, self.communicator.rank)
-        shapes = cache_shapes(config)
-        self.caches = {name: torch.zeros(shape, dtype=config.dtype, device=device) for name, shape in shapes.items()}
         self._step = DraftVerifyStep(build_target(config.target), Drafter(config.drafter) if config.drafter else None)
 
     def _free(self) -> None:

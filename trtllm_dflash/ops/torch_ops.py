@@ -44,7 +44,14 @@ class TorchOps(Ops[Tensor]):
         return F.embedding(ids, self.weights[name + ".weight"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.weights[name + ".weight"], self.weights.get(name + ".bias"))
+        weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
+        slots, rows, _ = x.shape
+        if x.is_cuda or slots * rows == 1 or x.dtype != torch.float32:
+            return F.linear(x, weight, bias)
+        # The weight as the left operand: the CPU's GEMM then repacks the few rows and not the weight. A step of 16 rows
+        # takes a third less time on two threads, a tenth less on one.
+        y = torch.mm(weight, x.flatten(0, 1).t()).t().view(slots, rows, -1)
+        return y if bias is None else y + bias
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
