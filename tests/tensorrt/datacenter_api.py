@@ -46,8 +46,8 @@ RTX_ONLY = {
     "IBuilderConfig.num_compute_capabilities",
     "IBuilderConfig.set_compute_capability",
 }
-#: Set by the bindings' own __init__.py, which the record does not load.
-PACKAGE_NAMES = {"__version__"}
+#: Set by the bindings' own __init__.py, which the record does not load; and what every module has.
+PACKAGE_NAMES = {"__version__", "__name__"}
 #: TensorRTOps names these enumerations' members by string.
 BY_NAME = {"_binary": "ElementWiseOperation", "_unary": "UnaryOperation", "_reduce": "ReduceOperation"}
 
