@@ -223,9 +223,10 @@ def test_fp16_network_keeps_fp16_caches(builder: Any, tmp_path: Path) -> None:
     compare_generation(both, [20, 7], steps=2)
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tp", [1, 2])
 @torch.inference_mode()
-def test_network_of_the_shipped_pair(builder: Any) -> None:
-    if not (TINY_PAIR / "drafter" / "config.json").is_file():
-        pytest.skip("the pair in trtllm_dflash/pairs/tiny is not there yet")
+def test_network_of_the_shipped_pair(builder: Any, tp: int, sampled: bool) -> None:
     pair = open_pair(TINY_PAIR / "target", TINY_PAIR / "drafter")
-    compare_generation(Both(builder, pair, make_config(pair)), [30, 5, 1])
+    config = make_config(pair, tp).model_copy(update={"sampling": sampled})
+    compare_generation(Both(builder, pair, config), [30, 5, 1])
