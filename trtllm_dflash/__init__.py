@@ -1,10 +1,12 @@
 """DFlash speculative decoding: two checkpoints in, the same text out several times sooner.
 
-from trtllm_dflash import LLM, SamplingParams
+Example:
+    from trtllm_dflash import LLM, SamplingParams
 
-llm = LLM.load("engines/tiny")
-for completion in llm.generate(["What is 12 plus 30?"], SamplingParams(max_tokens=64)):
-    print(completion.text, completion.acceptance_length)
+    with LLM.load("engines/tiny") as llm:
+        chat = [{"role": "user", "content": "Tell a short story about a fox and a bridge in winter."}]
+        (completion,) = llm.generate([chat], SamplingParams(max_tokens=128))
+        print(completion.text, completion.acceptance_length)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -164,7 +164,8 @@ def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -
         if len(first["loc"]) > 1 and isinstance(first["loc"][1], int):  # a flag that may be repeated is in the singular
             knob = knob.removesuffix("s")
         if first["type"] == "extra_forbidden":
-            raise SettingsError(f"{knob}: no such setting; there are: {', '.join(kind.model_fields)}") from None
+            known = ", ".join(name for name, field in kind.model_fields.items() if not field.exclude)
+            raise SettingsError(f"{knob}: no such setting; there are: {known}") from None
         raise SettingsError(f"{knob} {first['input']}: {first['msg']}") from None
 
 

@@ -39,7 +39,7 @@ from trtllm_dflash.tokenizer import TOKENIZER_FILES
 
 
 class BuildSettings(BaseModel):
-    """What `build` is asked for. Each field is a flag, and a key of `--set` and of a build configuration."""
+    """What `build` is asked for. Each field but `facts` is a flag, or a key of `--set` and of a build configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -54,7 +54,7 @@ class BuildSettings(BaseModel):
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
     chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
-    facts: PairFacts | None = None  # what the catalog says of these checkpoints
+    facts: Annotated[PairFacts | None, Field(exclude=True)] = None  # what the catalog says of these checkpoints
     # TensorRT's alone:
     gpu: str | None = None  # a GPU's name, or a compute capability such as sm120; None: the GPU present
     sampling: bool = True  # False leaves sampling out of the plan
