@@ -1,6 +1,5 @@
 """`build`: checkpoints in, an engine directory out."""
 
-import os
 import platform
 import shutil
 from pathlib import Path
@@ -171,24 +170,20 @@ def _write_rank(pair: Pair, config: EngineConfig, rank: int, file: Path, progres
     what = f"rank {rank}" if config.tp > 1 else "weights"
     tensors = read_rank_weights(pair, config.tp, rank, config.dtype, lambda done, total: progress(what, done, total))
     save_file(tensors, file)
-    file.chmod(0o666 & ~_umask())  # save_file leaves it to its owner alone
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    file.chmod(file.parent.stat().st_mode & 0o666)  # save_file leaves it to its owner alone
 
 
 def _is_same_engine(output: Path, config: EngineConfig) -> bool:
+    outcome = {"files", "plans"}
     try:
         there = read_config(output)
+        if there.model_dump(exclude=outcome) != config.model_dump(exclude=outcome):
+            return False
         for name in there.files:
             check_file(output, there, name)
     except EngineError:
         return False
-    outcome = {"files", "plans"}
-    return there.model_dump(exclude=outcome) == config.model_dump(exclude=outcome)
+    return True
 
 
 def _source_digests(pair: Pair) -> dict[str, str]:

@@ -58,10 +58,9 @@ def written_aside(path: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             aside.rename(path)
-    except OSError as error:
-        raise EngineError(f"{path}: the engine cannot be written: {error.strerror or error} (--output)") from error
-    except SafetensorError as error:
-        raise EngineError(f"{path}: the engine cannot be written: {error} (--output)") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EngineError(f"{path}: the engine cannot be written: {reason} (--output)") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
