@@ -23,3 +23,15 @@ class EngineError(DFlashError):
 
 class RequestError(DFlashError):
     """A request that this engine cannot serve."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as may wait: try again later, or elsewhere."""
+
+
+class DeadlineError(RequestError):
+    """A request's deadline passed before its last token."""
+
+
+class CancelledError(RequestError):
+    """A request that its client no longer wants."""

@@ -1,6 +1,5 @@
 """`LLM`: an engine in this process, from Python."""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.runtime import request
-from trtllm_dflash.runtime.request import FinishReason, SamplingParams
+from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.text import TextStream
 from trtllm_dflash.tokenizer import TextCodec
@@ -32,34 +31,6 @@ __all__ = ["LLM", "Completion", "SamplingParams", "TextChunk"]
 
 #: A prompt: raw text, a conversation for the chat template, or token ids.
 Prompt = str | list[dict[str, str]] | list[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished reply.
-
-    Attributes:
-        text: the reply; None where the engine has no tokenizer.
-        token_ids: the reply's tokens, the one that ended it included.
-        prompt_tokens: length of the prompt.
-        steps: decoding steps, the prefill not counted.
-        accepted_per_step: drafts of each that became part of the reply.
-        seconds: from the start of the prefill to the last token.
-        finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens, or the context is full).
-    """
-
-    text: str | None
-    token_ids: list[int]
-    prompt_tokens: int
-    steps: int
-    accepted_per_step: list[int]
-    seconds: float
-    finish_reason: FinishReason
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per decoding step, accepted drafts and the bonus token together; NaN without a step."""
-        return (len(self.token_ids) - 1) / self.steps if self.steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -188,35 +159,34 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
-        sequences = [self._sequence(*pair) for pair in zip(prompts, params, strict=True)]
+        pairs = zip(prompts, params, strict=True)
+        sequences = [self.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
         scheduler = Scheduler(self.session, draft)
         self._turn = object()
         for sequence in sequences:
             scheduler.submit(sequence)
         while scheduler.busy:
             scheduler.step()
-        return [_completion(sequence) for sequence in sequences]
+        return [sequence.completion() for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft: bool = True) -> Iterator[TextChunk]:
         """Generates a reply, one chunk a step. Arguments and errors as in `generate`.
 
         A later request takes the engine's slots: going on with this stream then raises a RequestError.
         """
-        sequence = self._sequence(prompt, params or SamplingParams())
+        sequence = self.sequence(prompt, params or SamplingParams(), draft)
         scheduler = Scheduler(self.session, draft)
         scheduler.submit(sequence)
         turn = self._turn = object()
-        count = 0
         while scheduler.busy:
             if self._turn is not turn:
                 raise RequestError("another request began on this LLM before this stream ended; generate them together")
             scheduler.step()
-            new = sequence.token_ids[count:]
-            if not new:
-                continue
-            count += len(new)
-            text = sequence.text.release() if sequence.text is not None else ""
-            yield TextChunk(text, new, _completion(sequence) if sequence.finish_reason else None)
+            update = sequence.take_update()
+            if update is not None:
+                if update.error is not None:
+                    raise update.error
+                yield TextChunk(update.text, update.token_ids, update.completion)
 
     def spec_generate(
         self,
@@ -264,7 +234,19 @@ class LLM:
             raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
         return self.codec.encode_chat(prompt)  # type: ignore[arg-type]
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> request.Sequence:
+    def sequence(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        draft: bool = True,
+        priority: int = DEFAULT_PRIORITY,
+        deadline: float | None = None,
+    ) -> request.Sequence:
+        """A prompt, made ready for a `Scheduler`; `deadline` on the clock of `time.monotonic`.
+
+        Raises:
+            RequestError: this engine cannot serve it.
+        """
         ids = self.encode(prompt)
         limit, vocabulary = self.config.max_seq_len, self.config.target.vocab_size
         if not ids:
@@ -273,13 +255,24 @@ class LLM:
             raise RequestError(f"the prompt has {len(ids)} tokens; this engine takes {limit - 1} (build --max-seq-len)")
         if not all(0 <= token < vocabulary for token in ids):
             raise RequestError(f"token ids must be 0 to {vocabulary - 1}")
-        if not all(token < vocabulary for token in params.stop_token_ids):
+        stop_ids = {*params.stop_token_ids, *(token for run in params.stop_token_sequences for token in run)}
+        if not all(token < vocabulary for token in stop_ids):
             raise RequestError(f"stop token ids must be 0 to {vocabulary - 1}")
         if params.stop and self.codec is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        if params.temperature > 0 and not self.config.sampling:
+            raise RequestError("temperature: this engine was built greedy and cannot sample; build it with --sampling")
         end = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.stop_token_ids))
-        text = TextStream(self.codec.backend, params.stop) if self.codec is not None else None
-        return request.Sequence(ids, params, min(params.max_tokens, limit - len(ids)), frozenset(end), text)
+        return request.Sequence(
+            prompt_ids=ids,
+            params=params,
+            room=min(params.max_tokens, limit - len(ids)),
+            end_token_ids=frozenset(end),
+            text=TextStream(self.codec.backend, params.stop) if self.codec is not None else None,
+            draft=draft,
+            priority=priority,
+            deadline=deadline,
+        )
 
 
 def pick_device(name: str) -> torch.device:
@@ -315,16 +308,3 @@ def _prepare_rank(
         )
     engine = load_engine(check_file(folder, config, plan_file(rank)), config)
     return lambda communicator: TensorRTSession(config, engine, device, communicator)
-
-
-def _completion(sequence: request.Sequence) -> Completion:
-    assert sequence.finish_reason is not None
-    return Completion(
-        text=sequence.text.text if sequence.text is not None else None,
-        token_ids=list(sequence.token_ids),
-        prompt_tokens=len(sequence.prompt_ids),
-        steps=len(sequence.accepted_per_step),
-        accepted_per_step=list(sequence.accepted_per_step),
-        seconds=sequence.seconds,
-        finish_reason=sequence.finish_reason,
-    )

@@ -1,5 +1,6 @@
 """The engine's tokenizer and chat template, through Hugging Face transformers; files only, never remote code."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_arguments: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
+        # Whole texts as they are, from any thread: transformers' own `encode` sets these each time, and may not twice
+        # at once.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self._chat_arguments = chat_arguments
 
     @classmethod
@@ -53,8 +58,11 @@ class TextCodec:
         """Token ids of a raw text, with the special tokens that the tokenizer adds itself."""
         return self._encode(text, special=True)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, up to where the assistant's reply begins.
+
+        Args:
+            arguments: given to the template besides the engine's own, and before them.
 
         Raises:
             RequestError: there is no chat template, or it refuses these messages.
@@ -63,7 +71,7 @@ class TextCodec:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._chat_arguments
+                messages, tokenize=False, add_generation_prompt=True, **{**self._chat_arguments, **(arguments or {})}
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
@@ -72,8 +80,9 @@ class TextCodec:
     def _encode(self, text: str, special: bool) -> list[int]:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise RequestError("the prompt is not valid UTF-8: it holds half of a surrogate pair")
-        # verbose: no warning about model_max_length; the engine's own limit is checked, and refused.
-        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
+        # A batch of one: `encode` would keep every other Python thread waiting meanwhile.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -21,6 +21,8 @@ from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_ops import PRESENT
+from trtllm_dflash.runtime.request import SamplingParams, Sequence
+from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.step import Drafting, StepInputs
 
 Tensor = torch.Tensor
@@ -197,3 +199,20 @@ def test_capsule_holds_the_address() -> None:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     assert pointer(capsule(0x1234), None) == 0x1234
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, sampled: bool) -> None:
+    torch_session, session, _ = sessions({}, sampled)
+    replies = []
+    for one in (torch_session, session):
+        scheduler = Scheduler(one)
+        params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.9 if sampled else 0, seed=2**63 + 5)
+        prompts = [[5, 6, 7], list(range(20)), [9] * 11]
+        sequences = [Sequence(prompt, params, 9, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        replies.append([(s.completion().token_ids, s.accepted_per_step) for s in sequences])
+    assert replies[0] == replies[1]

@@ -1,6 +1,14 @@
-"""What runs a step: the interface that the runtime knows, whatever computes behind it, on one rank or several."""
+"""What runs a step: the interface that the runtime knows, whatever computes behind it, on one rank or several.
 
+Each slot's next rows and position lie on the device, where a step leaves them for the next: the host says which slots
+take part, launches, and reads what a step decided when it likes.
+"""
+
+import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -9,19 +17,111 @@ from trtllm_dflash.engine.memory import GB, cache_shapes, plan_memory
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.runtime.philox import uniform_numbers
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
 
 _DRAFTING = list(Drafting)
-_HEADER_SIZE = 7
+
+
+@dataclass(frozen=True)
+class SlotSampling:
+    """How the tokens of one slot are chosen; see `SamplingParams`."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A chunk of a prompt, into one slot."""
+
+    slot: int
+    start: int  # position of its first token
+    token_ids: list[int]
+    last: bool  # the reply's first token comes out of it, and the first block
+    drafting: Drafting
+    block: int  # rows of the block to draft
+    sampling: SlotSampling = SlotSampling()
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A step of the slots 0..B-1 together."""
+
+    row_counts: list[int]  # [B] rows of each that are verified: the bonus token and drafts; 0: it takes no part
+    drafting: Drafting
+    block: int  # rows of the block to draft for the next step
+    sampled: bool  # False: all of them are greedy
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The first rows of one slot's caches, into another's."""
+
+    source: int
+    target: int
+    rows: int
+
+
+Call = Prefill | Decode | Copy
+
+
+class Outcome:
+    """What a step decided. `read` waits for the device, if it must."""
+
+    def __init__(self, outputs: StepOutputs[Tensor]) -> None:
+        tensors = [outputs.target_ids, outputs.accepted]
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            # Pinned, so that the copy runs behind the step while the host goes on.
+            pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+            tensors = [host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True)]
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._target_ids, self._accepted = tensors
+
+    def read(self) -> list[list[int]]:
+        """The tokens that became final, by slot of the call: what the target chose, up to the first wrong draft."""
+        if self._event is not None:
+            self._event.synchronize()
+        pairs = zip(self._target_ids.tolist(), self._accepted.tolist(), strict=True)
+        return [ids[: accepted + 1] for ids, accepted in pairs]
+
+
+class _Slots:
+    """What the device keeps of every slot between steps."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        slots, block = config.max_batch, config.block_size if config.drafter else 1
+        self.tokens = torch.zeros(slots, block, dtype=torch.int32, device=device)  # bonus token and drafts
+        self.start = torch.zeros(slots, dtype=torch.int32, device=device)  # position of the bonus token
+        self.temperature = torch.zeros(slots, device=device)
+        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(slots, device=device)
+        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def sampling(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
+        """Of some slots, for rows at positions [B, R]."""
+        # The number belongs to the position of the token that is chosen: one after its row.
+        uniform = uniform_numbers(self.seed[slots], positions + 1)
+        return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
+
+    def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.seed[slot] = _signed(sampling.seed)
 
 
 class Session(ABC):
     """One rank of an engine, loaded: its weights, and the K/V caches of `config.max_batch` slots.
 
-    Under tensor parallelism rank 0 calls `step`; every other rank calls `follow` once and stays in it: rank 0 sends
-    each step's small integer inputs, and all ranks compute.
+    Under tensor parallelism rank 0 calls `prefill`, `decode` and `copy_rows`; every other rank calls `follow` once and
+    stays in it: rank 0 sends each call's small integers, and all ranks compute.
 
     Args:
         config: the engine.
@@ -37,28 +137,51 @@ class Session(ABC):
         self.device = device
         self.communicator = communicator
         self.caches = _allocate_caches(config, device)
+        self._slots = _Slots(config, device)
         self._closed = False
 
-    @torch.inference_mode()
-    def step(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int = 0) -> StepOutputs[Tensor]:
-        """Runs one step on the slots from first_slot on, as many as the inputs' B.
+    @property
+    def ahead(self) -> int:
+        """Steps to launch before the first is read: one where the device computes while the host does other work."""
+        return 1 if self.device.type == "cuda" else 0
 
-        Inputs lie on the CPU; so do the outputs. The slots' caches are updated in place.
+    def prefill(self, call: Prefill) -> Outcome:
+        """Runs a chunk of a prompt. The last one's outcome holds the reply's first token.
 
         Raises:
             EngineError: the session is closed, or the engine cannot run such a step.
         """
-        if self._closed:
-            raise EngineError("this engine is closed; load it again")
+        return self._launch(call)
+
+    def decode(self, call: Decode) -> Outcome:
+        """Runs a step of the slots 0..B-1 on the rows that their last step left. Errors as in `prefill`."""
+        return self._launch(call)
+
+    def copy_rows(self, call: Copy) -> None:
+        """Copies K/V rows between slots, after all that was launched before. Errors as in `prefill`."""
+        self._check_open()
         if self.communicator.size > 1:
-            self._send(inputs, drafting, first_slot)
-        return self._run(inputs, drafting, first_slot)
+            self._send(call)
+        self._copy(call)
 
     @torch.inference_mode()
+    def step(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int = 0) -> StepOutputs[Tensor]:
+        """One step of these very inputs, on this rank alone; inputs and outputs lie on the CPU.
+
+        The caches of the slots from first_slot on are updated; the slots' own next rows are not.
+        """
+        self._check_open()
+        with self._stream():
+            out = self._run(_moved(inputs, self.device), drafting, first_slot)
+            return StepOutputs(out.target_ids.cpu(), out.accepted.cpu(), out.next_start.cpu(), out.next_tokens.cpu())
+
     def follow(self) -> None:
-        """Runs the steps that rank 0 sends, until it closes its session."""
+        """Runs what rank 0 sends, until it closes its session."""
         while (call := self._receive()) is not None:
-            self._run(*call)
+            if isinstance(call, Copy):
+                self._copy(call)
+            else:
+                self._compute(call)
 
     def close(self) -> None:
         """Frees what the session holds, and lets the other ranks go."""
@@ -66,58 +189,161 @@ class Session(ABC):
             return
         self._closed = True
         if self.communicator.size > 1 and self.communicator.rank == 0:
-            self._broadcast(torch.zeros(_HEADER_SIZE, dtype=torch.int32))
+            self._send(None)
         self.caches = {}
         self._free()
         self.communicator.close()
 
     @abstractmethod
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        """Computes a step on this rank."""
+        """Computes a step on this rank; inputs and outputs lie on the device. What it returns stays as it is."""
 
     @abstractmethod
     def _free(self) -> None:
         """Lets go of what this kind of session holds."""
 
-    # -- one step's inputs between ranks: a header of sizes, then the integers, then the real numbers ---------------
+    def _stream(self) -> AbstractContextManager[object]:
+        """The CUDA stream that everything runs on, where it is not the current one."""
+        return nullcontext()
 
-    def _send(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> None:
-        slots, rows = inputs.token_ids.shape
-        sizes = [slots, rows, inputs.logit_rows.shape[1], inputs.block_offsets.shape[1]]
-        sampling = inputs.sampling
-        header = [*sizes, _DRAFTING.index(drafting), first_slot, int(sampling is not None)]
-        integers = [inputs.token_ids, inputs.start, inputs.row_count, inputs.logit_rows]
-        self._broadcast(torch.tensor(header, dtype=torch.int32))
-        self._broadcast(torch.cat([x.flatten() for x in integers]))
-        if sampling is not None:
-            self._broadcast(sampling.top_k)
-            self._broadcast(torch.cat([x.flatten() for x in (sampling.temperature, sampling.top_p, sampling.uniform)]))
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine is closed; load it again")
 
-    def _receive(self) -> tuple[StepInputs[Tensor], Drafting, int] | None:
-        header = self._broadcast(torch.empty(_HEADER_SIZE, dtype=torch.int32)).tolist()
-        slots, rows, logit_rows, block, drafting, first_slot, sampled = header
-        if slots == 0:
-            return None
-        counts = [slots * rows, slots, slots, slots * logit_rows]
-        integers = self._broadcast(torch.empty(sum(counts), dtype=torch.int32)).split(counts)
-        sampling = None
-        if sampled:
-            top_k = self._broadcast(torch.empty(slots, dtype=torch.int32))
-            counts = [slots, slots, slots * logit_rows]
-            reals = self._broadcast(torch.empty(sum(counts), dtype=torch.float32)).split(counts)
-            sampling = SamplingInputs(reals[0], top_k, reals[1], reals[2].view(slots, logit_rows))
+    def _launch(self, call: Prefill | Decode) -> Outcome:
+        self._check_open()
+        if self.communicator.size > 1:
+            self._send(call)
+        return self._compute(call)
+
+    @torch.inference_mode()
+    def _compute(self, call: Prefill | Decode) -> Outcome:
+        with self._stream():
+            return Outcome(self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call))
+
+    def _run_prefill(self, call: Prefill) -> StepOutputs[Tensor]:
+        slot, count = call.slot, len(call.token_ids)
+        here = slice(slot, slot + 1)
+        self._slots.set_sampling(slot, call.sampling)
+        start = self._int32([call.start])
+        rows = self._int32([[count - 1]])
         inputs = StepInputs(
-            token_ids=integers[0].view(slots, rows),
-            start=integers[1],
-            row_count=integers[2],
-            logit_rows=integers[3].view(slots, logit_rows),
-            block_offsets=torch.arange(block, dtype=torch.int32)[None],
-            sampling=sampling,
+            token_ids=self._int32([call.token_ids]),
+            start=start,
+            row_count=rows[:, 0] + 1,
+            logit_rows=rows,
+            block_offsets=self._offsets(call.block),
+            sampling=self._slots.sampling(here, start[:, None] + rows) if call.sampling.temperature > 0 else None,
         )
-        return inputs, _DRAFTING[drafting], first_slot
+        out = self._run(inputs, call.drafting, slot)
+        self._slots.start[here] = out.next_start
+        if call.last:
+            self._slots.tokens[here, : out.next_tokens.shape[1]] = out.next_tokens
+        return out
+
+    def _run_decode(self, call: Decode) -> StepOutputs[Tensor]:
+        count = len(call.row_counts)
+        here = slice(0, count)
+        start = self._slots.start[here].clone()
+        offsets = self._offsets(max(call.row_counts))
+        rows = offsets.expand(count, -1)
+        row_count = self._int32(call.row_counts)
+        inputs = StepInputs(
+            token_ids=self._slots.tokens[here, : rows.shape[1]].contiguous(),
+            start=start,
+            row_count=row_count,
+            logit_rows=rows,
+            block_offsets=self._offsets(call.block),
+            sampling=self._slots.sampling(here, start[:, None] + rows) if call.sampled else None,
+        )
+        out = self._run(inputs, call.drafting, 0)
+        # A sequence that has come to the last position is at its end, which the host may learn only one step later:
+        # until then its rows must stay inside the caches. A slot that takes no part stays where it is.
+        next_start = out.next_start.clamp(max=self.config.max_seq_len - 1)
+        self._slots.start[here] = torch.where(row_count > 0, next_start, start)
+        self._slots.tokens[here, : out.next_tokens.shape[1]] = out.next_tokens
+        return out
+
+    @torch.inference_mode()
+    def _copy(self, call: Copy) -> None:
+        with self._stream():
+            for cache in self.caches.values():
+                cache[call.target, :, : call.rows] = cache[call.source, :, : call.rows]
+            self._slots.start[call.target] = call.rows  # where a slot that takes no part writes its rows meanwhile
+
+    def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+
+    def _offsets(self, count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=self.device)[None]
+
+    # -- calls between ranks: their number of integers, then the integers -------------------------------------------
+
+    def _send(self, call: Call | None) -> None:
+        words = [] if call is None else list(_words(call))
+        self._broadcast(torch.tensor([len(words)]))
+        if words:
+            self._broadcast(torch.tensor(words))
+
+    def _receive(self) -> Call | None:
+        count = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
+        return _call(self._broadcast(torch.zeros(count, dtype=torch.int64)).tolist()) if count else None
 
     def _broadcast(self, x: Tensor) -> Tensor:
         return self.communicator.broadcast(x.to(self.device)).cpu()
+
+
+def _words(call: Call) -> Iterator[int]:
+    """A call as integers; real numbers by their bits."""
+    if isinstance(call, Copy):
+        yield from (0, call.source, call.target, call.rows)
+    elif isinstance(call, Decode):
+        yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
+    else:
+        yield from (2, call.slot, call.start, call.last, _DRAFTING.index(call.drafting), call.block)
+        sampling = call.sampling
+        yield from (_bits(sampling.temperature), sampling.top_k, _bits(sampling.top_p), _signed(sampling.seed))
+        yield from call.token_ids
+
+
+def _call(words: list[int]) -> Call:
+    kind, *rest = words
+    if kind == 0:
+        return Copy(*rest)
+    if kind == 1:
+        drafting, block, sampled, *row_counts = rest
+        return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))
+    slot, start, last, drafting, block, temperature, top_k, top_p, seed, *token_ids = rest
+    sampling = SlotSampling(_real(temperature), top_k, _real(top_p), seed % 2**64)
+    return Prefill(slot, start, token_ids, bool(last), _DRAFTING[drafting], block, sampling)
+
+
+def _signed(seed: int) -> int:
+    """A seed of 64 bits as torch's int64 of the same bits."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _bits(x: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+
+
+def _real(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def _moved(inputs: StepInputs[Tensor], device: torch.device) -> StepInputs[Tensor]:
+    sampling = inputs.sampling
+    if sampling is not None:
+        parts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.uniform
+        sampling = SamplingInputs(*(x.to(device) for x in parts))
+    return StepInputs(
+        token_ids=inputs.token_ids.to(device),
+        start=inputs.start.to(device),
+        row_count=inputs.row_count.to(device),
+        logit_rows=inputs.logit_rows.to(device),
+        block_offsets=inputs.block_offsets.to(device),
+        sampling=sampling,
+    )
 
 
 def _allocate_caches(config: EngineConfig, device: torch.device) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The TensorRT session: one rank's plan, its caches bound in place, each decode shape captured into a CUDA graph."""
 
 import ctypes
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,10 @@ class TensorRTSession(Session):
         }
         sizes = [engine.get_device_memory_size_for_profile_v2(profile) for profile in (PREFILL, DECODE)]
         self._scratch = torch.empty(max(*sizes, 1), dtype=torch.uint8, device=device)  # one: steps never overlap
-        self._stream = None
+        self._own_stream = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # the zeros above
+            self._own_stream = torch.cuda.Stream(device)
+            self._own_stream.wait_stream(torch.cuda.current_stream(device))  # the zeros above
         self._communicator = nccl_capsule(self.communicator) if config.tp > 1 else None
         self._prefill: Any = None
         self._decode: dict[Any, tuple[Any, Any]] = {}  # first slot and shapes -> context, its graph
@@ -62,18 +62,20 @@ class TensorRTSession(Session):
         given = bound_inputs(self.config, self.io, inputs, drafting)
         shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
         drafted = shapes["block_offsets"][1] if "block_offsets" in shapes else 1
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            for name, tensor in given.items():
-                self._view(name, shapes[name]).copy_(tensor)
-            self._enqueue(first_slot, shapes)
-            slots = shapes["start"]
-            next_tokens = self._view("next_tokens", (*slots, drafted)).cpu()
-            return StepOutputs(
-                self._view("target_ids", shapes["logit_rows"]).cpu(),
-                self._view("accepted", slots).cpu(),
-                self._view("next_start", slots).cpu(),
-                next_tokens if drafting is Drafting.BLOCK else next_tokens[:, :1],
-            )
+        for name, tensor in given.items():
+            self._view(name, shapes[name]).copy_(tensor)
+        self._enqueue(first_slot, shapes)
+        slots = shapes["start"]
+        next_tokens = self._view("next_tokens", (*slots, drafted))
+        return StepOutputs(  # copies: the next step writes over the buffers
+            self._view("target_ids", shapes["logit_rows"]).clone(),
+            self._view("accepted", slots).clone(),
+            self._view("next_start", slots).clone(),
+            (next_tokens if drafting is Drafting.BLOCK else next_tokens[:, :1]).clone(),
+        )
+
+    def _stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._own_stream) if self._own_stream else nullcontext()
 
     def _enqueue(self, first_slot: int, shapes: Shapes) -> None:
         if shapes["logit_rows"] != shapes["token_ids"]:  # its length and its slot change with every call: no graph
@@ -120,15 +122,15 @@ class TensorRTSession(Session):
 
     def _capture(self, context: Any) -> Any:
         """The step as a CUDA graph; None without CUDA. Capturing runs nothing."""
-        if self._stream is None:
+        if self._own_stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=self._own_stream, capture_error_mode="thread_local"):
             self._execute(context)
         return graph
 
     def _handle(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream) if self._stream else 0
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if self._own_stream else 0
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         size = torch.Size(shape).numel()

@@ -1,7 +1,5 @@
 """The PyTorch session: `DraftVerifyStep` over `TorchOps`, on CPU or CUDA, alone or as one rank of several."""
 
-from dataclasses import replace
-
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
@@ -9,7 +7,6 @@ from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.weights import complete_weights
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
@@ -38,24 +35,4 @@ class TorchSession(Session):
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         last_slot = first_slot + inputs.token_ids.shape[0]
         caches = {name: cache[first_slot:last_slot] for name, cache in self.caches.items()}
-        ops = TorchOps(self.weights, caches, self.communicator)
-        out = self._step(ops, _moved(inputs, self.device), drafting)
-        return StepOutputs(out.target_ids.cpu(), out.accepted.cpu(), out.next_start.cpu(), out.next_tokens.cpu())
-
-
-def _moved(inputs: StepInputs[Tensor], device: torch.device) -> StepInputs[Tensor]:
-    if device.type == "cpu":
-        return inputs
-    sampling = inputs.sampling
-    if sampling is not None:
-        moved = (x.to(device) for x in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.uniform))
-        sampling = SamplingInputs(*moved)
-    return replace(
-        inputs,
-        token_ids=inputs.token_ids.to(device),
-        start=inputs.start.to(device),
-        row_count=inputs.row_count.to(device),
-        logit_rows=inputs.logit_rows.to(device),
-        block_offsets=inputs.block_offsets.to(device),
-        sampling=sampling,
-    )
+        return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)

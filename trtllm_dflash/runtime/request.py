@@ -1,13 +1,19 @@
-"""What a caller asks for, and the sequence that grows out of it."""
+"""What a caller asks for, the sequence that grows out of it, and what the caller gets."""
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
+from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.text import TextStream
 
 FinishReason = Literal["stop", "length"]
+
+#: A request without a priority of its own; 1 is the most urgent, as in Triton.
+DEFAULT_PRIORITY = 100
 
 
 class SamplingParams(BaseModel):
@@ -21,6 +27,7 @@ class SamplingParams(BaseModel):
         seed: with the token's absolute position, all that a sampled token's random number depends on.
         stop: texts that end the reply; they are not part of it.
         stop_token_ids: tokens that end the reply, besides the model's own.
+        stop_token_sequences: runs of tokens that end the reply, and are part of it.
         ignore_eos: go on past the model's own end token.
     """
 
@@ -30,21 +37,96 @@ class SamplingParams(BaseModel):
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    stop_token_sequences: tuple[Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
 
 
 @dataclass
+class Times:
+    """When things happened to a request: nanoseconds since the epoch, 0 where they have not."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished reply.
+
+    Attributes:
+        text: the reply; None where the engine has no tokenizer.
+        token_ids: the reply's tokens, the one that ended it included.
+        prompt_tokens: length of the prompt.
+        reused_tokens: of those, how many rows an earlier request had left in the caches.
+        steps: decoding steps, the prefill not counted.
+        accepted_per_step: drafts of each that became part of the reply.
+        drafted_tokens: drafts that were verified for it.
+        seconds: from the start of the prefill to the last token.
+        finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens, or the context is full).
+    """
+
+    text: str | None
+    token_ids: list[int]
+    prompt_tokens: int
+    reused_tokens: int
+    steps: int
+    accepted_per_step: list[int]
+    drafted_tokens: int
+    seconds: float
+    finish_reason: FinishReason
+    times: Times
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per decoding step, accepted drafts and the bonus token together; NaN without a step."""
+        return (len(self.token_ids) - 1) / self.steps if self.steps else math.nan
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that became part of the reply."""
+        return sum(self.accepted_per_step)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step gives a request. The updates' texts, joined, are the whole reply's text.
+
+    Attributes:
+        token_ids: new tokens.
+        text: new text that is final: a character, or what may begin a stop string, comes once it is whole.
+        drafted_tokens: drafts verified so far.
+        accepted_tokens: drafts accepted so far.
+        completion: the whole reply, with its last update.
+        error: why there is no reply. Nothing follows.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    completion: Completion | None = None
+    error: DFlashError | None = None
+
+
+@dataclass(eq=False)
 class Sequence:
-    """A prompt and what has been generated for it so far.
+    """A prompt and what has been generated for it so far. What it has to report is taken by `take_update`.
 
     Attributes:
         room: most tokens that can still be generated: max_tokens, or what the context leaves.
         end_token_ids: tokens that end it.
         text: the reply as text, where the engine has a tokenizer.
-        prefilled: prompt tokens whose K/V rows exist.
+        draft: False decodes it plainly.
+        priority: 1 is the most urgent.
+        deadline: the `time.monotonic` by which its last token must be there.
+        prefilled: prompt tokens whose K/V rows exist, or will by the steps that were launched.
+        reused: of those, the rows of an earlier request.
+        in_flight: steps that were launched for it and not read.
         accepted_per_step: drafts of each decoding step that became part of the reply.
     """
 
@@ -53,17 +135,33 @@ class Sequence:
     room: int
     end_token_ids: frozenset[int]
     text: TextStream | None = None
+    draft: bool = True
+    priority: int = DEFAULT_PRIORITY
+    deadline: float | None = None
     prefilled: int = 0
+    reused: int = 0
+    in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)
     accepted_per_step: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
-    seconds: float = 0.0  # from its first prefill step to its last token
+    error: DFlashError | None = None
+    times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
+    _reported: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.finish_reason is not None or self.error is not None
 
     def commit(self, ids: list[int]) -> int:
         """Appends a step's final tokens, up to and with the one that ends the sequence; returns how many."""
+        self.times.last_token_ns = time.time_ns()
+        self.times.first_token_ns = self.times.first_token_ns or self.times.last_token_ns
         for count, token in enumerate(ids, start=1):
             self.token_ids.append(token)
-            ended = token in self.end_token_ids
+            ended = token in self.end_token_ids or self._ends_with_stop_sequence()
             if self.text is not None:
                 self.text.push(token)
                 ended = ended or self.text.stopped
@@ -73,3 +171,46 @@ class Sequence:
                     self.text.finish()
                 return count
         return len(ids)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Counts a decoding step's drafts, and those that became part of the reply."""
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_per_step.append(accepted)
+
+    def take_update(self) -> Update | None:
+        """What there is to report since the last time; None if nothing."""
+        if self.error is not None:
+            return Update(drafted_tokens=self.drafted, accepted_tokens=self.accepted, error=self.error)
+        new = self.token_ids[self._reported :]
+        if not new:
+            return None
+        self._reported += len(new)
+        text = self.text.release() if self.text is not None else ""
+        completion = self.completion() if self.finish_reason else None
+        return Update(new, text, self.drafted, self.accepted, completion)
+
+    def completion(self) -> Completion:
+        """The finished reply.
+
+        Raises:
+            DFlashError: why there is none.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.finish_reason is not None
+        return Completion(
+            text=self.text.text if self.text is not None else None,
+            token_ids=list(self.token_ids),
+            prompt_tokens=len(self.prompt_ids),
+            reused_tokens=self.reused,
+            steps=len(self.accepted_per_step),
+            accepted_per_step=list(self.accepted_per_step),
+            drafted_tokens=self.drafted,
+            seconds=(self.times.last_token_ns - self.times.first_scheduled_ns) / 1e9,
+            finish_reason=self.finish_reason,
+            times=self.times,
+        )
+
+    def _ends_with_stop_sequence(self) -> bool:
+        return any(tuple(self.token_ids[-len(stop) :]) == stop for stop in self.params.stop_token_sequences)

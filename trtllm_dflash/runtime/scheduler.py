@@ -1,140 +1,288 @@
-"""Slots, and which sequences run in them: prefill one at a time in chunks, decode all together."""
+"""In-flight batching: sequences join and leave the running batch at any step.
+
+The host launches a step before it has read the one before it, where the device computes by itself
+(`session.ahead`): which sequences have ended is learnt one step late, and what that step gave them is dropped.
+"""
 
 import time
 from collections import deque
+from dataclasses import dataclass
 
-import torch
-
-from trtllm_dflash.engine.session import Session
-from trtllm_dflash.ops import SamplingInputs
-from trtllm_dflash.runtime.philox import uniform_numbers
+from trtllm_dflash.engine.session import Copy, Decode, Outcome, Prefill, Session, SlotSampling
+from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
+from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
-from trtllm_dflash.step import Drafting, StepInputs
+from trtllm_dflash.runtime.slots import MIN_REUSED_ROWS, Slot, Slots
+from trtllm_dflash.runtime.statistics import Statistics
+from trtllm_dflash.step import Drafting
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one sequence has in a step."""
+
+    slot: Slot
+    sequence: Sequence
+    index: int  # its row in the outcome
+    row_ids: list[int]  # prefill: the chunk
+    drafts: int = 0  # decode: drafts that are verified
+    last_chunk: bool = False
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that was launched and not read."""
+
+    parts: list[_Part]
+    outcome: Outcome
+    wrote_drafter: bool
 
 
 class Scheduler:
-    """Runs sequences on a session until none is left. A sequence takes the lowest free slot and leaves at its end.
+    """Runs sequences on a session. A sequence takes the lowest free slot and leaves at its end.
 
     Args:
         session: what runs the steps.
         draft: False decodes plainly, without the drafter's work.
+        prefill_share: of the steps that are chunks of prompts, while there are both prompts and running sequences.
+        ahead: steps to launch before the first is read; by default what the session says.
     """
 
-    def __init__(self, session: Session, draft: bool = True) -> None:
+    def __init__(
+        self, session: Session, draft: bool = True, prefill_share: float = 0.5, ahead: int | None = None
+    ) -> None:
         config = session.config
         self._session = session
-        self._chunk = config.chunk
-        self._drafting = Drafting.BLOCK if draft and config.drafter else Drafting.OFF
-        self._block = torch.arange(config.block_size if self._drafting is Drafting.BLOCK else 1, dtype=torch.int32)[
-            None
-        ]
-        self._waiting: deque[Sequence] = deque()
-        self._slots: list[Sequence | None] = [None] * config.max_batch
-        self._running: set[int] = set()  # slots past their prefill
-        self._decoded = True  # whether the last step was a decoding step
-        # Each slot's next rows, and where they go. A free slot's harmless rows go to its committed length as well.
-        self._tokens = torch.zeros(config.max_batch, self._block.shape[1], dtype=torch.int32)
-        self._start = torch.zeros(config.max_batch, dtype=torch.int32)
-        self._begun: dict[int, float] = {}  # slot -> when its prefill began
+        self._draft = draft and config.drafter is not None
+        self._share = prefill_share
+        self._ahead = session.ahead if ahead is None else ahead
+        self._credit = 1.0  # of prompts: a chunk costs 1
+        self._queue = Queue()
+        self._slots = Slots(config.max_batch)
+        self._launched: deque[_Launched] = deque()
+        self._changed: list[Sequence] = []
+        self.statistics = Statistics(slots=config.max_batch, kv_tokens=config.max_batch * config.max_seq_len)
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self._waiting) or any(self._slots)
+        """Whether any sequence waits or runs, or a step is to be read."""
+        return bool(self._queue or self._launched) or any(slot.sequence for slot in self._slots)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence."""
-        self._waiting.append(sequence)
+        """Queues a sequence. One whose `error` is set later leaves at the next step."""
+        self._queue.push(sequence)
+        self.statistics.waiting = len(self._queue)
 
-    def step(self) -> None:
-        """One step of the session: a chunk of a prompt, or a block of all that run; in turn while there are both."""
+    def step(self) -> list[Sequence]:
+        """Launches a step, reads the one before it, and returns the sequences that have something to report.
+
+        A chunk of a prompt, or a block of all that run. A step that fails fails its sequences.
+        """
+        self._changed = []
+        self._drop_unwanted()
         self._admit()
-        prefilling = [i for i, s in enumerate(self._slots) if s is not None and i not in self._running]
-        if prefilling and (self._decoded or not self._running):
-            self._prefill(prefilling[0])
-            self._decoded = False
-        elif self._running:
-            self._decode()
-            self._decoded = True
+        launched = self._launch()
+        while len(self._launched) > (self._ahead if launched else 0):
+            self._read(self._launched.popleft())
+        self._count_requests()
+        return self._changed
+
+    def fail_all(self, error: DFlashError) -> list[Sequence]:
+        """Ends every sequence with an error, and returns them."""
+        self._changed = []
+        self._launched.clear()
+        for sequence in self._queue.remove_if(lambda _: True):
+            self._end(sequence, error)
+        for slot in self._slots:
+            if slot.sequence is not None:
+                self._fail(slot, error)
+        self._count_requests()
+        return self._changed
+
+    def _count_requests(self) -> None:
+        running = [slot for slot in self._slots if slot.sequence is not None]
+        self.statistics.waiting = len(self._queue)
+        self.statistics.running = len(running)
+        self.statistics.kv_tokens_in_use = sum(len(slot.rows) for slot in running)
+
+    # -- who runs --------------------------------------------------------------------------------------------------
+
+    def _drop_unwanted(self) -> None:
+        """Lets go of the sequences that were cancelled, and of those whose deadline has passed."""
+        now = time.monotonic()
+
+        def unwanted(sequence: Sequence) -> bool:
+            if sequence.error is None and sequence.deadline is not None and now >= sequence.deadline:
+                sequence.error = DeadlineError("deadline: it passed before the reply was complete")
+            return sequence.error is not None
+
+        for sequence in self._queue.remove_if(unwanted):
+            self._end(sequence, sequence.error)
+        for slot in self._slots:
+            if slot.sequence is not None and unwanted(slot.sequence):
+                self._end(slot.sequence, slot.sequence.error)
+                slot.release()
 
     def _admit(self) -> None:
-        for slot, sequence in enumerate(self._slots):
-            if sequence is None and self._waiting:
-                self._slots[slot] = self._waiting.popleft()
-                self._start[slot] = 0
-                self._begun[slot] = time.perf_counter()
+        while self._queue and (slot := self._slots.lowest_free()) is not None:
+            sequence = self._queue.pop()
+            slot.sequence = sequence
+            sequence.times.first_scheduled_ns = time.time_ns()
+            try:
+                self._reuse_prefix(slot, sequence)
+            except Exception as error:
+                self._fail(slot, error)
 
-    def _prefill(self, slot: int) -> None:
-        sequence = self._slots[slot]
+    def _reuse_prefix(self, slot: Slot, sequence: Sequence) -> None:
+        """Starts from the rows that some slot already has of this prompt."""
+        source, rows = self._slots.longest_prefix(sequence.prompt_ids, drafted=self._drafts(sequence))
+        if rows < MIN_REUSED_ROWS:
+            source, rows = slot, 0
+        if source is not slot:
+            self._session.copy_rows(Copy(source.index, slot.index, rows))
+            slot.rows, slot.drafter_rows = source.rows[:rows], min(source.drafter_rows, rows)
+        slot.forget(rows)
+        sequence.prefilled = sequence.reused = rows
+        self.statistics.prompt_tokens += len(sequence.prompt_ids)
+        self.statistics.reused_tokens += rows
+
+    # -- launching -------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> bool:
+        prefilling = [slot for slot in self._slots if slot.sequence is not None and not slot.running]
+        decoding = [slot for slot in self._slots if slot.running and not self._ends_in_flight(slot)]
+        if not prefilling and not decoding:
+            return False
+        prefill = bool(prefilling) and (not decoding or self._credit >= 1)
+        if prefilling and decoding:
+            self._credit += self._share - prefill
+        slots = [min(prefilling, key=_first_come)] if prefill else decoding
+        parts = [self._chunk(slots[0])] if prefill else self._batch(slots)
+        try:
+            launched = self._prefill(parts[0]) if prefill else self._decode(parts)
+        except Exception as error:
+            for slot in slots:
+                self._fail(slot, error)
+            return False
+        self._launched.append(launched)
+        self.statistics.steps["prefill" if prefill else "decode"] += 1
+        return True
+
+    def _ends_in_flight(self, slot: Slot) -> bool:
+        """Whether the steps that were launched end it for certain: each gives a token at least."""
+        sequence = slot.sequence
+        return sequence is not None and len(sequence.token_ids) + sequence.in_flight >= sequence.room
+
+    def _chunk(self, slot: Slot) -> _Part:
+        sequence = slot.sequence
         assert sequence is not None
         first = sequence.prefilled
-        ids = sequence.prompt_ids[first : first + self._chunk]
-        last_chunk = first + len(ids) == len(sequence.prompt_ids)
-        rows = torch.tensor([[len(ids) - 1]], dtype=torch.int32)
-        start = torch.tensor([first], dtype=torch.int32)
-        inputs = StepInputs(
-            token_ids=torch.tensor([ids], dtype=torch.int32),
-            start=start,
-            row_count=rows[:, 0] + 1,
-            logit_rows=rows,
-            block_offsets=self._block,
-            sampling=self._sampling([sequence], start[:, None] + rows),
-        )
-        drafting = self._drafting
-        if drafting is Drafting.BLOCK and not last_chunk:
-            drafting = Drafting.CONTEXT
-        out = self._session.step(inputs, drafting, slot)
-        sequence.prefilled += len(ids)
-        self._start[slot] = out.next_start[0]
-        if last_chunk:
-            self._tokens[slot] = out.next_tokens[0]
-            self._running.add(slot)
-            sequence.commit(out.target_ids[0].tolist())
-            self._retire_if_done(slot)
+        ids = sequence.prompt_ids[first : first + self._session.config.chunk]
+        return _Part(slot, sequence, 0, ids, last_chunk=first + len(ids) == len(sequence.prompt_ids))
 
-    def _decode(self) -> None:
-        batch = max(self._running) + 1
-        rows = torch.arange(self._tokens.shape[1], dtype=torch.int32).expand(batch, -1)
-        start = self._start[:batch].clone()
-        inputs = StepInputs(
-            token_ids=self._tokens[:batch].clone(),
-            start=start,
-            row_count=torch.full((batch,), rows.shape[1], dtype=torch.int32),
-            logit_rows=rows,
-            block_offsets=self._block,
-            sampling=self._sampling(self._slots[:batch], start[:, None] + rows),
+    def _prefill(self, part: _Part) -> _Launched:
+        slot, sequence, params = part.slot, part.sequence, part.sequence.params
+        drafting = Drafting.OFF
+        if self._draft:
+            drafts = part.last_chunk and self._drafts(sequence)
+            drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
+        call = Prefill(
+            slot=slot.index,
+            start=sequence.prefilled,
+            token_ids=part.row_ids,
+            last=part.last_chunk,
+            drafting=drafting,
+            block=self._block(drafting),
+            sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
         )
-        out = self._session.step(inputs, self._drafting)
-        target_ids, accepted = out.target_ids.tolist(), out.accepted.tolist()
-        for slot in sorted(self._running):
-            sequence = self._slots[slot]
+        outcome = self._session.prefill(call)
+        sequence.prefilled += len(part.row_ids)
+        if part.last_chunk:
+            sequence.in_flight += 1
+            slot.running = True
+            slot.block = call.block
+        return _Launched([part], outcome, drafting is not Drafting.OFF)
+
+    def _batch(self, slots: list[Slot]) -> list[_Part]:
+        parts = []
+        for slot in slots:
+            sequence = slot.sequence
             assert sequence is not None
-            self._tokens[slot] = out.next_tokens[slot]
-            self._start[slot] = out.next_start[slot]
-            count = sequence.commit(target_ids[slot][: accepted[slot] + 1])
-            sequence.accepted_per_step.append(min(accepted[slot], count))
-            self._retire_if_done(slot)
+            drafts = slot.block - 1 if self._drafts(sequence) else 0
+            parts.append(_Part(slot, sequence, slot.index, [], drafts))
+        return parts
 
-    def _retire_if_done(self, slot: int) -> None:
-        sequence = self._slots[slot]
-        if sequence is not None and sequence.finish_reason is not None:
-            sequence.seconds = time.perf_counter() - self._begun.pop(slot)
-            self._slots[slot] = None
-            self._running.discard(slot)
-            self._start[slot] = 0
+    def _decode(self, parts: list[_Part]) -> _Launched:
+        row_counts = [0] * (parts[-1].index + 1)
+        for part in parts:
+            row_counts[part.index] = part.drafts + 1
+        drafting = Drafting.BLOCK if any(self._drafts(part.sequence) for part in parts) else Drafting.OFF
+        sampled = any(part.sequence.params.temperature > 0 for part in parts)
+        call = Decode(row_counts, drafting, self._block(drafting), sampled)
+        outcome = self._session.decode(call)
+        for part in parts:
+            part.sequence.in_flight += 1
+            part.slot.block = call.block
+        return _Launched(parts, outcome, drafting is not Drafting.OFF)
 
-    def _sampling(
-        self, sequences: list[Sequence | None], positions: torch.Tensor
-    ) -> SamplingInputs[torch.Tensor] | None:
-        """None where all are greedy: that needs neither a sort nor random numbers. positions [B, R]: of the rows."""
-        params = [s.params if s is not None else None for s in sequences]
-        if not any(p is not None and p.temperature > 0 for p in params):
-            return None
-        seeds = torch.tensor([p.seed if p else 0 for p in params])
-        return SamplingInputs(
-            temperature=torch.tensor([p.temperature if p else 0.0 for p in params]),
-            top_k=torch.tensor([p.top_k if p else 0 for p in params], dtype=torch.int32),
-            top_p=torch.tensor([p.top_p if p else 1.0 for p in params]),
-            # The number belongs to the position of the token that is chosen: one after its row.
-            uniform=uniform_numbers(seeds, positions + 1),
-        )
+    def _drafts(self, sequence: Sequence) -> bool:
+        return self._draft and sequence.draft
+
+    def _block(self, drafting: Drafting) -> int:
+        return self._session.config.block_size if drafting is Drafting.BLOCK else 1
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _read(self, launched: _Launched) -> None:
+        try:
+            committed = launched.outcome.read()
+        except Exception as error:
+            for part in launched.parts:
+                if part.slot.sequence is part.sequence:
+                    self._fail(part.slot, error)
+            return
+        for part in launched.parts:
+            self._settle(part, committed[part.index], launched.wrote_drafter)
+
+    def _settle(self, part: _Part, ids: list[int], wrote_drafter: bool) -> None:
+        slot, sequence = part.slot, part.sequence
+        gives_tokens = part.last_chunk or not part.row_ids
+        sequence.in_flight -= gives_tokens
+        if slot.sequence is not sequence:
+            return  # it has ended: this step was launched before that was known
+        slot.keep(part.row_ids, wrote_drafter)
+        if not gives_tokens:
+            return
+        if not part.row_ids:  # the bonus token of the step before, and the drafts that were accepted
+            slot.keep([sequence.token_ids[-1], *ids[:-1]], wrote_drafter)
+        count = sequence.commit(ids)
+        self.statistics.committed_tokens += count
+        if not part.row_ids:
+            accepted = min(len(ids) - 1, count)
+            sequence.count_drafts(part.drafts, accepted)
+            if part.drafts:
+                self.statistics.count_drafts(part.drafts, accepted)
+        self._changed.append(sequence)
+        if sequence.done:
+            self.statistics.count_end(sequence)
+            slot.release()
+
+    def _end(self, sequence: Sequence, error: DFlashError | None) -> None:
+        sequence.error = error
+        self.statistics.count_end(sequence)
+        self._changed.append(sequence)
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """Ends a slot's sequence; its rows are not to be relied on."""
+        assert slot.sequence is not None
+        if not isinstance(error, DFlashError):
+            lines = str(error).splitlines()
+            error = EngineError(f"a step failed: {type(error).__name__}: {lines[0] if lines else ''}")
+        self._end(slot.sequence, error)
+        slot.release()
+        slot.forget()
+
+
+def _first_come(slot: Slot) -> tuple[int, int]:
+    assert slot.sequence is not None
+    return slot.sequence.priority, slot.sequence.times.first_scheduled_ns

@@ -1,0 +1,372 @@
+"""In-flight batching: who runs when, and that nobody's reply depends on it."""
+
+import random
+import time
+
+import pytest
+
+from tests.conftest import TINY
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.engine.session import Decode, Prefill
+from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.slots import MIN_REUSED_ROWS, Slots
+
+TEXTS = [text for kind in read_prompts(3).values() for text in kind]
+CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """The shipped pair with four slots and chunks of 32 tokens."""
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=4, max_seq_len=1800) as llm:
+        llm.config = llm.session.config = llm.config.model_copy(update={"chunk": 32})
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """What `generate` gives for a prompt by itself, from a cache of such replies."""
+    known = {}
+
+    def get(prompt, params, draft=True):
+        key = str(prompt), params, draft
+        if key not in known:
+            (known[key],) = llm.generate([prompt], params, draft)
+        return known[key]
+
+    return get
+
+
+class Calls:
+    """Notes the calls that a session gets."""
+
+    def __init__(self, session, monkeypatch):
+        self.calls = []
+        for name in ("prefill", "decode", "copy_rows"):
+            real = getattr(session, name)
+            monkeypatch.setattr(session, name, lambda call, real=real: (self.calls.append(call), real(call))[1])
+
+
+@pytest.fixture
+def calls(llm, monkeypatch):
+    return Calls(llm.session, monkeypatch).calls
+
+
+def run(scheduler):
+    while scheduler.busy:
+        scheduler.step()
+
+
+def asked(llm, prompt, tokens=24, **settings):
+    options = {name: settings.pop(name) for name in ("draft", "priority", "deadline") if name in settings}
+    return llm.sequence(prompt, SamplingParams(max_tokens=tokens, **settings), **options)
+
+
+def same(sequence, completion):
+    found = sequence.completion()
+    assert found.token_ids == completion.token_ids
+    assert found.text == completion.text
+    assert found.finish_reason == completion.finish_reason
+    return True
+
+
+# -- nobody's reply depends on the others ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
+    """Requests of all kinds come at random steps, some are cancelled: what finishes is what comes of it alone."""
+    choices = random.Random(5)
+    scheduler = Scheduler(llm.session, ahead=ahead)
+    waiting, cancelled = [], []
+    for i in range(24):
+        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 2**64 - 1 - i} if i % 3 == 1 else {}
+        stop = {"stop": (" the",)} if i % 5 == 2 else {}
+        params = SamplingParams(max_tokens=choices.choice([1, 2, 9, 30]), ignore_eos=i % 4 == 3, **sampled, **stop)
+        waiting.append((CHATS[i % len(CHATS)], params, i % 6 != 5))
+    sequences = []
+    while waiting or scheduler.busy:
+        for _ in range(choices.choice([0, 0, 1, 3])):
+            if waiting:
+                request = waiting.pop()
+                sequences.append((llm.sequence(*request), request))
+                scheduler.submit(sequences[-1][0])
+        scheduler.step()
+        if sequences and choices.random() < 0.05:
+            victim = choices.choice(sequences)[0]
+            if not victim.done:
+                victim.error = CancelledError("gone")
+                cancelled.append(victim)
+    assert cancelled
+    assert len(sequences) == 24
+    for sequence, request in sequences:
+        if sequence in cancelled:
+            assert isinstance(sequence.error, CancelledError)
+        else:
+            assert same(sequence, alone(*request))
+    assert scheduler.statistics.running == 0 or not scheduler.busy
+
+
+def test_one_step_behind_accepts_the_same_drafts(llm):
+    lengths = []
+    for ahead in (0, 1):
+        scheduler = Scheduler(llm.session, ahead=ahead)
+        sequences = [asked(llm, chat, 40) for chat in CHATS[:6]]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        run(scheduler)
+        lengths.append([sequence.accepted_per_step for sequence in sequences])
+    assert lengths[0] == lengths[1]
+    steps = [count for accepted in lengths[0] for count in accepted]
+    assert sum(steps) / len(steps) + 1 > 4
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_plain_reply_beside_drafted_ones_is_the_same(llm, alone, ahead):
+    scheduler = Scheduler(llm.session, ahead=ahead)
+    sequences = [asked(llm, chat, draft=i % 2 == 0) for i, chat in enumerate(CHATS[:4])]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    run(scheduler)
+    for i, sequence in enumerate(sequences):
+        assert same(sequence, alone(CHATS[i], sequence.params, i % 2 == 0))
+        assert (sequence.drafted > 0) == (i % 2 == 0)
+        assert max(sequence.accepted_per_step) > 0 or i % 2
+
+
+def test_no_step_is_wasted_on_a_plain_reply_that_ends_by_its_length(llm, calls):
+    scheduler = Scheduler(llm.session, ahead=1)
+    scheduler.submit(asked(llm, CHATS[0], 9, draft=False, ignore_eos=True))
+    run(scheduler)
+    assert sum(isinstance(call, Decode) for call in calls) == 8
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_reply_may_fill_the_context(llm, ahead):
+    prompt = list(range(1, llm.config.max_seq_len - 20))
+    scheduler = Scheduler(llm.session, ahead=ahead)
+    sequences = [asked(llm, prompt, 100, ignore_eos=True), asked(llm, CHATS[0], 60)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    run(scheduler)
+    assert len(sequences[0].token_ids) == llm.config.max_seq_len - len(prompt)
+    assert sequences[0].finish_reason == "length"
+
+
+# -- who runs when -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
+def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(llm, calls, share):
+    """A prompt of 1,500 tokens takes its share of the steps and no more, from its arrival to its last chunk."""
+    scheduler = Scheduler(llm.session, prefill_share=share)
+    streams = [asked(llm, chat, 1000, ignore_eos=True, draft=False) for chat in CHATS[:2]]
+    for stream in streams:
+        scheduler.submit(stream)
+    while not all(stream.token_ids for stream in streams):
+        scheduler.step()
+    long = asked(llm, [7 + i % 300 for i in range(1500)], 1)
+    scheduler.submit(long)
+    del calls[:]
+    before = [len(stream.accepted_per_step) for stream in streams]
+    while not long.done:
+        scheduler.step()
+    kinds = "".join("p" if isinstance(call, Prefill) else "d" for call in calls)
+    chunks = -(-1500 // 32)
+    assert kinds.count("p") == chunks
+    assert abs(len(kinds) - chunks / share) <= 1 / share
+    longest_wait = max(len(run) for run in kinds.split("d"))
+    assert longest_wait <= -(-share // (1 - share)) + 1
+    for stream, steps in zip(streams, before, strict=True):
+        assert len(stream.accepted_per_step) - steps == kinds.count("d")
+    scheduler.fail_all(CancelledError("enough"))
+
+
+def test_prompts_come_first_where_all_steps_are_theirs(llm, calls):
+    scheduler = Scheduler(llm.session, prefill_share=1)
+    for _ in range(2):
+        scheduler.submit(asked(llm, [5] * 100, 2, ignore_eos=True))
+    run(scheduler)
+    kinds = "".join("p" if isinstance(call, Prefill) else "d" for call in calls)
+    assert kinds.startswith("pppp")
+
+
+def test_the_lowest_free_slot_is_taken_first(llm, calls):
+    scheduler = Scheduler(llm.session)
+    sequences = [asked(llm, [i + 1] * 3, tokens, ignore_eos=True) for i, tokens in enumerate([40, 1, 40])]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while not sequences[1].done:
+        scheduler.step()
+    scheduler.submit(asked(llm, [9] * 3, 1))
+    run(scheduler)
+    assert [call.slot for call in calls if isinstance(call, Prefill)] == [0, 1, 2, 1]
+    last = [call for call in calls if isinstance(call, Decode)][-1]
+    assert len(last.row_counts) <= 3
+
+
+def test_the_most_urgent_waits_least(llm):
+    scheduler = Scheduler(llm.session)
+    for i in range(4):
+        scheduler.submit(asked(llm, [i + 1] * 3, 12, ignore_eos=True))
+    scheduler.step()
+    ordinary, urgent, later = (asked(llm, [50 + i] * 3, 2, priority=p) for i, p in enumerate((100, 1, 100)))
+    for sequence in (ordinary, urgent, later):
+        scheduler.submit(sequence)
+    run(scheduler)
+    scheduled = [sequence.times.first_scheduled_ns for sequence in (urgent, ordinary, later)]
+    assert scheduled == sorted(scheduled)
+
+
+def test_deadlines_pass_while_waiting_and_while_running(llm, alone):
+    scheduler = Scheduler(llm.session)
+    running = [asked(llm, chat, 1500, ignore_eos=True, deadline=time.monotonic() + 0.3) for chat in CHATS[:4]]
+    waiting = asked(llm, CHATS[4], 5, deadline=time.monotonic() + 0.1)
+    patient = asked(llm, CHATS[5], 5)
+    for sequence in (*running, waiting, patient):
+        scheduler.submit(sequence)
+    run(scheduler)
+    for sequence in (*running, waiting):
+        assert isinstance(sequence.error, DeadlineError)
+    assert all(sequence.token_ids for sequence in running)
+    assert not waiting.token_ids
+    assert same(patient, alone(CHATS[5], patient.params))
+    assert scheduler.statistics.requests == {"expired": 5, "completed": 1}
+
+
+# -- rows that an earlier request left ---------------------------------------------------------------------------------
+
+
+def prompt_ids(llm, text):
+    return llm.encode([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_shared_prefix_is_taken_from_the_slot_that_holds_most_of_it(llm, calls, alone, ahead):
+    shared = prompt_ids(llm, TEXTS[0])
+    first, longer = (asked(llm, ids, 30) for ids in (shared, shared + [11, 12, 13] * 20))
+    scheduler = Scheduler(llm.session, ahead=ahead)
+    scheduler.submit(asked(llm, [3] * 40, 200, ignore_eos=True))  # keeps slot 0
+    scheduler.submit(first)
+    while not first.done:
+        scheduler.step()
+    again, other = asked(llm, shared, 30), asked(llm, [4] * 50, 3)
+    scheduler.submit(longer)  # takes slot 1, whose rows it can go on from
+    scheduler.submit(again)  # copies them from there to slot 2
+    scheduler.submit(other)
+    while not (again.done and longer.done and other.done):
+        scheduler.step()
+    assert longer.reused == len(shared)
+    assert again.reused == len(shared) - 1
+    assert other.reused == 0
+    reply = alone(shared, first.params)
+    assert same(again, reply)
+    assert again.accepted_per_step == reply.accepted_per_step  # the drafter's rows were taken too
+    assert same(longer, alone(longer.prompt_ids, longer.params))
+    assert scheduler.statistics.reused_tokens == longer.reused + again.reused
+    scheduler.fail_all(CancelledError("enough"))
+
+
+def test_a_drafted_request_does_not_reuse_rows_that_the_drafter_never_wrote(llm, alone):
+    shared = prompt_ids(llm, TEXTS[0])
+    scheduler = Scheduler(llm.session)
+    plain = asked(llm, shared, 40, draft=False)
+    scheduler.submit(plain)
+    run(scheduler)
+    conversation = shared + plain.token_ids + prompt_ids(llm, "And now?")
+    drafted = asked(llm, conversation, 20)
+    scheduler.submit(drafted)
+    run(scheduler)
+    assert drafted.reused == len(shared)
+    reply = alone(conversation, drafted.params)
+    assert same(drafted, reply)
+    assert drafted.accepted_per_step == reply.accepted_per_step
+    again = asked(llm, conversation, 20, draft=False)
+    scheduler.submit(again)
+    run(scheduler)
+    assert again.reused == len(conversation) - 1
+
+
+def test_a_conversation_goes_on_from_its_own_reply(llm, alone):
+    shared = prompt_ids(llm, TEXTS[3])
+    scheduler = Scheduler(llm.session)
+    first = asked(llm, shared, 60)
+    scheduler.submit(first)
+    run(scheduler)
+    conversation = shared + first.token_ids + prompt_ids(llm, TEXTS[4])
+    second = asked(llm, conversation, 30)
+    scheduler.submit(second)
+    run(scheduler)
+    assert second.reused >= len(shared) + len(first.token_ids) - 1
+    reply = alone(conversation, second.params)
+    assert same(second, reply)
+    assert second.accepted_per_step == reply.accepted_per_step
+
+
+def test_a_short_common_beginning_is_not_reused():
+    slots = Slots(2)
+    first, second = slots
+    first.keep(list(range(100)), with_drafter=True)
+    second.keep(list(range(MIN_REUSED_ROWS)), with_drafter=False)
+    assert slots.longest_prefix([0, 1, 2, 99], drafted=True) == (first, 3)
+    assert slots.longest_prefix(list(range(100)), drafted=True) == (first, 99)
+    first.forget()
+    assert slots.longest_prefix(list(range(100)), drafted=False) == (second, MIN_REUSED_ROWS)
+    assert slots.longest_prefix(list(range(100)), drafted=True)[1] == 0
+
+
+# -- steps that fail ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "copy_rows"])
+def test_a_step_that_fails_fails_its_requests_and_no_others(llm, alone, monkeypatch, kind, ahead):
+    real = getattr(llm.session, kind)
+
+    def fails(call):
+        monkeypatch.setattr(llm.session, kind, real)
+        raise RuntimeError("the device is on fire\nand more")
+
+    scheduler = Scheduler(llm.session, ahead=ahead)
+    shared = prompt_ids(llm, TEXTS[1])
+    before = asked(llm, shared, 60)
+    scheduler.submit(before)
+    while not before.token_ids:
+        scheduler.step()
+    monkeypatch.setattr(llm.session, kind, fails)
+    second = asked(llm, shared, 20)  # begins as the first one: its rows are copied
+    scheduler.submit(second)
+    run(scheduler)
+    failed = [s for s in (before, second) if s.error is not None]
+    assert failed
+    for sequence in failed:
+        assert isinstance(sequence.error, EngineError)
+        assert str(sequence.error) == "a step failed: RuntimeError: the device is on fire"
+    assert (before in failed) == (kind == "decode")
+    after = asked(llm, shared, 20)
+    scheduler.submit(after)
+    run(scheduler)
+    assert same(after, alone(shared, after.params))
+
+
+def test_generate_raises_what_failed(llm, monkeypatch):
+    def fails(call):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(llm.session, "decode", fails)
+    with pytest.raises(EngineError, match="a step failed: RuntimeError: no"):
+        llm.generate([CHATS[0]])
+    with pytest.raises(EngineError, match="a step failed: RuntimeError: no"):
+        list(llm.stream(CHATS[0]))
+
+
+def test_a_run_of_tokens_ends_a_reply_and_is_part_of_it(llm, alone):
+    whole = alone(CHATS[0], SamplingParams(max_tokens=24)).token_ids
+    stop = tuple(whole[4:7])
+    (reply,) = llm.generate([CHATS[0]], SamplingParams(max_tokens=24, stop_token_sequences=(stop, (5, 5, 5))))
+    end = next(i for i in range(len(whole)) if tuple(whole[i - 3 : i]) == stop and i >= 3)
+    assert reply.token_ids == whole[:end]
+    assert reply.finish_reason == "stop"

@@ -1,0 +1,212 @@
+"""Requests from many threads, and what becomes of them."""
+
+import queue
+import threading
+import time
+
+import pytest
+
+from tests.conftest import TINY
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
+from trtllm_dflash.runtime.service import MOST_FAILURES, Service, ServiceSettings
+
+CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(3).values() for text in kind]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=4, max_seq_len=1024) as llm:
+        yield llm
+
+
+@pytest.fixture
+def service(llm):
+    service = Service(llm, ServiceSettings(max_queue=4))
+    yield service
+    service.close()
+
+
+class Client:
+    """Submits a request and collects its updates."""
+
+    def __init__(self, service, prompt, tokens=24, draft=True, priority=0, deadline=None, **params):
+        self.updates = queue.SimpleQueue()
+        settings = SamplingParams(max_tokens=tokens, **params)
+        self.service = service
+        self.ticket = service.submit(
+            prompt, settings, self.updates.put, draft=draft, priority=priority, deadline=deadline
+        )
+
+    def wait(self):
+        """All updates up to the last one."""
+        found = []
+        while not found or (found[-1].completion is None and found[-1].error is None):
+            found.append(self.updates.get(timeout=60))
+        return found
+
+    def first(self):
+        return self.updates.get(timeout=60)
+
+
+def test_updates_joined_are_the_whole_reply(llm, service):
+    expected = llm.generate(CHATS[:4], SamplingParams(max_tokens=40, stop=("zebra",)))
+    clients = [Client(service, chat, 40, stop=("zebra",)) for chat in CHATS[:4]]
+    for client, reply in zip(clients, expected, strict=True):
+        updates = client.wait()
+        last = updates[-1]
+        assert "".join(update.text for update in updates) == reply.text == last.completion.text
+        assert [token for update in updates for token in update.token_ids] == reply.token_ids
+        assert last.completion.accepted_per_step == reply.accepted_per_step
+        assert last.drafted_tokens == reply.drafted_tokens == 15 * reply.steps
+        assert last.accepted_tokens == reply.accepted_tokens
+        times = last.completion.times
+        ordered = [times.arrival_ns, times.first_scheduled_ns, times.first_token_ns, times.last_token_ns]
+        assert ordered == sorted(ordered)
+        assert 0 < last.completion.seconds < 60
+
+
+def test_many_threads_at_once(llm):
+    service = Service(llm, ServiceSettings(max_queue=64))
+    expected = llm_replies(llm)
+    failures = []
+
+    def client(i):
+        chat, reply = CHATS[i % len(CHATS)], expected[i % len(CHATS)]
+        updates = Client(service, chat).wait()
+        if "".join(update.text for update in updates) != reply.text:
+            failures.append(i)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(36)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert failures == []
+    statistics = service.statistics()
+    service.close()
+    assert statistics.requests == {"completed": 36}
+    assert statistics.running == statistics.waiting == 0
+
+
+def llm_replies(llm):
+    return llm.generate(CHATS, SamplingParams(max_tokens=24))
+
+
+def test_a_full_queue_is_an_error_at_once_and_the_others_go_on(service):
+    clients = [Client(service, CHATS[i], 200, ignore_eos=True) for i in range(8)]
+    with pytest.raises(QueueFullError, match=r"4 requests have a slot, and 4 wait .*max-queue"):
+        Client(service, CHATS[0])
+    for client in clients[2:]:
+        service.cancel(client.ticket)
+    for client in clients:
+        client.wait()
+    assert Client(service, CHATS[0]).wait()[-1].completion is not None
+    assert service.statistics().requests["refused"] == 1
+
+
+def test_cancelling_frees_the_slot_at_the_next_step(service):
+    endless = [Client(service, CHATS[i], 900, ignore_eos=True) for i in range(4)]
+    for client in endless:
+        client.first()
+    assert service.statistics().running == 4
+    service.cancel(endless[2].ticket)
+    service.cancel(endless[2].ticket)
+    assert isinstance(endless[2].wait()[-1].error, CancelledError)
+    assert Client(service, CHATS[5], 4).wait()[-1].completion is not None  # in that slot: the others still run
+    assert service.statistics().running == 3
+    for client in endless:
+        service.cancel(client.ticket)
+
+
+def test_a_deadline(service):
+    client = Client(service, CHATS[0], 900, ignore_eos=True, deadline=0.2)
+    begin = time.monotonic()
+    assert isinstance(client.wait()[-1].error, DeadlineError)
+    assert time.monotonic() - begin < 5
+    with pytest.raises(RequestError, match="deadline"):
+        Client(service, CHATS[0], deadline=-1)
+    with pytest.raises(RequestError, match="priority"):
+        Client(service, CHATS[0], priority=-3)
+
+
+def test_a_bad_request_is_refused_and_the_next_one_served(service):
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        Client(service, [])
+    with pytest.raises(RequestError, match="the prompt has 2000 tokens"):
+        Client(service, [1] * 2000)
+    assert Client(service, [1, 2, 3], 4).wait()[-1].completion is not None
+
+
+def test_a_step_that_fails_fails_its_requests_and_the_service_goes_on(llm, service, monkeypatch):
+    real = llm.session.decode
+
+    def fails(call):
+        monkeypatch.setattr(llm.session, "decode", real)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(llm.session, "decode", fails)
+    error = Client(service, CHATS[0]).wait()[-1].error
+    assert str(error) == "a step failed: RuntimeError: out of luck"
+    assert Client(service, CHATS[0]).wait()[-1].completion is not None
+    assert service.failure is None
+
+
+def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch):
+    service = Service(llm)
+
+    def fails(call):
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(llm.session, "prefill", fails)
+    clients = []
+    for _ in range(MOST_FAILURES):
+        clients.append(Client(service, CHATS[0]))
+        assert isinstance(clients[-1].wait()[-1].error, EngineError)
+    service._thread.join(timeout=10)
+    assert "the GPU is gone" in service.failure
+    with pytest.raises(EngineError, match=r"the engine failed: .*the GPU is gone"):
+        Client(service, CHATS[0])
+    service.close()
+
+
+def test_closing_fails_what_is_left(llm):
+    service = Service(llm)
+    clients = [Client(service, CHATS[i % 12], 900, ignore_eos=True) for i in range(6)]
+    clients[0].first()
+    service.close()
+    for client in clients:
+        assert "closing" in str(client.wait()[-1].error)
+    with pytest.raises(EngineError, match="closed"):
+        Client(service, CHATS[0])
+
+
+def test_statistics_add_up(llm):
+    service = Service(llm)
+    replies = [Client(service, chat).wait()[-1].completion for chat in CHATS[:6]]
+    Client(service, CHATS[6], draft=False).wait()
+    statistics = service.statistics()
+    service.close()
+    drafted = sum(reply.drafted_tokens for reply in replies)
+    accepted = sum(reply.accepted_tokens for reply in replies)
+    found = {}
+    for sample in statistics.samples():
+        key = sample.name, *sample.labels.values()
+        assert key not in found
+        assert sample.help
+        found[key] = sample.value
+    positions = [str(i) for i in range(1, 16)]
+    assert sum(found["dflash_drafted_tokens_total", p] for p in positions) == drafted
+    assert sum(found.get(("dflash_accepted_tokens_total", p), 0) for p in positions) == accepted
+    by_position = [found.get(("dflash_accepted_tokens_total", p), 0) for p in positions]
+    assert by_position == sorted(by_position, reverse=True)
+    assert found["dflash_acceptance_length",] == pytest.approx(1 + accepted / sum(reply.steps for reply in replies))
+    assert found["dflash_requests_total", "completed"] == 7
+    assert found["dflash_slots_in_use",] == 0
+    assert found["dflash_time_to_first_token_seconds_count",] == 7
+    assert found["dflash_time_to_first_token_seconds_bucket", "+Inf"] == 7
+    assert found["dflash_request_seconds_sum",] > found["dflash_time_to_first_token_seconds_sum",] > 0
+    assert found["dflash_prompt_tokens_total",] == sum(r.prompt_tokens for r in replies) + len(llm.encode(CHATS[6]))

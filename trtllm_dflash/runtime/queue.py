@@ -1,0 +1,34 @@
+"""Requests that wait for a slot: the most urgent first, among equals the one that came first."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+from trtllm_dflash.runtime.request import Sequence
+
+
+class Queue:
+    """Sequences in order of priority and arrival."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._arrivals = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, sequence: Sequence) -> None:
+        """Adds a sequence."""
+        heapq.heappush(self._heap, (sequence.priority, next(self._arrivals), sequence))
+
+    def pop(self) -> Sequence:
+        """Takes the next one out."""
+        return heapq.heappop(self._heap)[2]
+
+    def remove_if(self, unwanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Takes out all for which `unwanted` is true."""
+        removed = [entry for entry in self._heap if unwanted(entry[2])]
+        if removed:
+            self._heap = [entry for entry in self._heap if entry not in removed]
+            heapq.heapify(self._heap)
+        return [entry[2] for entry in removed]

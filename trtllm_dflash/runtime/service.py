@@ -1,0 +1,188 @@
+"""An engine that takes requests from any thread, and runs them together in a thread of its own."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+from trtllm_dflash.errors import CancelledError, DFlashError, EngineError, QueueFullError, RequestError
+from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.statistics import Statistics
+
+if TYPE_CHECKING:
+    from trtllm_dflash.llm import LLM, Prompt
+
+#: Failed steps, one after the other, after which an engine is given up: a lost GPU fails every step.
+MOST_FAILURES = 3
+
+_CLOSE_SECONDS = 30
+
+
+class ServiceSettings(BaseModel):
+    """How a service shares the engine among its requests.
+
+    Attributes:
+        prefill_share: of the steps that are chunks of prompts, while replies are running; 1: prompts first.
+        max_queue: requests that may wait for a slot.
+        draft: False never drafts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_queue: NonNegativeInt = 256
+    draft: bool = True
+
+
+class Ticket:
+    """A request that a service has taken."""
+
+    def __init__(self, sequence: Sequence, on_update: Callable[[Update], None]) -> None:
+        self.sequence = sequence
+        self.on_update = on_update
+        self.cancelled = False
+
+
+class Service:
+    """Serves an LLM until it is closed; the LLM itself is its owner's to close.
+
+    Attributes:
+        failure: why it serves no more; None while it does.
+    """
+
+    def __init__(self, llm: "LLM", settings: ServiceSettings | None = None) -> None:
+        settings = settings or ServiceSettings()
+        self.failure: str | None = None
+        self._llm = llm
+        self._scheduler = Scheduler(llm.session, settings.draft, settings.prefill_share)
+        self._most = llm.config.max_batch + settings.max_queue
+        self._changed = threading.Condition()  # guards what follows
+        self._arrived: list[Ticket] = []
+        self._cancelled: list[Ticket] = []
+        self._taken = 0  # requests that have not ended
+        self._closing = False
+        self._tickets: dict[Sequence, Ticket] = {}  # the thread's own
+        self._thread = threading.Thread(target=self._run, name="dflash-steps", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: "Prompt",
+        params: SamplingParams,
+        on_update: Callable[[Update], None],
+        *,
+        draft: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Takes a request. What comes of it is given to `on_update`, on the service's thread: it must not block.
+
+        Args:
+            prompt: token ids, text or a conversation.
+            draft: False decodes this request plainly.
+            priority: 1 is the most urgent; 0 is none in particular.
+            deadline: seconds from now until its last token must be there.
+
+        Raises:
+            RequestError: the engine cannot serve it; a QueueFullError if too many wait.
+            EngineError: the service has failed or is closed.
+        """
+        if priority < 0:
+            raise RequestError(f"priority {priority}: 1 is the most urgent, 0 none in particular")
+        if deadline is not None and not deadline > 0:
+            raise RequestError(f"deadline {deadline}: it must lie in the future")
+        by = None if deadline is None else time.monotonic() + deadline
+        sequence = self._llm.sequence(prompt, params, draft, priority or DEFAULT_PRIORITY, by)
+        ticket = Ticket(sequence, on_update)
+        with self._changed:
+            if self._closing or self.failure is not None:
+                raise EngineError(self.failure or "the service is closed")
+            if self._taken >= self._most:
+                self._scheduler.statistics.requests["refused"] += 1
+                slots = self._llm.config.max_batch
+                raise QueueFullError(
+                    f"the queue is full: {slots} requests have a slot, and {self._most - slots} wait (--max-queue)"
+                )
+            self._taken += 1
+            self._arrived.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request at the next step; nothing happens to one that has ended."""
+        with self._changed:
+            self._cancelled.append(ticket)
+            self._changed.notify()
+
+    def statistics(self) -> Statistics:
+        """What it has counted; it goes on counting."""
+        return self._scheduler.statistics
+
+    def close(self) -> None:
+        """Fails what is left, and ends the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_SECONDS)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while self._take_in():
+            failed_before = self._scheduler.statistics.requests["failed"]
+            try:
+                changed = self._scheduler.step()
+            except Exception as error:  # a fault of the scheduler itself: nothing it holds can be relied on
+                self._give_up(f"the scheduler failed: {type(error).__name__}: {error}")
+                return
+            self._report(changed)
+            failed = self._scheduler.statistics.requests["failed"] > failed_before
+            failures = failures + 1 if failed else 0
+            # Ranks that have not all run the same steps no longer belong together.
+            if failures == MOST_FAILURES or (failed and self._llm.config.tp > 1):
+                last = next(sequence.error for sequence in changed if sequence.error is not None)
+                self._give_up(f"the engine failed: {last}")
+                return
+        self._report(self._scheduler.fail_all(EngineError("the service is closing")))
+
+    def _take_in(self) -> bool:
+        """What has arrived and what was cancelled, waiting for it if there is nothing to do; False: time to end."""
+        with self._changed:
+            while not (self._arrived or self._cancelled or self._closing or self._scheduler.busy):
+                self._changed.wait()
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+            closing = self._closing
+        for ticket in arrived:
+            self._tickets[ticket.sequence] = ticket
+            self._scheduler.submit(ticket.sequence)
+        for ticket in cancelled:
+            if not ticket.sequence.done:
+                ticket.sequence.error = CancelledError("the request was cancelled")
+        return not closing
+
+    def _report(self, changed: list[Sequence]) -> None:
+        for sequence in changed:
+            ticket = self._tickets.get(sequence)
+            update = sequence.take_update()
+            if ticket is None or update is None:
+                continue
+            if sequence.done:
+                del self._tickets[sequence]
+                with self._changed:
+                    self._taken -= 1
+            ticket.on_update(update)
+
+    def _give_up(self, failure: str) -> None:
+        with self._changed:
+            self.failure = failure
+            arrived, self._arrived = self._arrived, []
+        for ticket in arrived:
+            self._tickets[ticket.sequence] = ticket
+            self._scheduler.submit(ticket.sequence)
+        error: DFlashError = EngineError(failure)
+        self._report(self._scheduler.fail_all(error))

@@ -1,0 +1,74 @@
+"""Which sequence runs in which slot, and what each slot's K/V rows still hold."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trtllm_dflash.runtime.request import Sequence
+
+#: Shorter shared prefixes are not worth a copy: a prompt has a template's first words in common with any other.
+MIN_REUSED_ROWS = 16
+
+
+@dataclass
+class Slot:
+    """One slot of the caches.
+
+    Attributes:
+        rows: the tokens whose K/V rows are known to be in the target's caches, from position 0 on.
+        drafter_rows: how many of them the drafter's caches hold too.
+        block: rows that its next step can verify: the bonus token, and the drafts that its last step left.
+        running: past its prefill.
+    """
+
+    index: int
+    sequence: Sequence | None = None
+    rows: list[int] = field(default_factory=list)
+    drafter_rows: int = 0
+    block: int = 1
+    running: bool = False
+
+    def keep(self, ids: list[int], with_drafter: bool) -> None:
+        """Notes rows that a step has written."""
+        if with_drafter and self.drafter_rows == len(self.rows):
+            self.drafter_rows += len(ids)
+        self.rows += ids
+
+    def release(self) -> None:
+        """The sequence leaves; its rows stay, for a later prompt that begins with them."""
+        self.sequence = None
+        self.running = False
+
+    def forget(self, rows: int = 0) -> None:
+        """Only the first `rows` rows can still be relied on."""
+        del self.rows[rows:]
+        self.drafter_rows = min(self.drafter_rows, rows)
+
+
+class Slots:
+    """All slots of an engine."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [Slot(i) for i in range(count)]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def lowest_free(self) -> Slot | None:
+        """The free slot of lowest index: decoding computes all slots up to the highest in use."""
+        return next((slot for slot in self._slots if slot.sequence is None), None)
+
+    def longest_prefix(self, prompt_ids: list[int], drafted: bool) -> tuple[Slot, int]:
+        """The slot that holds most of a prompt's first tokens, and how many rows of them can be taken from it.
+
+        The prompt's last token is never among them: a step has to run on it. `drafted`: the drafter's rows are needed.
+        """
+        limit = len(prompt_ids) - 1
+
+        def shared(slot: Slot) -> int:
+            most = min(limit, slot.drafter_rows if drafted else len(slot.rows))
+            return next((i for i in range(most) if slot.rows[i] != prompt_ids[i]), most)
+
+        return max(((slot, shared(slot)) for slot in self._slots), key=lambda found: found[1])

@@ -1,0 +1,144 @@
+"""What a service counts: gauges, counters and histograms, in Prometheus' terms."""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trtllm_dflash.errors import CancelledError, DeadlineError
+from trtllm_dflash.runtime.request import Sequence
+
+#: Drafted steps that the acceptance length is the mean of.
+RECENT_STEPS = 1000
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number: `name` with `labels` is `value`."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    labels: dict[str, str]
+    value: float
+
+
+class Histogram:
+    """How many observations lie at or below each bound, their sum and their number."""
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...] = _SECONDS) -> None:
+        self.name, self.help, self._bounds = name, help, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Adds an observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def samples(self) -> list[Sample]:
+        """Cumulative, by the label `le`."""
+        total, samples = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            le = "+Inf" if bound == float("inf") else f"{bound:g}"
+            samples.append(Sample(f"{self.name}_bucket", "counter", self.help, {"le": le}, total))
+        samples.append(Sample(f"{self.name}_sum", "counter", self.help, {}, self._sum))
+        samples.append(Sample(f"{self.name}_count", "counter", self.help, {}, total))
+        return samples
+
+
+@dataclass
+class Statistics:
+    """Counts of one scheduler; written by its thread, read by any.
+
+    Attributes:
+        drafted, accepted: drafts by position in the block, from 1.
+    """
+
+    slots: int = 0
+    kv_tokens: int = 0  # that fit in the caches
+    running: int = 0
+    waiting: int = 0
+    kv_tokens_in_use: int = 0
+    requests: Counter[str] = field(default_factory=Counter)  # by outcome
+    steps: Counter[str] = field(default_factory=Counter)  # by kind
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    committed_tokens: int = 0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {
+            "queue": Histogram("dflash_queue_seconds", "From arrival to the first prefill step"),
+            "first": Histogram("dflash_time_to_first_token_seconds", "From arrival to the first token"),
+            "token": Histogram("dflash_time_per_output_token_seconds", "Mean time between a reply's tokens"),
+            "request": Histogram("dflash_request_seconds", "From arrival to the last token"),
+        }
+    )
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Counts one sequence's drafts in a step; every position up to the first wrong one is accepted."""
+        self.drafted.update(range(1, drafted + 1))
+        self.accepted.update(range(1, accepted + 1))
+        self.recent.append(accepted + 1)
+
+    def count_end(self, sequence: Sequence) -> None:
+        """Counts a sequence that has ended, one way or another."""
+        if sequence.error is not None:
+            kinds: dict[type, str] = {CancelledError: "cancelled", DeadlineError: "expired"}
+            self.requests[kinds.get(type(sequence.error), "failed")] += 1
+            return
+        self.requests["completed"] += 1
+        times = sequence.times
+        self.histograms["queue"].observe((times.first_scheduled_ns - times.arrival_ns) / 1e9)
+        self.histograms["first"].observe((times.first_token_ns - times.arrival_ns) / 1e9)
+        self.histograms["request"].observe((times.last_token_ns - times.arrival_ns) / 1e9)
+        if len(sequence.token_ids) > 1:
+            seconds = (times.last_token_ns - times.first_token_ns) / 1e9
+            self.histograms["token"].observe(seconds / (len(sequence.token_ids) - 1))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of the recent drafted steps; 0 before the first."""
+        recent = list(self.recent)
+        return sum(recent) / len(recent) if recent else 0.0
+
+    def samples(self) -> list[Sample]:
+        """All of it."""
+        gauges = {
+            "requests_running": (self.running, "Requests that have a slot"),
+            "requests_waiting": (self.waiting, "Requests that wait for a slot"),
+            "slots_in_use": (self.running, "Slots in use"),
+            "slots_total": (self.slots, "Slots"),
+            "kv_tokens_in_use": (self.kv_tokens_in_use, "Tokens of running requests in the K/V caches"),
+            "kv_tokens_total": (self.kv_tokens, "Tokens that fit in the K/V caches"),
+            "acceptance_length": (self.acceptance_length, f"Tokens a step, mean of the last {RECENT_STEPS}"),
+        }
+        counters = {
+            "prompt_tokens_total": (self.prompt_tokens, "Prompt tokens of requests that got a slot"),
+            "prefix_reused_tokens_total": (self.reused_tokens, "Of those, taken from an earlier request's rows"),
+            "committed_tokens_total": (self.committed_tokens, "Tokens generated"),
+        }
+        labelled: list[tuple[str, str, str, Counter[str]]] = [
+            ("requests_total", "outcome", "Requests that have ended", self.requests),
+            ("steps_total", "kind", "Steps", self.steps),
+            ("drafted_tokens_total", "position", "Drafts verified", _by_text(self.drafted)),
+            ("accepted_tokens_total", "position", "Drafts accepted", _by_text(self.accepted)),
+        ]
+        samples = [Sample(f"dflash_{name}", "gauge", text, {}, value) for name, (value, text) in gauges.items()]
+        samples += [Sample(f"dflash_{name}", "counter", text, {}, value) for name, (value, text) in counters.items()]
+        for name, label, text, counts in labelled:
+            samples += [
+                Sample(f"dflash_{name}", "counter", text, {label: key}, value) for key, value in list(counts.items())
+            ]
+        for histogram in self.histograms.values():
+            samples += histogram.samples()
+        return samples
+
+
+def _by_text(counts: Counter[int]) -> Counter[str]:
+    return Counter({str(key): value for key, value in list(counts.items())})
