@@ -1,10 +1,11 @@
 """Compiles every rank of an engine, one after another or several at a time, each in a bound of host memory."""
 
 import os
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 
 from trtllm_dflash.checkpoint.pair import Pair
@@ -40,8 +41,12 @@ def compile_ranks(
     done = 0
     progress("ranks", done, config.tp)
     # New processes, not forked ones: TensorRT's threads would not survive a fork.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_silently_on_interrupt) as pool:
+        # They start with SIGINT blocked, until they have their own way to end; the tracker's start would unblock it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = [pool.submit(_compile, *job) for job in jobs]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             for future in as_completed(futures):
                 future.result()
@@ -53,6 +58,11 @@ def compile_ranks(
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return tuple(future.result() for future in futures)
+
+
+def _end_silently_on_interrupt() -> None:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def host_memory(config: EngineConfig) -> int:
