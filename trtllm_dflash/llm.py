@@ -48,8 +48,9 @@ class LLM:
     Not for several threads at once. Under tensor parallelism only rank 0 generates; see `trtllm-dflash generate`.
     """
 
-    def __init__(self, session: Session, codec: TextCodec | None) -> None:
+    def __init__(self, session: Session, codec: TextCodec | None, folder: Path | None = None) -> None:
         self.session = session
+        self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
         self._turn = object()  # whose steps the session's slots hold
@@ -81,7 +82,7 @@ class LLM:
             check_shared_files(folder, config)
             codec = TextCodec.load(folder, config.chat_arguments)
             prepared = _prepare_rank(folder, config, world.rank, place)
-        return cls(prepared(world.connect(place)), codec)
+        return cls(prepared(world.connect(place)), codec, folder)
 
     @classmethod
     def from_pretrained(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trtllm_dflash.engine.session import Copy, Decode, Outcome, Prefill, Session, SlotSampling
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
+from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import MIN_REUSED_ROWS, Slot, Slots
@@ -44,16 +45,23 @@ class Scheduler:
     Args:
         session: what runs the steps.
         draft: False decodes plainly, without the drafter's work.
+        draft_length: chooses how much to draft; by default the drafter's whole block.
         prefill_share: of the steps that are chunks of prompts, while there are both prompts and running sequences.
         ahead: steps to launch before the first is read; by default what the session says.
     """
 
     def __init__(
-        self, session: Session, draft: bool = True, prefill_share: float = 0.5, ahead: int | None = None
+        self,
+        session: Session,
+        draft: bool = True,
+        draft_length: DraftLength | None = None,
+        prefill_share: float = 0.5,
+        ahead: int | None = None,
     ) -> None:
         config = session.config
         self._session = session
         self._draft = draft and config.drafter is not None
+        self._draft_length = draft_length or FixedDraftLength(config.block_size - 1)
         self._share = prefill_share
         self._ahead = session.ahead if ahead is None else ahead
         self._credit = 1.0  # of prompts: a chunk costs 1
@@ -182,17 +190,17 @@ class Scheduler:
 
     def _prefill(self, part: _Part) -> _Launched:
         slot, sequence, params = part.slot, part.sequence, part.sequence.params
-        drafting = Drafting.OFF
-        if self._draft:
-            drafts = part.last_chunk and self._drafts(sequence)
-            drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
+        drafts = 0
+        if part.last_chunk and self._drafts(sequence):
+            drafts = self._draft_length.choose(1 + sum(slot.running for slot in self._slots))
+        drafting = _drafting(drafts) if self._draft else Drafting.OFF
         call = Prefill(
             slot=slot.index,
             start=sequence.prefilled,
             token_ids=part.row_ids,
             last=part.last_chunk,
             drafting=drafting,
-            block=self._block(drafting),
+            block=drafts + 1,
             sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
         )
         outcome = self._session.prefill(call)
@@ -216,9 +224,12 @@ class Scheduler:
         row_counts = [0] * (parts[-1].index + 1)
         for part in parts:
             row_counts[part.index] = part.drafts + 1
-        drafting = Drafting.BLOCK if any(self._drafts(part.sequence) for part in parts) else Drafting.OFF
+        drafting, drafts = Drafting.OFF, 0
+        if any(self._drafts(part.sequence) for part in parts):
+            drafts = self._draft_length.choose(len(parts))
+            drafting = _drafting(drafts)
         sampled = any(part.sequence.params.temperature > 0 for part in parts)
-        call = Decode(row_counts, drafting, self._block(drafting), sampled)
+        call = Decode(row_counts, drafting, drafts + 1, sampled)
         outcome = self._session.decode(call)
         for part in parts:
             part.sequence.in_flight += 1
@@ -227,9 +238,6 @@ class Scheduler:
 
     def _drafts(self, sequence: Sequence) -> bool:
         return self._draft and sequence.draft
-
-    def _block(self, drafting: Drafting) -> int:
-        return self._session.config.block_size if drafting is Drafting.BLOCK else 1
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -262,6 +270,7 @@ class Scheduler:
             sequence.count_drafts(part.drafts, accepted)
             if part.drafts:
                 self.statistics.count_drafts(part.drafts, accepted)
+                self._draft_length.observe(part.drafts, len(ids) - 1)
         self._changed.append(sequence)
         if sequence.done:
             self.statistics.count_end(sequence)
@@ -281,6 +290,10 @@ class Scheduler:
         self._end(slot.sequence, error)
         slot.release()
         slot.forget()
+
+
+def _drafting(drafts: int) -> Drafting:
+    return Drafting.BLOCK if drafts else Drafting.CONTEXT
 
 
 def _first_come(slot: Slot) -> tuple[int, int]:

@@ -3,11 +3,20 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from trtllm_dflash.errors import CancelledError, DFlashError, EngineError, QueueFullError, RequestError
+from trtllm_dflash.engine.step_times import step_times
+from trtllm_dflash.errors import (
+    CancelledError,
+    DFlashError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    SettingsError,
+)
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.statistics import Statistics
@@ -28,6 +37,7 @@ class ServiceSettings(BaseModel):
         prefill_share: of the steps that are chunks of prompts, while replies are running; 1: prompts first.
         max_queue: requests that may wait for a slot.
         draft: False never drafts.
+        draft_length: tokens to draft a step; None: the drafter's whole block; "auto": what the load makes best.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,6 +45,7 @@ class ServiceSettings(BaseModel):
     prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     max_queue: NonNegativeInt = 256
     draft: bool = True
+    draft_length: Literal["auto"] | NonNegativeInt | None = None
 
 
 class Ticket:
@@ -57,7 +68,7 @@ class Service:
         settings = settings or ServiceSettings()
         self.failure: str | None = None
         self._llm = llm
-        self._scheduler = Scheduler(llm.session, settings.draft, settings.prefill_share)
+        self._scheduler = Scheduler(llm.session, settings.draft, _draft_length(llm, settings), settings.prefill_share)
         self._most = llm.config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
@@ -186,3 +197,16 @@ class Service:
             self._scheduler.submit(ticket.sequence)
         error: DFlashError = EngineError(failure)
         self._report(self._scheduler.fail_all(error))
+
+
+def _draft_length(llm: "LLM", settings: ServiceSettings) -> DraftLength:
+    longest = llm.config.block_size - 1
+    if settings.draft_length is None:
+        return FixedDraftLength(longest)
+    if settings.draft_length != "auto":
+        if settings.draft_length > longest:
+            raise SettingsError(f"--draft-length {settings.draft_length}: this engine drafts up to {longest}")
+        return FixedDraftLength(settings.draft_length)
+    if not settings.draft or llm.config.drafter is None:
+        return FixedDraftLength(0)
+    return AdaptiveDraftLength(step_times(llm.session, llm.folder))

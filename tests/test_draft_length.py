@@ -1,0 +1,145 @@
+"""The draft length that follows the load."""
+
+import json
+import random
+
+import pytest
+
+from tests.conftest import TINY
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.engine.step_times import FILE, batch_sizes, step_times
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, lengths_up_to
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.service import Service, ServiceSettings
+
+LENGTHS = lengths_up_to(16)
+
+
+def times(cost_of_a_row, drafter=0.2):
+    """Seconds as of a GPU: flat while rows are few, then in proportion to them."""
+    return {
+        (slots, drafts): max(1.0, cost_of_a_row * slots * (drafts + 1)) + (drafter if drafts else 0)
+        for slots in (1, 2, 4, 8, 16, 32)
+        for drafts in LENGTHS
+    }
+
+
+def follow(length, slots, survival, steps, seed=0):
+    """Runs a policy against drafts that survive each position with one probability; tokens a second, from the times."""
+    chance = random.Random(seed)
+    tokens = seconds = 0.0
+    drafts = length.choose(slots)
+    for _ in range(steps):
+        seconds += length._seconds(slots, drafts)
+        for _ in range(slots):
+            accepted = next((i for i in range(drafts) if chance.random() > survival), drafts)
+            length.observe(drafts, accepted)
+            tokens += accepted + 1
+        drafts = length.choose(slots)
+    return tokens / seconds
+
+
+def test_lengths_end_with_the_whole_block():
+    assert lengths_up_to(16) == [0, 1, 2, 3, 5, 7, 11, 15]
+    assert lengths_up_to(10) == [0, 1, 2, 3, 5, 7, 9]
+    assert lengths_up_to(1) == [0]
+    assert batch_sizes(12) == [1, 2, 4, 8, 12]
+
+
+def test_few_slots_draft_the_whole_block_and_many_a_short_one():
+    length = AdaptiveDraftLength(times(1 / 128))
+    for slots in (1, 8, 32):
+        follow(length, slots, 0.85, 300)
+    assert length.choose(1) == 15
+    assert 0 < length.choose(32) < 15
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 32])
+@pytest.mark.parametrize("survival", [0.0, 0.3, 0.7, 0.95])
+def test_it_is_as_fast_as_the_best_constant_but_for_the_probes(slots, survival):
+    known = times(1 / 64)
+    best = max(follow(_Constant(known, drafts), slots, survival, 2000) for drafts in LENGTHS)
+    found = follow(AdaptiveDraftLength(known), slots, survival, 2000)
+    assert found > 0.95 * best
+
+
+def test_it_is_never_slower_than_plain_decoding_by_more_than_the_probes():
+    known = times(1.0)  # every row costs: drafting can only lose
+    plain = follow(_Constant(known, 0), 32, 0.1, 3000)
+    assert follow(AdaptiveDraftLength(known), 32, 0.1, 3000) > 0.97 * plain
+
+
+def test_it_comes_back_when_drafts_become_good_again():
+    length = AdaptiveDraftLength(times(1 / 200))
+    follow(length, 4, 0.02, 1000)
+    assert length.choose(4) <= 1
+    follow(length, 4, 0.95, 3000)
+    assert length.choose(4) >= 7
+
+
+class _Constant(AdaptiveDraftLength):
+    def __init__(self, times, drafts):
+        super().__init__(times)
+        self._constant = drafts
+
+    def choose(self, slots):
+        return self._constant
+
+
+class _Random(DraftLength):
+    """Any length at any step."""
+
+    def __init__(self):
+        self._chance = random.Random(3)
+
+    def choose(self, slots):
+        return self._chance.choice(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=3, max_seq_len=512) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_text_does_not_depend_on_the_length(llm, ahead):
+    prompts = [[{"role": "user", "content": text}] for kind in read_prompts(2).values() for text in kind]
+    params = [SamplingParams(max_tokens=50, temperature=0.8 if i % 3 == 0 else 0, seed=i) for i in range(len(prompts))]
+    scheduler = Scheduler(llm.session, draft_length=_Random(), ahead=ahead)
+    sequences = [llm.sequence(*pair) for pair in zip(prompts, params, strict=True)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while scheduler.busy:
+        scheduler.step()
+    replies = llm.generate(prompts, params)
+    for sequence, reply in zip(sequences, replies, strict=True):
+        assert sequence.completion().text == reply.text
+    lengths = [len(reply.accepted_per_step) for reply in replies]
+    assert sum(len(sequence.accepted_per_step) for sequence in sequences) > sum(lengths)
+    drafted = scheduler.statistics.drafted
+    assert drafted[1] > drafted[2] > drafted[15] > 0
+
+
+def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("trtllm_dflash.engine.step_times._ROUNDS", 1)
+    found = step_times(llm.session, tmp_path)
+    assert set(found) == {(slots, drafts) for slots in (1, 2, 3) for drafts in LENGTHS}
+    assert all(0 < seconds < 10 for seconds in found.values())
+    assert found[3, 15] > found[1, 0]
+    monkeypatch.setattr("trtllm_dflash.engine.step_times.measure", lambda session: {(1, 0): 1.0})
+    assert step_times(llm.session, tmp_path) == found
+    kept = json.loads((tmp_path / FILE).read_text())
+    kept["machine"]["device"] = "another"
+    (tmp_path / FILE).write_text(json.dumps(kept))
+    assert step_times(llm.session, tmp_path) == {(1, 0): 1.0}
+    (tmp_path / FILE).write_text("{")
+    assert step_times(llm.session, tmp_path) == {(1, 0): 1.0}
+
+
+def test_a_length_that_the_engine_cannot_draft_is_refused(llm):
+    with pytest.raises(SettingsError, match=r"--draft-length 16: this engine drafts up to 15"):
+        Service(llm, ServiceSettings(draft_length=16))

@@ -1,0 +1,90 @@
+"""How long a decoding step takes on this machine, by slots and drafts: measured once, and kept with the engine."""
+
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from trtllm_dflash.engine.session import Decode, Prefill, Session
+from trtllm_dflash.runtime.draft_length import StepTimes, lengths_up_to
+from trtllm_dflash.step import Drafting
+
+FILE = "step_times.json"
+
+_POSITION = 256  # tokens that the measured slots hold
+_ROUNDS = 3
+_STEPS = 3  # in a round
+
+
+def step_times(session: Session, folder: Path | None) -> StepTimes:
+    """The engine's step times on this machine: those kept in its directory, or else measured now and kept there.
+
+    Measuring writes over the caches' rows.
+    """
+    machine = _machine(session)
+    kept = _read(folder / FILE, machine) if folder is not None else None
+    if kept is not None:
+        return kept
+    times = measure(session)
+    if folder is not None:
+        _write(folder / FILE, machine, times)
+    return times
+
+
+def measure(session: Session) -> StepTimes:
+    """Times each number of slots with each draft length; seconds, the median of a few rounds."""
+    config = session.config
+    position = min(_POSITION, config.max_seq_len - 1)
+    times = {}
+    for slots in batch_sizes(config.max_batch):
+        for drafts in lengths_up_to(config.block_size):
+            drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
+            step = Decode([drafts + 1] * slots, drafting, drafts + 1, sampled=False)
+            rounds = []
+            for _ in range(1 + _ROUNDS):
+                for slot in range(slots):
+                    session.prefill(Prefill(slot, position, [0], True, drafting, drafts + 1)).read()
+                begin = time.perf_counter()
+                for _ in range(_STEPS):
+                    outcome = session.decode(step)
+                outcome.read()
+                rounds.append((time.perf_counter() - begin) / _STEPS)
+            times[slots, drafts] = statistics.median(rounds[1:])  # the first one may compile and capture
+    return times
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the most."""
+    return sorted({size for power in range(most.bit_length()) if (size := 2**power) <= most} | {most})
+
+
+def _machine(session: Session) -> dict[str, str]:
+    """What the times depend on besides the engine."""
+    device = session.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
+    return {"device": name, "threads": threads, "torch": torch.__version__, "session": type(session).__name__}
+
+
+def _read(file: Path, machine: dict[str, str]) -> StepTimes | None:
+    """None where there are none, or none of this machine: they are measured again then."""
+    try:
+        kept = json.loads(file.read_text())
+        if kept["machine"] != machine:
+            return None
+        return {(int(slots), int(drafts)): float(seconds) for slots, drafts, seconds in kept["times"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, machine: dict[str, str], times: StepTimes) -> None:
+    rows = [[slots, drafts, seconds] for (slots, drafts), seconds in times.items()]
+    aside = file.with_name(f".{file.name}")
+    try:
+        aside.write_text(json.dumps({"machine": machine, "times": rows}))
+        aside.replace(file)
+    except OSError:
+        aside.unlink(missing_ok=True)  # a directory that cannot be written to is measured at each load

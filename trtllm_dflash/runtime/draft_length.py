@@ -1,0 +1,92 @@
+"""How many tokens to draft: a constant, or what commits most tokens a second at this load.
+
+A step of B slots and K drafts takes a time that was measured; how many of the drafts survive is watched while serving.
+With few slots a long block is nearly free; with many, its rows cost more than they bring.
+"""
+
+from abc import ABC, abstractmethod
+from itertools import accumulate
+from operator import mul
+
+#: Draft lengths to choose from, those that a drafter's block allows: each is a captured graph for every batch size.
+LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
+#: Steps between two tries of the next longer length, without which a drafter that has become good is never noticed.
+PROBE_STEPS = 64
+#: Drafts at a position that are remembered: about so many, the recent ones more.
+MEMORY = 400
+#: What is believed of a position before it was tried, and the number of tries that this belief is worth.
+PRIOR, PRIOR_TRIES = 0.8, 4.0
+
+#: Seconds of a decoding step by slots and drafts a slot.
+StepTimes = dict[tuple[int, int], float]
+
+
+class DraftLength(ABC):
+    """Chooses K, the number of drafts after the bonus token."""
+
+    @abstractmethod
+    def choose(self, slots: int) -> int:
+        """The drafts to make in this step, for the next one to verify, with so many slots decoding."""
+
+    def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027
+        """Notes a sequence's verified drafts, and how many of them were accepted."""
+
+
+class FixedDraftLength(DraftLength):
+    """Always the same."""
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+
+    def choose(self, slots: int) -> int:
+        return self._drafts
+
+
+class AdaptiveDraftLength(DraftLength):
+    """The length of most committed tokens a second, by measured step times and the drafts' observed survival.
+
+    Args:
+        times: of all lengths that can be chosen, 0 among them, at several numbers of slots.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._slots = sorted({slots for slots, _ in times})
+        self._lengths = sorted({drafts for _, drafts in times})
+        longest = self._lengths[-1]
+        # Of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
+        self._tries = [PRIOR_TRIES] * longest
+        self._accepted = [PRIOR * PRIOR_TRIES] * longest
+        self._steps = 0
+
+    def choose(self, slots: int) -> int:
+        best = max(self._lengths, key=lambda drafts: self.rate(slots, drafts))
+        self._steps += 1
+        if self._steps % PROBE_STEPS == 0:
+            longer = [drafts for drafts in self._lengths if drafts > best]
+            return longer[0] if longer else best
+        return best
+
+    def rate(self, slots: int, drafts: int) -> float:
+        """Tokens a second that are expected of so many slots with so many drafts each."""
+        survival = accumulate((a / t for a, t in zip(self._accepted, self._tries, strict=True)), mul)
+        committed = 1 + sum(share for _, share in zip(range(drafts), survival, strict=False))
+        return slots * committed / self._seconds(slots, drafts)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        for i in range(min(drafted, accepted + 1)):
+            keep = min(1.0, MEMORY / self._tries[i])
+            self._tries[i] = keep * self._tries[i] + 1
+            self._accepted[i] = keep * self._accepted[i] + (i < accepted)
+
+    def _seconds(self, slots: int, drafts: int) -> float:
+        """Between the measured numbers of slots, a straight line."""
+        above = next((known for known in self._slots if known >= slots), self._slots[-1])
+        below = max((known for known in self._slots if known <= slots), default=above)
+        low, high = self._times[below, drafts], self._times[above, drafts]
+        return low if above == below else low + (high - low) * (slots - below) / (above - below)
+
+
+def lengths_up_to(block_size: int) -> list[int]:
+    """The lengths to choose from with a drafter of this block size, its whole block among them."""
+    return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})
