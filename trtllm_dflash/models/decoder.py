@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
-from trtllm_dflash.ops import Ops
+from trtllm_dflash.ops import AttentionLayer, Ops
 
 T = TypeVar("T")
 
@@ -85,6 +85,9 @@ class Features(Generic[T]):
 class Decoder:
     """A dense decoder over `Ops`; stateless, one for any number of ranks."""
 
+    #: Whether each query and key head is normed before RoPE.
+    head_norms = False
+
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
@@ -120,9 +123,10 @@ class Decoder:
         positions = ops.positions(start, offsets)  # [B, Q]
         lengths = ops.key_lengths(start, offsets)  # [B]
         x = ops.embedding("model.embed_tokens", token_ids)
+        h = ops.rms_norm("model.layers.0.input_layernorm", x, self.config.norm_eps)
         after = {}
         for i in range(self.config.layers):
-            x = self._layer(ops, i, x, positions, start, lengths)
+            x, h = self._layer(ops, i, x, h, positions, start, lengths)
             # Hugging Face's hidden_states[i + 1], but for the last layer's, which it norms. Tapping i instead costs
             # acceptance, never an error.
             after[i] = x
@@ -132,35 +136,33 @@ class Decoder:
         """hidden [B, R, H], before the final norm -> [B, R, V/tp]."""
         return ops.linear("lm_head", ops.rms_norm("model.norm", hidden, self.config.norm_eps))
 
-    def _layer(self, ops: Ops[T], i: int, x: T, positions: T, start: T, lengths: T) -> T:
+    def _layer(self, ops: Ops[T], i: int, x: T, h: T, positions: T, start: T, lengths: T) -> tuple[T, T]:
+        """The residual stream x and h, x normed for layer i, to the same for the next (after the last: x twice)."""
         c = self.config
         prefix = f"model.layers.{i}."
-        h = ops.rms_norm(prefix + "input_layernorm", x, c.norm_eps)
-        q, k, v = project_qkv(ops, prefix, h, c)
-        q, k = self.normalize_heads(ops, prefix, q, k)
-        q, k = ops.rope("rope", q, positions), ops.rope("rope", k, positions)
-        keys = ops.append_kv(prefix + "key", k, start)
-        values = ops.append_kv(prefix + "value", v, start)
-        h = ops.attention(q, keys, values, lengths, causal=True)
-        x = ops.add(x, ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h)))
-        return ops.add(x, mlp(ops, prefix, ops.rms_norm(prefix + "post_attention_layernorm", x, c.norm_eps)))
-
-    def normalize_heads(self, ops: Ops[T], prefix: str, q: T, k: T) -> tuple[T, T]:
-        """A family's own treatment of q and k [B, heads, Q, D] before RoPE; none here."""
-        return q, k
+        layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms)
+        qkv = ops.linear(prefix + "self_attn.qkv_proj", h)
+        h = ops.self_attention(layer, qkv, positions, start, lengths)
+        h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h))
+        x, h = ops.add_rms_norm(prefix + "post_attention_layernorm", x, h, c.norm_eps)
+        return add_and_norm_next(ops, "model.layers.", i, x, mlp(ops, prefix, h), c)
 
 
 # -- pieces that targets and the drafter share -----------------------------------------------------------------------
 
 
-def project_qkv(ops: Ops[T], prefix: str, x: T, c: DecoderConfig) -> tuple[T, T, T]:
-    """q [B, Hq, N, D], k and v [B, Hkv, N, D] of this rank, from x [B, N, H]."""
-    heads, kv_heads = units_per_rank(c.heads, ops.tp), units_per_rank(c.kv_heads, ops.tp)
-    qkv = ops.linear(prefix + "self_attn.qkv_proj", x)
-    q = ops.split_heads(qkv, 0, heads, c.head_size)
-    k = ops.split_heads(qkv, heads, kv_heads, c.head_size)
-    v = ops.split_heads(qkv, heads + kv_heads, kv_heads, c.head_size)
-    return q, k, v
+def attention_layer(prefix: str, rope: str, c: DecoderConfig, tp: int, head_norms: bool) -> AttentionLayer:
+    """A layer's attention on one of `tp` ranks."""
+    heads, kv_heads = units_per_rank(c.heads, tp), units_per_rank(c.kv_heads, tp)
+    return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, c.norm_eps if head_norms else None)
+
+
+def add_and_norm_next(ops: Ops[T], layers: str, i: int, x: T, y: T, c: DecoderConfig) -> tuple[T, T]:
+    """x + y after layer i, and the same normed for layer i + 1; after the last, the sum twice."""
+    if i + 1 < c.layers:
+        return ops.add_rms_norm(f"{layers}{i + 1}.input_layernorm", x, y, c.norm_eps)
+    x = ops.add(x, y)
+    return x, x
 
 
 def mlp(ops: Ops[T], prefix: str, x: T) -> T:

@@ -12,14 +12,15 @@ from pydantic import PositiveInt
 
 from trtllm_dflash.models.decoder import (
     DecoderConfig,
+    add_and_norm_next,
+    attention_layer,
     attention_weights,
     head_norm_weights,
     mlp,
     mlp_weights,
-    project_qkv,
 )
-from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
-from trtllm_dflash.ops import Ops
+from trtllm_dflash.models.weights import Part, Split, Weight
+from trtllm_dflash.ops import AttentionLayer, Ops
 
 T = TypeVar("T")
 
@@ -82,26 +83,18 @@ class Drafter:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def context(self, ops: Ops[T], taps: list[T], start: T) -> list[tuple[T, T]]:
-        """Each layer's K (normed, rotated) and V of the context rows [B, Hkv, Q, D]: taps [B, Q, H] at start [B]."""
+        """Each layer's K and V of the context rows (see `Ops.context_rows`): taps [B, Q, H] at start [B]."""
         c = self.config
-        kv_heads = units_per_rank(c.kv_heads, ops.tp)
         x = ops.linear(PREFIX + "fc", ops.concat(taps))
         x = ops.rms_norm(PREFIX + "hidden_norm", x, c.norm_eps)
         kv = ops.linear(PREFIX + "context_kv_proj", x)  # [B, Q, layers * 2 * Hkv * D]
         positions = ops.positions(start, ops.row_offsets(x))
-        layers = []
-        for i in range(c.layers):
-            k = ops.split_heads(kv, 2 * i * kv_heads, kv_heads, c.head_size)
-            v = ops.split_heads(kv, (2 * i + 1) * kv_heads, kv_heads, c.head_size)
-            k = ops.rms_norm(f"{PREFIX}layers.{i}.self_attn.k_norm", k, c.norm_eps)
-            layers.append((ops.rope(PREFIX + "rope", k, positions), v))
-        return layers
+        return [ops.context_rows(self._attention(ops, i), kv, i, positions) for i in range(c.layers)]
 
     def keep_context(self, ops: Ops[T], context: list[tuple[T, T]], start: T) -> None:
         """Writes the context rows and drafts nothing, so that drafting can resume at any later step."""
-        for i, (k, v) in enumerate(context):
-            ops.append_kv(f"{PREFIX}layers.{i}.key", k, start)
-            ops.append_kv(f"{PREFIX}layers.{i}.value", v, start)
+        for i, rows in enumerate(context):
+            ops.keep_context(self._attention(ops, i), rows, start)
 
     def draft(self, ops: Ops[T], context: list[tuple[T, T]], start: T, committed: T, bonus: T, block_offsets: T) -> T:
         """Drafts the tokens after the bonus token: [B, Bd - 1].
@@ -114,22 +107,22 @@ class Drafter:
         positions = ops.positions(block_start, block_offsets)  # [B, Bd]
         lengths = ops.key_lengths(block_start, block_offsets)  # [B]
         x = ops.embedding("model.embed_tokens", ops.masked_block(bonus, block_offsets, c.mask_token_id))
-        for i, (context_k, context_v) in enumerate(context):
+        h = ops.rms_norm(PREFIX + "layers.0.input_layernorm", x, c.norm_eps)
+        for i, rows in enumerate(context):
             prefix = f"{PREFIX}layers.{i}."
-            h = ops.rms_norm(prefix + "input_layernorm", x, c.norm_eps)
-            q, k, v = project_qkv(ops, prefix, h, c)
-            q = ops.rope(PREFIX + "rope", ops.rms_norm(prefix + "self_attn.q_norm", q, c.norm_eps), positions)
-            k = ops.rope(PREFIX + "rope", ops.rms_norm(prefix + "self_attn.k_norm", k, c.norm_eps), positions)
-            keys = ops.append_kv(prefix + "key", ops.splice_rows(context_k, k, committed), start)
-            values = ops.append_kv(prefix + "value", ops.splice_rows(context_v, v, committed), start)
-            h = ops.attention(q, keys, values, lengths, causal=False)
-            x = ops.add(x, ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h)))
-            x = ops.add(x, mlp(ops, prefix, ops.rms_norm(prefix + "post_attention_layernorm", x, c.norm_eps)))
+            qkv = ops.linear(prefix + "self_attn.qkv_proj", h)
+            h = ops.block_attention(self._attention(ops, i), rows, qkv, positions, start, committed, lengths)
+            h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h))
+            x, h = ops.add_rms_norm(prefix + "post_attention_layernorm", x, h, c.norm_eps)
+            x, h = add_and_norm_next(ops, PREFIX + "layers.", i, x, mlp(ops, prefix, h), c)
         # Row 0 stands at the bonus token, which is known: only the rows after it are drafts.
         x = ops.rms_norm(PREFIX + "norm", ops.drop_first_row(x), c.norm_eps)
         if c.draft_vocab_size is None:
             return ops.argmax(ops.linear("lm_head", x))
         return ops.lookup(PREFIX + "draft_to_target", ops.argmax(ops.linear(PREFIX + "lm_head", x)))
+
+    def _attention(self, ops: Ops[T], i: int) -> AttentionLayer:
+        return attention_layer(f"{PREFIX}layers.{i}.", PREFIX + "rope", self.config, ops.tp, head_norms=True)
 
 
 def _whole(source: str, shape: tuple[int, ...]) -> Weight:

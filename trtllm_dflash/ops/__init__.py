@@ -35,6 +35,22 @@ class Acceptance(Generic[T]):
     bonus: T  # [B] the target's choice after the last of them
 
 
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer, as a rank sees it.
+
+    Its caches are `{prefix}key` and `{prefix}value`; the norms of its heads, where it has them,
+    `{prefix}self_attn.q_norm` and `{prefix}self_attn.k_norm`.
+    """
+
+    prefix: str
+    rope: str  # name of the RoPE tables
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_eps: float | None  # None: heads are not normed
+
+
 class Ops(ABC, Generic[T]):
     """About twenty operations; see the module's docstring for the letters.
 
@@ -97,6 +113,71 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def all_reduce(self, x: T) -> T:
         """The sum of x over the ranks."""
+
+    # -- fused: each is what is written here; a backend that has one kernel for it overrides it ---------------------
+
+    def add_rms_norm(self, name: str, x: T, y: T, eps: float) -> tuple[T, T]:
+        """x + y, and that sum normed by `name`."""
+        total = self.add(x, y)
+        return total, self.rms_norm(name, total, eps)
+
+    def self_attention(self, layer: AttentionLayer, qkv: T, positions: T, start: T, lengths: T) -> T:
+        """Causal attention of rows over the cache and themselves: [B, N, heads*D].
+
+        qkv [B, N, (heads + 2 kv_heads)*D] holds the rows' queries, keys and values at positions [B, N], from start [B]
+        on; keys and values are appended to the layer's caches. lengths [B]: start + N.
+        """
+        q, k, v = self._split_qkv(layer, qkv, positions)
+        keys = self.append_kv(layer.prefix + "key", k, start)
+        values = self.append_kv(layer.prefix + "value", v, start)
+        return self.attention(q, keys, values, lengths, causal=True)
+
+    def context_rows(self, layer: AttentionLayer, kv: T, index: int, positions: T) -> tuple[T, T]:
+        """K and V rows of context for a drafter layer, the index-th in kv [B, Q, layers*2*kv_heads*D].
+
+        They are for `keep_context` and `block_attention` alone: a backend may leave norm and RoPE to those.
+        """
+        k = self.split_heads(kv, 2 * index * layer.kv_heads, layer.kv_heads, layer.head_size)
+        v = self.split_heads(kv, (2 * index + 1) * layer.kv_heads, layer.kv_heads, layer.head_size)
+        return self.rope(layer.rope, self._norm_heads(layer, "k", k), positions), v
+
+    def keep_context(self, layer: AttentionLayer, context: tuple[T, T], start: T) -> None:
+        """Writes all rows of context into the layer's caches at start [B]."""
+        self.append_kv(layer.prefix + "key", context[0], start)
+        self.append_kv(layer.prefix + "value", context[1], start)
+
+    def block_attention(
+        self,
+        layer: AttentionLayer,
+        context: tuple[T, T],
+        qkv: T,
+        positions: T,
+        start: T,
+        committed: T,
+        lengths: T,
+    ) -> T:
+        """Attention of a drafted block over the cache, its new context rows and all of itself: [B, Bd, heads*D].
+
+        The caches get one run of rows at start [B]: the first committed [B] rows of context, then at once the block's.
+        qkv [B, Bd, (heads + 2 kv_heads)*D] at positions [B, Bd]; lengths [B]: start + committed + Bd.
+        """
+        q, k, v = self._split_qkv(layer, qkv, positions)
+        keys = self.append_kv(layer.prefix + "key", self.splice_rows(context[0], k, committed), start)
+        values = self.append_kv(layer.prefix + "value", self.splice_rows(context[1], v, committed), start)
+        return self.attention(q, keys, values, lengths, causal=False)
+
+    def _split_qkv(self, layer: AttentionLayer, qkv: T, positions: T) -> tuple[T, T, T]:
+        """q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""
+        q = self.split_heads(qkv, 0, layer.heads, layer.head_size)
+        k = self.split_heads(qkv, layer.heads, layer.kv_heads, layer.head_size)
+        v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
+        q, k = self._norm_heads(layer, "q", q), self._norm_heads(layer, "k", k)
+        return self.rope(layer.rope, q, positions), self.rope(layer.rope, k, positions), v
+
+    def _norm_heads(self, layer: AttentionLayer, which: str, x: T) -> T:
+        if layer.norm_eps is None:
+            return x
+        return self.rms_norm(f"{layer.prefix}self_attn.{which}_norm", x, layer.norm_eps)
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 

@@ -155,13 +155,18 @@ class TorchOps(Ops[Tensor]):
     # -- choosing tokens -------------------------------------------------------------------------------------------
 
     def argmax(self, logits: Tensor) -> Tensor:
-        best, ids = logits.max(dim=-1)
+        best, ids = self._best(logits)
         if self.tp > 1:
             ids = ids + self.rank * logits.shape[-1]
             best = torch.stack(self.communicator.all_gather(best))  # [tp, B, R]
             ids = torch.stack(self.communicator.all_gather(ids))
             ids = ids.take_along_dim(best.argmax(dim=0, keepdim=True), dim=0)[0]
         return ids.int()
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of this rank's logits in each row and its id: [B, R] each."""
+        best, ids = logits.max(dim=-1)
+        return best, ids
 
     def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
         logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]

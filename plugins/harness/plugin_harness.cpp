@@ -1,0 +1,621 @@
+// Runs the plugin as TensorRT would, without TensorRT: loads the library, asks its creator for a plugin, serializes its
+// fields and makes it again from them, then calls the clone's own enqueue on the GPU. Everything is compared with a
+// float64 computation on the host.
+//
+//   plugin_harness build/libdflash_plugin.so
+#include <NvInferRuntime.h>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace nvinfer1;
+
+namespace
+{
+
+struct Case
+{
+    char const* name;
+    DataType type;
+    int heads;
+    int kv_heads;
+    int size;
+    int rows; // N
+    int context_rows; // 0: a target's layer
+    int window;
+    bool has_norms;
+    bool has_sinks;
+    bool is_in_place;
+};
+
+[[noreturn]] void fail(std::string const& what)
+{
+    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+    std::exit(1);
+}
+
+void require(bool is_met, std::string const& what)
+{
+    if (!is_met)
+    {
+        fail(what);
+    }
+}
+
+void check(cudaError_t error, char const* what)
+{
+    require(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// -- 16-bit numbers on the host ---------------------------------------------------------------------------------------
+
+double decoded(uint16_t bits, DataType type)
+{
+    if (type == DataType::kHALF)
+    {
+        __half_raw raw;
+        raw.x = bits;
+        return static_cast<double>(__half2float(__half(raw)));
+    }
+    __nv_bfloat16_raw raw;
+    raw.x = bits;
+    return static_cast<double>(__bfloat162float(__nv_bfloat16(raw)));
+}
+
+uint16_t encoded(double value, DataType type)
+{
+    if (type == DataType::kHALF)
+    {
+        return static_cast<__half_raw>(__float2half(static_cast<float>(value))).x;
+    }
+    return static_cast<__nv_bfloat16_raw>(__float2bfloat16(static_cast<float>(value))).x;
+}
+
+using Bits = std::vector<uint16_t>;
+
+std::mt19937 generator{7};
+
+Bits random_bits(size_t count, DataType type)
+{
+    std::normal_distribution<double> normal;
+    Bits bits(count);
+    for (auto& each : bits)
+    {
+        each = encoded(normal(generator), type);
+    }
+    return bits;
+}
+
+std::vector<double> decoded(Bits const& bits, DataType type)
+{
+    std::vector<double> values(bits.size());
+    for (size_t i = 0; i < bits.size(); ++i)
+    {
+        values[i] = decoded(bits[i], type);
+    }
+    return values;
+}
+
+// -- device memory ----------------------------------------------------------------------------------------------------
+
+struct Free
+{
+    void operator()(void* at) const
+    {
+        cudaFree(at);
+    }
+};
+
+using Buffer = std::unique_ptr<void, Free>;
+
+Buffer poisoned(size_t bytes)
+{
+    void* at = nullptr;
+    check(cudaMalloc(&at, bytes), "cudaMalloc");
+    check(cudaMemset(at, 0xff, bytes), "cudaMemset"); // NaN
+    return Buffer(at);
+}
+
+template <typename T>
+Buffer on_device(std::vector<T> const& values)
+{
+    Buffer buffer = poisoned(values.size() * sizeof(T));
+    check(cudaMemcpy(buffer.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "copy");
+    return buffer;
+}
+
+Bits on_host(void const* at, size_t count)
+{
+    Bits bits(count);
+    check(cudaMemcpy(bits.data(), at, count * 2, cudaMemcpyDeviceToHost), "copy back");
+    return bits;
+}
+
+// -- float64 ----------------------------------------------------------------------------------------------------------
+
+struct Inputs
+{
+    int slots, length, positions, layers, index;
+    std::vector<int32_t> start, committed;
+    Bits qkv, keys, values, cos, sin, q_norm, k_norm, context;
+    std::vector<float> sinks;
+};
+
+struct Expected
+{
+    std::vector<double> out, keys, values;
+    std::vector<bool> is_written; // of cache rows [B, S]
+};
+
+constexpr double kEps = 1e-5;
+
+std::vector<double> normed_and_rotated(
+    std::vector<double> x, std::vector<double> const* weight, Inputs const& in, int position, DataType type)
+{
+    int const size = static_cast<int>(x.size());
+    if (weight)
+    {
+        double squares = 0;
+        for (double each : x)
+        {
+            squares += each * each;
+        }
+        double const root = std::sqrt(squares / size + kEps);
+        for (int i = 0; i < size; ++i)
+        {
+            x[i] = x[i] / root * (*weight)[i];
+        }
+    }
+    std::vector<double> y(size);
+    for (int i = 0; i < size / 2; ++i)
+    {
+        double const c = decoded(in.cos[position * (size / 2) + i], type);
+        double const s = decoded(in.sin[position * (size / 2) + i], type);
+        y[i] = x[i] * c - x[i + size / 2] * s;
+        y[i + size / 2] = x[i + size / 2] * c + x[i] * s;
+    }
+    return y;
+}
+
+Expected computed(Case const& c, Inputs const& in)
+{
+    Expected e{std::vector<double>(size_t(in.slots) * c.rows * c.heads * c.size), decoded(in.keys, c.type),
+        decoded(in.values, c.type), std::vector<bool>(size_t(in.slots) * in.length)};
+    auto const q_norm = decoded(in.q_norm, c.type);
+    auto const k_norm = decoded(in.k_norm, c.type);
+    auto const row_of = [&](Bits const& from, size_t first)
+    { return decoded(Bits(from.begin() + first, from.begin() + first + c.size), c.type); };
+    auto const cache_row = [&](int slot, int head, int position)
+    { return ((size_t(slot) * c.kv_heads + head) * in.length + position) * c.size; };
+    int const group = c.heads / c.kv_heads;
+    for (int b = 0; b < in.slots; ++b)
+    {
+        auto const write = [&](int head, int position, std::vector<double> const& k, std::vector<double> const& v)
+        {
+            std::copy(k.begin(), k.end(), e.keys.begin() + cache_row(b, head, position));
+            std::copy(v.begin(), v.end(), e.values.begin() + cache_row(b, head, position));
+            e.is_written[size_t(b) * in.length + position] = true;
+        };
+        int const committed = c.context_rows ? in.committed[b] : 0;
+        int const first = in.start[b] + committed;
+        for (int i = 0; i < committed; ++i)
+        {
+            for (int h = 0; h < c.kv_heads; ++h)
+            {
+                size_t const row = (size_t(b) * c.context_rows + i) * in.layers * 2 * c.kv_heads * c.size
+                    + size_t(in.index) * 2 * c.kv_heads * c.size;
+                auto const k = row_of(in.context, row + size_t(h) * c.size);
+                auto const v = row_of(in.context, row + size_t(c.kv_heads + h) * c.size);
+                int const position = in.start[b] + i;
+                write(h, position, normed_and_rotated(k, c.has_norms ? &k_norm : nullptr, in, position, c.type), v);
+            }
+        }
+        for (int i = 0; i < c.rows; ++i)
+        {
+            size_t const row = (size_t(b) * c.rows + i) * (c.heads + 2 * c.kv_heads) * c.size;
+            for (int h = 0; h < c.kv_heads; ++h)
+            {
+                auto const k = row_of(in.qkv, row + size_t(c.heads + h) * c.size);
+                auto const v = row_of(in.qkv, row + size_t(c.heads + c.kv_heads + h) * c.size);
+                write(h, first + i, normed_and_rotated(k, c.has_norms ? &k_norm : nullptr, in, first + i, c.type), v);
+            }
+        }
+        for (int i = 0; i < c.rows; ++i)
+        {
+            for (int h = 0; h < c.heads; ++h)
+            {
+                size_t const row = (size_t(b) * c.rows + i) * (c.heads + 2 * c.kv_heads) * c.size;
+                auto const q = normed_and_rotated(row_of(in.qkv, row + size_t(h) * c.size),
+                    c.has_norms ? &q_norm : nullptr, in, first + i, c.type);
+                int const past = c.context_rows ? first + c.rows : first + i + 1;
+                int const oldest = c.window ? std::max(0, first + i - c.window + 1) : 0;
+                std::vector<double> weights(past);
+                double top = c.has_sinks ? in.sinks[h] : -INFINITY;
+                for (int key = oldest; key < past; ++key)
+                {
+                    double const* k = e.keys.data() + cache_row(b, h / group, key);
+                    for (int d = 0; d < c.size; ++d)
+                    {
+                        weights[key] += q[d] * k[d];
+                    }
+                    weights[key] /= std::sqrt(double(c.size));
+                    top = std::max(top, weights[key]);
+                }
+                double sum = c.has_sinks ? std::exp(in.sinks[h] - top) : 0;
+                for (int key = oldest; key < past; ++key)
+                {
+                    weights[key] = std::exp(weights[key] - top);
+                    sum += weights[key];
+                }
+                double* out = e.out.data() + ((size_t(b) * c.rows + i) * c.heads + h) * c.size;
+                for (int key = oldest; key < past; ++key)
+                {
+                    double const* v = e.values.data() + cache_row(b, h / group, key);
+                    for (int d = 0; d < c.size; ++d)
+                    {
+                        out[d] += weights[key] / sum * v[d];
+                    }
+                }
+            }
+        }
+    }
+    return e;
+}
+
+// Relative error, after direction and scale were found right.
+double compared(
+    std::vector<double> const& found, std::vector<double> const& expected, double tolerance, char const* what)
+{
+    double dot = 0, norm = 0, expected_norm = 0, error = 0;
+    for (size_t i = 0; i < found.size(); ++i)
+    {
+        require(std::isfinite(found[i]), std::string(what) + " has what is no number");
+        dot += found[i] * expected[i];
+        norm += found[i] * found[i];
+        expected_norm += expected[i] * expected[i];
+        error += (found[i] - expected[i]) * (found[i] - expected[i]);
+    }
+    double const cosine = dot / std::sqrt(norm * expected_norm);
+    double const ratio = std::sqrt(norm / expected_norm);
+    double const relative = std::sqrt(error / expected_norm);
+    require(cosine > 1 - tolerance * tolerance && std::abs(ratio - 1) < tolerance / 2 && relative < tolerance,
+        std::string(what) + ": cosine " + std::to_string(cosine) + ", norm ratio " + std::to_string(ratio) + ", error "
+            + std::to_string(relative));
+    return relative;
+}
+
+// -- TensorRT's part --------------------------------------------------------------------------------------------------
+
+// Sizes as a plugin sees them while a network is built; here all are numbers.
+class Size final : public IDimensionExpr
+{
+public:
+    explicit Size(int64_t value)
+        : number_(value)
+    {
+        mImpl = &number_;
+    }
+
+private:
+    struct Number final : apiv::VDimensionExpr
+    {
+        explicit Number(int64_t v)
+            : value(v)
+        {
+        }
+        bool isConstant() const override
+        {
+            return true;
+        }
+        int64_t getConstantValue() const override
+        {
+            return value;
+        }
+        bool isSizeTensor() const override
+        {
+            return false;
+        }
+        int64_t value;
+    };
+    Number number_;
+};
+
+class Sizes final : public IExprBuilder
+{
+public:
+    Sizes()
+    {
+        mImpl = &maker_;
+    }
+
+private:
+    struct Maker final : apiv::VExprBuilder
+    {
+        IDimensionExpr const* constant(int64_t value) override
+        {
+            made.push_back(std::make_unique<Size>(value));
+            return made.back().get();
+        }
+        IDimensionExpr const* operation(DimensionOperation, IDimensionExpr const&, IDimensionExpr const&) override
+        {
+            return nullptr;
+        }
+        IDimensionExpr const* declareSizeTensor(int32_t, IDimensionExpr const&, IDimensionExpr const&) override
+        {
+            return nullptr;
+        }
+        std::vector<std::unique_ptr<Size>> made;
+    };
+    Maker maker_;
+};
+
+PluginTensorDesc described(std::vector<int64_t> const& dims, DataType type)
+{
+    PluginTensorDesc desc{};
+    desc.dims.nbDims = static_cast<int32_t>(dims.size());
+    std::copy(dims.begin(), dims.end(), desc.dims.d);
+    desc.type = type;
+    desc.format = TensorFormat::kLINEAR;
+    return desc;
+}
+
+IPluginV3* created(IPluginCreatorV3One& creator, Case const& c, int index)
+{
+    int32_t const numbers[] = {c.heads, c.kv_heads, c.size, c.context_rows == 0, c.window, c.has_norms, c.has_sinks,
+        c.context_rows ? index : -1};
+    char const* const names[]
+        = {"heads", "kv_heads", "head_size", "causal", "window", "has_norms", "has_sinks", "context_index"};
+    float const eps = static_cast<float>(kEps);
+    std::vector<PluginField> fields;
+    for (int i = 0; i < 8; ++i)
+    {
+        fields.emplace_back(names[i], &numbers[i], PluginFieldType::kINT32, 1);
+    }
+    fields.emplace_back("norm_eps", &eps, PluginFieldType::kFLOAT32, 1);
+    PluginFieldCollection const collection{static_cast<int32_t>(fields.size()), fields.data()};
+    return creator.createPlugin("layer", &collection, TensorRTPhase::kBUILD);
+}
+
+void check_output_shapes(IPluginCreatorV3One& creator)
+{
+    Case const c{"", DataType::kBF16, 6, 2, 64, 0, 0, 0, false, false, true};
+    std::unique_ptr<IPluginV3> const plugin(created(creator, c, 0));
+    auto* const build = static_cast<IPluginV3OneBuild*>(plugin->getCapabilityInterface(PluginCapabilityType::kBUILD));
+    Sizes sizes;
+    DimsExprs in[6] = {};
+    DimsExprs out[3] = {};
+    for (int i = 0; i < 6; ++i)
+    {
+        in[i].nbDims = i == 0 ? 3 : 4;
+        for (int d = 0; d < in[i].nbDims; ++d)
+        {
+            in[i].d[d] = sizes.constant(10 * i + d);
+        }
+    }
+    require(build->getOutputShapes(in, 6, nullptr, 0, out, 3, sizes) == 0, "getOutputShapes");
+    require(out[0].nbDims == 3 && out[0].d[0] == in[0].d[0] && out[0].d[1] == in[0].d[1]
+            && out[0].d[2]->getConstantValue() == 6 * 64,
+        "the shape of attention's output");
+    require(std::memcmp(&out[1], &in[2], sizeof in[2]) == 0 && std::memcmp(&out[2], &in[3], sizeof in[3]) == 0,
+        "the shapes of the caches");
+}
+
+void run(IPluginCreatorV3One& creator, Case const& c)
+{
+    Inputs in{};
+    in.slots = 3;
+    in.length = 400;
+    in.positions = 512;
+    in.layers = 3;
+    in.index = 1;
+    in.start = {0, 65, 300};
+    in.committed = {1, (c.context_rows + 1) / 2, c.context_rows};
+    int64_t const width = int64_t(c.heads + 2 * c.kv_heads) * c.size;
+    int64_t const context_width = int64_t(in.layers) * 2 * c.kv_heads * c.size;
+    in.qkv = random_bits(in.slots * c.rows * width, c.type);
+    in.keys = random_bits(size_t(in.slots) * c.kv_heads * in.length * c.size, c.type);
+    in.values = random_bits(in.keys.size(), c.type);
+    in.context = random_bits(in.slots * c.context_rows * context_width, c.type);
+    in.q_norm = random_bits(c.size, c.type);
+    in.k_norm = random_bits(c.size, c.type);
+    for (int i = 0; i < in.positions * c.size / 2; ++i)
+    {
+        in.cos.push_back(encoded(std::cos(i * 0.37), c.type));
+        in.sin.push_back(encoded(std::sin(i * 0.37), c.type));
+    }
+    for (int i = 0; i < c.heads; ++i)
+    {
+        in.sinks.push_back(0.5f * static_cast<float>(i % 5));
+    }
+
+    std::vector<PluginTensorDesc> descs;
+    std::vector<Buffer> buffers;
+    auto const add = [&](auto const& values, std::vector<int64_t> const& dims, DataType type)
+    {
+        buffers.push_back(on_device(values));
+        descs.push_back(described(dims, type));
+    };
+    std::vector<int64_t> const cache{in.slots, c.kv_heads, in.length, c.size};
+    add(in.qkv, {in.slots, c.rows, width}, c.type);
+    add(in.start, {in.slots}, DataType::kINT32);
+    add(in.keys, cache, c.type);
+    add(in.values, cache, c.type);
+    add(in.cos, {in.positions, c.size / 2}, c.type);
+    add(in.sin, {in.positions, c.size / 2}, c.type);
+    if (c.has_norms)
+    {
+        add(in.q_norm, {c.size}, c.type);
+        add(in.k_norm, {c.size}, c.type);
+    }
+    if (c.has_sinks)
+    {
+        add(in.sinks, {c.heads}, DataType::kFLOAT);
+    }
+    if (c.context_rows)
+    {
+        add(in.context, {in.slots, c.context_rows, context_width}, c.type);
+        add(in.committed, {in.slots}, DataType::kINT32);
+    }
+    int32_t const inputs = static_cast<int32_t>(descs.size());
+    size_t const out_size = size_t(in.slots) * c.rows * c.heads * c.size;
+    Buffer const out = poisoned(out_size * 2);
+    Buffer const other_keys = poisoned(in.keys.size() * 2);
+    Buffer const other_values = poisoned(in.keys.size() * 2);
+    std::vector<PluginTensorDesc> const out_descs{
+        described({in.slots, c.rows, int64_t(c.heads) * c.size}, c.type), descs[2], descs[3]};
+
+    // Build: the creator's plugin says what it takes; then a second one is made of what the first serializes.
+    std::unique_ptr<IPluginV3> const built(created(creator, c, in.index));
+    require(built != nullptr, "no plugin was created");
+    auto* const build = static_cast<IPluginV3OneBuild*>(built->getCapabilityInterface(PluginCapabilityType::kBUILD));
+    auto* const saved
+        = static_cast<IPluginV3OneRuntime*>(built->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
+    std::vector<DynamicPluginTensorDesc> dynamic;
+    for (std::vector<PluginTensorDesc> const& each : {descs, out_descs})
+    {
+        for (auto const& desc : each)
+        {
+            dynamic.push_back({desc, desc.dims, desc.dims, desc.dims});
+        }
+    }
+    for (int32_t i = 0; i < inputs + 3; ++i)
+    {
+        require(build->supportsFormatCombination(i, dynamic.data(), inputs, 3), "a format is refused");
+        DataType const type = dynamic[i].desc.type;
+        dynamic[i].desc.type = DataType::kINT8;
+        require(!build->supportsFormatCombination(i, dynamic.data(), inputs, 3), "INT8 is accepted");
+        dynamic[i].desc.type = type;
+    }
+    std::vector<DataType> types;
+    for (auto const& desc : descs)
+    {
+        types.push_back(desc.type);
+    }
+    DataType out_types[3];
+    require(build->getNbOutputs() == 3 && build->getOutputDataTypes(out_types, 3, types.data(), inputs) == 0
+            && out_types[0] == c.type && out_types[1] == c.type,
+        "output types");
+    require(build->configurePlugin(dynamic.data(), inputs, dynamic.data() + inputs, 3) == 0, "configurePlugin");
+    require(build->configurePlugin(dynamic.data(), inputs - 1, dynamic.data() + inputs, 3) != 0, "an input too few");
+    size_t const scratch = build->getWorkspaceSize(dynamic.data(), inputs, dynamic.data() + inputs, 3);
+    require(scratch > 0, "getWorkspaceSize");
+
+    std::unique_ptr<IPluginV3> const loaded(
+        creator.createPlugin("layer", saved->getFieldsToSerialize(), TensorRTPhase::kRUNTIME));
+    require(loaded != nullptr, "what was serialized makes no plugin");
+    auto* const prototype
+        = static_cast<IPluginV3OneRuntime*>(loaded->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
+    std::unique_ptr<IPluginV3> const attached(prototype->attachToContext(nullptr));
+    auto* const runtime
+        = static_cast<IPluginV3OneRuntime*>(attached->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
+    require(runtime->onShapeChange(descs.data(), inputs, out_descs.data(), 3) == 0, "onShapeChange");
+
+    std::vector<void const*> in_at;
+    for (auto const& buffer : buffers)
+    {
+        in_at.push_back(buffer.get());
+    }
+    void* const present_keys = c.is_in_place ? buffers[2].get() : other_keys.get();
+    void* const present_values = c.is_in_place ? buffers[3].get() : other_values.get();
+    void* const out_at[] = {out.get(), present_keys, present_values};
+    Buffer const workspace = poisoned(scratch);
+    cudaStream_t stream;
+    check(cudaStreamCreate(&stream), "cudaStreamCreate");
+    auto const enqueue = [&]()
+    { return runtime->enqueue(descs.data(), out_descs.data(), in_at.data(), out_at, workspace.get(), stream); };
+    require(enqueue() == 0, "enqueue");
+    check(cudaStreamSynchronize(stream), "enqueue's kernels");
+
+    // Captured, as a session does: the same rows are written over themselves.
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+    require(enqueue() == 0, "enqueue while capturing");
+    check(cudaStreamEndCapture(stream, &graph), "capture");
+    check(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
+    Bits const eager = on_host(out.get(), out_size);
+    check(cudaMemset(out.get(), 0xff, out_size * 2), "cudaMemset");
+    check(cudaGraphLaunch(executable, stream), "replay");
+    check(cudaStreamSynchronize(stream), "replay");
+    require(on_host(out.get(), out_size) == eager, "the captured run differs");
+    check(cudaGraphExecDestroy(executable), "destroy");
+    check(cudaGraphDestroy(graph), "destroy");
+    check(cudaStreamDestroy(stream), "destroy");
+
+    Expected const expected = computed(c, in);
+    double const tolerance = c.type == DataType::kHALF ? 2e-3 : 1.6e-2;
+    double const error = compared(decoded(eager, c.type), expected.out, tolerance, "attention");
+    Bits const keys = on_host(present_keys, in.keys.size());
+    Bits const values = on_host(present_values, in.keys.size());
+    compared(decoded(keys, c.type), expected.keys, tolerance, "keys");
+    for (size_t i = 0; i < keys.size(); ++i)
+    {
+        size_t const row = i / c.size;
+        size_t const slot = row / in.length / c.kv_heads;
+        bool const is_written = expected.is_written[slot * in.length + row % in.length];
+        require(is_written || (keys[i] == in.keys[i] && values[i] == in.values[i]), "a row was touched");
+        require(values[i] == encoded(expected.values[i], c.type), "a value was not copied");
+    }
+    std::printf("%-44s relative error %.1e, workspace %zu KB\n", c.name, error, scratch >> 10);
+}
+
+} // namespace
+
+int main(int count, char** arguments)
+{
+    require(count == 2, "usage: plugin_harness libdflash_plugin.so");
+    void* const library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
+    require(library != nullptr, library ? "" : dlerror());
+    using GetCreators = IPluginCreatorInterface* const* (*)(int32_t&);
+    auto const get_creators = reinterpret_cast<GetCreators>(dlsym(library, "getCreators"));
+    require(get_creators != nullptr && dlsym(library, "setLoggerFinder") != nullptr, "the library has no creators");
+    int32_t creators = 0;
+    auto* const creator = static_cast<IPluginCreatorV3One*>(get_creators(creators)[0]);
+    require(creators == 1 && std::string(creator->getPluginName()) == "DFlashBlockAttention"
+            && std::string(creator->getPluginVersion()) == "1" && std::string(creator->getPluginNamespace()) == "dflash"
+            && creator->getFieldNames()->nbFields == 9,
+        "the creator is another");
+    int32_t const wrong = 5;
+    PluginField const field("heads", &wrong, PluginFieldType::kINT32, 1);
+    PluginFieldCollection const incomplete{1, &field};
+    require(creator->createPlugin("layer", &incomplete, TensorRTPhase::kBUILD) == nullptr, "one field is enough");
+
+    check_output_shapes(*creator);
+    int gpus = 0;
+    if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
+    {
+        std::printf("no GPU: the plugin was created, not run\n");
+        return 0;
+    }
+    constexpr DataType kBf16 = DataType::kBF16;
+    constexpr DataType kHalf = DataType::kHALF;
+    Case const cases[] = {
+        {"verify, BF16, 32 heads on 8 of 128", kBf16, 32, 8, 128, 16, 0, 0, true, false, true},
+        {"verify, FP16, 8 heads on 4 of 64", kHalf, 8, 4, 64, 8, 0, 0, true, false, true},
+        {"verify, no norms (Llama)", kBf16, 8, 2, 128, 16, 0, 0, false, false, true},
+        {"verify, window and sinks (gpt-oss)", kBf16, 16, 2, 64, 10, 0, 128, false, true, true},
+        {"one row", kHalf, 8, 2, 128, 1, 0, 0, true, false, true},
+        {"a chunk of 90 rows", kBf16, 8, 2, 64, 90, 0, 0, true, false, true},
+        {"draft, BF16, 16 context rows", kBf16, 32, 8, 128, 16, 16, 0, true, false, true},
+        {"draft, FP16, 70 context rows", kHalf, 8, 4, 64, 16, 70, 0, true, false, true},
+        {"draft, window", kBf16, 8, 2, 64, 16, 16, 100, true, false, true},
+        {"draft, present elsewhere than past", kBf16, 8, 2, 128, 16, 16, 0, true, false, false},
+    };
+    for (auto const& each : cases)
+    {
+        run(*creator, each);
+    }
+    std::printf("all %zu cases equal float64\n", std::size(cases));
+    return 0;
+}

@@ -1,0 +1,189 @@
+/* CUDA kernels of a DFlash decoding step, as a plain C interface.
+ *
+ * Letters: B slots in the call, Q rows a slot, Hq query heads, Hkv key/value heads, D head size, S cache length,
+ * H hidden size, F feed-forward size, V vocabulary, R logit rows. Strides count elements; the last dimension is always
+ * contiguous. Pointers are device pointers unless said otherwise, 16-byte aligned where rows of tensors begin.
+ *
+ * Every launcher enqueues on `stream`, allocates nothing, never synchronizes, and may be captured into a CUDA graph.
+ * It returns cudaErrorInvalidValue for a shape that it does not compute. Sums are taken in FP32; where a PyTorch
+ * composition of the same step would round to the tensor's type, these kernels round too.
+ */
+#ifndef DFLASH_KERNELS_H
+#define DFLASH_KERNELS_H
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows with every change of this file that a caller must follow. */
+#define DFLASH_ABI_VERSION 1
+
+#if defined(_WIN32)
+#define DFLASH_API __declspec(dllexport)
+#else
+#define DFLASH_API __attribute__((visibility("default")))
+#endif
+
+typedef enum
+{
+    DFLASH_FP16 = 0,
+    DFLASH_BF16 = 1,
+    DFLASH_FP32 = 2 /* argmax's logits and attention's sinks only */
+} dflash_dtype;
+
+/* Attention of a short block of rows over a long linear cache.
+ *
+ * Slot b has length = lengths[b] + (added ? added[b] : 0) + length_offset cache rows, its own Q rows being the last of
+ * them: row i stands at position length - Q + i. At most cache_rows count. A slot without rows costs nothing; its
+ * output is zero. */
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16: q, caches and out */
+    int32_t slots;
+    int32_t rows; /* Q */
+    int32_t heads;
+    int32_t kv_heads;
+    int32_t head_size; /* 64 or 128 */
+    int32_t cache_rows; /* S */
+    int32_t causal; /* 1: row i sees the keys up to its own position; 0: all */
+    int32_t window; /* a row at position p sees keys > p - window; 0: no window */
+    int32_t length_offset;
+    int32_t sinks_dtype;
+    float scale; /* of q k^T; usually 1 / sqrt(D) */
+    const void* q; /* [B, Q, Hq, D] by strides */
+    const void* keys; /* [B, Hkv, S, D] by strides, each head's S x D contiguous */
+    const void* values;
+    const int32_t* lengths; /* [B] */
+    const int32_t* added; /* [B] or null */
+    const void* sinks; /* [Hq]: a logit that takes part in the softmax and has no value; or null */
+    void* out; /* [B, Q, Hq * D] contiguous */
+    int64_t q_slot_stride;
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t cache_slot_stride;
+    int64_t cache_head_stride;
+} dflash_attention_params;
+
+/* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
+DFLASH_API cudaError_t dflash_attention_workspace(const dflash_attention_params* params, size_t* bytes);
+
+/* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */
+DFLASH_API cudaError_t dflash_attention(
+    const dflash_attention_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
+
+/* From projected rows to the caches: norm of heads, RoPE, append; and normed, rotated queries.
+ *
+ * Writes one run of rows a slot at start[b]: first the context rows (the first committed[b] of them, or all where
+ * committed is null), then at once the block's rows. Keys of both are normed and rotated at their own positions. Rows
+ * whose position is negative or not below cache_rows are dropped. */
+typedef struct
+{
+    int32_t dtype;
+    int32_t slots;
+    int32_t rows; /* block rows; 0: none */
+    int32_t context_rows; /* 0: none */
+    int32_t heads;
+    int32_t kv_heads;
+    int32_t head_size;
+    int32_t cache_rows;
+    int32_t positions; /* rows of the RoPE tables */
+    float norm_eps;
+    const void* qkv; /* [B, rows, (Hq + 2 Hkv) * D] by strides: queries, keys, values */
+    const void* context_k; /* [B, context_rows, Hkv * D] by strides */
+    const void* context_v;
+    const void* q_norm; /* [D], or null */
+    const void* k_norm; /* [D], or null */
+    const void* cos; /* [positions, D / 2] */
+    const void* sin;
+    const int32_t* start; /* [B] */
+    const int32_t* committed; /* [B] or null */
+    void* q_out; /* [B, rows, Hq, D] contiguous */
+    void* keys; /* [B, Hkv, S, D] by strides */
+    void* values;
+    int64_t qkv_slot_stride;
+    int64_t qkv_row_stride;
+    int64_t context_slot_stride;
+    int64_t context_row_stride;
+    int64_t cache_slot_stride;
+    int64_t cache_head_stride;
+} dflash_append_params;
+
+DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
+
+/* RMSNorm of x, or of x + residual, which is then stored too. H is a multiple of 8 and at most 32,768. */
+typedef struct
+{
+    int32_t dtype;
+    int32_t slots;
+    int32_t rows; /* N, a slot */
+    int32_t size; /* H */
+    float eps;
+    const void* x; /* [B, N, H] by strides */
+    const void* residual; /* [B, N, H] contiguous, or null */
+    const void* weight; /* [H] */
+    void* sum; /* [B, N, H] contiguous; with residual only */
+    void* out; /* [B, N, H] contiguous */
+    int64_t x_slot_stride;
+    int64_t x_row_stride;
+} dflash_rms_norm_params;
+
+DFLASH_API cudaError_t dflash_rms_norm(const dflash_rms_norm_params* params, cudaStream_t stream);
+
+/* silu(gate) * up; F is a multiple of 8. */
+typedef struct
+{
+    int32_t dtype;
+    int32_t rows;
+    int32_t size; /* F */
+    const void* x; /* [rows, 2 F] contiguous: gate, then up */
+    void* out; /* [rows, F] contiguous */
+} dflash_swiglu_params;
+
+DFLASH_API cudaError_t dflash_swiglu(const dflash_swiglu_params* params, cudaStream_t stream);
+
+/* The largest logit of each row and its id, the lowest among equals. */
+typedef struct
+{
+    int32_t dtype; /* of logits: any */
+    int32_t rows;
+    int32_t size; /* V */
+    const void* logits; /* [rows, V] by stride */
+    int32_t* ids; /* [rows] */
+    float* best; /* [rows] or null */
+    int64_t row_stride;
+} dflash_argmax_params;
+
+DFLASH_API cudaError_t dflash_argmax(const dflash_argmax_params* params, cudaStream_t stream);
+
+/* What a verify pass decided: compares each draft with the target's choice one row before it. */
+typedef struct
+{
+    int32_t slots;
+    int32_t rows; /* Q */
+    int32_t logit_row_count; /* R */
+    const int32_t* token_ids; /* [B, Q] contiguous, as all of these */
+    const int32_t* target_ids; /* [B, R] */
+    const int32_t* logit_rows; /* [B, R] */
+    const int32_t* row_count; /* [B] */
+    const int32_t* start; /* [B]; with next_start only */
+    int32_t* accepted; /* [B] */
+    int32_t* committed; /* [B] */
+    int32_t* bonus; /* [B] */
+    int32_t* next_start; /* [B]: start + committed; or null */
+} dflash_accept_params;
+
+DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);
+
+/* For loaders: what this library was built as. */
+DFLASH_API int32_t dflash_abi_version(void);
+DFLASH_API const char* dflash_error_string(int32_t error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,877 @@
+// Attention of a short block of rows over a long linear cache: flash-decoding on tensor cores.
+//
+// A unit of work is one tile of keys of one (slot, KV head). All query heads of that KV head, times the Q rows, make
+// the M dimension of the matrix tiles, so that a cache row is read once for all of them. The units of the whole call,
+// in the order slot, head, tile, are cut into equal ranges, one a block: whatever the lengths are, the blocks finish
+// together, and lengths are read on the device, so that one captured launch serves them all. A block whose range begins
+// or ends inside a (slot, head) leaves a partial result (unnormalized output, maximum, sum), which a second kernel
+// combines; ranges that hold all of one write the output themselves.
+#include "dflash_kernels.h"
+#include "element.cuh"
+#include "launch.cuh"
+
+#include <algorithm>
+#include <utility>
+
+namespace dflash
+{
+namespace
+{
+
+constexpr int kTile = 64; // keys
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Of a block: some along the packed rows, 16 each, times the others along a tile's keys. Eight warps in one block an SM
+// were slower than four in each of two: a block's warps wait for each other at every tile.
+constexpr int kWarps = 4;
+constexpr int kMostStages = 3;
+
+// As many as registers allow.
+constexpr int most_blocks_per_sm(int head_size)
+{
+    return head_size == 64 ? 3 : 2;
+}
+
+// Tiles of keys and values, and the box through which warps that share a tile's keys merge their results.
+constexpr int shared_bytes(int head_size, int warps_m, int stages)
+{
+    int const warps_n = kWarps / warps_m;
+    int const merge = warps_n / 2 * warps_m * 32 * (head_size / 2 + 4) * static_cast<int>(sizeof(float));
+    return 2 * stages * kTile * head_size * 2 + merge;
+}
+
+struct Work
+{
+    dflash_attention_params p;
+    float* partial_out; // [ranges, 2, row blocks, M, D]
+    float2* partial_sums; // [ranges, 2, row blocks, M]: maximum (of scaled logits, base 2) and sum
+    int group; // query heads of one KV head
+    int packed_rows; // group * Q
+    int row_blocks; // M tiles that hold them
+    int ranges;
+};
+
+// -- division of the work ---------------------------------------------------------------------------------------------
+
+// From the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
+__device__ __forceinline__ int length_of(dflash_attention_params const& p, int slot)
+{
+    int const length = __ldcg(p.lengths + slot) + (p.added ? __ldcg(p.added + slot) : 0) + p.length_offset;
+    return min(max(length, 0), p.cache_rows);
+}
+
+// The first tile that any row of a slot sees.
+__device__ __forceinline__ int first_tile_of(dflash_attention_params const& p, int length)
+{
+    return p.window > 0 ? max(length - p.rows - p.window + 1, 0) / kTile : 0;
+}
+
+__device__ __forceinline__ int tiles_of(dflash_attention_params const& p, int length)
+{
+    return (length + kTile - 1) / kTile - first_tile_of(p, length);
+}
+
+// Units of all slots, and of those before one slot.
+struct Count
+{
+    int all;
+    int before;
+
+    // By all lanes of a warp.
+    __device__ Count(dflash_attention_params const& p, int slot)
+        : all(0)
+        , before(0)
+    {
+        for (int b = threadIdx.x % 32; b < p.slots; b += 32)
+        {
+            int const tiles = tiles_of(p, length_of(p, b));
+            all += tiles;
+            before += b < slot ? tiles : 0;
+        }
+        all = __reduce_add_sync(0xffffffffu, all) * p.kv_heads;
+        before = __reduce_add_sync(0xffffffffu, before) * p.kv_heads;
+    }
+};
+
+__device__ __forceinline__ int units_per_range(Work const& w, int units)
+{
+    return max((units + w.ranges - 1) / w.ranges, 1);
+}
+
+// A place in the order of units.
+struct Cursor
+{
+    int slot;
+    int head;
+    int tile; // from the slot's first that is seen
+    int tiles;
+    int length;
+    int first_tile;
+
+    // By all lanes of a warp; unit must be below the sum of all.
+    __device__ Cursor(dflash_attention_params const& p, int unit)
+    {
+        int const lane = threadIdx.x % 32;
+        int before = 0;
+        for (int b = 0;; b += 32)
+        {
+            int const own = b + lane < p.slots ? tiles_of(p, length_of(p, b + lane)) * p.kv_heads : 0;
+            int end = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2)
+            {
+                int const other = __shfl_up_sync(0xffffffffu, end, step);
+                end += lane >= step ? other : 0;
+            }
+            unsigned const past = __ballot_sync(0xffffffffu, before + end > unit);
+            if (past)
+            {
+                int const found = __ffs(past) - 1;
+                before += __shfl_sync(0xffffffffu, end - own, found);
+                enter(p, b + found);
+                break;
+            }
+            before += __shfl_sync(0xffffffffu, end, 31);
+        }
+        head = (unit - before) / tiles;
+        tile = unit - before - head * tiles;
+    }
+
+    __device__ void enter(dflash_attention_params const& p, int at)
+    {
+        slot = at;
+        length = length_of(p, at);
+        first_tile = first_tile_of(p, length);
+        tiles = tiles_of(p, length);
+    }
+
+    // To the next unit; there must be one.
+    __device__ void advance(dflash_attention_params const& p)
+    {
+        if (++tile < tiles)
+        {
+            return;
+        }
+        tile = 0;
+        if (++head < p.kv_heads)
+        {
+            return;
+        }
+        head = 0;
+        do
+        {
+            enter(p, slot + 1);
+        } while (tiles == 0);
+    }
+
+    __device__ int first_key() const
+    {
+        return (first_tile + tile) * kTile;
+    }
+};
+
+// -- instructions -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(void const* at)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// 16 bytes from global to shared memory; zeros where is_real is false.
+__device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool is_real)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_commit()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void copy_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// c [16, 8] += a [16, 16] b [16, 8]
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void multiply_add<__half>(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(
+    float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float sink_of(dflash_attention_params const& p, int head)
+{
+    float sink;
+    switch (p.sinks_dtype)
+    {
+    case DFLASH_FP16: sink = to_float(static_cast<__half const*>(p.sinks)[head]); break;
+    case DFLASH_BF16: sink = to_float(static_cast<__nv_bfloat16 const*>(p.sinks)[head]); break;
+    default: sink = static_cast<float const*>(p.sinks)[head];
+    }
+    return sink * kLog2E;
+}
+
+// What multiplies a row's unnormalized output, given its maximum (base 2) and its sum.
+__device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
+{
+    if (sum == 0.f)
+    {
+        return 0.f;
+    }
+    if (!p.sinks)
+    {
+        return 1.f / sum;
+    }
+    float const sink = sink_of(p, head);
+    float const top = fmaxf(maximum, sink);
+    float const scale = exp2f(maximum - top);
+    return scale / (sum * scale + exp2f(sink - top));
+}
+
+// -- one range --------------------------------------------------------------------------------------------------------
+
+// Each warp has a softmax of its own until the end of a (slot, head).
+template <typename T, int D, int kWarpsM>
+struct Shape
+{
+    static constexpr int kWarpsN = kWarps / kWarpsM;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kM = 16 * kWarpsM;
+    static constexpr int kKeys = kTile / kWarpsN; // a warp's share of a tile
+    static constexpr int kKeySteps = kKeys / 16;
+    static constexpr int kDimSteps = D / 16;
+    static constexpr int kChunks = D / 8; // 16-byte chunks of a cache row
+    static constexpr int kTileBytes = kTile * D * sizeof(T);
+};
+
+// Chunks of a row are permuted by its number: eight rows' chunks of one column then lie in eight different banks.
+template <int D>
+__device__ __forceinline__ int swizzled(int row, int chunk)
+{
+    return (row * (D / 8) + (chunk ^ (row & 7))) * 16;
+}
+
+// kStages: tiles in shared memory, one in use, the others on their way.
+template <typename T, int D, int kWarpsM, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_kernel(Work const w)
+{
+    using S = Shape<T, D, kWarpsM>;
+    constexpr int kWarpsN = S::kWarpsN;
+    dflash_attention_params const& p = w.p;
+    begin();
+
+    extern __shared__ __align__(128) char shared[];
+    uint32_t const tiles_at = shared_address(shared);
+    [[maybe_unused]] float* merge = reinterpret_cast<float*>(shared + 2 * kStages * S::kTileBytes);
+
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+    int const warp_m = warp % kWarpsM;
+    int const warp_n = warp / kWarpsM;
+    int const range = blockIdx.x / w.row_blocks;
+    int const row_block = blockIdx.x % w.row_blocks;
+
+    int const units = Count(p, 0).all;
+    int const per_range = units_per_range(w, units);
+    int const first_unit = range * per_range;
+    int const past_unit = min(first_unit + per_range, units);
+    if (first_unit >= past_unit)
+    {
+        return;
+    }
+    Cursor at(p, first_unit);
+    Cursor ahead = at;
+    int next = first_unit;
+
+    // Rows past the length may hold anything, NaN too: they are zeros in shared memory.
+    auto const fetch = [&](int stage)
+    {
+        if (next < past_unit)
+        {
+            int64_t const offset = ahead.slot * p.cache_slot_stride + ahead.head * p.cache_head_stride;
+            T const* keys = static_cast<T const*>(p.keys) + offset;
+            T const* values = static_cast<T const*>(p.values) + offset;
+            uint32_t const to = tiles_at + stage * 2 * S::kTileBytes;
+            int const first = ahead.first_key();
+#pragma unroll
+            for (int i = 0; i < kTile * S::kChunks / S::kThreads; ++i)
+            {
+                int const index = threadIdx.x + i * S::kThreads;
+                int const row = index / S::kChunks;
+                int const chunk = index % S::kChunks;
+                bool const is_real = first + row < ahead.length;
+                int64_t const from = is_real ? int64_t{first + row} * D + chunk * 8 : 0;
+                copy_async(to + swizzled<D>(row, chunk), keys + from, is_real);
+                copy_async(to + S::kTileBytes + swizzled<D>(row, chunk), values + from, is_real);
+            }
+            if (++next < past_unit)
+            {
+                ahead.advance(p);
+            }
+        }
+        copy_commit();
+    };
+
+    // This thread's two packed rows, `lane / 4` and 8 further. Packed row = query head of the group * Q + i.
+    int const packed_rows[2]
+        = {row_block * S::kM + warp_m * 16 + lane / 4, row_block * S::kM + warp_m * 16 + lane / 4 + 8};
+    int const rows[2] = {packed_rows[0] % p.rows, packed_rows[1] % p.rows};
+    float const scale = p.scale * kLog2E;
+
+    uint32_t q[S::kDimSteps][4];
+    float out[2 * S::kDimSteps][4];
+    float maximum[2];
+    float sum[2];
+    int first_tile = 0;
+    auto const begin_head = [&]()
+    {
+        first_tile = at.tile;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] = -INFINITY;
+            sum[r] = 0.f;
+            bool const is_real = packed_rows[r] < w.packed_rows;
+            int const head = at.head * w.group + (is_real ? packed_rows[r] / p.rows : 0);
+            T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride + rows[r] * p.q_row_stride
+                + head * p.q_head_stride + lane % 4 * 2;
+#pragma unroll
+            for (int k = 0; k < S::kDimSteps; ++k)
+            {
+                q[k][r] = is_real ? *reinterpret_cast<uint32_t const*>(from + k * 16) : 0;
+                q[k][r + 2] = is_real ? *reinterpret_cast<uint32_t const*>(from + k * 16 + 8) : 0;
+            }
+        }
+#pragma unroll
+        for (auto& fragment : out)
+        {
+            fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.f;
+        }
+    };
+    begin_head(); // before the first tiles are asked for: queries would arrive after all of them
+#pragma unroll
+    for (int stage = 0; stage + 1 < kStages; ++stage)
+    {
+        fetch(stage);
+    }
+
+    for (int unit = first_unit, stage = 0; unit < past_unit; ++unit, stage = stage + 1 == kStages ? 0 : stage + 1)
+    {
+        copy_wait<kStages - 2>();
+        __syncthreads();
+        fetch(stage == 0 ? kStages - 1 : stage - 1); // where the tile before this one was
+        uint32_t const keys_at = tiles_at + stage * 2 * S::kTileBytes;
+        uint32_t const values_at = keys_at + S::kTileBytes;
+        int const own = warp_n * S::kKeys; // this warp's first key in the tile
+
+        // logits = q k^T
+        float logits[2 * S::kKeySteps][4] = {};
+#pragma unroll
+        for (int k = 0; k < S::kDimSteps; ++k)
+        {
+#pragma unroll
+            for (int n = 0; n < S::kKeySteps; ++n)
+            {
+                uint32_t b[4];
+                int const row = own + n * 16 + lane % 8 + lane / 16 * 8;
+                load_matrices(b, keys_at + swizzled<D>(row, k * 2 + lane / 8 % 2));
+                multiply_add<T>(logits[2 * n], q[k], b[0], b[1]);
+                multiply_add<T>(logits[2 * n + 1], q[k], b[2], b[3]);
+            }
+        }
+
+        int const first_key = at.first_key();
+        bool const is_cut = first_key + kTile > at.length - (p.causal ? p.rows - 1 : 0)
+            || (p.window > 0 && first_key < at.length - p.window);
+        if (is_cut)
+        {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+            {
+                int const position = at.length - p.rows + rows[r];
+                int const past = p.causal ? position + 1 : at.length;
+                int const first = p.window > 0 ? position - p.window + 1 : 0;
+#pragma unroll
+                for (int n = 0; n < 2 * S::kKeySteps; ++n)
+                {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                    {
+                        int const key = first_key + own + n * 8 + lane % 4 * 2 + c;
+                        if (key < first || key >= past)
+                        {
+                            logits[n][2 * r + c] = -INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+
+        // Online softmax, base 2. A row that has seen no key yet keeps its maximum at -inf and all weights at 0.
+        float base[2];
+        float decay[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            float top = maximum[r];
+#pragma unroll
+            for (int n = 0; n < 2 * S::kKeySteps; ++n)
+            {
+                top = fmaxf(top, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            base[r] = top == -INFINITY ? 0.f : top * scale;
+            decay[r] = exp2f(maximum[r] * scale - base[r]);
+            maximum[r] = top;
+            sum[r] *= decay[r];
+        }
+        if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
+        {
+#pragma unroll
+            for (auto& fragment : out)
+            {
+                fragment[0] *= decay[0];
+                fragment[1] *= decay[0];
+                fragment[2] *= decay[1];
+                fragment[3] *= decay[1];
+            }
+        }
+
+        // out += softmax v
+#pragma unroll
+        for (int n = 0; n < S::kKeySteps; ++n)
+        {
+            uint32_t weights[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                float(&x)[4] = logits[2 * n + half];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                {
+                    x[i] = exp2f(fmaf(x[i], scale, -base[i / 2]));
+                    sum[i / 2] += x[i];
+                }
+                weights[2 * half] = packed<T>(x[0], x[1]);
+                weights[2 * half + 1] = packed<T>(x[2], x[3]);
+            }
+            int const row = own + n * 16 + lane % 16;
+#pragma unroll
+            for (int d = 0; d < S::kDimSteps; ++d)
+            {
+                uint32_t b[4];
+                load_matrices_transposed(b, values_at + swizzled<D>(row, d * 2 + lane / 16));
+                multiply_add<T>(out[2 * d], weights, b[0], b[1]);
+                multiply_add<T>(out[2 * d + 1], weights, b[2], b[3]);
+            }
+        }
+
+        bool const is_last_tile = at.tile + 1 == at.tiles;
+        if (!is_last_tile && unit + 1 < past_unit)
+        {
+            at.advance(p);
+            continue;
+        }
+
+        // The end of a (slot, head), or of the range.
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] *= scale;
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+        }
+        if constexpr (kWarpsN > 1)
+        {
+#pragma unroll
+            for (int half = kWarpsN / 2; half > 0; half /= 2)
+            {
+                float* box = merge + (warp_n % half * kWarpsM + warp_m) * 32 * (D / 2 + 4) + lane;
+                if (warp_n >= half && warp_n < 2 * half)
+                {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                    {
+                        box[r * 32] = maximum[r];
+                        box[(2 + r) * 32] = sum[r];
+                    }
+#pragma unroll
+                    for (int i = 0; i < D / 2; ++i)
+                    {
+                        box[(4 + i) * 32] = out[i / 4][i % 4];
+                    }
+                }
+                __syncthreads();
+                if (warp_n < half)
+                {
+                    float mine[2];
+                    float theirs[2];
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                    {
+                        float const other = box[r * 32];
+                        float const top = fmaxf(maximum[r], other);
+                        float const zero = top == -INFINITY ? 0.f : top;
+                        mine[r] = exp2f(maximum[r] - zero);
+                        theirs[r] = exp2f(other - zero);
+                        maximum[r] = top;
+                        sum[r] = sum[r] * mine[r] + box[(2 + r) * 32] * theirs[r];
+                    }
+#pragma unroll
+                    for (int i = 0; i < D / 2; ++i)
+                    {
+                        float& x = out[i / 4][i % 4];
+                        x = x * mine[i % 4 / 2] + box[(4 + i) * 32] * theirs[i % 4 / 2];
+                    }
+                }
+                __syncthreads();
+            }
+        }
+        if (warp_n == 0)
+        {
+            bool const is_whole = first_tile == 0 && is_last_tile;
+            int64_t const partial
+                = ((int64_t{range} * 2 + (first_tile == 0 ? 1 : 0)) * w.row_blocks + row_block) * S::kM;
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+            {
+                if (packed_rows[r] >= w.packed_rows)
+                {
+                    continue;
+                }
+                if (is_whole)
+                {
+                    int const head = at.head * w.group + packed_rows[r] / p.rows;
+                    float const factor = normalizer(p, head, maximum[r], sum[r]);
+                    T* to = static_cast<T*>(p.out) + ((int64_t{at.slot} * p.rows + rows[r]) * p.heads + head) * D;
+#pragma unroll
+                    for (int n = 0; n < 2 * S::kDimSteps; ++n)
+                    {
+                        *reinterpret_cast<uint32_t*>(to + n * 8 + lane % 4 * 2)
+                            = packed<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
+                    }
+                    continue;
+                }
+                int64_t const row = partial + packed_rows[r] - row_block * S::kM;
+                float* to = w.partial_out + row * D;
+#pragma unroll
+                for (int n = 0; n < 2 * S::kDimSteps; ++n)
+                {
+                    *reinterpret_cast<float2*>(to + n * 8 + lane % 4 * 2) = {out[n][2 * r], out[n][2 * r + 1]};
+                }
+                if (lane % 4 == 0)
+                {
+                    w.partial_sums[row] = {maximum[r], sum[r]};
+                }
+            }
+        }
+        if (unit + 1 < past_unit)
+        {
+            at.advance(p);
+            begin_head();
+        }
+    }
+}
+
+// -- combining --------------------------------------------------------------------------------------------------------
+
+// kSharing warps share the partial results of kRows packed rows: 4 have one where a (slot, head) is divided among many
+// ranges; one has several where there are so many (slot, head)s that most have nothing to combine. Also writes the
+// zeros of slots that have no rows.
+constexpr int kCombineWarps = 4;
+
+template <typename T, int D, int kSharing, int kRows>
+__global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const w, int const m)
+{
+    constexpr int kPerLane = D / 32;
+    using Floats = Vector<float, kPerLane>;
+    dflash_attention_params const& p = w.p;
+    int const lane = threadIdx.x % 32;
+    int const warp = threadIdx.x / 32;
+    int const share = warp % kSharing;
+    int const first_row = (blockIdx.y * kCombineWarps / kSharing + warp / kSharing) * kRows;
+    int const slot = blockIdx.x / p.kv_heads;
+    int const kv_head = blockIdx.x % p.kv_heads;
+
+    Count const units(p, slot);
+    int const tiles = tiles_of(p, length_of(p, slot));
+    int const per_range = units_per_range(w, units.all);
+    int const first_unit = units.before + kv_head * tiles;
+    int const first_range = first_unit / per_range;
+    int const count = tiles == 0 ? 0 : (first_unit + tiles - 1) / per_range - first_range + 1;
+    // Only here: the other kernel has begun when this one may, so that lengths, which came before both, can be read.
+    begin();
+    if (count == 1 || first_row >= w.packed_rows)
+    {
+        return;
+    }
+
+    // A packed row in the partial result of a range: in the first place of what began before the range, in the second
+    // of what begins in it.
+    auto const place = [&](int row, int i)
+    {
+        int const range = first_range + i;
+        int const which = first_unit < range * per_range ? 0 : 1;
+        return ((int64_t{range} * 2 + which) * w.row_blocks + row / m) * m + row % m;
+    };
+    Floats total[kRows] = {};
+    float maximum[kRows];
+    float sum[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+    {
+        maximum[r] = -INFINITY;
+        sum[r] = 0.f;
+    }
+    for (int first = 0; first < count; first += 32)
+    {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+        {
+            bool const is_real = first + lane < count && first_row + r < w.packed_rows;
+            float const own = is_real ? w.partial_sums[place(first_row + r, first + lane)].x : -INFINITY;
+            maximum[r] = fmaxf(maximum[r], warp_max(own));
+        }
+    }
+#pragma unroll 4
+    for (int i = share; i < count; i += kSharing)
+    {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+        {
+            if (first_row + r >= w.packed_rows)
+            {
+                continue;
+            }
+            int64_t const row = place(first_row + r, i);
+            float2 const sums = w.partial_sums[row];
+            auto const part = load_vector<float, kPerLane>(w.partial_out + row * D + lane * kPerLane);
+            float const weight = sums.x == -INFINITY ? 0.f : exp2f(sums.x - maximum[r]);
+            sum[r] += sums.y * weight;
+#pragma unroll
+            for (int j = 0; j < kPerLane; ++j)
+            {
+                total[r].at[j] += part.at[j] * weight;
+            }
+        }
+    }
+    if constexpr (kSharing > 1)
+    {
+        __shared__ Floats totals[kSharing][32];
+        __shared__ float sums[kSharing];
+        totals[share][lane] = total[0];
+        sums[share] = sum[0];
+        __syncthreads();
+        if (share > 0)
+        {
+            return;
+        }
+#pragma unroll
+        for (int i = 1; i < kSharing; ++i)
+        {
+            sum[0] += sums[i];
+#pragma unroll
+            for (int j = 0; j < kPerLane; ++j)
+            {
+                total[0].at[j] += totals[i][lane].at[j];
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+    {
+        int const packed_row = first_row + r;
+        if (packed_row >= w.packed_rows)
+        {
+            break;
+        }
+        int const head = kv_head * w.group + packed_row / p.rows;
+        float const factor = normalizer(p, head, maximum[r], sum[r]);
+        Vector<T, kPerLane> out;
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j)
+        {
+            out.at[j] = from_float<T>(total[r].at[j] * factor);
+        }
+        int64_t const row = (int64_t{slot} * p.rows + packed_row % p.rows) * p.heads + head;
+        store_vector(static_cast<T*>(p.out) + row * D + lane * kPerLane, out);
+    }
+}
+
+// -- launching --------------------------------------------------------------------------------------------------------
+
+struct Plan
+{
+    Work work;
+    int warps_m;
+    int m; // packed rows of one block
+    int stages;
+    int sms;
+    size_t sums_at; // where the sums lie in the workspace
+    size_t bytes;
+};
+
+cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
+{
+    bool const is_known = (p.head_size == 64 || p.head_size == 128) && p.rows > 0 && p.kv_heads > 0 && p.slots >= 0
+        && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16);
+    if (!is_known)
+    {
+        return cudaErrorInvalidValue;
+    }
+    int device = 0;
+    int sms = 0;
+    int block_bytes = 0;
+    int sm_bytes = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    for (auto const& [to, what] : {std::pair{&sms, cudaDevAttrMultiProcessorCount},
+             std::pair{&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+             std::pair{&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor}})
+    {
+        error = error == cudaSuccess ? cudaDeviceGetAttribute(to, what, device) : error;
+    }
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    Work& w = plan.work;
+    w.p = p;
+    w.group = p.heads / p.kv_heads;
+    w.packed_rows = w.group * p.rows;
+    plan.warps_m = w.packed_rows <= 16 ? 1 : w.packed_rows <= 32 ? 2 : 4;
+    plan.m = 16 * plan.warps_m;
+    // SM120 has less than half the shared memory of the others.
+    plan.stages = shared_bytes(p.head_size, plan.warps_m, kMostStages) <= block_bytes ? kMostStages : 2;
+    int const bytes = shared_bytes(p.head_size, plan.warps_m, plan.stages) + 1024; // the system's own
+    int const blocks_per_sm = std::clamp(sm_bytes / bytes, 1, most_blocks_per_sm(p.head_size));
+    plan.sms = sms;
+    w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
+    int64_t const most_units = int64_t{p.slots} * p.kv_heads * ((p.cache_rows + kTile - 1) / kTile);
+    int64_t const blocks = std::max(blocks_per_sm * sms / w.row_blocks, 1);
+    w.ranges = static_cast<int>(std::min(blocks, std::max(most_units, int64_t{1})));
+    size_t const rows = size_t{2} * w.ranges * w.row_blocks * plan.m;
+    plan.sums_at = rows * p.head_size * sizeof(float);
+    plan.bytes = plan.sums_at + rows * sizeof(float2);
+    return cudaSuccess;
+}
+
+template <typename T, int D, int kWarpsM, int kStages>
+cudaError_t launch_attend(Work const& w, cudaStream_t stream)
+{
+    constexpr int kBytes = shared_bytes(D, kWarpsM, kStages);
+    auto const kernel = attend_kernel<T, D, kWarpsM, kStages>;
+    cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    dim3 const grid(w.ranges * w.row_blocks);
+    return launch_kernel(kernel, grid, 32 * kWarps, kBytes, stream, w);
+}
+
+template <typename T, int D, int kWarpsM>
+cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
+{
+    return plan.stages == kMostStages ? launch_attend<T, D, kWarpsM, kMostStages>(plan.work, stream)
+                                      : launch_attend<T, D, kWarpsM, 2>(plan.work, stream);
+}
+
+template <typename T, int D, int kSharing, int kRows>
+cudaError_t launch_combine(Plan const& plan, cudaStream_t stream)
+{
+    Work const& w = plan.work;
+    constexpr int kBlockRows = kCombineWarps / kSharing * kRows;
+    dim3 const grid(w.p.slots * w.p.kv_heads, (w.packed_rows + kBlockRows - 1) / kBlockRows);
+    return launch_kernel(combine_kernel<T, D, kSharing, kRows>, grid, kCombineWarps * 32, 0, stream, w, plan.m);
+}
+
+template <typename T, int D>
+cudaError_t launch(Plan const& plan, cudaStream_t stream)
+{
+    Work const& w = plan.work;
+    cudaError_t const error = plan.warps_m == 1 ? launch_attend<T, D, 1>(plan, stream)
+        : plan.warps_m == 2                     ? launch_attend<T, D, 2>(plan, stream)
+                                                : launch_attend<T, D, 4>(plan, stream);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    int const heads = w.p.slots * w.p.kv_heads;
+    return w.ranges > 8 * heads ? launch_combine<T, D, 4, 1>(plan, stream)
+        : heads < plan.sms      ? launch_combine<T, D, 1, 1>(plan, stream)
+                                : launch_combine<T, D, 1, 4>(plan, stream);
+}
+
+} // namespace
+} // namespace dflash
+
+extern "C" cudaError_t dflash_attention_workspace(dflash_attention_params const* p, size_t* bytes)
+{
+    dflash::Plan plan;
+    cudaError_t const error = dflash::make_plan(*p, plan);
+    *bytes = error == cudaSuccess ? plan.bytes : 0;
+    return error;
+}
+
+extern "C" cudaError_t dflash_attention(
+    dflash_attention_params const* p, void* workspace, size_t workspace_bytes, cudaStream_t stream)
+{
+    using namespace dflash;
+    Plan plan;
+    cudaError_t const error = make_plan(*p, plan);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    if (workspace_bytes < plan.bytes)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->slots == 0)
+    {
+        return cudaSuccess;
+    }
+    plan.work.partial_out = static_cast<float*>(workspace);
+    plan.work.partial_sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + plan.sums_at);
+    if (p->dtype == DFLASH_FP16)
+    {
+        return p->head_size == 64 ? launch<__half, 64>(plan, stream) : launch<__half, 128>(plan, stream);
+    }
+    return p->head_size == 64 ? launch<__nv_bfloat16, 64>(plan, stream) : launch<__nv_bfloat16, 128>(plan, stream);
+}

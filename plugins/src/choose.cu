@@ -1,0 +1,184 @@
+// Choosing tokens: argmax over the vocabulary, and acceptance.
+#include "dflash_kernels.h"
+#include "element.cuh"
+#include "launch.cuh"
+
+#include <cooperative_groups.h>
+
+namespace dflash
+{
+namespace
+{
+
+constexpr int kThreads = 512;
+constexpr int kCluster = 8; // blocks that share a row; the largest that every GPU of this generation schedules
+
+// Orders first by value, then by the lower id; larger is better.
+__device__ __forceinline__ uint64_t ranked(float value, int32_t id)
+{
+    uint32_t const bits = __float_as_uint(value + 0.f); // -0 equals +0
+    uint32_t const ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~id);
+}
+
+__device__ __forceinline__ float value_of(uint64_t key)
+{
+    uint32_t const ordered = static_cast<uint32_t>(key >> 32);
+    return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
+}
+
+__device__ __forceinline__ uint64_t warp_best(uint64_t key)
+{
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+    {
+        key = max(key, __shfl_xor_sync(0xffffffffu, key, step));
+    }
+    return key;
+}
+
+// A cluster a row: each block takes every kCluster-th run of vectors, and the first block compares their winners, which
+// it reads from the others' shared memory. No scratch, no counter, one launch.
+template <typename T, int kVector>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) argmax_kernel(dflash_argmax_params const p)
+{
+    namespace cg = cooperative_groups;
+    begin();
+    cg::cluster_group const cluster = cg::this_cluster();
+    int64_t const row = blockIdx.y;
+    T const* logits = static_cast<T const*>(p.logits) + row * p.row_stride;
+    uint64_t best = ranked(-INFINITY, 0); // what a row of nothing but NaN gives: id 0
+    int const step = kCluster * kThreads * kVector;
+#pragma unroll 4
+    for (int first = (blockIdx.x * kThreads + threadIdx.x) * kVector; first < p.size; first += step)
+    {
+        auto const x = load_vector<T, kVector>(logits + first);
+        float value = -INFINITY;
+        int id = first;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i)
+        {
+            float const each = to_float(x.at[i]);
+            id = each > value ? first + i : id;
+            value = each > value ? each : value;
+        }
+        best = max(best, ranked(value, id));
+    }
+
+    __shared__ uint64_t winners[kThreads / 32];
+    __shared__ uint64_t winner;
+    best = warp_best(best);
+    if (threadIdx.x % 32 == 0)
+    {
+        winners[threadIdx.x / 32] = best;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32)
+    {
+        best = warp_best(threadIdx.x < kThreads / 32 ? winners[threadIdx.x] : 0);
+        if (threadIdx.x == 0)
+        {
+            winner = best;
+        }
+    }
+    cluster.sync();
+    if (blockIdx.x == 0 && threadIdx.x < 32)
+    {
+        best = warp_best(threadIdx.x < kCluster ? *cluster.map_shared_rank(&winner, threadIdx.x) : 0);
+        if (threadIdx.x == 0)
+        {
+            p.ids[row] = static_cast<int32_t>(~static_cast<uint32_t>(best));
+            if (p.best)
+            {
+                p.best[row] = value_of(best);
+            }
+        }
+    }
+    cluster.sync(); // no block may leave while its shared memory is read
+}
+
+template <typename T>
+cudaError_t launch_argmax(dflash_argmax_params const& p, cudaStream_t stream)
+{
+    constexpr int kVector = 16 / sizeof(T);
+    dim3 const grid(kCluster, p.rows);
+    bool const is_aligned = p.size % kVector == 0 && p.row_stride % kVector == 0
+        && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;
+    return launch_kernel(is_aligned ? argmax_kernel<T, kVector> : argmax_kernel<T, 1>, grid, kThreads, 0, stream, p);
+}
+
+// One warp a slot.
+__global__ void accept_kernel(dflash_accept_params const p)
+{
+    begin();
+    int const slot = blockIdx.x;
+    int const lane = threadIdx.x;
+    int32_t const* tokens = p.token_ids + int64_t{slot} * p.rows;
+    int32_t const* targets = p.target_ids + int64_t{slot} * p.logit_row_count;
+    int32_t const* logit_rows = p.logit_rows + int64_t{slot} * p.logit_row_count;
+    int const row_count = min(p.row_count[slot], p.rows);
+    int accepted = 0;
+    for (int first = 0; first < p.logit_row_count; first += 32)
+    {
+        int const i = first + lane;
+        bool is_equal = false;
+        if (i + 1 < p.logit_row_count)
+        {
+            int const draft = logit_rows[i] + 1;
+            is_equal = draft < row_count && tokens[draft] == targets[i];
+        }
+        unsigned const misses = ~__ballot_sync(0xffffffffu, is_equal);
+        if (misses)
+        {
+            accepted = first + __ffs(misses) - 1;
+            break;
+        }
+    }
+    if (lane == 0)
+    {
+        int const committed = logit_rows[accepted] + 1;
+        p.accepted[slot] = accepted;
+        p.committed[slot] = committed;
+        p.bonus[slot] = targets[accepted];
+        if (p.next_start)
+        {
+            p.next_start[slot] = p.start[slot] + committed;
+        }
+    }
+}
+
+} // namespace
+} // namespace dflash
+
+extern "C" cudaError_t dflash_argmax(dflash_argmax_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    if (p->size < 1 || p->rows > 65535)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->rows == 0)
+    {
+        return cudaSuccess;
+    }
+    switch (p->dtype)
+    {
+    case DFLASH_FP16: return launch_argmax<__half>(*p, stream);
+    case DFLASH_BF16: return launch_argmax<__nv_bfloat16>(*p, stream);
+    case DFLASH_FP32: return launch_argmax<float>(*p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" cudaError_t dflash_accept(dflash_accept_params const* p, cudaStream_t stream)
+{
+    if (p->logit_row_count < 1 || (p->next_start && !p->start))
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->slots == 0)
+    {
+        return cudaSuccess;
+    }
+    return dflash::launch_kernel(dflash::accept_kernel, dim3(p->slots), 32, 0, stream, *p);
+}

@@ -1,0 +1,117 @@
+// The 16-bit element types: conversions, and vectors of them.
+#pragma once
+
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace dflash
+{
+
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__half>
+{
+    using type = __half2;
+};
+
+template <>
+struct Pair<__nv_bfloat16>
+{
+    using type = __nv_bfloat162;
+};
+
+__device__ __forceinline__ float to_float(float x)
+{
+    return x;
+}
+
+__device__ __forceinline__ float to_float(__half x)
+{
+    return __half2float(x);
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 x)
+{
+    return __bfloat162float(x);
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+
+template <>
+__device__ __forceinline__ float from_float<float>(float x)
+{
+    return x;
+}
+
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x)
+{
+    return __float2half_rn(x);
+}
+
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x)
+{
+    return __float2bfloat16_rn(x);
+}
+
+// What a value becomes once it is stored as T: the rounding points of the composed operations.
+template <typename T>
+__device__ __forceinline__ float rounded(float x)
+{
+    return to_float(from_float<T>(x));
+}
+
+// Two floats as one register of two T, the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t packed(float low, float high)
+{
+    T pair[2] = {from_float<T>(low), from_float<T>(high)};
+    return static_cast<uint32_t>(reinterpret_cast<uint16_t const&>(pair[0]))
+        | static_cast<uint32_t>(reinterpret_cast<uint16_t const&>(pair[1])) << 16;
+}
+
+// N elements that are loaded and stored in one access of at most 16 bytes.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vector
+{
+    T at[N];
+};
+
+template <typename T, int N>
+__device__ __forceinline__ Vector<T, N> load_vector(T const* from)
+{
+    return *reinterpret_cast<Vector<T, N> const*>(from);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_vector(T* to, Vector<T, N> const& x)
+{
+    *reinterpret_cast<Vector<T, N>*>(to) = x;
+}
+
+__device__ __forceinline__ float warp_sum(float x)
+{
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+    {
+        x += __shfl_xor_sync(0xffffffffu, x, step);
+    }
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x)
+{
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+    {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    }
+    return x;
+}
+
+} // namespace dflash

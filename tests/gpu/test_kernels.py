@@ -1,0 +1,559 @@
+"""The CUDA kernels against float64 and against the operations they stand for."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import TINY
+from trtllm_dflash.checkpoint.pair import open_pair
+from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.engine.builder import BuildSettings, plan_engine
+from trtllm_dflash.engine.memory import cache_shapes
+from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models import build_target
+from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.ops import AttentionLayer, cuda_kernels
+from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
+from trtllm_dflash.tokenizer import TextCodec
+
+
+def why_not() -> str:
+    """Why these tests cannot run here; empty where they can."""
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU"
+    try:
+        cuda_kernels.load()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+HALVES = [torch.bfloat16, torch.float16]
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel does not write is NaN, or -1: outputs and scratch begin as that."""
+
+    def empty(*shape, dtype=torch.float32, device=None):
+        value = float("nan") if dtype.is_floating_point else 255 if dtype is torch.uint8 else -1
+        return torch.full(
+            shape if not isinstance(shape[0], tuple | torch.Size) else shape[0], value, dtype=dtype, device=device
+        )
+
+    monkeypatch.setattr(cuda_kernels.torch, "empty", empty)
+    monkeypatch.setattr(cuda_kernels.torch, "empty_like", lambda x: empty(x.shape, dtype=x.dtype, device=x.device))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, roundings: float = 2.0) -> None:
+    """Direction, scale and the largest error, each within a few roundings of the type: cosine alone sees no scale."""
+    found, expected = found.double().flatten(), expected.double().flatten()
+    epsilon = roundings * EPSILON[dtype]
+    assert found.isfinite().all()
+    if expected.norm() == 0:
+        assert found.norm() == 0
+        return
+    assert (found @ expected) / (found.norm() * expected.norm()) > 1 - epsilon**2
+    assert abs(found.norm() / expected.norm() - 1) < epsilon / 2
+    assert (found - expected).norm() / expected.norm() < epsilon
+    assert (found - expected).abs().max() < 4 * epsilon * expected.abs().max()
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    dtype: torch.dtype
+    lengths: list[int]
+    rows: int
+    group: int
+    size: int
+    causal: bool
+    window: int = 0
+    sinks: bool = False
+    kv_heads: int = 2
+
+    def __str__(self) -> str:
+        kind = f"{'causal' if self.causal else 'full'}-w{self.window}{'-sinks' if self.sinks else ''}"
+        lengths = "_".join(map(str, self.lengths))
+        return f"{str(self.dtype)[6:]}-q{self.rows}-g{self.group}-d{self.size}-{kind}-{lengths}"
+
+
+def random_cases(count: int) -> list[Case]:
+    choose = random.Random(5)
+    edges = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 1000, 2049]
+    cases = []
+    for _ in range(count):
+        rows = choose.choice([1, 2, 3, 5, 8, 10, 15, 16, 16, 32])
+        cases.append(
+            Case(
+                dtype=choose.choice(HALVES),
+                lengths=[choose.choice(edges) for _ in range(choose.choice([1, 2, 5, 33]))],
+                rows=rows,
+                group=choose.choice([1, 2, 4, 5, 8]),
+                size=choose.choice([64, 128]),
+                causal=choose.random() < 0.5,
+                window=choose.choice([0, 0, 1, 7, 64, 128, 500]),
+                sinks=choose.random() < 0.3,
+            )
+        )
+    return cases
+
+
+LONG = [
+    Case(torch.bfloat16, [32768], 16, 4, 128, causal=True, kv_heads=8),
+    Case(torch.bfloat16, [32768, 0, 1, 20000, 64, 32705], 16, 4, 128, causal=False),
+    Case(torch.float16, [32767, 32768, 5], 1, 8, 64, causal=True),
+    Case(torch.bfloat16, [32700, 100], 16, 8, 128, causal=True, window=128, sinks=True),
+]
+
+
+def reference(case: Case, q, keys, values, sinks) -> torch.Tensor:
+    """[B, Q, Hq * D] in float64, slot by slot, from the rows that count alone."""
+    out = torch.zeros(len(case.lengths), case.rows, q.shape[1] * case.size, dtype=torch.float64, device=q.device)
+    for slot, length in enumerate(case.lengths):
+        if length == 0:
+            continue
+        k = keys[slot, :, :length].double().repeat_interleave(case.group, 0)
+        v = values[slot, :, :length].double().repeat_interleave(case.group, 0)
+        logits = q[slot].double() @ k.transpose(1, 2) * case.size**-0.5  # [Hq, Q, length]
+        position = torch.arange(length - case.rows, length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)
+        seen = key <= position if case.causal else key >= 0
+        if case.window:
+            seen = seen & (key > position - case.window)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, case.rows, 1)
+            weights = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = logits.softmax(-1).nan_to_num(0.0)  # a row that sees nothing
+        out[slot] = (weights @ v).transpose(0, 1).flatten(1)
+    return out
+
+
+def make_inputs(case: Case, spare: int = 40):
+    """q as a slice of projected rows, caches as slots between others; rows past the length are NaN."""
+    slots, length = len(case.lengths), max(case.lengths) + spare
+    heads = case.group * case.kv_heads
+    options: Any = {"dtype": case.dtype, "device": "cuda"}
+    projected = torch.randn(slots, case.rows, (heads + 2 * case.kv_heads) * case.size, **options)
+    q = projected[..., : heads * case.size].view(slots, case.rows, heads, case.size).transpose(1, 2)
+    keys, values = (torch.randn(slots + 2, case.kv_heads, length, case.size, **options)[1:-1] for _ in range(2))
+    for slot, used in enumerate(case.lengths):
+        keys[slot, :, used:] = float("nan")
+        values[slot, :, used:] = float("nan")
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
+    sinks = torch.randn(heads, device="cuda") + 1 if case.sinks else None
+    return q, keys, values, lengths, sinks
+
+
+@pytest.mark.parametrize("case", [*random_cases(80), *LONG], ids=str)
+def test_attention_equals_float64(case):
+    q, keys, values, lengths, sinks = make_inputs(case)
+    out = cuda_kernels.attention(q, keys, values, lengths, case.causal, case.window, sinks)
+    assert_close(out, reference(case, q, keys, values, sinks), case.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_may_be_of_the_models_type(dtype):
+    case = Case(torch.bfloat16, [70, 9], 8, 4, 64, causal=True, sinks=True)
+    q, keys, values, lengths, sinks = make_inputs(case)
+    sinks = sinks.to(dtype)
+    out = cuda_kernels.attention(q, keys, values, lengths, True, 0, sinks)
+    assert_close(out, reference(case, q, keys, values, sinks), case.dtype)
+
+
+def test_large_logits_do_not_overflow():
+    case = Case(torch.bfloat16, [200, 65], 16, 4, 128, causal=True)
+    q, keys, values, lengths, _ = make_inputs(case)
+    q = q * 100
+    out = cuda_kernels.attention(q, keys, values, lengths, True)
+    assert_close(out, reference(case, q, keys, values, None), case.dtype)
+
+
+def test_one_captured_launch_serves_all_lengths():
+    case = Case(torch.bfloat16, [500, 0, 2000], 16, 4, 128, causal=True)
+    q, keys, values, lengths, _ = make_inputs(case)
+    keys.nan_to_num_(0.5), values.nan_to_num_(-0.5)
+    cuda_kernels.attention(q, keys, values, lengths, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuda_kernels.attention(q, keys, values, lengths, True)
+    for case.lengths in ([500, 0, 2000], [1, 2039, 64], [0, 0, 0], [700, 701, 702]):
+        lengths.copy_(torch.tensor(case.lengths, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close(out, reference(case, q, keys, values, None), case.dtype)
+
+
+def test_repeated_runs_are_equal_to_the_bit():
+    case = Case(torch.bfloat16, [3000, 900, 64], 16, 4, 128, causal=True)
+    q, keys, values, lengths, _ = make_inputs(case)
+    first = cuda_kernels.attention(q, keys, values, lengths, True)
+    assert all(cuda_kernels.attention(q, keys, values, lengths, True).equal(first) for _ in range(20))
+
+
+# -- append ------------------------------------------------------------------------------------------------------------
+
+
+def layer_weights(dtype, size, positions, normed):
+    angles = torch.rand(positions, size // 2, device="cuda") * 6
+    weights = {"rope.cos": angles.cos().to(dtype), "rope.sin": angles.sin().to(dtype)}
+    if normed:
+        for name in ("q", "k"):
+            weights[f"l.self_attn.{name}_norm.weight"] = torch.randn(size, dtype=dtype, device="cuda")
+    return weights
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 16, 32, 100])
+def test_self_attention_appends_what_torch_appends(dtype, size, normed, rows):
+    """Caches equal but for rare last-bit differences in the norm; attention's output close."""
+    slots, heads, kv_heads, length = 3, 8, 2, 400
+    weights = layer_weights(dtype, size, length, normed)
+    layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6 if normed else None)
+    start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
+    qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
+    results = []
+    for ops_type in (TorchOps, CudaOps):
+        torch.manual_seed(1)
+        caches = {
+            f"l.{name}": torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda")
+            for name in ("key", "value")
+        }
+        ops = ops_type(weights, caches)
+        positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
+        out = ops.self_attention(layer, qkv, positions, start, start + rows)
+        results.append((out, caches["l.key"], caches["l.value"]))
+    (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
+    assert cuda_values.equal(values)
+    assert_close(cuda_keys, keys, dtype, roundings=0.5)
+    assert_close(cuda_out, out, dtype, roundings=4)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("context_rows", "block"), [(16, 16), (1, 16), (16, 8), (200, 16), (7, 2)])
+def test_block_attention_writes_committed_context_and_block_in_one_run(dtype, size, context_rows, block):
+    slots, heads, kv_heads, length, layers, index = 3, 8, 2, 600, 3, 1
+    weights = layer_weights(dtype, size, length, normed=True)
+    layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6)
+    start = torch.tensor([0, 33, 300], dtype=torch.int32, device="cuda")
+    committed = torch.tensor([1, (context_rows + 1) // 2, context_rows], dtype=torch.int32, device="cuda")
+    kv = torch.randn(slots, context_rows, layers * 2 * kv_heads * size, dtype=dtype, device="cuda")
+    qkv = torch.randn(slots, block, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
+    row, drafted = (torch.arange(n, dtype=torch.int32, device="cuda") for n in (context_rows, block))
+    first = (start + committed)[:, None]
+    results = []
+    for ops_type in (TorchOps, CudaOps):
+        torch.manual_seed(1)
+        caches = {
+            f"l.{name}": torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda")
+            for name in ("key", "value")
+        }
+        ops = ops_type(weights, caches)
+        context = ops.context_rows(layer, kv, index, start[:, None] + row)
+        lengths = start + committed + block
+        out = ops.block_attention(layer, context, qkv, first + drafted, start, committed, lengths)
+        used = torch.arange(length, device="cuda")[None, :] < lengths[:, None]
+        caches = {name: cache * used[:, None, :, None] for name, cache in caches.items()}  # what follows is scratch
+        results.append((out, caches["l.key"], caches["l.value"]))
+    (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
+    assert cuda_values.equal(values)
+    assert_close(cuda_keys, keys, dtype, roundings=0.5)
+    assert_close(cuda_out, out, dtype, roundings=4)
+
+
+@pytest.mark.parametrize("start", [-16, -3, 90, 100, 1000])
+def test_rows_outside_of_the_cache_are_dropped(start):
+    slots, kv_heads, length, size, rows = 2, 2, 100, 64, 16
+    weights = layer_weights(torch.bfloat16, size, length, normed=True)
+    shape = (slots + 2, kv_heads, length, size)
+    whole = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")
+    before = whole.clone()
+    caches = {"l.key": whole[0, 1:-1], "l.value": whole[1, 1:-1]}
+    layer = AttentionLayer("l.", "rope", 4, kv_heads, size, 1e-6)
+    qkv = torch.randn(slots, rows, 8 * size, dtype=torch.bfloat16, device="cuda")
+    at = torch.full((slots,), start, dtype=torch.int32, device="cuda")
+    out = CudaOps(weights, caches).self_attention(layer, qkv, at, at, at + rows)
+    assert out.isfinite().all()
+    if start == -16:
+        assert out.eq(0).all()
+    inside = [row for row in range(start, start + rows) if 0 <= row < length]
+    outside = [row for row in range(length) if row not in inside]
+    assert whole[:, 1:-1, :, outside].equal(before[:, 1:-1, :, outside])
+    assert whole[:, [0, -1]].equal(before[:, [0, -1]])
+    values = qkv[..., 6 * size :].view(slots, rows, kv_heads, size).transpose(1, 2)
+    assert caches["l.value"][:, :, inside].equal(values[:, :, [row - start for row in inside]])
+
+
+def test_context_alone_is_kept_whole():
+    slots, kv_heads, length, size, rows = 2, 2, 100, 128, 16
+    weights = layer_weights(torch.bfloat16, size, length, normed=True)
+    layer = AttentionLayer("l.", "rope", 4, kv_heads, size, 1e-6)
+    kv = torch.randn(slots, rows, 2 * 2 * kv_heads * size, dtype=torch.bfloat16, device="cuda")
+    start = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
+    positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
+    kept = []
+    for ops_type in (TorchOps, CudaOps):
+        caches = {
+            f"l.{n}": torch.zeros(slots, kv_heads, length, size, dtype=torch.bfloat16, device="cuda")
+            for n in ("key", "value")
+        }
+        ops = ops_type(weights, caches)
+        ops.keep_context(layer, ops.context_rows(layer, kv, 1, positions), start)
+        kept.append(caches)
+    assert kept[1]["l.value"].equal(kept[0]["l.value"])
+    assert_close(kept[1]["l.key"], kept[0]["l.key"], torch.bfloat16, roundings=0.5)
+
+
+# -- norms, SwiGLU, choosing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [8, 64, 256, 1000, 2880, 4096, 7168, 8192, 16384, 32768])
+def test_norms_equal_float64(dtype, size):
+    x, y = (torch.randn(3, 5, size, dtype=dtype, device="cuda") * 3 for _ in range(2))
+    weight = torch.randn(size, dtype=dtype, device="cuda")
+
+    def normed(x):
+        x = x.double()
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+    assert_close(cuda_kernels.rms_norm(x, weight, 1e-6), normed(x), dtype)
+    assert_close(cuda_kernels.rms_norm(x[:, 1:], weight, 1e-6), normed(x[:, 1:]), dtype)
+    total, out = cuda_kernels.add_rms_norm(x, y, weight, 1e-6)
+    assert total.equal(x + y)
+    assert_close(out, normed(x + y), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [8, 768, 1000, 12288])
+def test_swiglu_equals_float64(dtype, size):
+    x = torch.randn(2, 5, 2 * size, dtype=dtype, device="cuda") * 4
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_close(cuda_kernels.swiglu(x), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("size", [1, 7, 8, 2048, 4097, 32000, 151936])
+def test_argmax_is_the_lowest_id_among_equals(dtype, size):
+    logits = torch.randn(2, 17, size, device="cuda").to(dtype)
+    best = logits.amax(-1)
+    expected = torch.where(logits == best[..., None], torch.arange(size, device="cuda"), size).amin(-1)
+    found, ids = cuda_kernels.argmax(logits)
+    assert ids.equal(expected.int())
+    assert found.equal(best.float())
+    few = torch.randint(-2, 2, (4, 3, size), device="cuda").to(dtype)  # with many equals, and zeros of both signs
+    few = torch.where(torch.rand_like(few, dtype=torch.float32) < 0.5, few, -few)
+    best = few.amax(-1)
+    expected = torch.where(few == best[..., None], torch.arange(size, device="cuda"), size).amin(-1)
+    assert cuda_kernels.argmax(few)[1].equal(expected.int())
+    assert cuda_kernels.argmax(torch.full((1, 1, size), -torch.inf, device="cuda"))[1].item() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 31, 32, 33, 64])
+def test_acceptance_equals_torch(rows):
+    slots = 200
+    generator = torch.Generator().manual_seed(rows)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator, dtype=torch.int32)  # noqa: E731
+    token_ids, target_ids = draw(0, 2, slots, rows), draw(0, 2, slots, rows)
+    runs = draw(0, rows + 1, slots)
+    for slot, run in enumerate(runs.tolist()):  # runs of every length
+        token_ids[slot, 1 : run + 1] = target_ids[slot, :run][: rows - 1]
+    row_count = draw(1, rows + 1, slots)
+    logit_rows = torch.arange(rows, dtype=torch.int32).expand(slots, -1).contiguous()
+    ops = TorchOps({}, {})
+    expected = ops.accept(token_ids, target_ids, logit_rows, row_count)
+    found = cuda_kernels.accept(token_ids.cuda(), target_ids.cuda(), logit_rows.cuda(), row_count.cuda())
+    for x, y in zip(found, (expected.accepted, expected.committed, expected.bonus), strict=True):
+        assert x.cpu().equal(y)
+
+
+def test_a_prefill_chunk_commits_its_real_rows():
+    ids = torch.zeros(1, 50, dtype=torch.int32, device="cuda")
+    last = torch.tensor([[41]], dtype=torch.int32, device="cuda")
+    found = cuda_kernels.accept(ids, torch.full_like(last, 7), last, last[:, 0] + 1)
+    assert [x.item() for x in found] == [0, 42, 7]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_kernels_cannot_take_is_refused():
+    case = Case(torch.bfloat16, [10], 4, 2, 64, causal=True)
+    q, keys, values, lengths, _ = make_inputs(case)
+    with pytest.raises(ValueError, match="float32"):
+        cuda_kernels.attention(q.float(), keys, values, lengths, True)
+    with pytest.raises(ValueError, match="33 rows"):
+        cuda_kernels.attention(torch.zeros(1, 4, 33, 64, dtype=q.dtype, device="cuda"), keys, values, lengths, True)
+    with pytest.raises(ValueError, match="lengths must be int32"):
+        cuda_kernels.attention(q, keys, values, lengths.long(), True)
+    with pytest.raises(ValueError, match="head size"):
+        cuda_kernels.attention(q[..., :32], keys[..., :32], values[..., :32], lengths, True)
+
+
+# -- the whole step, on the shipped pair -------------------------------------------------------------------------------
+
+
+@dataclass
+class Tiny:
+    """The shipped pair in one 16-bit type on the GPU, and what its tokenizer makes of some prompts."""
+
+    dtype: torch.dtype
+
+    def __post_init__(self):
+        pair = open_pair(TINY / "target", TINY / "drafter")
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        settings = BuildSettings(
+            name="tiny", target="", drafter="", precision=precision, max_batch=8, max_seq_len=512, chunk=256
+        )
+        self.config = plan_engine(pair, settings)
+        weights = {name: x.cuda() for name, x in read_rank_weights(pair, 1, 0, self.dtype).items()}
+        self.weights = complete_weights(weights, self.config, 0)
+        self.step = DraftVerifyStep(build_target(self.config.target), Drafter(self.config.drafter))
+        codec = TextCodec.load(TINY / "target", self.config.chat_arguments)
+        texts = [text for kind in read_prompts(2).values() for text in kind][:8]
+        self.prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in texts]
+
+    def caches(self) -> dict[str, torch.Tensor]:
+        shapes = cache_shapes(self.config)
+        return {name: torch.zeros(shape, dtype=self.dtype, device="cuda") for name, shape in shapes.items()}
+
+    def prefill(self, ops_type, caches):
+        """Each prompt into its own slot, in one chunk: the first block and the committed lengths."""
+        blocks, starts = [], []
+        for slot, prompt in enumerate(self.prompts):
+            last = ints([[len(prompt) - 1]])
+            inputs = StepInputs(ints([prompt]), ints([0]), last[:, 0] + 1, last, self.offsets)
+            ops = ops_type(self.weights, {name: cache[slot : slot + 1] for name, cache in caches.items()})
+            out = self.step(ops, inputs, Drafting.BLOCK)
+            blocks.append(out.next_tokens)
+            starts.append(out.next_start)
+        return torch.cat(blocks), torch.cat(starts)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return ints([list(range(self.config.block_size))])
+
+    def decode_inputs(self, tokens, start, drafting):
+        slots, rows = tokens.shape
+        each = ints([list(range(rows))]).expand(slots, -1)
+        return StepInputs(tokens, start, ints([rows] * slots), each.contiguous(), self.offsets)
+
+    @torch.inference_mode()
+    def texts(self, ops_type, drafting, count=96):
+        """The first count tokens after each prompt, and tokens a step."""
+        caches = self.caches()
+        tokens, start = self.prefill(ops_type, caches)
+        texts = [[bonus] for bonus in tokens[:, 0].tolist()]
+        steps = 0
+        while min(map(len, texts)) < count:
+            tokens = tokens if drafting is Drafting.BLOCK else tokens[:, :1]
+            inputs = self.decode_inputs(tokens.contiguous(), start, drafting)
+            out = self.step(ops_type(self.weights, caches), inputs, drafting)
+            for text, ids, accepted in zip(texts, out.target_ids.tolist(), out.accepted.tolist(), strict=True):
+                if len(text) < count:
+                    text += ids[: accepted + 1]
+                    steps += 1
+            tokens, start = out.next_tokens, out.next_start.clamp(max=480)
+        return [text[:count] for text in texts], sum(len(text) - 1 for text in texts) / steps
+
+    @torch.inference_mode()
+    def margin(self, prompt, text, other):
+        """How far apart torch's logits of the first two tokens that differ are, in roundings of the largest."""
+        first = next((i for i, both in enumerate(zip(text, other, strict=True)) if both[0] != both[1]), None)
+        if first is None:
+            return 0.0
+        ids = ints([prompt + text[:first]])
+        ops = TorchOps(self.weights, {name: cache[:1] for name, cache in self.caches().items()})
+        target = self.step.target
+        logits = target.logits(ops, target.forward(ops, ids, ints([0]), ()).hidden)[0, -1].float()
+        gap = abs(logits[text[first]] - logits[other[first]]) / logits.abs().max()
+        return float(gap) / EPSILON[self.dtype]
+
+
+def ints(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@pytest.fixture(scope="module", params=HALVES, ids=str)
+def tiny(request):
+    return Tiny(request.param)
+
+
+def test_the_shipped_pair_says_with_kernels_what_it_says_without(tiny):
+    torch_text, torch_rate = tiny.texts(TorchOps, Drafting.BLOCK)
+    text, rate = tiny.texts(CudaOps, Drafting.BLOCK)
+    plain, _ = tiny.texts(CudaOps, Drafting.OFF)
+    assert rate == pytest.approx(torch_rate, rel=0.05)
+    assert rate > 5
+    for prompt, ours, torchs, undrafted in zip(tiny.prompts, text, torch_text, plain, strict=True):
+        assert tiny.margin(prompt, ours, torchs) <= 4, "not a near-tie"
+        assert tiny.margin(prompt, ours, undrafted) <= 4, "not a near-tie"
+
+
+def test_drafting_resumes_after_steps_that_only_kept_context(tiny):
+    """A step of one row keeps one context row: were it lost or unrotated, acceptance would fall."""
+    with torch.inference_mode():
+        caches = tiny.caches()
+        tokens, start = tiny.prefill(CudaOps, caches)
+        for _ in range(12):
+            out = tiny.step(
+                CudaOps(tiny.weights, caches),
+                tiny.decode_inputs(tokens[:, :1].contiguous(), start, Drafting.CONTEXT),
+                Drafting.CONTEXT,
+            )
+            tokens, start = out.next_tokens, out.next_start
+        committed = 0
+        tokens = tokens.expand(-1, tiny.config.block_size).contiguous()  # no drafts yet: the first step makes some
+        for step in range(6):
+            out = tiny.step(
+                CudaOps(tiny.weights, caches), tiny.decode_inputs(tokens, start, Drafting.BLOCK), Drafting.BLOCK
+            )
+            tokens, start = out.next_tokens, out.next_start
+            committed += int((out.accepted + 1).sum()) if step else 0
+    assert committed / 5 / len(tiny.prompts) > 3
+
+
+def test_a_captured_step_replays_what_runs_eagerly(tiny):
+    with torch.inference_mode():
+        caches = tiny.caches()
+        tokens, start = tiny.prefill(CudaOps, caches)
+        inputs = tiny.decode_inputs(tokens.clone(), start.clone(), Drafting.BLOCK)
+        eager_caches = {name: cache.clone() for name, cache in caches.items()}
+        warm_caches = {name: cache.clone() for name, cache in caches.items()}
+        tiny.step(CudaOps(tiny.weights, warm_caches), inputs, Drafting.BLOCK)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = tiny.step(CudaOps(tiny.weights, caches), inputs, Drafting.BLOCK)
+        for _ in range(4):
+            eager_inputs = tiny.decode_inputs(inputs.token_ids.clone(), inputs.start.clone(), Drafting.BLOCK)
+            eager = tiny.step(CudaOps(tiny.weights, eager_caches), eager_inputs, Drafting.BLOCK)
+            graph.replay()
+            for name in ("target_ids", "accepted", "next_start", "next_tokens"):
+                assert getattr(captured, name).equal(getattr(eager, name)), name
+            for slot, used in enumerate(captured.next_start.tolist()):
+                for name, cache in caches.items():
+                    assert cache[slot, :, :used].equal(eager_caches[name][slot, :, :used]), name
+            inputs.token_ids.copy_(captured.next_tokens)
+            inputs.start.copy_(captured.next_start)

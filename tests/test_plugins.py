@@ -1,0 +1,230 @@
+"""The CUDA kernels and the TensorRT plugin: that they compile, load and say what is wrong. tests/gpu runs them."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import AttentionLayer, cuda_kernels, tensorrt_plugin
+from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
+
+needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of what CMake builds, for SM90 alone; with the plugin where TENSORRT_INCLUDE names the headers."""
+    folder = tmp_path_factory.mktemp("plugins")
+    headers = os.environ.get("TENSORRT_INCLUDE", "")
+    configure = ["cmake", "-S", PLUGINS, "-B", folder, "-DCMAKE_CUDA_ARCHITECTURES=90-real"]
+    for command in ([*configure, f"-DTENSORRT_INCLUDE={headers}"], ["cmake", "--build", folder, "--parallel", "2"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        assert "warning" not in done.stderr, done.stderr
+    return folder
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Loads the library at a path, as a process that starts does."""
+
+    def load(path):
+        monkeypatch.setenv(cuda_kernels.LIBRARY_VARIABLE, str(path))
+        cuda_kernels.load.cache_clear()
+        return cuda_kernels.load()
+
+    yield load
+    cuda_kernels.load.cache_clear()
+
+
+@needs_compiler
+def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, load):
+    library = load(built / "libdflash_kernels.so")
+    assert library.dflash_error_string(0) == b"no error"
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_kernel_fails_with_cudas_own_words(built, load, monkeypatch):
+    load(built / "libdflash_kernels.so")
+    monkeypatch.setattr(cuda_kernels, "_stream", lambda: ctypes.c_void_p(0))
+    x = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(EngineError, match=r"dflash_rms_norm: .*(driver|device)"):
+        cuda_kernels.rms_norm(x, torch.ones(8, dtype=torch.bfloat16), 1e-6)
+
+
+@needs_compiler
+@pytest.mark.skipif("TENSORRT_INCLUDE" not in os.environ, reason="TENSORRT_INCLUDE names no TensorRT headers")
+def test_the_plugin_compiles_and_its_harness_passes(built):
+    """On a machine with a GPU the harness runs enqueue; else it creates the plugin and asks for shapes."""
+    command = [built / "plugin_harness", built / "libdflash_plugin.so"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "equal float64" in done.stdout or not torch.cuda.is_available()
+
+
+@needs_compiler
+def test_structures_have_the_layout_of_the_header(tmp_path):
+    """Every structure and member that Python declares, by size and offset as the C compiler sees them."""
+    kinds = [value for value in vars(cuda_kernels).values() if isinstance(value, type(ctypes.Structure))]
+    structures = [kind for kind in kinds if kind.__name__.startswith("dflash_")]
+    assert len(structures) == 6
+    lines = []
+    for kind in structures:
+        lines.append(f'printf("{kind.__name__} %zu\\n", sizeof({kind.__name__}));')
+        for name, _ in kind._fields_:
+            lines.append(f'printf("{kind.__name__}.{name} %zu\\n", offsetof({kind.__name__}, {name}));')
+    source = tmp_path / "layout.cu"
+    source.write_text('#include <stdio.h>\n#include "dflash_kernels.h"\nint main()\n{\n' + "\n".join(lines) + "\n}\n")
+    subprocess.run(["nvcc", f"-I{PLUGINS / 'include'}", source, "-o", tmp_path / "layout"], check=True)
+    found = dict(line.split() for line in subprocess.check_output([tmp_path / "layout"], text=True).splitlines())
+    for kind in structures:
+        assert int(found[kind.__name__]) == ctypes.sizeof(kind)
+        for name, _ in kind._fields_:
+            assert int(found[f"{kind.__name__}.{name}"]) == getattr(kind, name).offset, f"{kind.__name__}.{name}"
+
+
+def test_python_and_header_name_one_interface():
+    header = (PLUGINS / "include" / "dflash_kernels.h").read_text()
+    assert re.search(rf"DFLASH_ABI_VERSION {cuda_kernels._ABI_VERSION}\n", header)
+
+
+def test_every_gpu_that_we_name_is_compiled_for():
+    text = (PLUGINS / "CMakeLists.txt").read_text()
+    assert "90-real 100-real 103-real 120 " in text
+
+
+def test_a_missing_library_says_how_to_build_it(load, tmp_path):
+    with pytest.raises(EngineError, match="make kernels"):
+        load(tmp_path / "nothing.so")
+
+
+def test_another_file_is_not_taken_for_the_library(load, tmp_path):
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(EngineError, match="is not a library of our CUDA kernels"):
+        load(tmp_path / "text.so")
+
+
+def test_what_kernels_do_not_compute_is_refused_first():
+    with pytest.raises(EngineError, match="BF16 and FP16"):
+        check_supported(torch.float32, [128])
+    with pytest.raises(EngineError, match=r"head sizes \(64, 128\), not 80"):
+        check_supported(torch.bfloat16, [128, 80])
+
+
+def test_cuda_ops_need_the_library(load, tmp_path):
+    with pytest.raises(EngineError, match="make kernels"):
+        load(tmp_path / "nothing.so")
+    with pytest.raises(EngineError, match="make kernels"):
+        CudaOps({}, {})
+
+
+# -- emitting the plugin -----------------------------------------------------------------------------------------------
+
+
+class FakeTensor:
+    def __init__(self, name, shape=()):
+        self.name, self.shape = name, shape
+
+
+class FakeTensorRT:
+    """Of the datacenter edition's module and network, what emitting a plugin touches."""
+
+    float32, float16, bfloat16, int32, int64 = range(5)
+    __name__ = "tensorrt"
+    PluginFieldType = SimpleNamespace(INT32="int32", FLOAT32="float32")
+    TensorRTPhase = SimpleNamespace(BUILD="build")
+    PluginField = staticmethod(lambda name, data, kind: (name, data[0], kind))
+    PluginFieldCollection = list
+
+    def __init__(self, has_library=True):
+        self.libraries, self.layers, self.outputs = [], [], []
+        self.has_library = has_library
+
+    def get_plugin_registry(self):
+        return self
+
+    def load_library(self, path):
+        self.libraries.append(path)
+
+    def get_creator(self, *asked):
+        assert asked == tensorrt_plugin.PLUGIN
+        return self if self.libraries and self.has_library else None
+
+    def create_plugin(self, name, fields, phase):
+        return {field: value for field, value, _ in fields}
+
+    def Weights(self, *arguments):
+        return arguments
+
+    def add_constant(self, shape, weights):
+        made = FakeTensor("constant", shape)
+        return SimpleNamespace(name="", get_output=lambda i: made)
+
+    def add_plugin_v3(self, inputs, shape_inputs, plugin):
+        outputs = [FakeTensor(f"out{i}") for i in range(3)]
+        layer = SimpleNamespace(name="", inputs=inputs, plugin=plugin, get_output=lambda i: outputs[i])
+        self.layers.append(layer)
+        return layer
+
+    def mark_output(self, tensor):
+        self.outputs.append(tensor.name)
+
+
+def plugin_ops(monkeypatch, trt):
+    monkeypatch.setattr("trtllm_dflash.ops.tensorrt_ops.load_tensorrt", lambda: trt)
+    weights = {name: torch.zeros(4, 4) for name in ("rope.cos", "rope.sin")}
+    weights |= {f"l.self_attn.{name}_norm.weight": torch.zeros(64) for name in ("q", "k")}
+    caches = {name: FakeTensor(name) for name in ("l.key", "l.value")}
+    return tensorrt_plugin.TensorRTPluginOps(trt, weights, caches, Path("libdflash_plugin.so"))
+
+
+def test_a_drafters_layer_is_one_plugin_with_its_caches_in_and_out(monkeypatch):
+    trt = FakeTensorRT()
+    ops = plugin_ops(monkeypatch, trt)
+    layer = AttentionLayer("l.", "rope", 8, 2, 64, 1e-6)
+    qkv, kv, start, committed = (FakeTensor(name) for name in ("qkv", "kv", "start", "committed"))
+    context = ops.context_rows(layer, kv, 3, None)
+    out = ops.block_attention(layer, context, qkv, None, start, committed, None)
+    (emitted,) = trt.layers
+    assert out.name == "out0"
+    names = [x.name for x in emitted.inputs]
+    assert names[:4] == ["qkv", "start", "l.key", "l.value"]
+    assert names[-2:] == ["kv", "committed"]
+    assert len(names) == 10
+    assert emitted.plugin["context_index"] == 3
+    assert emitted.plugin["causal"] == 0
+    assert emitted.plugin["has_norms"] == 1
+    assert emitted.plugin["norm_eps"] == pytest.approx(1e-6)
+    assert trt.outputs == ["l.key.present", "l.value.present"]
+
+
+def test_a_targets_layer_is_causal_and_has_no_context(monkeypatch):
+    trt = FakeTensorRT()
+    ops = plugin_ops(monkeypatch, trt)
+    layer = AttentionLayer("l.", "rope", 8, 2, 64, None)
+    ops.self_attention(layer, FakeTensor("qkv"), None, FakeTensor("start"), None)
+    (emitted,) = trt.layers
+    assert len(emitted.inputs) == 6
+    assert (emitted.plugin["causal"], emitted.plugin["context_index"], emitted.plugin["has_norms"]) == (1, -1, 0)
+
+
+def test_a_library_without_the_plugin_is_refused(monkeypatch):
+    with pytest.raises(EngineError, match="make plugin"):
+        plugin_ops(monkeypatch, FakeTensorRT(has_library=False))
+
+
+def test_tensorrt_rtx_has_no_plugins(monkeypatch):
+    rtx = SimpleNamespace(**{name: name for name in ("float32", "float16", "bfloat16", "int32", "int64")})
+    with pytest.raises(EngineError, match="--plugin needs the datacenter edition"):
+        plugin_ops(monkeypatch, rtx)

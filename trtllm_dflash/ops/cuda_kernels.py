@@ -1,0 +1,358 @@
+"""The CUDA kernels of `plugins/`, called on torch tensors.
+
+Each function checks what it is given, launches on torch's current stream and returns. Nothing is copied, no one waits:
+all may be captured into a CUDA graph. What they compute, and where they round, is said in `dflash_kernels.h`.
+"""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+from trtllm_dflash.errors import EngineError
+
+Tensor = torch.Tensor
+
+#: Names the library, where it does not lie in `plugins/build`.
+LIBRARY_VARIABLE = "TRTLLM_DFLASH_KERNELS"
+HEAD_SIZES = (64, 128)
+#: Rows a slot that attention takes: a block. For more, kernels that share keys among rows are faster.
+MAX_ROWS = 32
+
+_BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
+_ABI_VERSION = 1
+_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_HALVES = (torch.float16, torch.bfloat16)
+
+_Int, _Long, _Float, _Pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+def _struct(name: str, **fields: str) -> type[ctypes.Structure]:
+    """A structure of `dflash_kernels.h`: its members by type, in its order."""
+    types = {"ints": _Int, "floats": _Float, "pointers": _Pointer, "longs": _Long}
+    members = [(member, types[kind.rstrip("_")]) for kind, names in fields.items() for member in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
+
+
+_Attention = _struct(
+    "dflash_attention_params",
+    ints="dtype slots rows heads kv_heads head_size cache_rows causal window length_offset sinks_dtype",
+    floats="scale",
+    pointers="q keys values lengths added sinks out",
+    longs="q_slot_stride q_row_stride q_head_stride cache_slot_stride cache_head_stride",
+)
+_Append = _struct(
+    "dflash_append_params",
+    ints="dtype slots rows context_rows heads kv_heads head_size cache_rows positions",
+    floats="norm_eps",
+    pointers="qkv context_k context_v q_norm k_norm cos sin start committed q_out keys values",
+    longs="qkv_slot_stride qkv_row_stride context_slot_stride context_row_stride cache_slot_stride cache_head_stride",
+)
+_RmsNorm = _struct(
+    "dflash_rms_norm_params",
+    ints="dtype slots rows size",
+    floats="eps",
+    pointers="x residual weight sum out",
+    longs="x_slot_stride x_row_stride",
+)
+_Swiglu = _struct("dflash_swiglu_params", ints="dtype rows size", pointers="x out")
+_Argmax = _struct("dflash_argmax_params", ints="dtype rows size", pointers="logits ids best", longs="row_stride")
+_Accept = _struct(
+    "dflash_accept_params",
+    ints="slots rows logit_row_count",
+    pointers="token_ids target_ids logit_rows row_count start accepted committed bonus next_start",
+)
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The kernels' library: what TRTLLM_DFLASH_KERNELS names, else the one built in `plugins/build`.
+
+    Raises:
+        EngineError: there is none, or it is of another version.
+    """
+    path = Path(os.environ.get(LIBRARY_VARIABLE) or _BUILD)
+    if not path.is_file():
+        raise EngineError(f"there are no CUDA kernels at {path}: run `make kernels`, or set {LIBRARY_VARIABLE}")
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.dflash_abi_version()
+    except (OSError, AttributeError) as error:
+        raise EngineError(f"{path} is not a library of our CUDA kernels: {error}") from error
+    if version != _ABI_VERSION:
+        raise EngineError(f"{path} has interface {version}, not {_ABI_VERSION}: run `make kernels` again")
+    library.dflash_error_string.restype = ctypes.c_char_p
+    library.dflash_attention.argtypes = [_Pointer, _Pointer, ctypes.c_size_t, _Pointer]
+    return library
+
+
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    causal: bool,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [B, Hq, Q, D] by strides, Q at most MAX_ROWS; caches [B, Hkv, S, D]; lengths [B] int32: [B, Q, Hq*D].
+
+    The rows of q are the last of each slot's length. Slots of length 0 cost nothing and get zeros.
+
+    Args:
+        causal: each row sees the keys up to its own position, else all of the slot's.
+        window: a row at position p sees keys > p - window; 0: no window.
+        sinks: [Hq], a logit for each head that takes part in the softmax and has no value.
+    """
+    slots, heads, rows, size = q.shape
+    _check(q.dtype in _HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
+    _check(size in HEAD_SIZES, f"head size {size}; known: {HEAD_SIZES}")
+    _check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
+    _check(q.stride(3) == 1 and not any(stride % 2 for stride in q.stride()[:3]), "q's heads must be contiguous")
+    _check_caches(keys, values, slots, size, q.dtype)
+    _check(heads % keys.shape[1] == 0, f"{heads} heads cannot share {keys.shape[1]} key/value heads")
+    _check_ints(slots, lengths=lengths)
+    if sinks is not None:
+        _check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in _DTYPES, "sinks must be [Hq]")
+    out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
+    params = _Attention(
+        dtype=_DTYPES[q.dtype],
+        slots=slots,
+        rows=rows,
+        heads=heads,
+        kv_heads=keys.shape[1],
+        head_size=size,
+        cache_rows=keys.shape[2],
+        causal=int(causal),
+        window=window,
+        length_offset=0,
+        sinks_dtype=_DTYPES[sinks.dtype] if sinks is not None else 0,
+        scale=size**-0.5,
+        q=q.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        lengths=lengths.data_ptr(),
+        sinks=sinks.data_ptr() if sinks is not None else None,
+        out=out.data_ptr(),
+        q_slot_stride=q.stride(0),
+        q_row_stride=q.stride(2),
+        q_head_stride=q.stride(1),
+        cache_slot_stride=keys.stride(0),
+        cache_head_stride=keys.stride(1),
+    )
+    needed = ctypes.c_size_t()
+    _run("dflash_attention_workspace", params, ctypes.byref(needed))
+    workspace = torch.empty(needed.value, dtype=torch.uint8, device=q.device)
+    _run("dflash_attention", params, workspace.data_ptr(), needed.value, _stream())
+    return out
+
+
+class Append:
+    """Norm of heads, RoPE and append of one layer's rows.
+
+    Args:
+        cos, sin: the RoPE tables [P, D/2].
+        q_norm, k_norm: weights [D] of the norms of heads, where there are any.
+    """
+
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ) -> None:
+        _check(cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape, "RoPE tables must be contiguous")
+        self.cos, self.sin = cos, sin
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.norm_eps = norm_eps
+
+    def __call__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        heads: int,
+        qkv: Tensor | None = None,
+        context: tuple[Tensor, Tensor] | None = None,
+        committed: Tensor | None = None,
+    ) -> Tensor | None:
+        """Writes one run of rows a slot at start [B] into caches [B, Hkv, S, D]; returns q as [B, Hq, N, D].
+
+        The run: context K and V [B, Q, Hkv*D] (the first committed [B] rows, or all), then the rows of
+        qkv [B, N, (Hq + 2 Hkv)*D]. Keys are normed and rotated at their positions. Rows at positions below 0 or at and
+        past S are dropped.
+        """
+        slots, kv_heads, length, size = keys.shape
+        _check(keys.dtype in _HALVES, f"caches of {keys.dtype}; known: float16, bfloat16")
+        _check(size in HEAD_SIZES and self.cos.shape[1] * 2 == size, f"head size {size}; known: {HEAD_SIZES}")
+        _check_caches(keys, values, slots, size, keys.dtype)
+        _check_ints(slots, start=start, committed=committed)
+        for x in (self.cos, self.sin, self.q_norm, self.k_norm):
+            _check(x is None or x.dtype == keys.dtype, f"norms and RoPE tables must be {keys.dtype}, as the caches are")
+        params = _Append(
+            dtype=_DTYPES[keys.dtype],
+            slots=slots,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=size,
+            cache_rows=length,
+            positions=self.cos.shape[0],
+            norm_eps=self.norm_eps,
+            q_norm=_address(self.q_norm),
+            k_norm=_address(self.k_norm),
+            cos=self.cos.data_ptr(),
+            sin=self.sin.data_ptr(),
+            start=start.data_ptr(),
+            committed=_address(committed),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            cache_slot_stride=keys.stride(0),
+            cache_head_stride=keys.stride(1),
+        )
+        q = None
+        if qkv is not None:
+            _check_rows(qkv, slots, (heads + 2 * kv_heads) * size, keys.dtype)
+            q = torch.empty(slots, qkv.shape[1], heads, size, dtype=qkv.dtype, device=qkv.device)
+            params.rows, params.qkv, params.q_out = qkv.shape[1], qkv.data_ptr(), q.data_ptr()
+            params.qkv_slot_stride, params.qkv_row_stride = qkv.stride(0), qkv.stride(1)
+        if context is not None:
+            for x in context:
+                _check_rows(x, slots, kv_heads * size, keys.dtype)
+            k, v = context
+            _check(k.shape == v.shape and k.stride() == v.stride(), "context K and V must be slices of one tensor")
+            params.context_rows, params.context_k, params.context_v = k.shape[1], k.data_ptr(), v.data_ptr()
+            params.context_slot_stride, params.context_row_stride = k.stride(0), k.stride(1)
+        _run("dflash_append", params, _stream())
+        return None if q is None else q.transpose(1, 2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [B, N, H] by strides: [B, N, H]. H is a multiple of 8 and at most 32,768."""
+    return _rms_norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and that sum normed; [B, N, H] each."""
+    _check(y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous(), "what is added must have x's shape")
+    return _rms_norm(x, y, weight, eps)
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    slots, rows, size = x.shape
+    _check(x.dtype in _HALVES and weight.dtype == x.dtype, f"norm of {x.dtype} by {weight.dtype}")
+    _check(size % 8 == 0 and size <= 1 << 15 and weight.shape == (size,), f"norm of {size} numbers")
+    _check_rows(x, slots, size, x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if residual is not None else x
+    params = _RmsNorm(
+        dtype=_DTYPES[x.dtype],
+        slots=slots,
+        rows=rows,
+        size=size,
+        eps=eps,
+        x=x.data_ptr(),
+        residual=_address(residual),
+        weight=weight.data_ptr(),
+        sum=total.data_ptr() if residual is not None else None,
+        out=out.data_ptr(),
+        x_slot_stride=x.stride(0),
+        x_row_stride=x.stride(1),
+    )
+    _run("dflash_rms_norm", params, _stream())
+    return total, out
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """x [..., 2F] holds gate, then up: silu(gate) * up, [..., F]. F is a multiple of 8."""
+    size = x.shape[-1] // 2
+    _check(x.dtype in _HALVES and x.is_contiguous() and size % 8 == 0, "SwiGLU of contiguous 16-bit rows, F by 8")
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    rows = x.numel() // x.shape[-1]
+    params = _Swiglu(dtype=_DTYPES[x.dtype], rows=rows, size=size, x=x.data_ptr(), out=out.data_ptr())
+    _run("dflash_swiglu", params, _stream())
+    return out
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row of logits [B, R, V] as FP32, and its id, the lowest among equals: [B, R] each."""
+    _check(logits.dtype in _DTYPES and logits.is_contiguous(), "argmax of contiguous logits")
+    ids = torch.empty(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    best = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    params = _Argmax(
+        dtype=_DTYPES[logits.dtype],
+        rows=ids.numel(),
+        size=logits.shape[-1],
+        logits=logits.data_ptr(),
+        ids=ids.data_ptr(),
+        best=best.data_ptr(),
+        row_stride=logits.shape[-1],
+    )
+    _run("dflash_argmax", params, _stream())
+    return best, ids
+
+
+def accept(
+    token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Ops.accept` says: accepted, committed and bonus, int32 [B] each."""
+    slots, rows = token_ids.shape
+    _check(target_ids.shape == logit_rows.shape, "one choice a logit row")
+    inputs = {"token_ids": token_ids, "target_ids": target_ids, "logit_rows": logit_rows, "row_count": row_count}
+    for name, x in inputs.items():
+        _check(x.dtype == torch.int32 and x.is_contiguous() and x.shape[0] == slots, f"{name} must be int32")
+    out = torch.empty(3, slots, dtype=torch.int32, device=token_ids.device)
+    addresses = {name: x.data_ptr() for name, x in inputs.items()}
+    params = _Accept(
+        slots=slots,
+        rows=rows,
+        logit_row_count=target_ids.shape[1],
+        accepted=out[0].data_ptr(),
+        committed=out[1].data_ptr(),
+        bonus=out[2].data_ptr(),
+        **addresses,
+    )
+    _run("dflash_accept", params, _stream())
+    return out[0], out[1], out[2]
+
+
+def _run(name: str, params: ctypes.Structure, *rest: object) -> None:
+    library = load()
+    error = getattr(library, name)(ctypes.byref(params), *rest)
+    if error:
+        raise EngineError(f"{name}: {library.dflash_error_string(error).decode()}")
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _check(is_met: bool, what: str) -> None:
+    if not is_met:
+        raise ValueError(f"the CUDA kernels cannot take this: {what}")
+
+
+def _check_ints(slots: int, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        is_right = x is None or (x.shape == (slots,) and x.dtype == torch.int32 and x.is_contiguous())
+        _check(is_right, f"{name} must be int32 [{slots}]")
+
+
+def _check_caches(keys: Tensor, values: Tensor, slots: int, size: int, dtype: torch.dtype) -> None:
+    _check(keys.shape == values.shape and keys.stride() == values.stride(), "caches must be alike")
+    _check(keys.dtype == values.dtype == dtype, f"caches must be {dtype}")
+    _check(keys.shape[0] == slots and keys.shape[3] == size, f"caches {tuple(keys.shape)} for {slots} slots of {size}")
+    _check(keys.stride()[2:] == (size, 1), "each head's rows of a cache must be contiguous")
+
+
+def _check_rows(x: Tensor, slots: int, size: int, dtype: torch.dtype) -> None:
+    _check(x.dim() == 3 and x.shape[0] == slots and x.shape[2] == size, f"rows {tuple(x.shape)}, not of {size}")
+    is_aligned = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
+    _check(x.dtype == dtype and is_aligned, f"rows must be {dtype}, contiguous and aligned to 16 bytes")

@@ -1,0 +1,111 @@
+"""`TorchOps` on a GPU, with our CUDA kernels for all but the matrix products: the fast path in BF16 and FP16."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import Acceptance, AttentionLayer
+from trtllm_dflash.ops import cuda_kernels as kernels
+from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+Tensor = torch.Tensor
+
+
+def check_supported(dtype: torch.dtype, head_sizes: Iterable[int]) -> None:
+    """Returns where `CudaOps` computes such a model.
+
+    Raises:
+        EngineError: it does not, or the kernels are not built; says which.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise EngineError(f"the CUDA kernels compute in BF16 and FP16, not in {dtype}")
+    for size in head_sizes:
+        if size not in kernels.HEAD_SIZES:
+            raise EngineError(f"the CUDA kernels have head sizes {kernels.HEAD_SIZES}, not {size}")
+    kernels.load()
+
+
+class CudaOps(TorchOps):
+    """Computes on CUDA. A call whose inputs stay at their addresses may be captured into a CUDA graph.
+
+    Attention of more rows than a block has (a prompt chunk) is torch's. A slot whose `start` is so low that its rows
+    end at or below position 0 (-rows, say) is idle: its attention costs nothing, and its caches are not written.
+
+    Args: as TorchOps.
+
+    Raises:
+        EngineError: the kernels are not built.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], caches: Mapping[str, Tensor], communicator: Communicator | None = None
+    ) -> None:
+        super().__init__(weights, caches, communicator)
+        kernels.load()
+
+    def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
+        return kernels.rms_norm(x, self.weights[name + ".weight"], eps)
+
+    def add_rms_norm(self, name: str, x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x, y, self.weights[name + ".weight"], eps)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return kernels.swiglu(x)
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, causal: bool) -> Tensor:
+        if q.shape[2] > kernels.MAX_ROWS:
+            return super().attention(q, keys, values, lengths, causal)
+        return kernels.attention(q, keys, values, lengths, causal)
+
+    def self_attention(
+        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, start: Tensor, lengths: Tensor
+    ) -> Tensor:
+        keys, values = self._caches(layer)
+        q = self._append(layer)(keys, values, start, layer.heads, qkv)
+        assert q is not None
+        return self.attention(q, keys, values, lengths, causal=True)
+
+    def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        # As projected: they are normed and rotated on their way into the cache.
+        size = layer.kv_heads * layer.head_size
+        first = 2 * index * size
+        return kv[..., first : first + size], kv[..., first + size : first + 2 * size]
+
+    def keep_context(self, layer: AttentionLayer, context: tuple[Tensor, Tensor], start: Tensor) -> None:
+        keys, values = self._caches(layer)
+        self._append(layer)(keys, values, start, layer.heads, context=context)
+
+    def block_attention(
+        self,
+        layer: AttentionLayer,
+        context: tuple[Tensor, Tensor],
+        qkv: Tensor,
+        positions: Tensor,
+        start: Tensor,
+        committed: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        keys, values = self._caches(layer)
+        q = self._append(layer)(keys, values, start, layer.heads, qkv, context, committed)
+        assert q is not None
+        return self.attention(q, keys, values, lengths, causal=False)
+
+    def accept(
+        self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+    ) -> Acceptance[Tensor]:
+        return Acceptance(*kernels.accept(token_ids, target_ids, logit_rows.contiguous(), row_count))
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.argmax(logits)
+
+    def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+        return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
+
+    def _append(self, layer: AttentionLayer) -> kernels.Append:
+        cos, sin = self.weights[layer.rope + ".cos"], self.weights[layer.rope + ".sin"]
+        if layer.norm_eps is None:
+            return kernels.Append(cos, sin)
+        q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
+        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps)
