@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.cuda_session import CudaSession
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
 from trtllm_dflash.engine.ranks import World
 from trtllm_dflash.engine.session import Session
@@ -20,7 +21,7 @@ from trtllm_dflash.engine.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
-from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.runtime import request
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -121,7 +122,7 @@ class LLM:
         pair = open_checkpoints(settings)
         config = plan_engine(pair, settings)
         weights = read_rank_weights(pair, 1, 0, config.dtype)
-        session = TorchSession(config, weights, pick_device(device))
+        session = _torch_session(config, weights, pick_device(device), Solo())
         return cls(session, TextCodec.load(pair.target_folder.path, config.chat_arguments))
 
     def __enter__(self) -> "LLM":
@@ -296,13 +297,20 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
+def _torch_session(
+    config: EngineConfig, weights: dict[str, torch.Tensor], device: torch.device, communicator: Communicator
+) -> TorchSession:
+    kind = CudaSession if device.type == "cuda" else TorchSession
+    return kind(config, weights, device, communicator)
+
+
 def _prepare_rank(
     folder: Path, config: EngineConfig, rank: int, device: torch.device
 ) -> Callable[[Communicator], Session]:
     """Reads what a rank needs, and returns what makes its session once the ranks are joined."""
     if config.backend == "torch":
         weights = load_weights(folder, config, rank)
-        return lambda communicator: TorchSession(config, weights, device, communicator)
+        return lambda communicator: _torch_session(config, weights, device, communicator)
     if device.type != "cuda":
         raise EngineError(
             f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch"

@@ -111,10 +111,11 @@ class _Slots:
         return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
 
     def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.seed[slot] = _signed(sampling.seed)
+        # fill_: assigning a number to an element would stop for the device.
+        self.temperature[slot].fill_(sampling.temperature)
+        self.top_k[slot].fill_(sampling.top_k)
+        self.top_p[slot].fill_(sampling.top_p)
+        self.seed[slot].fill_(_signed(sampling.seed))
 
 
 class Session(ABC):
@@ -242,26 +243,33 @@ class Session(ABC):
         return out
 
     def _run_decode(self, call: Decode) -> StepOutputs[Tensor]:
-        count = len(call.row_counts)
+        row_count = self._int32(call.row_counts)
+        return self._decode_rows(row_count, max(call.row_counts), call.drafting, call.block, call.sampled)
+
+    def _decode_rows(
+        self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool
+    ) -> StepOutputs[Tensor]:
+        """A step of the first slots from tensors on the device alone; row_count [B] of the `rows` rows are real."""
+        count = len(row_count)
         here = slice(0, count)
         start = self._slots.start[here].clone()
-        offsets = self._offsets(max(call.row_counts))
-        rows = offsets.expand(count, -1)
-        row_count = self._int32(call.row_counts)
+        logit_rows = self._offsets(rows).expand(count, -1)
         inputs = StepInputs(
-            token_ids=self._slots.tokens[here, : rows.shape[1]].contiguous(),
+            token_ids=self._slots.tokens[here, :rows].contiguous(),
             start=start,
             row_count=row_count,
-            logit_rows=rows,
-            block_offsets=self._offsets(call.block),
-            sampling=self._slots.sampling(here, start[:, None] + rows) if call.sampled else None,
+            logit_rows=logit_rows,
+            block_offsets=self._offsets(block),
+            sampling=self._slots.sampling(here, start[:, None] + logit_rows) if sampled else None,
         )
-        out = self._run(inputs, call.drafting, 0)
-        # A sequence that has come to the last position is at its end, which the host may learn only one step later:
-        # until then its rows must stay inside the caches. A slot that takes no part stays where it is.
+        out = self._run(inputs, drafting, 0)
+        # A slot that takes no part stays as it is. A sequence that has come to the last position is at its end, which
+        # the host may learn only one step later: until then its rows must stay inside the caches.
+        takes_part = row_count > 0
         next_start = out.next_start.clamp(max=self.config.max_seq_len - 1)
-        self._slots.start[here] = torch.where(row_count > 0, next_start, start)
-        self._slots.tokens[here, : out.next_tokens.shape[1]] = out.next_tokens
+        self._slots.start[here] = torch.where(takes_part, next_start, start)
+        tokens = self._slots.tokens[here, : out.next_tokens.shape[1]]
+        tokens.copy_(torch.where(takes_part[:, None], out.next_tokens, tokens))
         return out
 
     @torch.inference_mode()
@@ -269,10 +277,11 @@ class Session(ABC):
         with self._stream():
             for cache in self.caches.values():
                 cache[call.target, :, : call.rows] = cache[call.source, :, : call.rows]
-            self._slots.start[call.target] = call.rows  # where a slot that takes no part writes its rows meanwhile
+            self._slots.start[call.target].fill_(call.rows)  # where a slot that takes no part writes its rows meanwhile
 
     def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+        on_host = torch.tensor(values, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)
 
     def _offsets(self, count: int) -> Tensor:
         return torch.arange(count, dtype=torch.int32, device=self.device)[None]

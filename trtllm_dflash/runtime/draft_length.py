@@ -5,6 +5,7 @@ With few slots a long block is nearly free; with many, its rows cost more than t
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
@@ -69,8 +70,8 @@ class AdaptiveDraftLength(DraftLength):
 
     def rate(self, slots: int, drafts: int) -> float:
         """Tokens a second that are expected of so many slots with so many drafts each."""
-        survival = accumulate((a / t for a, t in zip(self._accepted, self._tries, strict=True)), mul)
-        committed = 1 + sum(share for _, share in zip(range(drafts), survival, strict=False))
+        survival: Iterable[float] = accumulate((a / t for a, t in zip(self._accepted, self._tries, strict=True)), mul)
+        committed = 1.0 + sum(share for _, share in zip(range(drafts), survival, strict=False))
         return slots * committed / self._seconds(slots, drafts)
 
     def observe(self, drafted: int, accepted: int) -> None:

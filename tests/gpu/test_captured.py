@@ -1,0 +1,111 @@
+"""Captured steps: the same tokens as on the CPU in any order of shapes, and no wait for the device in the loop."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import TINY
+from tests.gpu.test_cuda import acceptance, load_tiny, shipped_prompts
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.engine.cuda_session import CudaSession
+from trtllm_dflash.engine.session import Decode, Prefill
+from trtllm_dflash.runtime.draft_length import DraftLength, lengths_up_to
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.step import Drafting
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+class RandomDraftLength(DraftLength):
+    """Any length at any step: every kind of graph, in any order."""
+
+    def __init__(self) -> None:
+        self._chance = random.Random(8)
+
+    def choose(self, slots: int) -> int:
+        return self._chance.choice(lengths_up_to(16))
+
+
+def test_graphs_in_any_order_give_the_tokens_of_the_cpu(tiny: LLM) -> None:
+    llm, prompts = load_tiny("fp32"), shipped_prompts(5)
+    assert isinstance(llm.session, CudaSession)
+    sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+    params = [SamplingParams(max_tokens=40, seed=i, **(sampled if i % 3 == 1 else {})) for i in range(len(prompts))]
+    scheduler = Scheduler(llm.session, draft_length=RandomDraftLength())
+    sequences = [
+        llm.sequence(prompt, its, draft=i % 5 != 4) for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
+    ]
+    chance = random.Random(1)
+    waiting = list(sequences)
+    while waiting or scheduler.busy:
+        if waiting and chance.random() < 0.4:
+            scheduler.submit(waiting.pop(0))
+        scheduler.step()
+    expected = tiny.generate(prompts, params)
+    assert [s.completion().token_ids for s in sequences] == [c.token_ids for c in expected]
+
+
+def test_nothing_in_the_loop_waits_for_the_device() -> None:
+    """torch raises at every synchronising call between the first launch and the last."""
+    llm = load_tiny("bf16")
+    session = llm.session
+    prompt = llm.encode(shipped_prompts(1)[0])
+    steps = [Decode([16] * 4, Drafting.BLOCK, 16, sampled) for sampled in (False, True)]
+
+    def loop() -> list[object]:
+        outcomes: list[object] = []
+        for slot in range(4):
+            outcomes.append(session.prefill(Prefill(slot, 0, prompt, True, Drafting.BLOCK, 16)))
+        for step in steps * 4:
+            outcomes.append(session.decode(step))
+        return outcomes
+
+    loop()  # captures
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_adaptive_length_changes_no_text(tiny: LLM, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    llm = LLM.from_pretrained(*folders, precision="fp32", device="cuda", max_batch=4, max_seq_len=1024)
+    service = Service(llm, ServiceSettings(draft_length="auto"))
+    replies: dict[int, list[int]] = {}
+    prompts = shipped_prompts(4)
+    done = [False] * len(prompts)
+
+    def taker(i: int):  # type: ignore[no-untyped-def]
+        def take(update) -> None:  # type: ignore[no-untyped-def]
+            assert update.error is None
+            replies.setdefault(i, []).extend(update.token_ids)
+            done[i] = update.completion is not None
+
+        return take
+
+    for i, prompt in enumerate(prompts):
+        service.submit(prompt, SamplingParams(max_tokens=48), taker(i))
+    while not all(done):
+        assert service.failure is None
+    service.close()
+    expected = tiny.generate(prompts, SamplingParams(max_tokens=48))
+    assert [replies[i] for i in range(len(prompts))] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_kernels_draft_as_well_as_torch_does(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = shipped_prompts(8), SamplingParams(max_tokens=96)
+    with_kernels = load_tiny(precision)
+    if not with_kernels.session.has_kernels:  # type: ignore[attr-defined]
+        pytest.skip("the CUDA kernels are not built (make kernels)")
+    monkeypatch.setattr("trtllm_dflash.engine.cuda_session._has_kernels", lambda config: False)
+    without = load_tiny(precision)
+    found, expected = with_kernels.generate(prompts, params), without.generate(prompts, params)
+    assert acceptance(found) == pytest.approx(acceptance(expected), rel=0.05)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(found, expected, strict=True))
+    assert same >= len(prompts) // 2  # stories have near-ties

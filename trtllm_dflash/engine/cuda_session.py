@@ -1,0 +1,112 @@
+"""The PyTorch session on a GPU: each decoding step is one CUDA graph, from one step's outputs to the next one's.
+
+There is a graph for each batch size of a few, number of rows, kind of drafting, and whether any slot samples. It holds
+the whole step: random numbers, verify, choice, acceptance, drafting, and the slots' next rows. The host fills in which
+slots take part, launches, and reads what was decided one step behind.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.session import Decode, Prefill
+from trtllm_dflash.engine.step_times import batch_sizes
+from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a graph is captured for."""
+
+    slots: int
+    rows: int  # that are verified, and of the block that is drafted
+    drafting: Drafting
+    sampled: bool
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    row_count: Tensor  # [B] filled in before each replay
+    outputs: StepOutputs[Tensor]  # written by each replay
+
+
+class CudaSession(TorchSession):
+    """Runs captured steps. Arguments and errors as in `TorchSession`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: dict[str, Tensor],
+        device: torch.device,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__(config, weights, device, communicator)
+        self.has_kernels = _has_kernels(config)
+        self._graphs: dict[_Key, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
+        self._sizes = batch_sizes(config.max_batch)
+        self._own_stream = torch.cuda.Stream(device)
+        self._own_stream.wait_stream(torch.cuda.current_stream(device))
+
+    def _stream(self) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(self._own_stream)
+
+    def _free(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._graphs = {}
+        super()._free()
+
+    def _run_prefill(self, call: Prefill) -> StepOutputs[Tensor]:
+        self._context_end = call.start + len(call.token_ids)
+        return super()._run_prefill(call)
+
+    def _run_decode(self, call: Decode) -> StepOutputs[Tensor]:
+        rows = max(call.row_counts)
+        if call.drafting is Drafting.BLOCK:
+            # One number for both: where they differ, the longer one, so that there are few graphs.
+            rows = max(rows, call.block)
+        slots = next(size for size in self._sizes if size >= len(call.row_counts))
+        key = _Key(slots, rows, call.drafting, call.sampled)
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(key)
+        padding = [0] * (slots - len(call.row_counts))
+        captured.row_count.copy_(self._int32(call.row_counts + padding), non_blocking=True)
+        captured.graph.replay()
+        return captured.outputs
+
+    def _capture(self, key: _Key) -> _Graph:
+        row_count = torch.zeros(key.slots, dtype=torch.int32, device=self.device)
+        arguments = row_count, key.rows, key.drafting, key.rows, key.sampled
+        # Once for real, with no slot taking part: libraries set themselves up, which no capture allows.
+        self._decode_rows(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on allocating: only this one is held to what a capture allows.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream, capture_error_mode="thread_local"):
+            outputs = self._decode_rows(*arguments)
+        return _Graph(graph, row_count, outputs)
+
+    def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
+        last_slot = first_slot + inputs.token_ids.shape[0]
+        caches = {name: cache[first_slot:last_slot] for name, cache in self.caches.items()}
+        ops = (CudaOps if self.has_kernels else TorchOps)(self.weights, caches, self.communicator)
+        return self._step(ops, inputs, drafting)
+
+
+def _has_kernels(config: EngineConfig) -> bool:
+    """Whether our kernels compute this model; FP32 and unusual head sizes are left to torch."""
+    heads = {config.target.head_size} | ({config.drafter.head_size} if config.drafter else set())
+    try:
+        check_supported(config.dtype, heads)
+    except EngineError:
+        return False
+    return True
