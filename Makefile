@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
-.PHONY: setup demo test lint types clean
+.PHONY: setup demo test lint types kernels plugin clean
 
 setup: .venv/ready
 
@@ -30,5 +30,12 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# The CUDA kernels: nvcc 12.9 or later. The TensorRT plugin too: TENSORRT_INCLUDE=DIR, where NvInfer.h lies.
+kernels:
+	cmake -S plugins -B plugins/build && cmake --build plugins/build --parallel
+
+plugin:
+	cmake -S plugins -B plugins/build -DTENSORRT_INCLUDE=$(TENSORRT_INCLUDE) && cmake --build plugins/build --parallel
+
 clean:
-	rm -rf .venv engines
+	rm -rf .venv engines plugins/build

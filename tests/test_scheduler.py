@@ -223,7 +223,7 @@ def test_the_most_urgent_waits_least(llm):
 
 def test_deadlines_pass_while_waiting_and_while_running(llm, alone):
     scheduler = Scheduler(llm.session)
-    running = [asked(llm, chat, 1500, ignore_eos=True, deadline=time.monotonic() + 0.3) for chat in CHATS[:4]]
+    running = [asked(llm, chat, 1500, ignore_eos=True, deadline=time.monotonic() + 2) for chat in CHATS[:4]]
     waiting = asked(llm, CHATS[4], 5, deadline=time.monotonic() + 0.1)
     patient = asked(llm, CHATS[5], 5)
     for sequence in (*running, waiting, patient):

@@ -2,10 +2,11 @@
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,10 +22,12 @@ from trtllm_dflash import __version__
 from trtllm_dflash.errors import DFlashError, SettingsError
 
 if TYPE_CHECKING:
+    from trtllm_dflash.bench.step import StepReport
     from trtllm_dflash.llm import LLM, Completion, Prompt, SamplingParams
+    from trtllm_dflash.serving.serve import Serving
 
 ENGINES = Path("engines")
-SMALL_MODEL = 100_000_000  # bytes of weights
+API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 DEMO_GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 
 
@@ -102,6 +105,9 @@ def models(as_json: bool) -> None:
 @click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.")
 @click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
 @click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
+@click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
+@click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
+@click.option("--drafter-precision", help="fp8: the drafter's matrices in FP8; the text stays the same.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: torch]")
@@ -201,11 +207,9 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
         click.echo(json.dumps(found.as_json(), indent=2))
         return
     config, memory = found.config, found.memory
-    drafter = config.drafter
     pair = f"{config.target.family}, {config.target.layers} layers of {config.target.hidden_size}"
-    if drafter is not None:
-        taps = ", ".join(map(str, drafter.tap_layers))
-        pair += f"; drafter of {drafter.layers} layers, block {config.block_size}, tap layers {taps}"
+    if found.drafter is not None:
+        pair += f"; {found.drafter}"
     rows = {
         "engine": f"{config.name} ({config.backend})",
         "pair": pair,
@@ -231,23 +235,6 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
                 click.echo(f"{side:<18} {name} {shape} {str(binding.dtype).removeprefix('torch.')}")
     if hidden:
         click.echo(f"{'':<18} and {len(hidden) // 2} K/V caches, updated in place (--caches lists them)")
-
-
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-
-def _limit_threads(engine: Path) -> None:
-    """One thread for a small model: its steps are too short to share out. OMP_NUM_THREADS overrides it.
-
-    Threads that wait for one another make such steps many times slower wherever another process wants a core.
-    """
-    import torch
-
-    from trtllm_dflash.engine.directory import read_config
-    from trtllm_dflash.engine.memory import plan_memory
-
-    if "OMP_NUM_THREADS" not in os.environ and plan_memory(read_config(engine)).weights < SMALL_MODEL:
-        torch.set_num_threads(1)
 
 
 # -- generate --------------------------------------------------------------------------------------------------------
@@ -302,9 +289,10 @@ def generate(
         launch_ranks(tp, sys.argv[1:])
     end_on_interrupt()
 
+    from trtllm_dflash.engine.threads import limit_threads
     from trtllm_dflash.llm import LLM
 
-    _limit_threads(engine)
+    limit_threads(engine)
     with LLM.load(engine, device) as llm:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
@@ -387,6 +375,208 @@ def completion_json(completion: "Completion") -> dict[str, Any]:
     }
 
 
+# -- deploy, serve ---------------------------------------------------------------------------------------------------
+
+
+def _deploy_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags of a model repository."""
+    options = (
+        click.option("--device", help="cpu, cuda or auto.  [default: auto]"),
+        click.option("--prefill-share", type=float, help="Share of steps for prompts beside replies.  [default: 0.5]"),
+        click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
+        click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
+        click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
+        click.option(
+            "--exclude-input-in-output/--include-input-in-output",
+            default=None,
+            help="Whether a reply leaves out its prompt.  [default: --exclude-input-in-output]",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _deploy_settings(no_draft: bool, flags: dict[str, Any]) -> Any:
+    from trtllm_dflash.serving.repository import DeploySettings
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    return validated(DeploySettings, {**given, **({"draft": False} if no_draft else {})}, "--")
+
+
+@main.command("deploy")
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Model repository to write.")
+@click.option("--force", is_flag=True, help="Replace what stands at --output.")
+@_deploy_options
+def deploy_command(engine: Path, output: Path, force: bool, no_draft: bool, **flags: Any) -> None:
+    """Write a Triton model repository for an engine."""
+    from trtllm_dflash.serving.repository import deploy
+
+    deploy(engine, output, _deploy_settings(no_draft, flags), force)
+    click.echo(f"{output}: written; serve it: trtllm-dflash serve --engine {engine} --repository {output}")
+
+
+@main.command()
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at.  [default: 127.0.0.1, this machine only]")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.  [default: 8000]")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, help="0: any free one.  [default: 8001]")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, help="Prometheus.  [default: 8002]")
+@click.option("--openai-port", type=click.IntRange(0, 65535), help="Serve the OpenAI API too, at this port.")
+@click.option(
+    "--openai-api-key-file",
+    type=click.Path(path_type=Path),
+    help=f"File with the key that clients of the OpenAI API must send. {API_KEY} may hold the key instead.",
+)
+@click.option("--repository", type=click.Path(path_type=Path), help="A model repository that `deploy` wrote.")
+@click.option("--log", type=click.Path(path_type=Path), help="File that Triton's log is added to.")
+@click.option("--json", "as_json", is_flag=True, help="Print the endpoints as one line of JSON.")
+@_deploy_options
+def serve(
+    engine: Path,
+    openai_api_key_file: Path | None,
+    repository: Path | None,
+    log: Path | None,
+    as_json: bool,
+    no_draft: bool,
+    **flags: Any,
+) -> None:
+    """Serve an engine with Triton, until Ctrl-C."""
+    from trtllm_dflash.serving.serve import serving
+    from trtllm_dflash.serving.server import Endpoints
+
+    at = {name: flags.pop(name) for name in ("host", "http_port", "grpc_port", "metrics_port", "openai_port")}
+    endpoints = Endpoints(**at)
+    fixed = [name for name, value in {"no_draft": no_draft or None, **flags}.items() if value is not None]
+    if repository is not None and fixed:
+        flag = "--" + fixed[0].replace("_", "-")
+        raise SettingsError(f"{flag}: --repository has its own settings; give this to deploy")
+    key = _read_api_key(openai_api_key_file, endpoints.openai_port)
+    if not endpoints.local:
+        click.echo(f"warning: at --host {endpoints.host} anyone who reaches this machine can use Triton", err=True)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
+    settings = _deploy_settings(no_draft, flags)
+    try:
+        with ExitStack() as stack:
+            with _progress_bar() as progress:
+                running = stack.enter_context(
+                    serving(engine, settings, endpoints, repository=repository, api_key=key, log=log, progress=progress)
+                )
+            _show_endpoints(engine, running, as_json)
+            running.wait()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _read_api_key(file: Path | None, port: int | None) -> str | None:
+    if file is None:
+        return os.environ.get(API_KEY) or None if port is not None else None
+    if port is None:
+        raise SettingsError("--openai-api-key-file: there is no OpenAI API without --openai-port")
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--openai-api-key-file {file}: cannot be read: {error}") from None
+    if not key:
+        raise SettingsError(f"--openai-api-key-file {file}: is empty")
+    return key
+
+
+def _show_endpoints(engine: Path, running: "Serving", as_json: bool) -> None:
+    at = running.endpoints
+    rows = {
+        "http": at.http,
+        "grpc": at.grpc,
+        "metrics": at.metrics,
+        "openai": at.openai,
+        "log": str(running.server.log),
+    }
+    if as_json:
+        click.echo(json.dumps({"engine": str(engine), **rows}))
+    else:
+        click.echo(f"serving {engine} (Ctrl-C ends it)")
+        for name, place in rows.items():
+            if place is not None:
+                click.echo(f"  {name:<8} {place}")
+    sys.stdout.flush()
+
+
+# -- bench -----------------------------------------------------------------------------------------------------------
+
+
+@main.group()
+def bench() -> None:
+    """Measure what this machine makes of an engine."""
+
+
+@bench.command("step")
+@click.option("--engine", type=click.Path(path_type=Path), help="Engine directory.")
+@click.option("--shape", help="Random weights of a model's shape instead: qwen3-8b, llama-3.1-8b, tiny, ...")
+@click.option("--precision", help="--shape: auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
+@click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
+@click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.  [default: the shape's]")
+@click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.  [default: the target's]")
+@click.option("--draft-vocab", type=int, help="--shape: tokens that can be drafted.  [default: all]")
+@click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--batch", metavar="N,N,...", help="Slots that decode together.  [default: 1,8,32]")
+@click.option("--rows", metavar="N,N,...", help="Rows a step verifies; 1: no drafts.  [default: 1, half a block, all]")
+@click.option("--cache-length", type=int, help="Tokens that each slot holds.  [default: 1024, or less where less fits]")
+@click.option("--simulate-acceptance", type=float, help="Tokens a step to impose on the whole block, for tokens/s.")
+@click.option("--rounds", type=int, help="The median is taken of so many.  [default: 7]")
+@click.option("--steps", type=int, help="In a round.  [default: 20]")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON to this file.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: a .png, .pdf or .svg file.")
+def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
+    """Time plain and drafted steps against the least that they could take."""
+    from trtllm_dflash.bench.plot import check_plot, plot_steps
+    from trtllm_dflash.bench.step import StepBenchSettings, open_bench, ranks_of
+    from trtllm_dflash.engine.ranks import end_on_interrupt, launch_ranks, launched_rank
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    settings = validated(StepBenchSettings, given, "--")
+    for flag, file in {"--json": json_file, "--plot": plot}.items():
+        if file is not None and not file.absolute().parent.is_dir():
+            raise SettingsError(f"{flag} {file}: there is no folder {file.parent}")
+    if plot is not None:
+        check_plot(plot)
+    tp = ranks_of(settings)
+    if tp > 1 and launched_rank() is None:
+        launch_ranks(tp, sys.argv[1:])
+    end_on_interrupt()
+    with open_bench(settings) as steps:
+        if steps is None:
+            return
+        try:
+            with _progress_bar() as progress:
+                steps.run(progress)
+        finally:  # interrupted: what was finished by then
+            if steps.report.lines:
+                _show_steps(steps.report)
+                if json_file is not None:
+                    command = shlex.join(["trtllm-dflash", *sys.argv[1:]])
+                    _write(json_file, json.dumps({"command": command, **steps.report.as_json()}, indent=2) + "\n")
+        if plot is not None:
+            plot_steps(steps.report, plot)
+
+
+def _show_steps(report: "StepReport") -> None:
+    from trtllm_dflash.bench.table import foot_lines, head_lines, step_table
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:
+        console.print(*head_lines(report), step_table(report), *foot_lines(report), sep="\n", highlight=False)
+    click.echo(capture.get(), nl=False)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be written ({error.strerror})") from None
+
+
 # -- demo, doctor ----------------------------------------------------------------------------------------------------
 
 
@@ -408,7 +598,6 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     engine = output or ENGINES / settings.name
     with _progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
-    _limit_threads(engine)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))

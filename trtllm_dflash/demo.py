@@ -1,11 +1,12 @@
-"""`demo`: the same prompts with and without drafting, side by side, timed in one run."""
+"""`demo`: the same prompts with and without drafting, side by side, from a Triton server, timed in one run."""
 
+import asyncio
 import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -14,8 +15,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.llm import LLM, Completion, Prompt, SamplingParams
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.tokenizer import TextCodec
+
+if TYPE_CHECKING:
+    from trtllm_dflash.serving.client import TritonClient
 
 PROMPTS = Path(__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 
@@ -24,8 +30,23 @@ _BAR_WIDTH = 40
 
 
 @dataclass
+class Reply:
+    """What a client has got so far.
+
+    Attributes:
+        seconds: from asking to the last token that came.
+        accepted: drafts that became part of the reply, by decoding step.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    accepted: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Arm:
-    """One way of decoding, over a number of prompts. Rates count what the steps take, not what drawing takes."""
+    """One way of decoding, over a number of prompts."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -33,17 +54,17 @@ class Arm:
     step_tokens: int = 0  # tokens that came out of decoding steps; a prefill gives the first of a reply
     accepted: Counter[int] = field(default_factory=Counter)
 
-    def count(self, completion: Completion, seconds: float) -> None:
+    def count(self, reply: Reply) -> None:
         """Adds a reply."""
-        self.tokens += len(completion.token_ids)
-        self.seconds += seconds
-        self.steps += completion.steps
-        self.step_tokens += len(completion.token_ids) - 1
-        self.accepted.update(completion.accepted_per_step)
+        self.tokens += len(reply.token_ids)
+        self.seconds += reply.seconds
+        self.steps += len(reply.accepted)
+        self.step_tokens += len(reply.token_ids) - 1
+        self.accepted.update(reply.accepted)
 
     @property
     def rate(self) -> float:
-        """Tokens a second, prefill included."""
+        """Tokens a second, from asking to the last token."""
         return self.tokens / self.seconds
 
     @property
@@ -102,61 +123,94 @@ def read_prompts(per_kind: int, file: Path = PROMPTS) -> dict[str, list[str]]:
 
 
 def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, show: bool) -> DemoResult:
-    """Decodes prompts of every kind both ways, one at a time; `show` draws the streams and the tables."""
+    """Serves the engine with Triton, and decodes prompts of every kind both ways; `show` draws streams and tables.
+
+    Of the figures, each reply is timed alone. The first prompt of a kind is shown before that: two clients at once, in
+    one batch.
+    """
+    try:
+        from trtllm_dflash.serving.repository import DeploySettings
+        from trtllm_dflash.serving.serve import serving
+        from trtllm_dflash.serving.server import Endpoints
+    except ImportError as error:
+        raise EngineError(f"the demo needs {error.name}: pip install 'trtllm-dflash[serving]'") from None
     console = Console(quiet=not show)
-    result = DemoResult()
-    params = SamplingParams(max_tokens=max_tokens)
-    with LLM.load(engine, device) as llm:
-        kinds = read_prompts(per_kind)
-        _warm_up(llm, kinds)
-        for kind, prompts in kinds.items():
-            part = result.by_kind[kind] = Comparison()
-            for i, text in enumerate(prompts):
-                prompt: Prompt = [{"role": "user", "content": text}]
-                # The first of each kind is drawn as it comes; the rest only count.
-                canvas = _Canvas(console, kind, text) if show and i == 0 else None
-                plain, plain_seconds = _timed(llm, prompt, params, False, canvas)
-                drafted, drafted_seconds = _timed(llm, prompt, params, True, canvas)
-                if canvas is not None:
-                    canvas.close()
-                for total in (part, result):
-                    total.prompts += 1
-                    total.identical &= plain.token_ids == drafted.token_ids
-                    total.plain.count(plain, plain_seconds)
-                    total.drafted.count(drafted, drafted_seconds)
+    codec = TextCodec.load(engine, read_config(engine).chat_arguments)
+    if codec is None:
+        raise EngineError(f"{engine}: the demo needs a tokenizer, and this engine has none")
+    anywhere = Endpoints(http_port=0, grpc_port=0, metrics_port=0)
+    with serving(engine, DeploySettings.model_validate({"device": device}), anywhere) as running:
+        console.print(f"Triton Inference Server is ready: gRPC at {running.endpoints.grpc}")
+        result = asyncio.run(_compare(running.endpoints.grpc, codec, per_kind, max_tokens, console))
     console.print(_table(result), _histogram(result.drafted.accepted))
     return result
 
 
-def _warm_up(llm: LLM, kinds: dict[str, list[str]]) -> None:
-    text = next(iter(kinds.values()))[0]
-    for draft in (False, True):
-        llm.generate([[{"role": "user", "content": text}]], SamplingParams(max_tokens=24), draft)
+async def _compare(url: str, codec: TextCodec, per_kind: int, max_tokens: int, console: Console) -> DemoResult:
+    from trtllm_dflash.serving.client import TritonClient
+
+    result = DemoResult()
+    kinds = read_prompts(per_kind)
+    client = TritonClient(url)
+    try:
+        ask = _Asker(client, codec, max_tokens)
+        for draft in (False, True):
+            await ask(next(iter(kinds.values()))[0], draft)  # to warm up
+        for kind, prompts in kinds.items():
+            part = result.by_kind[kind] = Comparison()
+            if not console.quiet:
+                await _show(ask, kind, prompts[0], console)
+            for text in prompts:
+                plain, drafted = await ask(text, draft=False), await ask(text, draft=True)
+                for total in (part, result):
+                    total.prompts += 1
+                    total.identical &= plain.token_ids == drafted.token_ids and plain.text == drafted.text
+                    total.plain.count(plain)
+                    total.drafted.count(drafted)
+    finally:
+        await client.close()
+    return result
 
 
-def _timed(
-    llm: LLM, prompt: Prompt, params: SamplingParams, draft: bool, canvas: "_Canvas | None"
-) -> tuple[Completion, float]:
-    """A reply, and the seconds its steps took; what drawing takes is left out of them."""
-    stream = llm.stream(prompt, params, draft)
-    seconds = 0.0
-    while True:
+async def _show(ask: "_Asker", kind: str, prompt: str, console: Console) -> None:
+    """The two clients' streams side by side, as they come."""
+    canvas = _Canvas(console, kind, prompt)
+    try:
+        await asyncio.gather(*(ask(prompt, draft, canvas) for draft in (False, True)))
+    finally:
+        canvas.close()
+
+
+class _Asker:
+    """Asks the server for replies."""
+
+    def __init__(self, client: "TritonClient", codec: TextCodec, max_tokens: int) -> None:
+        self._client = client
+        self._codec = codec
+        self._params = SamplingParams(max_tokens=max_tokens)
+
+    async def __call__(self, prompt: str, draft: bool, canvas: "_Canvas | None" = None) -> Reply:
+        from trtllm_dflash.serving.client import TokenRequest
+
+        ids = self._codec.encode_chat([{"role": "user", "content": prompt}])
+        reply = Reply()
         begin = time.perf_counter()
-        chunk = next(stream)
-        seconds += time.perf_counter() - begin
-        if canvas is not None:
-            canvas.add(draft, chunk.text, len(chunk.token_ids), seconds, last=chunk.completion is not None)
-        if chunk.completion is not None:
-            return chunk.completion, seconds
+        async for piece in self._client.stream(TokenRequest(ids, self._params, draft)):
+            if reply.token_ids:  # the prefill gave the first; each piece after it is a decoding step
+                reply.accepted.append(piece.accepted_tokens - sum(reply.accepted))
+            reply.text += piece.text
+            reply.token_ids += piece.token_ids
+            reply.seconds = time.perf_counter() - begin
+            if canvas is not None:
+                canvas.draw(draft, reply, last=bool(piece.finish_reason))
+        return reply
 
 
 class _Canvas:
     """Two panels, plain and drafted, that fill as the tokens come."""
 
     def __init__(self, console: Console, kind: str, prompt: str) -> None:
-        self._texts = {False: "", True: ""}
-        self._tokens = {False: 0, True: 0}
-        self._seconds = {False: 0.0, True: 0.0}
+        self._replies = {False: Reply(), True: Reply()}
         self._console = console
         self._drawn = 0.0
         console.print(f"\n[bold]{kind}[/bold]  ", Text(prompt, style="dim"), sep="")
@@ -164,10 +218,8 @@ class _Canvas:
         if console.is_terminal:
             self._live.start()
 
-    def add(self, draft: bool, text: str, tokens: int, seconds: float, last: bool) -> None:
-        self._texts[draft] += text
-        self._tokens[draft] += tokens
-        self._seconds[draft] = seconds
+    def draw(self, draft: bool, reply: Reply, last: bool) -> None:
+        self._replies[draft] = reply
         now = time.perf_counter()
         if self._console.is_terminal and (last or now - self._drawn > 1 / _FRAMES_PER_SECOND):
             self._live.update(self._panels(), refresh=True)
@@ -184,10 +236,10 @@ class _Canvas:
         return Columns([self._panel(False, width), self._panel(True, width)], padding=(0, 1))
 
     def _panel(self, draft: bool, width: int) -> Panel:
-        name = "drafted" if draft else "plain"
-        seconds = self._seconds[draft]
-        rate = f"{self._tokens[draft] / seconds:.0f} tokens/s, {seconds:.2f} s" if seconds else "waiting"
-        return Panel(Text(self._texts[draft]), title=name, subtitle=rate, width=width)
+        reply = self._replies[draft]
+        steps = f"{len(reply.token_ids)} tokens in {len(reply.accepted)} steps, {reply.seconds:.2f} s"
+        title = "drafted" if draft else "plain"
+        return Panel(Text(reply.text), title=title, subtitle=steps if reply.token_ids else "waiting", width=width)
 
 
 def _table(result: DemoResult) -> Table:

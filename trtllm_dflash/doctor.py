@@ -5,10 +5,14 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.serving.triton import EXTRA, REMEDY, find_triton
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ def examine() -> list[Finding]:
         _tensorrt,
         _tensorrt_rtx,
         _triton,
+        _gateway,
         _mpi,
         _huggingface_token,
     ]
@@ -88,13 +93,24 @@ def _tensorrt_rtx() -> Finding:
 
 
 def _triton() -> Finding:
-    # The order in which a server is looked for: the container's, then PATH, then the wheel's.
-    container = Path("/opt/tritonserver/bin/tritonserver")
-    found = str(container) if container.is_file() else shutil.which("tritonserver")
-    wheel = _version("nvidia-pytriton")
-    detail = found or (f"nvidia-pytriton {wheel}" if wheel else "")
-    remedy = "pip install 'trtllm-dflash[serving]', or NVIDIA's Triton container"
-    return Finding("Triton server", bool(detail), detail, "no serving", remedy)
+    cost = "no serving"
+    try:
+        triton = find_triton()
+    except EngineError:
+        return Finding("Triton server", False, "", cost, REMEDY)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            triton.prepare(Path(folder))
+        except EngineError as error:
+            return Finding("Triton server", False, f"{triton.origin}, which does not run here", cost, str(error))
+    return Finding("Triton server", True, f"{triton.origin} ({triton.executable})")
+
+
+def _gateway() -> Finding:
+    found = {name: _version(name) for name in ("fastapi", "uvicorn", "tritonclient", "grpcio")}
+    missing = [name for name, version in found.items() if version is None]
+    detail = f"no {', '.join(missing)}" if missing else ", ".join(f"{name} {found[name]}" for name in found)
+    return Finding("OpenAI gateway", not missing, detail, "no serve --openai-port", EXTRA)
 
 
 def _mpi() -> Finding:

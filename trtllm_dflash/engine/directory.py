@@ -39,7 +39,7 @@ def plan_file(rank: int) -> str:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
     """A folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it."""
     path = Path(os.path.abspath(path))  # "." has no name
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -60,7 +60,7 @@ def written_aside(path: Path) -> Iterator[Path]:
             aside.rename(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EngineError(f"{path}: the engine cannot be written: {reason} (--output)") from error
+        raise EngineError(f"{path}: the {what} cannot be written: {reason} (--output)") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -16,13 +16,26 @@ from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 
 _LOOPBACK = "127.0.0.1"
-_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 
 
 def launched_rank() -> int | None:
     """This process's rank, where an MPI launcher started it."""
-    ranks = [int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ]
+    ranks = [int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ]
     return ranks[0] if ranks else None
+
+
+def find_launcher(tp: int) -> str:
+    """The path of mpiexec: the one beside this Python, else the one on PATH.
+
+    Raises:
+        EngineError: there is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if launcher is None:
+        raise EngineError(f"tp {tp} needs {tp} MPI processes and there is no mpiexec: pip install 'trtllm-dflash[tp]'")
+    return launcher
 
 
 def launch_ranks(tp: int, arguments: list[str]) -> None:
@@ -31,10 +44,7 @@ def launch_ranks(tp: int, arguments: list[str]) -> None:
     Raises:
         EngineError: no MPI launcher is installed.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
-    if launcher is None:
-        raise EngineError(f"tp {tp} needs {tp} MPI processes and there is no mpiexec: pip install 'trtllm-dflash[tp]'")
+    launcher = find_launcher(tp)
     sys.stdout.flush()
     os.execv(launcher, [launcher, "-n", str(tp), sys.executable, "-m", "trtllm_dflash", *arguments])
 

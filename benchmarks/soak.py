@@ -1,0 +1,250 @@
+"""Serves the shipped pair for minutes to clients that misbehave, and checks every finished text.
+
+Clients ask with mixed prompts, lengths and sampling; some leave in the middle, some send what must be refused, some
+have deadlines; now and then the server is killed and started again. What is counted: outcomes, texts that differ from
+what the same engine gives in process (there must be none), slots in use and the memory of the server's processes.
+
+    python benchmarks/soak.py --minutes 5 --kill-every 90 --output benchmarks/results/soak.json
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import shlex
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import trtllm_dflash
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.engine.builder import BuildSettings, build
+from trtllm_dflash.errors import DFlashError, QueueFullError
+from trtllm_dflash.serving.client import TokenRequest, TritonClient
+from trtllm_dflash.serving.repository import DeploySettings
+from trtllm_dflash.serving.serve import Serving, serving
+from trtllm_dflash.serving.server import Endpoints
+
+PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
+TEXTS = [text for kind in read_prompts(8).values() for text in kind]
+TOKENS = (1, 4, 16, 48)
+BAD: tuple[dict[str, Any], ...] = (
+    {"token_ids": []},
+    {"token_ids": [10**6]},
+    {"token_ids": [5] * 5000},
+    {"token_ids": [5], "temperature": -1.0},
+    {"token_ids": [5], "temperature": float("nan")},
+    {"token_ids": [5], "top_p": 7.0},
+    {"token_ids": [5], "max_tokens": -3},
+)
+
+
+class Soak:
+    """The clients, and what they have seen."""
+
+    def __init__(self, url: str, metrics_url: str, expected: dict[tuple[int, int, int], str], llm: LLM) -> None:
+        self.url, self.metrics_url, self.expected, self.llm = url, metrics_url, expected, llm
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.down = asyncio.Event()  # while the server is away, no error is held against it
+
+    async def client(self, seed: int, until: float) -> None:
+        """One client after another, each in its own way, on one channel."""
+        chance = random.Random(seed)
+        triton = TritonClient(self.url)
+        try:
+            while time.monotonic() < until:
+                manner = chance.choices(["reads", "leaves", "poison", "deadline"], [70, 15, 10, 5])[0]
+                was_down = self.down.is_set()
+                try:
+                    outcome = await asyncio.wait_for(self._ask(triton, chance, manner), 60)
+                except asyncio.TimeoutError:
+                    outcome = "hung"
+                except DFlashError as error:
+                    away = was_down or self.down.is_set()
+                    outcome = f"{manner}: {'server away' if away else type(error).__name__}"
+                    if away or isinstance(error, QueueFullError):
+                        await asyncio.sleep(chance.uniform(0.2, 0.6))
+                self.outcomes[outcome] += 1
+        finally:
+            await triton.close()
+
+    async def _ask(self, triton: TritonClient, chance: random.Random, manner: str) -> str:
+        prompt, kind = chance.randrange(len(TEXTS)), chance.randrange(len(TOKENS))
+        sampled = chance.randrange(2)
+        request = TokenRequest(
+            token_ids=self.llm.encode([{"role": "user", "content": TEXTS[prompt]}]),
+            params=parameters(kind, sampled),
+            draft=chance.random() < 0.8,
+            priority=chance.choice([0, 0, 1, 200]),
+            deadline=0.05 if manner == "deadline" else None,
+        )
+        if manner == "poison":
+            fields = dict(chance.choice(BAD))
+            ids = fields.pop("token_ids")
+            params = SamplingParams.model_construct(**{**request.params.model_dump(), **fields})
+            request = TokenRequest(ids, params)
+        text = ""
+        stream = triton.stream(request)
+        async for piece in stream:
+            text += piece.text
+            if manner == "leaves":
+                await stream.aclose()
+                return "left"
+        if manner == "poison":
+            self.wrong.append(f"served: {request}")
+        elif text != self.expected[prompt, kind, sampled]:
+            self.wrong.append(f"prompt {prompt}, kind {kind}, sampled {sampled}: {text!r}")
+        return "read to the end"
+
+    def metric(self, name: str) -> float:
+        """A metric without labels of its own."""
+        with urllib.request.urlopen(self.metrics_url, timeout=5) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith(name + "{") or line.startswith(name + " "):
+                    return float(line.rsplit(" ", 1)[1])
+        return float("nan")
+
+
+def parameters(kind: int, sampled: int) -> SamplingParams:
+    """One of a few ways to ask, so that the right text can be known beforehand."""
+    chosen: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": kind} if sampled else {}
+    return SamplingParams(max_tokens=TOKENS[kind], **chosen)
+
+
+def expected_texts(llm: LLM) -> dict[tuple[int, int, int], str]:
+    """What every prompt gives alone, in this process."""
+    texts = {}
+    for prompt, text in enumerate(TEXTS):
+        for sampled in (0, 1):
+            for kind in range(len(TOKENS)):
+                chat = [{"role": "user", "content": text}]
+                (reply,) = llm.generate([chat], parameters(kind, sampled))
+                texts[prompt, kind, sampled] = str(reply.text)
+    return texts
+
+
+def memory(pid: int) -> float:
+    """Resident MB of a process and all below it."""
+    total = 0.0
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        try:
+            status = Path(f"/proc/{one}/status").read_text()
+            waiting += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+        except (OSError, ValueError):
+            continue
+        total += next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")), 0) / 1024
+    return total
+
+
+async def soak_one_life(
+    soak: Soak, running: Serving, clients: int, until: float, seed: int, record: list[dict[str, Any]]
+) -> None:
+    """All clients until a time, noting memory and requests every few seconds."""
+    tasks = [asyncio.create_task(soak.client(seed * 1000 + i, until)) for i in range(clients)]
+    begin = time.monotonic()
+    while time.monotonic() < until:
+        await asyncio.sleep(5)
+        if not soak.down.is_set():
+            running.server.check()
+        try:
+            slots = await asyncio.to_thread(soak.metric, "dflash_slots_in_use")
+        except OSError:
+            continue
+        point = {"seconds": round(time.monotonic() - begin), "requests": soak.outcomes.total()}
+        record.append({**point, "slots": slots, "megabytes": round(memory(running.server.pid))})
+    await asyncio.gather(*tasks)
+
+
+def main() -> None:
+    """Soaks, and writes the record; exits with 1 where a text was wrong, a request hung or a slot was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--kill-every", type=float, default=90, help="seconds between two kills of the server")
+    parser.add_argument("--log", type=Path, help="file for the server's log")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    settings = {"name": "tiny", "target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
+    lives: list[list[dict[str, Any]]] = []
+    slots_at_the_end: list[float] = []
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    restarts: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Path(folder) / "engine"
+        build(
+            BuildSettings.model_validate({**settings, "precision": "fp32", "max_batch": 8, "max_seq_len": 2048}), engine
+        )
+        with LLM.load(engine, "cpu") as llm:
+            expected = expected_texts(llm)
+            end = time.monotonic() + 60 * arguments.minutes
+            while time.monotonic() < end:
+                begin = time.monotonic()
+                anywhere = Endpoints(http_port=0, grpc_port=0, metrics_port=0)
+                with serving(engine, DeploySettings(device="cpu", max_queue=8), anywhere, log=arguments.log) as running:
+                    restarts.append(round(time.monotonic() - begin, 1))
+                    at = running.endpoints
+                    soak = Soak(at.grpc, at.metrics, expected, llm)
+                    record: list[dict[str, Any]] = []
+                    stop = min(end, time.monotonic() + arguments.kill_every)
+                    last = stop == end
+                    asyncio.run(one_life(soak, running, arguments.clients, stop, len(lives), record, kill=not last))
+                    if last:
+                        running.server.check()
+                        time.sleep(3)
+                        slots_at_the_end.append(soak.metric("dflash_slots_in_use"))
+                lives.append(record)
+                counts += soak.outcomes
+                wrong += soak.wrong
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "minutes": arguments.minutes,
+        "clients": arguments.clients,
+        "slots": 8,
+        "max_queue": 8,
+        "outcomes": dict(counts.most_common()),
+        "wrong_texts": len(wrong),
+        "seconds_to_be_ready": restarts,
+        "slots_in_use_at_the_end": slots_at_the_end,
+        "lives": lives,
+    }
+    text = json.dumps(result, indent=1)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    print(text)
+    print(*wrong[:5], sep="\n")
+    sys.exit(bool(wrong or counts["hung"] or any(slots_at_the_end)))
+
+
+async def one_life(
+    soak: Soak,
+    running: Serving,
+    clients: int,
+    stop: float,
+    seed: int,
+    record: list[dict[str, Any]],
+    kill: bool,
+) -> None:
+    """Serves until a time, and then kills the server under its clients, which must all notice."""
+    work = asyncio.create_task(soak_one_life(soak, running, clients, stop + (2 if kill else 0), seed, record))
+    await asyncio.sleep(max(0.0, stop - time.monotonic()))
+    if kill:
+        soak.down.set()
+        os.kill(running.server.pid, 9)
+    await work
+
+
+if __name__ == "__main__":
+    main()

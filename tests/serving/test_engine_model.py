@@ -1,0 +1,182 @@
+"""The model `tensorrt_llm` where its engine fails and where it ends, with Triton's module faked in this process."""
+
+import json
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+
+class Tensor:
+    def __init__(self, name, array):
+        self._name, self._array = name, array
+
+    def name(self):
+        return self._name
+
+    def as_numpy(self):
+        return self._array
+
+
+class TritonError(Exception):
+    INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = "internal", "invalid", "unavailable", "cancelled"
+
+    def __init__(self, text, code):
+        super().__init__(text)
+        self.code = code
+
+
+class Metric:
+    """A metric, and the family of it."""
+
+    GAUGE = COUNTER = None
+
+    def __init__(self, **_):
+        self.Metric = lambda labels: self
+
+    def set(self, value):
+        pass
+
+    increment = set
+
+
+class Sender:
+    """Keeps what is sent; `gone` once the client is."""
+
+    def __init__(self):
+        self.sent, self.gone = [], False
+
+    def send(self, response, flags=0):
+        self.sent.append((response, flags))
+
+    def is_cancelled(self):
+        return self.gone
+
+    def last(self):
+        """The last response, once it is there."""
+        deadline = time.monotonic() + 20
+        while not (self.sent and self.sent[-1][1] == 1):
+            assert time.monotonic() < deadline, "no last response came"
+            time.sleep(0.01)
+        return self.sent[-1][0]
+
+
+class Request:
+    def __init__(self, **tensors):
+        self._tensors = tensors
+        self.sender = Sender()
+
+    def inputs(self):
+        return [Tensor(name, value) for name, value in self._tensors.items()]
+
+    def get_response_sender(self):
+        return self.sender
+
+    def requested_output_names(self):
+        return ["output_ids", "finish_reason"]
+
+    def parameters(self):
+        return "{}"
+
+
+def request(length, **more):
+    number = lambda value: np.array([[value]], np.int32)  # noqa: E731
+    return Request(input_ids=number(5), input_lengths=number(1), request_output_len=number(length), **more)
+
+
+@pytest.fixture
+def model(tiny_engine, monkeypatch):
+    """A loaded model; `ended` holds why its process would have ended."""
+    backend = ModuleType("triton_python_backend_utils")
+    backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    backend.Tensor, backend.TritonError, backend.MetricFamily = Tensor, TritonError, Metric
+    backend.InferenceResponse = lambda tensors=None, error=None: SimpleNamespace(tensors=tensors, error=error)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    for name in [name for name in sys.modules if name.startswith("trtllm_dflash.serving.")]:
+        monkeypatch.delitem(sys.modules, name)  # what it imports must see this backend
+    from trtllm_dflash.serving import engine_model
+
+    ended = []
+    monkeypatch.setattr(engine_model, "end_process", ended.append)
+    parameters = {
+        "engine": str(tiny_engine),
+        "device": "cpu",
+        "decoupled": "true",
+        "exclude_input_in_output": "true",
+        "prefill_share": "0.5",
+        "max_queue": "0",
+        "draft": "true",
+    }
+    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    loaded = engine_model.EngineModel()
+    loaded.initialize({"model_config": json.dumps(config)})
+    loaded.ended = ended
+    yield loaded
+    loaded.finalize()
+
+
+def test_a_failed_step_fails_its_requests_and_the_next_one_works(model, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(model._llm.session, "decode", lambda *_: 1 / 0)
+        failing = request(8)
+        model.execute([failing])
+        assert failing.sender.last().error.code == TritonError.INTERNAL
+    working = request(8)
+    model.execute([working])
+    assert working.sender.last().error is None
+    assert not model.ended
+
+
+def test_an_engine_that_fails_every_step_ends_the_process_once_all_are_answered(model, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(model._llm.session, "prefill", lambda *_: 1 / 0)
+        for _ in range(3):
+            failing = request(8)
+            model.execute([failing])
+            assert failing.sender.last().error.code == TritonError.INTERNAL
+        deadline = time.monotonic() + 10
+        while not model.ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert "division by zero" in model.ended[0]
+    late = request(8)
+    model.execute([late])
+    assert late.sender.last().error.code == TritonError.INTERNAL
+
+
+def test_a_bad_request_does_not_touch_the_good_ones_of_its_batch(model):
+    requests = [request(3), request(0), request(3, temperature=np.array([[np.nan]], np.float32)), request(3)]
+    model.execute(requests)
+    codes = [getattr(one.sender.last().error, "code", None) for one in requests]
+    assert codes == [None, TritonError.INVALID_ARG, TritonError.INVALID_ARG, None]
+
+
+def test_a_full_queue_is_an_error_at_once(model):
+    slots = model._llm.config.max_batch
+    requests = [request(1000, ignore_eos=np.array([[True]])) for _ in range(slots + 1)]
+    model.execute(requests)
+    assert requests[-1].sender.last().error.code == TritonError.UNAVAILABLE
+    for one in requests:
+        one.sender.gone = True
+    assert {one.sender.last().error.code for one in requests[:-1]} == {TritonError.CANCELLED}
+
+
+def test_what_runs_when_the_model_ends_gets_an_error(model):
+    running = request(1000, ignore_eos=np.array([[True]]), streaming=np.array([[True]]))
+    model.execute([running])
+    while not running.sender.sent:
+        time.sleep(0.01)
+    model._service.close()
+    assert "closing" in str(running.sender.last().error)
+
+
+def test_another_model_can_end_a_request_by_its_key(model):
+    key = np.array([[7]], np.int64)
+    running = request(1000, ignore_eos=np.array([[True]]), request_key=key)
+    stop = request(1, stop=np.array([[True]]), request_key=key)
+    model.execute([running])
+    model.execute([stop])
+    assert stop.sender.last().error is None
+    assert running.sender.last().error.code == TritonError.CANCELLED

@@ -1,0 +1,520 @@
+"""`serve`: what it starts, what it says, and that nothing of it stays, however it ends."""
+
+import http.client
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.conftest import build_tiny, refusal
+from tests.serving.conftest import ANYWHERE
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.serving import server as server_module
+from trtllm_dflash.serving import triton as triton_module
+from trtllm_dflash.serving.repository import deploy
+from trtllm_dflash.serving.server import Endpoints, Server, find_cause
+from trtllm_dflash.serving.triton import Triton, find_triton
+
+SERVE = [sys.executable, "-m", "trtllm_dflash", "serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+SHARED_MEMORY = Path("/dev/shm")
+START = 40.0  # seconds, on two busy cores
+END = 20.0
+
+
+def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pass") -> Path:
+    """A model repository with one model, which starts much sooner than an engine's."""
+    model = folder / "echo"
+    (model / "1").mkdir(parents=True)
+    tensors = (
+        'input [{ name: "x" data_type: TYPE_INT32 dims: [1] }] output [{ name: "y" data_type: TYPE_INT32 dims: [1] }]'
+    )
+    (model / "config.pbtxt").write_text(
+        f'name: "echo" backend: "python" max_batch_size: 0 {tensors} instance_group [{{ kind: KIND_CPU }}]'
+    )
+    (model / "1" / "model.py").write_text(
+        "import os, sys, time\n"
+        "class TritonPythonModel:\n"
+        f"    def initialize(self, args):\n        {initialize}\n"
+        "    def execute(self, requests):\n        return [None for _ in requests]\n"
+        f"    def finalize(self):\n        {finalize}\n"
+    )
+    return folder
+
+
+class Run:
+    """One `trtllm-dflash serve`, and all that descends from it."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.folder = Path(tempfile.mkdtemp())  # its temporary files; the mark of its processes, too
+        self.mark = f"TMPDIR={self.folder}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        self.printed = b""
+        self.servers: set[str] = set()  # the names of the servers that it started
+        self.process = subprocess.Popen(
+            [*SERVE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + START
+        while b"\n" not in self.printed and time.monotonic() < deadline:
+            if select.select([self.process.stdout], [], [], 1)[0]:
+                more = os.read(self.process.stdout.fileno(), 4096)
+                assert more, f"it ended: {self.ends()}"
+                self.printed += more
+        self.processes()
+        line, _, self.printed = self.printed.partition(b"\n")
+        return line.decode()
+
+    def ends(self, within: float = END) -> tuple[int, str]:
+        """Its exit code and what it said on standard error."""
+        _, errors = self.process.communicate(timeout=within)
+        return self.process.returncode, errors
+
+    def processes(self) -> dict[int, list[str]]:
+        """The living processes that it started, and their command lines."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    words = (entry / "cmdline").read_text().split("\0")
+                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                        found[int(entry.name)] = words
+                        self.servers.update(re.findall("trtllm-dflash-[0-9a-f]{8}", " ".join(words)))
+        return found
+
+    def pid_of(self, word: str) -> int:
+        """The process with this in its command line; of several, the last."""
+        deadline = time.monotonic() + START
+        while time.monotonic() < deadline:
+            pids = [pid for pid, words in self.processes().items() if any(word in part for part in words)]
+            if pids:
+                return pids[-1]
+            time.sleep(0.05)
+        raise AssertionError(f"no process has {word} in its command line")
+
+    def log(self) -> str:
+        """Triton's log, which is kept where something failed."""
+        (file,) = self.folder.glob("*/server.log")
+        return file.read_text()
+
+    def leaves_nothing(self, within: float = 5) -> bool:
+        """Whether its processes, its shared memory and its temporary files are gone, but for logs."""
+        deadline = time.monotonic() + within
+        while time.monotonic() < deadline:
+            files = {file for file in self.folder.rglob("*") if file.is_file() and "server.log" not in file.name}
+            if not self.processes() and not self.shared_memory() and not files:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def shared_memory(self) -> list[Path]:
+        kept = " ".join(folder.name for folder in self.folder.iterdir())
+        self.servers.update(re.findall("trtllm-dflash-[0-9a-f]{8}", kept))
+        assert self.servers, "no server was seen"
+        return [file for name in self.servers for file in SHARED_MEMORY.glob(f"{name}*")]
+
+
+@contextmanager
+def serve(*arguments: object) -> Iterator[Run]:
+    run = Run(*arguments)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        for pid in run.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait(END)
+        shutil.rmtree(run.folder)
+        for stream in (run.process.stdout, run.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def get(url: str, path: str | None = None) -> tuple[int, bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=10)
+    connection.request("GET", path or parts.path)
+    reply = connection.getresponse()
+    return reply.status, reply.read()
+
+
+def reachable(address: str, url: str) -> bool:
+    """Whether the endpoint's port answers at another address of this machine."""
+    with socket.socket() as client:
+        return client.connect_ex((address, urlsplit(url if "//" in url else f"//{url}").port)) == 0
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory, triton) -> Path:
+    return make_repository(tmp_path_factory.mktemp("echo"))
+
+
+@pytest.fixture(scope="module")
+def quick(served_engine, echo) -> list[object]:
+    """Flags of a server that is ready in a second."""
+    return ["--engine", served_engine, "--repository", echo, "--json"]
+
+
+# -- the engine's own models -----------------------------------------------------------------------------------------
+
+
+def test_serve_prints_its_endpoints_once_they_answer_and_ctrl_c_ends_it_amid_a_reply(triton, served_engine):
+    import tritonclient.grpc
+
+    with serve("--engine", served_engine, "--device", "cpu", "--openai-port", 0, "--json") as run:
+        at = json.loads(run.line())
+        assert get(at["http"], "/v2/health/ready")[0] == 200
+        client = tritonclient.grpc.InferenceServerClient(at["grpc"])
+        assert all(client.is_model_ready(name) for name in ("ensemble", "tensorrt_llm", "tensorrt_llm_bls"))
+        client.close()
+        status, metrics = get(at["metrics"])
+        assert status == 200
+        assert re.search(rb"^dflash_slots_total\S* 8(\.0)?$", metrics, re.MULTILINE)
+        assert get(at["openai"] + "/models")[0] == 200
+        assert Path(at["log"]).is_file()
+        assert not any(reachable("127.0.0.2", at[name]) for name in ("http", "grpc", "metrics", "openai"))
+
+        stream = http.client.HTTPConnection(urlsplit(at["http"]).netloc, timeout=30)
+        body = {"text_input": "Count.", "max_tokens": 2000, "ignore_eos": True, "draft": False, "stream": True}
+        stream.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(body))
+        assert stream.getresponse().readline().startswith(b"data:")
+        run.process.send_signal(signal.SIGINT)
+        assert run.ends() == (130, "")
+        assert run.leaves_nothing()
+        assert not Path(at["log"]).parent.exists()
+
+
+def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):
+    engine = shutil.copytree(served_engine, tmp_path / "engine")
+    with (engine / "rank0.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with serve("--engine", engine, "--device", "cpu") as run:
+        code, errors = run.ends(START)
+        assert code == 1
+        assert re.fullmatch(
+            rf"error: {re.escape(str(engine))}/rank0.safetensors: .*build the engine again; the server's log: \S+\n",
+            errors,
+        )
+        assert "failed to load 'tensorrt_llm'" in run.log()
+        assert run.leaves_nothing()
+
+
+# -- starting --------------------------------------------------------------------------------------------------------
+
+
+def test_the_endpoints_are_listed_for_a_reader(quick):
+    with serve(*quick[:-1]) as run:
+        lines = [run.line() for _ in range(5)]
+        assert lines[0].startswith("serving ")
+        assert [line.split()[0] for line in lines[1:]] == ["http", "grpc", "metrics", "log"]
+
+
+def test_a_port_in_use_is_named_with_its_flag(quick, served_engine):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag in ("http", "grpc", "metrics", "openai"):
+            line = refusal("serve", *quick, f"--{flag}-port", port)
+            assert line == f"error: port {port} is taken (--{flag}-port)"
+
+
+def test_ports_and_hosts_that_cannot_be_are_refused():
+    with pytest.raises(SettingsError, match=r"port 9 is given twice \(--http-port, --openai-port\)"):
+        Endpoints(http_port=9, openai_port=9).chosen()
+    with pytest.raises(SettingsError, match=r"--host 192\.0\.2\.1: not an address of this machine"):
+        Endpoints(host="192.0.2.1").chosen()
+    with pytest.raises(SettingsError, match=r"--host nowhere\.invalid: not an IPv4 address"):
+        Endpoints(host="nowhere.invalid").chosen()
+
+
+def test_the_host_is_where_every_endpoint_listens_and_others_are_warned_of(quick):
+    with serve(*quick, "--host", "0.0.0.0", "--openai-port", 0) as run:
+        at = json.loads(run.line())
+        assert all(reachable("127.0.0.2", at[name]) for name in ("http", "grpc", "metrics", "openai"))
+        run.process.terminate()
+        code, errors = run.ends()
+        assert code == 143
+        assert errors.startswith("warning: at --host 0.0.0.0 anyone who reaches this machine can use Triton")
+        assert errors.count("\n") == 1
+        assert run.leaves_nothing()
+
+
+def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_engine, tmp_path):
+    assert "/nowhere: not an engine directory" in refusal("serve", "--engine", "/nowhere")
+    assert "--repository" in refusal("serve", "--engine", served_engine, "--repository", tmp_path / "none")
+    of_another = tmp_path / "repository"
+    deploy(build_tiny(tmp_path / "another"), of_another)
+    assert "it is not for --engine" in refusal("serve", "--engine", served_engine, "--repository", of_another)
+    assert "--max-queue: --repository has its own" in refusal("serve", *quick, "--max-queue", 3)
+    assert "without --openai-port" in refusal("serve", *quick, "--openai-api-key-file", tmp_path / "key")
+    (tmp_path / "key").write_text("\n")
+    assert "is empty" in refusal("serve", *quick, "--openai-port", 0, "--openai-api-key-file", tmp_path / "key")
+    assert "--log" in refusal("serve", *quick, "--log", tmp_path / "none" / "log")
+
+
+def test_a_log_file_is_added_to_and_kept(echo, tmp_path, triton):
+    log = tmp_path / "triton.log"
+    log.write_text("from before\n")
+    with Server(echo, ANYWHERE, log=log, patience=START) as running:
+        assert running.log == log
+    assert log.read_text().startswith("from before\n")
+    assert "successfully loaded 'echo'" in log.read_text()
+
+
+def test_a_model_that_does_not_load_is_named_with_the_cause(tmp_path, triton):
+    log = tmp_path / "triton.log"
+    broken = make_repository(tmp_path / "a", initialize="raise ValueError('no \"weights\"')")
+    with pytest.raises(EngineError, match='model echo does not load: ValueError: no "weights"; the server\'s log: '):
+        Server(broken, ANYWHERE, log=log).__enter__()
+    dies = make_repository(tmp_path / "b", initialize="os.abort()")
+    with pytest.raises(EngineError, match=r"model echo does not load: Stub process .* is not healthy"):
+        Server(dies, ANYWHERE, log=log).__enter__()
+    slow = make_repository(tmp_path / "c", initialize="time.sleep(60)")
+    with pytest.raises(EngineError, match="Triton is not ready after 1 s"):
+        Server(slow, ANYWHERE, log=log, patience=1).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            r'''"failed to load 'tensorrt_llm' version 1: Internal: EngineError: /e: gone\n\nAt:\n  m.py(5): f\n"''',
+            "/e: gone",
+        ),
+        (
+            r'''"failed to load 'm' version 1: Internal: TritonModelException: errors.SettingsError: no"''',
+            "no",
+        ),
+        (r'''"failed to load 'm' version 1: Not found: no \"x\""''', 'model m does not load: Not found: no "x"'),
+        (
+            """"failed to start GRPC service: Unavailable - Socket '127.0.0.1:81' already in use " """,
+            "port 81 is taken (--grpc-port)",
+        ),
+        (""""Poll failed for model directory 'm': no config" """, "Poll failed for model directory 'm': no config"),
+        (""""CudaDriverHelper has not been initialized." """, None),
+    ],
+)
+def test_the_cause_is_read_from_the_log(line, cause):
+    log = f'I1121 13:42:54.1 20 a.cc:1] "failed to load it"\nE1121 13:42:54.1 20 server.cc:241] {line}\nE1121 broken\n'
+    assert find_cause(log) == cause
+
+
+# -- ending ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_that_closes_ends_the_server_in_order(quick):
+    with serve(*quick) as run:
+        run.line()
+        run.process.send_signal(signal.SIGHUP)
+        assert run.ends() == (128 + signal.SIGHUP, "")
+        assert run.leaves_nothing()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_whose_models_are_loading(number, served_engine, tmp_path, triton):
+    slow = make_repository(tmp_path, initialize="time.sleep(60)")
+    with serve("--engine", served_engine, "--repository", slow) as run:
+        run.pid_of(triton_module.STUB)
+        time.sleep(0.2)
+        run.process.send_signal(number)
+        assert run.ends() == (128 + number, "")
+        assert run.leaves_nothing()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(served_engine, tmp_path, triton):
+    stuck = make_repository(tmp_path, finalize="time.sleep(60)")
+    with serve("--engine", served_engine, "--repository", stuck, "--json") as run:
+        run.line()
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        run.process.send_signal(signal.SIGINT)
+        assert run.ends(within=4)[0] == 130
+        assert run.leaves_nothing()
+
+
+def test_a_model_that_hangs_is_killed(tmp_path, triton, monkeypatch):
+    monkeypatch.setattr(server_module, "GRACE", 1)
+    monkeypatch.setattr(server_module, "_PATIENCE", 1.0)
+    stuck = make_repository(tmp_path, finalize="time.sleep(60)")
+    with Server(stuck, ANYWHERE, patience=START) as running:
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 4
+    assert not running._processes()
+
+
+def test_a_killed_serve_takes_the_server_with_it(quick, tmp_path):
+    with serve(*quick, "--log", tmp_path / "log") as run:
+        run.line()
+        run.process.kill()
+        run.process.wait(END)
+        deadline = time.monotonic() + END
+        while run.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not run.processes()
+        assert run.shared_memory()
+        server_module._remove_orphaned_memory()  # as the next server does
+        assert not run.shared_memory()
+
+
+@pytest.mark.parametrize(
+    ("victim", "said"), [("--http-port", r"Triton has ended \(killed by SIGKILL\)"), (triton_module.STUB, "model echo")]
+)
+def test_when_a_process_dies_serve_ends_and_can_be_started_again(victim, said, quick):
+    with serve(*quick) as run:
+        at = json.loads(run.line())
+        pid = next(
+            pid for pid, words in run.processes().items() if victim in " ".join(words) and pid != run.process.pid
+        )
+        os.kill(pid, signal.SIGKILL)
+        code, errors = run.ends(within=5)
+        assert code == 1
+        assert re.fullmatch(rf"error: .*{said}.*\n", errors)
+        assert run.leaves_nothing()
+    ports = {
+        name: urlsplit(at[name] if name != "grpc" else f"//{at[name]}").port for name in ("http", "grpc", "metrics")
+    }
+    with serve(*quick, *(word for name, port in ports.items() for word in (f"--{name}-port", port))) as again:
+        assert json.loads(again.line())["http"] == at["http"]
+
+
+def test_when_the_gateway_dies_serve_ends(triton):
+    from fastapi import FastAPI
+
+    from trtllm_dflash.serving.serve import GatewayThread
+
+    with GatewayThread(FastAPI(), Endpoints(openai_port=0)) as gateway:
+        gateway.check()
+        gateway._server.should_exit = True
+        gateway._thread.join(END)
+        with pytest.raises(EngineError, match="the OpenAI gateway has ended"):
+            gateway.check()
+
+
+def test_shared_memory_of_the_living_is_left_alone():
+    name = f"trtllm-dflash-{uuid.uuid4().hex[:8]}"
+    file = SHARED_MEMORY / f"{name}-tensors"
+    with server_module._claim_memory(name):
+        file.touch()
+        server_module._remove_orphaned_memory()
+        assert file.exists()
+    server_module._remove_orphaned_memory()
+    assert not file.exists()
+    assert not (SHARED_MEMORY / f"{name}.lock").exists()
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, triton) -> Path:
+    pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
+    return build_tiny(tmp_path_factory.mktemp("engines") / "tp2", max_batch=8, tp=2)
+
+
+def complete(url: str, prompt: str) -> str:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+    body = {"text_input": prompt, "max_tokens": 40}
+    connection.request("POST", "/v2/models/tensorrt_llm_bls/generate", json.dumps(body))
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    assert reply.status == 200, text
+    return str(json.loads(text)["text_output"])
+
+
+def test_two_ranks_serve_the_text_of_one_and_die_together(two_ranks, server):
+    prompts = ["Tell a short story about a fox.", "def add(a, b):"]
+    expected = [complete(server.http_url, prompt) for prompt in prompts]
+    with serve("--engine", two_ranks, "--device", "cpu", "--json") as run:
+        at = json.loads(run.line())
+        assert [complete(at["http"], prompt) for prompt in prompts] == expected
+        os.kill(run.pid_of("tensorrt_llm/1/model.py"), signal.SIGKILL)
+        code, errors = run.ends(within=10)
+        assert code == 1
+        assert re.fullmatch(r"error: .* has ended.*\n", errors)
+        assert run.leaves_nothing()
+
+
+def test_two_ranks_end_in_order(two_ranks):
+    with serve("--engine", two_ranks, "--device", "cpu", "--json") as run:
+        run.line()
+        run.process.send_signal(signal.SIGINT)
+        assert run.ends() == (130, "")
+        assert run.leaves_nothing()
+
+
+def test_a_rank_that_does_not_load_is_one_line(two_ranks, tmp_path):
+    engine = shutil.copytree(two_ranks, tmp_path / "engine")
+    (engine / "rank1.safetensors").unlink()
+    with serve("--engine", engine, "--device", "cpu") as run:
+        code, errors = run.ends(START)
+        assert code == 1
+        assert re.fullmatch(
+            r"error: \S+rank1.safetensors: missing; build the engine again; the server's log: \S+\n", errors
+        )
+        assert run.leaves_nothing()
+
+
+# -- finding Triton --------------------------------------------------------------------------------------------------
+
+
+def test_triton_is_looked_for_in_the_container_then_on_path_then_in_the_wheel(tmp_path, monkeypatch, triton):
+    wheel = find_triton()
+    for place in ("path", "container/bin"):
+        program = tmp_path / place / "tritonserver"
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    (tmp_path / "backends").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    on_path = find_triton()
+    assert on_path.executable == tmp_path / "path" / "tritonserver"
+    assert on_path.prepare(tmp_path)[0][1:] == [f"--backend-directory={tmp_path / 'backends'}"]
+    monkeypatch.setattr(triton_module, "CONTAINER", tmp_path / "container")
+    assert find_triton().executable == tmp_path / "container" / "bin" / "tritonserver"
+    assert wheel.executable not in (find_triton().executable, on_path.executable)
+
+
+def test_without_a_triton_the_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(triton_module, "CONTAINER", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"pip install 'trtllm-dflash\[serving\]'"):
+        find_triton()
+
+
+@pytest.fixture
+def wheel(triton) -> Triton:
+    found = find_triton()
+    if found.wheel is None:
+        pytest.skip("this machine's Triton is not the wheel's")
+    return found
+
+
+def test_numpy_2_is_refused_with_the_remedy(wheel, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.1.0")
+    with pytest.raises(EngineError, match=r"numpy 2\.1\.0: pip install 'numpy<2'"):
+        wheel.prepare(tmp_path)
+
+
+def test_a_missing_libpython_is_refused_with_the_package(wheel, monkeypatch, tmp_path):
+    done = subprocess.CompletedProcess([], 0, stdout="\tlibpython3.11.so.1.0 => not found\n")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: done)
+    with pytest.raises(EngineError, match=r"libpython3\.11\.so\.1\.0, .*: apt install libpython3\."):
+        wheel.prepare(tmp_path)

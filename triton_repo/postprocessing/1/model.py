@@ -1,0 +1,5 @@
+"""What Triton loads; the model is in the package."""
+
+from trtllm_dflash.serving.postprocessing_model import PostprocessingModel as TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,111 @@
+"""Triton's model `tensorrt_llm_bls`: the ensemble's interface, answered once, many requests at a time."""
+
+import gc
+import json
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from trtllm_dflash.errors import CancelledError, RequestError
+from trtllm_dflash.serving import inner
+from trtllm_dflash.serving.outbox import Outbox
+from trtllm_dflash.serving.parameters import TEXT_NAMES, Fields, Tensors
+from trtllm_dflash.serving.tensors import FINAL, error_response, parameter, read_tensors, response
+
+_INNER_NAMES = {text: name for name, text in TEXT_NAMES.items() if name not in ("input_ids", "prompt")}
+
+
+@dataclass(eq=False)
+class Call:
+    """A request on its way through the other models.
+
+    Attributes:
+        outputs: names of the tensors that were asked for.
+        key: by which the engine knows it, once it has one.
+        gone: set when its client is.
+    """
+
+    tensors: Tensors
+    sender: Any
+    outputs: list[str]
+    key: int = 0
+    gone: threading.Event = field(default_factory=threading.Event)
+
+
+class BLSModel:
+    """A thread waits for each request; the engine runs them together."""
+
+    def initialize(self, arguments: dict[str, str]) -> None:
+        """As many threads as requests that the engine takes, and some to be refused by it."""
+        config = json.loads(arguments["model_config"])
+        self._decoupled = parameter(config, "decoupled") == "true"
+        self._workers = ThreadPoolExecutor(int(parameter(config, "requests")), "dflash-call")
+        self._stoppers = ThreadPoolExecutor(1, "dflash-stop")
+        self._outbox = Outbox()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Takes requests; their responses are sent when they are there."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                call = Call(read_tensors(request), sender, list(request.requested_output_names()))
+                self._outbox.put(partial(self._outbox.watch, sender, partial(self._cancel, call)))
+                self._workers.submit(self._answer, call)
+            except Exception as error:  # one request's fault is no other's
+                self._send(sender, error_response(error))
+
+    def finalize(self) -> None:
+        """Waits for what is under way: the engine answers all of it."""
+        self._workers.shutdown(cancel_futures=True)
+        self._stoppers.shutdown(cancel_futures=True)
+        self._outbox.close()
+        inner.finish()
+        gc.collect()  # a response sender that is left to the interpreter's end crashes it
+
+    def _answer(self, call: Call) -> None:
+        try:
+            answer = response(self._generate(call), call.outputs)
+        except inner.InnerError as error:
+            answer = error.response
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                traceback.print_exception(error)
+            answer = error_response(error)
+        self._send(call.sender, answer)
+
+    def _generate(self, call: Call) -> Tensors:
+        fields = Fields(call.tensors)
+        if fields.scalar("stream", False):
+            raise fields.refusal("stream", "tensorrt_llm_bls answers once; use ensemble to stream")
+        prompt = inner.infer(
+            "preprocessing", {"QUERY": call.tensors["text_input"]}, ["INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_KEY"]
+        )
+        call.key = int(prompt["REQUEST_KEY"].item())
+        tensors = {_INNER_NAMES.get(name, name): tensor for name, tensor in call.tensors.items()}
+        tensors |= {
+            "prompt": tensors.pop("text_input"),
+            "input_ids": prompt["INPUT_ID"],
+            "input_lengths": prompt["REQUEST_INPUT_LEN"],
+            "request_key": prompt["REQUEST_KEY"],
+        }
+        if call.gone.is_set():
+            raise CancelledError("the request was cancelled")
+        outputs = [name for name in call.outputs if name != "text_output"]
+        found = inner.infer(inner.ENGINE_MODEL, tensors, ["output_text", *outputs], self._decoupled)
+        return {**found, "text_output": found["output_text"]}
+
+    def _cancel(self, call: Call) -> None:
+        """Called again and again until it is answered: the engine may not have the request yet."""
+        call.gone.set()
+        if call.key:
+            self._stoppers.submit(inner.stop, call.key, self._decoupled)
+
+    def _send(self, sender: Any, answer: Any) -> None:
+        def send() -> None:
+            self._outbox.unwatch(sender)
+            sender.send(answer, flags=FINAL)
+
+        self._outbox.put(send)

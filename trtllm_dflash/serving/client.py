@@ -1,0 +1,213 @@
+"""A client of a served engine: token ids in, pieces of the reply out, over Triton gRPC."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferRequestedOutput, InferResult
+from tritonclient.grpc.aio import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from trtllm_dflash.errors import (
+    CancelledError,
+    DeadlineError,
+    DFlashError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+)
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.serving.parameters import CODED_ERRORS
+
+MODEL = "tensorrt_llm"
+
+_OUTPUTS = (
+    "output_ids",
+    "sequence_length",
+    "output_text",
+    "finish_reason",
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+)
+_CHANNEL = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # gRPC would wait up to two minutes before it tries a restarted server again.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+_SLACK = 5.0  # seconds that a server has to say itself that a deadline passed
+
+
+class UnavailableError(DFlashError):
+    """No Triton server answers, or it does not serve the engine yet."""
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """A request as the served engine takes it.
+
+    Attributes:
+        token_ids: the prompt.
+        draft: False decodes it plainly.
+        priority: 1 is the most urgent; 0 is the default, which lies in between.
+        deadline: seconds in which the whole reply must be there.
+        request_id: shown in the server's log.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    draft: bool = True
+    priority: int = 0
+    deadline: float | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one response adds to a reply. The pieces' texts, joined, are the whole reply's text.
+
+    Attributes:
+        text: may be empty: a character or a possible stop string is not whole yet.
+        token_ids: the new tokens.
+        drafted_tokens, accepted_tokens: drafts verified and accepted since the reply began.
+        finish_reason: "stop" or "length" with the last piece, "" before it.
+    """
+
+    text: str
+    token_ids: list[int]
+    drafted_tokens: int
+    accepted_tokens: int
+    finish_reason: str
+
+
+class TritonClient:
+    """One gRPC channel to a Triton server. To be made and used on one event loop.
+
+    Each reply is a gRPC stream of its own on that channel, so that it is cancelled alone and has an error status of
+    its own.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._grpc = InferenceServerClient(url, channel_args=_CHANNEL)
+
+    async def close(self) -> None:
+        """Ends the channel, and every stream on it."""
+        await self._grpc.close()
+
+    async def ready(self, timeout: float = 5.0) -> bool:
+        """Whether the server is there and its engine serves."""
+        try:
+            return bool(await self._grpc.is_model_ready(MODEL, client_timeout=timeout))
+        except InferenceServerException:
+            return False
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[Piece, None]:
+        """The reply to a request, piece by piece; the last piece has a finish reason.
+
+        To leave early, close the iterator or cancel the task that waits for it: that cancels the request.
+
+        Raises:
+            RequestError, QueueFullError, DeadlineError, CancelledError: as the server says.
+            UnavailableError: no server answers, or it went away.
+            EngineError: the server failed.
+        """
+
+        async def once() -> AsyncIterator[dict[str, object]]:
+            yield {
+                "model_name": MODEL,
+                "inputs": _inputs(request),
+                "outputs": [InferRequestedOutput(name) for name in _OUTPUTS],
+                "request_id": request.request_id,
+                # The codes of errors as the first words of their texts. Triton would give them as gRPC statuses where
+                # the header "triton_grpc_error" is sent, and crashes then (2.51: SIGSEGV after some thousand errors).
+                "parameters": {CODED_ERRORS: True},
+            }
+
+        responses = self._grpc.stream_infer(
+            once(),
+            stream_timeout=None if request.deadline is None else request.deadline + _SLACK,
+        )
+        reason, refusal = "", None
+        try:
+            async for result, error in responses:  # to its end, also after an error: to cancel then is a race
+                if error is not None:
+                    refusal = _refusal(error.message())
+                    continue
+                piece = _piece(result)
+                reason = piece.finish_reason
+                yield piece
+        except grpc.aio.AioRpcError as error:
+            raise self._meaning(error) from None
+        finally:
+            responses.cancel()  # does nothing to a stream that has ended
+        if refusal is not None:
+            raise refusal
+        if not reason:
+            raise EngineError("the server ended the reply before it was whole; see its log")
+
+    def _meaning(self, error: grpc.aio.AioRpcError) -> DFlashError:
+        code, text = error.code(), error.details() or error.code().name
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError(text)
+        if code == grpc.StatusCode.CANCELLED:
+            return CancelledError(text)
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return UnavailableError(
+                f"no Triton server serves an engine at {self._url}; is trtllm-dflash serve running?"
+            )
+        return EngineError(text)
+
+
+def _refusal(text: str) -> DFlashError:
+    """What the engine's answer to a request means; its first word is the error's code."""
+    code, _, rest = text.partition(" ")
+    if code == "INVALID_ARG":
+        return RequestError(rest)
+    if code == "CANCELLED":
+        return CancelledError(rest)
+    if code == "UNAVAILABLE":  # Triton has no code for a deadline, so the message says it
+        return DeadlineError(rest) if "deadline" in rest else QueueFullError(rest)
+    return EngineError(rest if code == "INTERNAL" else text)
+
+
+def _inputs(request: TokenRequest) -> list[InferInput]:
+    params = request.params
+    values: dict[str, np.ndarray[Any, Any]] = {
+        "input_ids": np.array(request.token_ids, np.int32),
+        "input_lengths": np.array([len(request.token_ids)], np.int32),
+        "request_output_len": np.array([params.max_tokens], np.int32),
+        "streaming": np.array([True]),
+        "temperature": np.array([params.temperature], np.float32),
+        "runtime_top_k": np.array([params.top_k], np.int32),
+        "runtime_top_p": np.array([params.top_p], np.float32),
+        "seed": np.array([params.seed], np.uint64),
+        "ignore_eos": np.array([params.ignore_eos]),
+        "draft": np.array([request.draft]),
+        "priority": np.array([request.priority], np.int32),
+    }
+    if params.stop:
+        values["stop_words"] = np.array([text.encode() for text in params.stop], object)
+    if request.deadline is not None:
+        values["deadline_ms"] = np.array([min(request.deadline * 1000, 2**31 - 1)], np.int32)
+    inputs = []
+    for name, value in values.items():
+        tensor = InferInput(name, [1, value.size], np_to_triton_dtype(value.dtype))  # [1, N]: a batch of one
+        tensor.set_data_from_numpy(value.reshape(1, -1))
+        inputs.append(tensor)
+    return inputs
+
+
+def _piece(result: InferResult) -> Piece:
+    ids, length, text, reason, drafted, accepted = (result.as_numpy(name).reshape(-1) for name in _OUTPUTS)
+    return Piece(
+        text=text[0].decode(),
+        token_ids=ids[: length[0]].tolist(),
+        drafted_tokens=int(drafted[0]),
+        accepted_tokens=int(accepted[0]),
+        finish_reason=reason[0].decode(),
+    )

@@ -1,0 +1,463 @@
+"""The OpenAI API over a served engine. Text becomes tokens here; Triton's `tensorrt_llm` model does the rest."""
+
+import asyncio
+import hmac
+import inspect
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr, ValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedTokenizerFast
+
+from trtllm_dflash.checkpoint.validation import first_problem
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.directory import check_shared_files, read_config
+from trtllm_dflash.errors import (
+    CancelledError,
+    DeadlineError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    SettingsError,
+)
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.serving import openai_schema as schema
+from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
+from trtllm_dflash.serving.openai_schema import ApiError
+from trtllm_dflash.tokenizer import TextCodec
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+_CLIENT_GONE = 499  # nginx's status for it; nobody reads the reply, but the access log shows it
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_TOKENIZER_THREADS = 2
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+# Names in the server's messages, as OpenAI's clients know them.
+_PARAMS = {
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "stop_words": "stop",
+    "temperature": "temperature",
+    "seed": "seed",
+    "priority": "priority",
+    "draft": "draft",
+}
+
+# What a client may not put into chat_template_kwargs: the renderer's own arguments, another template among them.
+_RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+
+
+class GatewaySettings(BaseModel):
+    """What the gateway serves, and to whom.
+
+    Attributes:
+        engine: the engine directory that Triton serves; its tokenizer and chat template are used here.
+        triton_url: Triton's gRPC endpoint, HOST:PORT.
+        model_name: what clients call the model; by default the engine's name.
+        api_key: what clients must send as `Authorization: Bearer ...`; None lets everyone in.
+        max_body_bytes: largest body of a request.
+        max_prompt_tokens: longest prompt; by default what the engine takes.
+        timeout: seconds for a whole reply, waiting included.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: Path
+    triton_url: str = "127.0.0.1:8001"
+    model_name: str | None = Field(None, min_length=1)
+    api_key: SecretStr | None = Field(None, min_length=1)
+    max_body_bytes: PositiveInt = 4 << 20
+    max_prompt_tokens: PositiveInt | None = None
+    timeout: PositiveFloat = 600.0
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The gateway as an ASGI application. Triton need not run yet.
+
+    Raises:
+        EngineError: the engine directory is not sound, or has no tokenizer.
+        SettingsError: a setting contradicts the engine.
+    """
+    gateway = Gateway(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gateway.open()
+        yield
+        await gateway.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(_Door, api_key=settings.api_key)
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _broken)
+    for path, method, endpoint in (
+        ("/health", "GET", gateway.health),
+        ("/v1/models", "GET", gateway.models),
+        ("/v1/models/{name:path}", "GET", gateway.model),
+        ("/v1/completions", "POST", gateway.completions),
+        ("/v1/chat/completions", "POST", gateway.chat_completions),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    return app
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request, ready for Triton, and how its reply is to be written."""
+
+    request: TokenRequest
+    form: schema.ReplyForm
+    stream: bool
+
+
+class Gateway:
+    """The endpoints, and what they share."""
+
+    _triton: TritonClient
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        config = read_config(settings.engine)
+        check_shared_files(settings.engine, config)
+        codec = TextCodec.load(settings.engine, config.chat_arguments)
+        if codec is None:
+            raise EngineError(f"{settings.engine}: no tokenizer.json, so no OpenAI gateway; leave out --openai-port")
+        self._settings = settings
+        self._config: EngineConfig = config
+        self._codec = codec
+        self._name = settings.model_name or config.name
+        self._max_prompt = settings.max_prompt_tokens or config.max_seq_len - 1
+        self._created = int((settings.engine / "config.json").stat().st_mtime)
+        longest = config.max_seq_len - 1
+        if self._max_prompt > longest:
+            message = f"max_prompt_tokens {self._max_prompt}: this engine takes {longest} (build --max-seq-len)"
+            raise SettingsError(message)
+
+    def open(self) -> None:
+        """To be called on the event loop that serves."""
+        self._triton = TritonClient(self._settings.triton_url)
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenize")
+
+    async def close(self) -> None:
+        """Ends every reply."""
+        await self._triton.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    # -- endpoints -----------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """Whether a request would be served."""
+        if not await self._triton.ready():
+            raise ApiError(503, f"Triton at {self._settings.triton_url} is not ready", code="unavailable")
+        return JSONResponse({"status": "ok"})
+
+    async def models(self) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """The one model, by its name."""
+        self._check_name(name)
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        """Goes on with a text."""
+        return await self._answer(request, self._completion_job)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Replies to a conversation."""
+        return await self._answer(request, self._chat_job)
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trtllm-dflash",
+            "max_model_len": self._config.max_seq_len,
+        }
+
+    def _check_name(self, name: str) -> None:
+        if name != self._name:
+            raise ApiError(404, f"the model {name!r} does not exist; {self._name!r} does", "model", "model_not_found")
+
+    # -- from a body to a job; on a thread, so that a long prompt holds up no stream --------------------------------
+
+    def _completion_job(self, body: bytes, request_id: str) -> _Job:
+        asked = schema.parse(schema.CompletionRequest, body)
+        self._check_name(asked.model)
+        ids = asked.prompt if isinstance(asked.prompt, list) else _tokens(self._codec.encode, asked.prompt, "prompt")
+        self._check_prompt(ids, "prompt")
+        return self._job(asked, ids, asked.max_tokens or _COMPLETION_TOKENS, request_id)
+
+    def _chat_job(self, body: bytes, request_id: str) -> _Job:
+        asked = schema.parse(schema.ChatRequest, body)
+        self._check_name(asked.model)
+        taken = sorted(_RENDERER_ARGUMENTS & asked.chat_template_kwargs.keys())
+        if taken:
+            param = f"chat_template_kwargs.{taken[0]}"
+            raise ApiError(400, f"{param}: not a variable of the chat template", param)
+        messages = [message.for_template() for message in asked.messages]
+
+        def encode(messages: list[dict[str, str]]) -> list[int]:
+            return self._codec.encode_chat(messages, asked.chat_template_kwargs)
+
+        ids = _tokens(encode, messages, "messages")
+        self._check_prompt(ids, "messages")
+        limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
+        return self._job(asked, ids, limit, request_id)
+
+    def _check_prompt(self, ids: list[int], param: str) -> None:
+        if not ids:
+            raise ApiError(400, f"{param}: the prompt is empty", param)
+        if len(ids) > self._max_prompt:
+            message = f"{param}: the prompt has {len(ids)} tokens; the limit is {self._max_prompt}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        vocabulary = self._config.target.vocab_size
+        if not all(0 <= token < vocabulary for token in ids):
+            raise ApiError(400, f"{param}: token ids must be 0 to {vocabulary - 1}", param)
+
+    def _job(self, asked: schema.Request, ids: list[int], max_tokens: int, request_id: str) -> _Job:
+        temperature = asked.temperature
+        if temperature is None:
+            temperature = 1.0 if self._config.sampling else 0.0
+        try:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=asked.top_k,
+                top_p=asked.top_p,
+                seed=asked.seed if asked.seed is not None else secrets.randbelow(2**63),
+                stop=tuple(asked.stop),
+                ignore_eos=asked.ignore_eos,
+            )
+        except ValidationError as error:
+            problem = first_problem(error)
+            raise ApiError(400, problem, problem.partition(":")[0].partition(".")[0]) from None
+        chat = isinstance(asked, schema.ChatRequest)
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        return _Job(
+            TokenRequest(ids, params, asked.draft, asked.priority, self._settings.timeout, request_id),
+            schema.ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
+            asked.stream,
+        )
+
+    # -- from a job to a reply ---------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Request, prepare: Callable[[bytes, str], _Job]) -> Response:
+        try:
+            body = await asyncio.wait_for(self._body(request), self._settings.timeout)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body was not there after {self._settings.timeout:g} s", code="timeout") from None
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
+        loop = asyncio.get_running_loop()
+        job = await loop.run_in_executor(self._tokenizing, prepare, body, request.scope["request_id"])
+        if job.stream:
+            return _EventStream(self._events(job))
+        return await _while_connected(request.receive, self._whole(job), Response(status_code=_CLIENT_GONE))
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, refused as soon as it is too long, whatever its length says."""
+        limit = self._settings.max_body_bytes
+        # Another type would let any web page that a user of this machine opens post here.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON: Content-Type: application/json", "Content-Type")
+        message = f"the body is longer than {limit} bytes (max_body_bytes)"
+        refusal = ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limit:
+            raise refusal
+        body = bytearray()
+        async with aclosing(request.stream()) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                if len(body) > limit:
+                    raise refusal
+        return bytes(body)
+
+    async def _whole(self, job: _Job) -> Response:
+        usage = schema.Usage(len(job.request.token_ids))
+        texts = []
+        reason = ""
+        try:
+            async with aclosing(self._triton.stream(job.request)) as pieces:
+                async for piece in pieces:
+                    _count(usage, piece)
+                    texts.append(piece.text)
+                    reason = piece.finish_reason
+        except Exception as error:
+            raise _as_api_error(error, job) from None
+        return JSONResponse(job.form.whole("".join(texts), reason, usage))
+
+    async def _events(self, job: _Job) -> AsyncGenerator[bytes, None]:
+        """A reply's events, some at a time. Raises an ApiError only before the first."""
+        usage = schema.Usage(len(job.request.token_ids))
+        begun = False
+        try:
+            async with aclosing(self._triton.stream(job.request)) as pieces:
+                async for piece in pieces:
+                    _count(usage, piece)
+                    events = b"" if begun else job.form.opening()
+                    if piece.text:
+                        events += job.form.piece(piece.text)
+                    if piece.finish_reason:
+                        events += job.form.ending(piece.finish_reason, usage)
+                    begun = True
+                    yield events
+        except Exception as error:
+            refusal = _as_api_error(error, job)
+            if not begun:
+                raise refusal from None
+            yield schema.error_event(refusal)
+
+
+def _tokens(encode: Callable[[Any], list[int]], prompt: object, param: str) -> list[int]:
+    try:
+        return encode(prompt)
+    except RequestError as error:
+        raise ApiError(400, f"{param}: {error}", param) from None
+
+
+def _count(usage: schema.Usage, piece: Piece) -> None:
+    usage.completion_tokens += len(piece.token_ids)
+    usage.drafted_tokens = piece.drafted_tokens
+    usage.accepted_tokens = piece.accepted_tokens
+
+
+def _as_api_error(error: Exception, job: _Job) -> ApiError:
+    """A failure as clients see it. What may hold more than one of our own lines stays in the log."""
+    again = {"Retry-After": "1"}
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers=again)
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), code="deadline_exceeded")
+    if isinstance(error, CancelledError):
+        return ApiError(503, "the server cancelled the request", code="cancelled", headers=again)
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), code="unavailable", headers=again)
+    if isinstance(error, RequestError):
+        field, colon, reason = str(error).partition(":")
+        param = _PARAMS.get(field)
+        return ApiError(400, f"{param or field}{colon}{reason}", param)
+    _log.error("request %s failed", job.request.request_id, exc_info=error)
+    return ApiError(500, f"the server failed; its log says why (request {job.request.request_id})", code="internal")
+
+
+# -- ASGI ------------------------------------------------------------------------------------------------------------
+
+
+class _EventStream(Response):
+    """Server-sent events. An ApiError before the first is an ordinary refusal with its own status."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _while_connected(receive, self._send(send), None)
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            body = await anext(events)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for body in events:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T], otherwise: _T) -> _T:
+    """What the work returns; `otherwise`, and the work is cancelled, as soon as the client has gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = worker, watcher = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return worker.result() if worker.done() else otherwise
+    finally:
+        watcher.cancel()
+        worker.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Door:
+    """Gives each request an id, and lets in who has the key."""
+
+    def __init__(self, app: ASGIApp, api_key: SecretStr | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.get_secret_value().encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        if scope["path"] != "/health" and not self._admits(headers.get("authorization", "")):
+            error = ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", _CHALLENGE
+            )
+            await _refusal(error)(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
+
+    def _admits(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        # Headers are decoded as Latin-1; comparing takes the same time wherever the keys differ.
+        return self._key is None or (
+            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        )
+
+
+def _refusal(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return _refusal(error)
+    assert isinstance(error, HTTPException)  # no such path, or not this method
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return _refusal(
+        ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", None, code, error.headers)
+    )
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again afterwards, so that the server logs it.
+    request_id = request.scope.get("request_id", "")
+    message = f"the server failed; its log says why (request {request_id})"
+    return _refusal(ApiError(500, message, code="internal", headers={"X-Request-Id": request_id}))

@@ -1,0 +1,337 @@
+"""What OpenAI clients send and expect: requests, replies, stream events and errors."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+_R = TypeVar("_R", bound="Request")
+
+#: Accepted and not acted upon: none of them changes what a reply says.
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+    }
+)
+
+#: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "verbosity": ("medium",),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "moderation": (),
+}
+#: Likewise, in a message.
+UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+_IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations"})
+
+
+class ApiError(Exception):
+    """A refusal in OpenAI's form.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        param: the field of the request that is at fault.
+        code: what programs tell errors apart by.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        """`{"error": {...}}`."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def _text_of(content: object) -> object:
+    """The text of a message's content: a string, or a list of text parts, which become lines."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content_part", "only parts of type text, with a text, are supported")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _one_prompt(prompt: object) -> object:
+    """A text or token ids; OpenAI's list of prompts may have one."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise PydanticCustomError("one_prompt", "one prompt a request is supported; send several requests")
+        (prompt,) = prompt
+    whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not whole:
+        raise PydanticCustomError("prompt", "must be a text or a list of token ids")
+    return prompt
+
+
+def _stop_list(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _asked(values: object, unsupported: Mapping[str, tuple[object, ...]], ignored: frozenset[str], prefix: str) -> Any:
+    """A request's fields without those that ask for nothing; refuses those that ask for what is not done."""
+    if not isinstance(values, dict):
+        return values
+    asked = {name: value for name, value in values.items() if value is not None and name not in ignored}
+    for name in unsupported.keys() & asked.keys():
+        value = asked.pop(name)
+        # 1 == True in Python, and not here.
+        if not any(
+            value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in unsupported[name]
+        ):
+            hint = (
+                "; give it in chat_template_kwargs if the chat template knows it" if name == "reasoning_effort" else ""
+            )
+            raise ApiError(
+                400, f"{prefix}{name}: this value is not supported{hint}", prefix + name, "unsupported_value"
+            )
+    return asked
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text_of)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return _asked(values, UNSUPPORTED_IN_MESSAGE, _IGNORED_IN_MESSAGE, "messages.")
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it; most of them know no developer, OpenAI's newer name for system."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
+
+
+class StreamOptions(BaseModel):
+    """What else a stream holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # ignored
+
+
+class Request(BaseModel):
+    """What both kinds of completion take. `top_k`, `ignore_eos`, `draft` and `priority` are not OpenAI's.
+
+    Attributes:
+        temperature: None is OpenAI's 1, or 0 on an engine that is greedy only.
+        seed: None is a random one.
+        draft: False decodes plainly.
+        priority: 1 is the most urgent; 0 is the default, which lies in between.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list)] = []
+    ignore_eos: bool = False
+    draft: bool = True
+    priority: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        asked = _asked(values, UNSUPPORTED, IGNORED, "")
+        if isinstance(asked, dict) and "stream_options" in asked and asked.get("stream") is not True:
+            raise ApiError(400, "stream_options: only with stream: true", "stream_options")
+        return asked
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Request):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+
+
+class ChatRequest(Request):
+    """The body of /v1/chat/completions. `chat_template_kwargs` is not OpenAI's: variables for the chat template."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatRequest":
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            message = "max_tokens: differs from max_completion_tokens, its newer name; give one of them"
+            raise ApiError(400, message, "max_tokens")
+        return self
+
+
+def parse(kind: type[_R], body: bytes) -> _R:
+    """The request in a body.
+
+    Raises:
+        ApiError: it is not one; names the field.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = ".".join(str(step) for step in problem["loc"]) or None
+        reason = "unknown field" if problem["type"] == "extra_forbidden" else " ".join(problem["msg"].split())
+        raise ApiError(400, f"{param}: {reason}" if param else f"the body: {reason}", param) from None
+
+
+# -- replies ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Usage:
+    """A reply's token counts. Drafts are what OpenAI calls predictions; rejected ones count in no total."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """How one reply is written down.
+
+    Attributes:
+        chat: a chat completion, else a plain one.
+        include_usage: the stream ends with the usage.
+    """
+
+    chat: bool
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    include_usage: bool = False
+    _head: dict[str, object] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        object.__setattr__(self, "_head", head)
+
+    def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, object]:
+        """The body of a reply that is not streamed."""
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
+        kind = {"object": "chat.completion"} if self.chat else {}
+        return {**self._head, **kind, "choices": [choice], "usage": usage.body()}
+
+    def opening(self) -> bytes:
+        """What a stream begins with: in a chat, whose turn it is."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.chat else b""
+
+    def piece(self, text: str) -> bytes:
+        """The event of a piece of text."""
+        return self._chunk({"delta": {"content": text}} if self.chat else {"text": text}, None)
+
+    def ending(self, finish_reason: str, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        events = self._chunk({"delta": {}} if self.chat else {"text": ""}, finish_reason)
+        if self.include_usage:
+            events += _event({**self._head, "choices": [], "usage": usage.body()})
+        return events + b"data: [DONE]\n\n"
+
+    def _chunk(self, said: dict[str, object], finish_reason: str | None) -> bytes:
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
+        usage = {"usage": None} if self.include_usage else {}
+        return _event({**self._head, "choices": [choice], **usage})
+
+
+def error_event(error: ApiError) -> bytes:
+    """The event of an error after a stream has begun; nothing follows it."""
+    return _event(error.body())
+
+
+def _event(body: dict[str, object]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,258 @@
+"""A request's tensors, by the names that clients of TensorRT-LLM know, to what the engine is asked for.
+
+What is asked for and not supported is refused by the name that the client used for it, never ignored.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from trtllm_dflash.errors import RequestError
+from trtllm_dflash.runtime.request import SamplingParams
+
+if TYPE_CHECKING:  # it brings torch, which not every model's process needs
+    from trtllm_dflash.engine.config import EngineConfig
+
+Tensors = dict[str, NDArray[Any]]
+
+#: A parameter of requests that asks for the code of an error before its text: Triton hands on the text alone, in
+#: streams and from one model to another.
+CODED_ERRORS = "coded_errors"
+
+MOST_STOPS = 16  # texts, and as many runs of tokens, that may end one reply: each is searched for after every token
+LONGEST_STOP = 256  # characters, or tokens
+
+#: How `ensemble` and `tensorrt_llm_bls` call what has another name at `tensorrt_llm`.
+TEXT_NAMES = {
+    "input_ids": "text_input",
+    "prompt": "text_input",
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "streaming": "stream",
+}
+
+#: Fields of features that are not here, and the values that do not ask for them.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "beam_width": (1,),
+    "num_return_sequences": (1,),
+    "length_penalty": (0, 1),  # it weighs beams, of which there is one
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_tokens": (0,),
+    "return_log_probs": (False,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+}
+
+_FIELDS = {
+    "max_tokens": "request_output_len",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "stop": "stop_words",
+    "stop_token_ids": "end_id",
+    "stop_token_sequences": "stop_words_list",
+}
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What a request asks of the engine.
+
+    Attributes:
+        prompt: the text that prompt_ids were made from, where the client gave a text.
+        streaming: a response a step, rather than one at the end.
+        echo: the reply begins with the prompt.
+        perf: the response says when things happened.
+        priority: 1 is the most urgent, 0 none in particular.
+        deadline: seconds until its last token must be there.
+    """
+
+    prompt_ids: list[int]
+    prompt: str | None
+    params: SamplingParams
+    streaming: bool
+    echo: bool
+    perf: bool
+    draft: bool
+    priority: int
+    deadline: float | None
+
+
+class Fields:
+    """A request's tensors, each [1, ...]: a batch of one.
+
+    Args:
+        tensors: by name.
+        names: what the client calls some of them.
+
+    Raises:
+        RequestError: a tensor is a batch of several requests.
+    """
+
+    def __init__(self, tensors: Tensors, names: dict[str, str] | None = None) -> None:
+        self._tensors = tensors
+        self._names = names or {}
+        for field, tensor in tensors.items():
+            if tensor.shape[:1] != (1,):
+                raise self.refusal(field, f"a batch of {tensor.shape[0]} in one request; send each alone")
+
+    def __contains__(self, field: str) -> bool:
+        return field in self._tensors
+
+    def refusal(self, field: str, reason: str) -> RequestError:
+        """An error that begins with the field's name."""
+        return RequestError(f"{self._names.get(field, field)}: {reason}")
+
+    def scalar(self, field: str, default: Any = None) -> Any:
+        """The number or truth value in a tensor [1, 1]."""
+        return self._tensors[field].item() if field in self._tensors else default
+
+    def row(self, field: str) -> list[int]:
+        """The numbers of a tensor [1, N]."""
+        return self._tensors[field][0].tolist() if field in self._tensors else []
+
+    def texts(self, field: str) -> list[str]:
+        """The texts of a tensor [1, N] that are not empty."""
+        if field not in self._tensors:
+            return []
+        try:
+            texts = [value.decode() for value in self._tensors[field].reshape(-1).tolist()]
+        except UnicodeDecodeError as error:
+            raise self.refusal(field, f"not valid UTF-8 (byte {error.start})") from None
+        return [text for text in texts if text]
+
+    def token_runs(self, field: str) -> list[tuple[int, ...]]:
+        """The runs of tokens of a tensor [1, 2, N]: tokens one after the other, and where each run ends; -1 is no end.
+
+        As TensorRT-LLM has it: [[5, 6, 7, 0], [2, 3, -1, -1]] is (5, 6) and (7).
+        """
+        if field not in self._tensors:
+            return []
+        tokens, ends = self._tensors[field][0].tolist()
+        ends = [end for end in ends if end >= 0]
+        starts = [0, *ends[:-1]]
+        if any(start >= end for start, end in zip(starts, ends, strict=False)) or max(ends, default=0) > len(tokens):
+            raise self.refusal(field, f"its second row must be the growing ends of runs of tokens, not {ends}")
+        return [tuple(tokens[start:end]) for start, end in zip(starts, ends, strict=False)]
+
+
+def parse_request(tensors: Tensors, config: "EngineConfig", decoupled: bool, echo: bool) -> EngineRequest:
+    """What the tensors of a `tensorrt_llm` request ask for.
+
+    Args:
+        decoupled: whether the model may answer more than once.
+        echo: whether a reply begins with its prompt, unless the request says otherwise.
+
+    Raises:
+        RequestError: it cannot be served; begins with the field's name.
+    """
+    fields = Fields(tensors, TEXT_NAMES if "prompt" in tensors else None)
+    for field, neutral in _NEUTRAL.items():
+        value = fields.scalar(field, neutral[0])
+        if value not in neutral:
+            expected = " or ".join(str(number).lower() for number in neutral)
+            raise fields.refusal(field, f"{value:g} is not supported; leave it out, or at {expected}")
+    for field in ("bad_words", "bad_words_list"):
+        if fields.texts(field) if field == "bad_words" else fields.token_runs(field):
+            raise fields.refusal(field, "not supported; leave it out")
+    streaming = fields.scalar("streaming", False)
+    if streaming and not decoupled:
+        raise fields.refusal("streaming", "this repository was deployed --unary; deploy it --decoupled to stream")
+    priority, deadline = fields.scalar("priority", 0), fields.scalar("deadline_ms")
+    if priority < 0:
+        raise fields.refusal("priority", f"{priority}; 1 is the most urgent, 0 none in particular")
+    if deadline is not None and deadline <= 0:
+        raise fields.refusal("deadline_ms", f"{deadline} is not in the future")
+    return EngineRequest(
+        prompt_ids=_prompt_ids(fields, config),
+        prompt="".join(fields.texts("prompt")) if "prompt" in fields else None,
+        params=_sampling_params(fields, config),
+        streaming=streaming,
+        echo=not fields.scalar("exclude_input_in_output", not echo),
+        perf=fields.scalar("return_perf_metrics", False),
+        draft=fields.scalar("draft", True),
+        priority=priority,
+        deadline=None if deadline is None else deadline / 1000,
+    )
+
+
+def _prompt_ids(fields: Fields, config: "EngineConfig") -> list[int]:
+    ids = fields.row("input_ids")
+    if not ids:
+        raise fields.refusal("input_ids", "the prompt is empty")
+    if fields.scalar("input_lengths") != len(ids):
+        raise fields.refusal("input_lengths", f"{fields.scalar('input_lengths')}, but input_ids has {len(ids)}")
+    if len(ids) >= config.max_seq_len:
+        room = config.max_seq_len - 1
+        raise fields.refusal("input_ids", f"{len(ids)} tokens; this engine takes {room} (build --max-seq-len)")
+    _check_tokens(fields, "input_ids", ids, config)
+    return ids
+
+
+def _sampling_params(fields: Fields, config: "EngineConfig") -> SamplingParams:
+    end_id = fields.scalar("end_id", -1)
+    if end_id < -1:
+        raise fields.refusal("end_id", f"{end_id}; give a token id, or -1 for the model's own")
+    stop_ids = () if end_id == -1 else (end_id,)
+    runs = fields.token_runs("stop_words_list")
+    _check_tokens(fields, "end_id", stop_ids, config)
+    _check_tokens(fields, "stop_words_list", [token for run in runs for token in run], config)
+    stops = fields.texts("stop_words")
+    _check_stops(fields, "stop_words", stops, "characters")
+    _check_stops(fields, "stop_words_list", runs, "tokens")
+    temperature, top_k, top_p = _filters(fields)
+    values = {
+        "max_tokens": fields.scalar("request_output_len"),
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": fields.scalar("seed", 0),
+        "stop": tuple(stops),
+        "stop_token_ids": stop_ids,
+        "stop_token_sequences": tuple(runs),
+        "ignore_eos": fields.scalar("ignore_eos", False),
+    }
+    try:
+        params = SamplingParams.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0])
+        raise fields.refusal(_FIELDS.get(name, name), f"{values[name]}: {problem['msg']}") from None
+    if params.top_k == 1:
+        params = params.model_copy(update={"temperature": 0.0})  # the same tokens for less work
+    if params.temperature > 0 and not config.sampling:
+        raise fields.refusal("temperature", "this engine was built greedy and cannot sample; build it with --sampling")
+    return params
+
+
+def _filters(fields: Fields) -> tuple[float, int, float]:
+    """Temperature, top-k and top-p, where what is left out or 0 means what it means to TensorRT-LLM's clients.
+
+    Nothing given is greedy. Top-k or top-p alone sample at temperature 1. Top-p 0 is no filter beside a top-k, and
+    greedy without one.
+    """
+    top_k, top_p = fields.scalar("runtime_top_k", 0), fields.scalar("runtime_top_p")
+    sampled = top_k > 1 or (top_k == 0 and top_p is not None)
+    temperature = fields.scalar("temperature", 1.0 if sampled else 0.0)
+    if top_p == 0:
+        return temperature, top_k or 1, 1.0
+    return temperature, top_k, 1.0 if top_p is None else top_p
+
+
+def _check_tokens(fields: Fields, field: str, ids: "list[int] | tuple[int, ...]", config: "EngineConfig") -> None:
+    vocabulary = config.target.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise fields.refusal(field, f"{wrong} is not a token id; they are 0 to {vocabulary - 1}")
+
+
+def _check_stops(fields: Fields, field: str, stops: "list[str] | list[tuple[int, ...]]", unit: str) -> None:
+    if len(stops) > MOST_STOPS:
+        raise fields.refusal(field, f"{len(stops)} of them; at most {MOST_STOPS} are taken")
+    longest = max(map(len, stops), default=0)
+    if longest > LONGEST_STOP:
+        raise fields.refusal(field, f"one has {longest} {unit}; at most {LONGEST_STOP} are taken")

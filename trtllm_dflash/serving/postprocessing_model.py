@@ -1,0 +1,78 @@
+"""Triton's model `postprocessing`: token ids to text; and where it is noticed that an ensemble's client is gone."""
+
+import json
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from trtllm_dflash.errors import RequestError
+from trtllm_dflash.serving import inner
+from trtllm_dflash.serving.parameters import Fields
+from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, string_tensor
+
+_POLL_SECONDS = 0.02  # between two questions whether one request's client is gone: each takes 0.1 ms
+_REMEMBERED = 4096  # requests that are running
+
+
+class PostprocessingModel:
+    """Triton (2.51) does not tell the engine that the client of an ensemble is gone, but tells the steps after it."""
+
+    def initialize(self, arguments: dict[str, str]) -> None:
+        """Loads nothing: within the ensemble the text is made already, and a tokenizer takes 200 MB."""
+        config = json.loads(arguments["model_config"])
+        self._engine = Path(parameter(config, "engine"))
+        self._decoupled = parameter(config, "decoupled") == "true"
+        self._codec: Any = None
+        self._polled: OrderedDict[int, float] = OrderedDict()  # key -> when
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """A response to each."""
+        return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Lets go of what other models answered."""
+        inner.finish()
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            tensors = read_tensors(request)
+            fields = Fields(tensors)
+            if "REQUEST_KEY" in tensors:
+                self._stop_if_cancelled(request, fields.scalar("REQUEST_KEY"))
+            if "OUTPUT_TEXT" in tensors:
+                output = tensors["OUTPUT_TEXT"]
+            else:
+                output = string_tensor(self._decode(fields, tensors["TOKENS_BATCH"][0], tensors["SEQUENCE_LENGTH"][0]))
+            return response({"OUTPUT": output}, ["OUTPUT"])
+        except inner.InnerError as error:
+            return error.response
+        except Exception as error:  # one request's fault is no other's
+            return error_response(error)
+
+    def _decode(self, fields: Fields, tokens: NDArray[Any], lengths: NDArray[Any]) -> list[str]:
+        """tokens [beams, N], lengths [beams]."""
+        if len(lengths) != len(tokens) or any(not 0 <= length <= tokens.shape[1] for length in lengths):
+            raise fields.refusal("SEQUENCE_LENGTH", f"{lengths.tolist()} do not fit TOKENS_BATCH {list(tokens.shape)}")
+        if tokens.size and tokens.min() < 0:
+            raise fields.refusal("TOKENS_BATCH", f"{tokens.min()} is not a token id")
+        if self._codec is None:
+            from trtllm_dflash.tokenizer import TextCodec
+
+            self._codec = TextCodec.load(self._engine, {})
+        if self._codec is None:
+            raise RequestError("OUTPUT: this engine has no tokenizer")
+        return [self._codec.decode(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]
+
+    def _stop_if_cancelled(self, request: Any, key: int) -> None:
+        now = time.monotonic()
+        if not self._decoupled or now - self._polled.get(key, 0.0) < _POLL_SECONDS:
+            return
+        self._polled[key] = now
+        self._polled.move_to_end(key)
+        if len(self._polled) > _REMEMBERED:
+            self._polled.popitem(last=False)
+        if request.is_cancelled():
+            inner.stop(key, decoupled=True)

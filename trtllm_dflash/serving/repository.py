@@ -1,0 +1,118 @@
+"""`deploy`: the model repository that Triton loads, made of the templates in `triton_repo/`."""
+
+import os
+from pathlib import Path
+from string import Template
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+from trtllm_dflash.engine.directory import read_config, written_aside
+from trtllm_dflash.errors import EngineError, SettingsError
+
+#: Begins every configuration that `deploy` writes; it is how a repository is known to be ours.
+MARK = "# Written by `trtllm-dflash deploy`"
+
+#: Requests beyond those that the engine takes: the unary model hands them on too, so that they are refused at once.
+_SPARE_REQUESTS = 64
+
+
+class DeploySettings(BaseModel):
+    """What a repository's models do by default.
+
+    Attributes:
+        decoupled: `ensemble` and `tensorrt_llm` stream. Triton then refuses them to unary gRPC calls, for which there
+            is `tensorrt_llm_bls`. False: all answer once.
+        device: cpu, cuda or auto.
+        exclude_input_in_output: a reply does not begin with its prompt; a request may say otherwise.
+        prefill_share, max_queue, draft: see `ServiceSettings`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    decoupled: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    exclude_input_in_output: bool = True
+    prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_queue: NonNegativeInt = 256
+    draft: bool = True
+
+
+def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, force: bool = False) -> None:
+    """Writes a model repository for an engine. Where the same one stands already, nothing happens.
+
+    Args:
+        force: a repository of ours that differs is replaced.
+
+    Raises:
+        EngineError: `engine` is no engine directory, or `output` is something else or cannot be written.
+    """
+    files = render(engine, settings or DeploySettings())
+    if output.exists() and not _is_empty_folder(output):
+        if not is_repository(output):
+            raise EngineError(
+                f"{output}: is not a model repository of ours, so --force does not replace it; remove it yourself"
+            )
+        if all(_holds(output / name, text) for name, text in files.items()):
+            return
+        if not force:
+            raise EngineError(f"{output}: exists and differs; use another --output, or --force to replace it")
+    with written_aside(output, "model repository") as folder:
+        for name, text in files.items():
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        for model in {name.split("/")[0] for name in files}:
+            (folder / model / "1").mkdir(exist_ok=True)  # Triton wants a version of every model, an ensemble too
+
+
+def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
+    """The repository's files by path, for an engine.
+
+    Raises:
+        EngineError: it is no engine directory.
+    """
+    config = read_config(engine)
+    values = {
+        "engine": _escaped(os.path.abspath(engine)),
+        "max_batch_size": str(config.max_batch),
+        "requests": str(config.max_batch + settings.max_queue + _SPARE_REQUESTS),
+        **{name: str(value).lower() for name, value in settings.model_dump().items()},
+    }
+    folder = _templates()
+    files = {}
+    for file in sorted(folder.rglob("*")):
+        if file.suffix == ".pbtxt":
+            files[file.relative_to(folder).as_posix()] = Template(file.read_text(encoding="utf-8")).substitute(values)
+        elif file.suffix == ".py":
+            files[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
+    return files
+
+
+def _templates() -> Path:
+    """In an installed wheel the templates lie inside the package; in a checkout, beside it."""
+    package = Path(__file__).parent.parent
+    for parent in (package, package.parent):
+        if (parent / "triton_repo").is_dir():
+            return parent / "triton_repo"
+    raise SettingsError(f"no triton_repo folder in {package} or beside it; install trtllm-dflash again")
+
+
+def _escaped(path: str) -> str:
+    """A path as the inside of a string in Protobuf's text format."""
+    plain = set(range(0x20, 0x7F)) - set(b'"\\')
+    return "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(path))
+
+
+def is_repository(path: Path) -> bool:
+    """Whether `deploy` wrote a directory, for whichever engine and with whichever settings."""
+    file = path / "tensorrt_llm" / "config.pbtxt"
+    return file.is_file() and file.read_bytes().startswith(MARK.encode())
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _holds(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_bytes() == text.encode()

@@ -1,0 +1,167 @@
+"""`serve`: an engine behind Triton and, where it is asked for, the OpenAI gateway, until one of them ends."""
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.serving.repository import DeploySettings, deploy, render
+from trtllm_dflash.serving.server import GRACE, RANK_MODEL, Endpoints, Server
+from trtllm_dflash.serving.triton import EXTRA
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_PAUSE = 0.1  # seconds between two looks at what runs
+
+
+class Serving:
+    """What runs for one engine.
+
+    Attributes:
+        endpoints: where it listens.
+        server: Triton.
+    """
+
+    def __init__(self, server: Server, gateway: "GatewayThread | None") -> None:
+        self.server = server
+        self.endpoints = server.endpoints
+        self._gateway = gateway
+
+    def wait(self) -> None:
+        """Returns never.
+
+        Raises:
+            EngineError: Triton, a model, a rank or the gateway has ended.
+        """
+        while True:
+            self.server.check()
+            if self._gateway is not None:
+                self._gateway.check()
+            time.sleep(_PAUSE)
+
+
+@contextmanager
+def serving(
+    engine: Path,
+    settings: DeploySettings,
+    endpoints: Endpoints,
+    *,
+    repository: Path | None = None,
+    api_key: str | None = None,
+    log: Path | None = None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Iterator[Serving]:
+    """Serves an engine from the moment when it is ready until the context is left, and leaves no process behind.
+
+    Args:
+        engine: the engine directory.
+        settings: for the model repository that is made for it.
+        endpoints: where to listen; with an OpenAI port the gateway runs too.
+        repository: one that `deploy` made for this engine, instead of making one.
+        api_key: what the gateway's clients must send.
+        log: a file for Triton's log.
+        progress: told how many models are ready.
+
+    Raises:
+        EngineError: the engine cannot be served.
+        SettingsError: a port is taken, a setting wrong.
+    """
+    config = read_config(engine)
+    endpoints = endpoints.chosen()
+    app = _gateway_app(engine, endpoints, api_key) if endpoints.openai_port is not None else None
+    with ExitStack() as stack:
+        if repository is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trtllm-dflash-"))
+            repository = Path(folder) / "repository"
+            deploy(engine, repository, settings)
+        else:
+            _check_repository(repository, engine)
+        server = stack.enter_context(Server(repository, endpoints, config.tp, log, progress))
+        gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
+        yield Serving(server, gateway)
+
+
+def _check_repository(repository: Path, engine: Path) -> None:
+    if not repository.is_dir():
+        raise SettingsError(f"--repository {repository}: there is no such directory; make one: trtllm-dflash deploy")
+    name = f"{RANK_MODEL}/config.pbtxt"
+    (line,) = [line for line in render(engine, DeploySettings())[name].splitlines() if '"engine"' in line]
+    # One without this model is somebody's own, and as good as they made it.
+    if (repository / name).is_file() and line not in (repository / name).read_text(errors="replace").splitlines():
+        raise SettingsError(
+            f"--repository {repository}: it is not for --engine {engine}; deploy again, or name its engine"
+        )
+
+
+def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None) -> "FastAPI":
+    try:
+        import uvicorn  # noqa: F401
+
+        from trtllm_dflash.serving.gateway import GatewaySettings, create_app
+    except ImportError as error:
+        raise EngineError(f"--openai-port needs {error.name}: {EXTRA}") from None
+    values: dict[str, Any] = {"engine": engine, "triton_url": endpoints.grpc, "api_key": api_key}
+    return create_app(GatewaySettings.model_validate(values))
+
+
+class GatewayThread:
+    """The OpenAI gateway, in a thread of this process. A context manager: entered once it listens."""
+
+    def __init__(self, app: "FastAPI", endpoints: Endpoints) -> None:
+        import uvicorn
+
+        self._endpoints = endpoints
+        configuration = uvicorn.Config(
+            app, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE
+        )
+        self._server = uvicorn.Server(configuration)
+        self._thread = threading.Thread(target=self._run, name="openai-gateway", daemon=True)
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "GatewayThread":
+        at = self._endpoints
+        assert at.openai_port is not None
+        try:
+            self._socket = socket.create_server((at.address, at.openai_port))
+        except OSError as error:
+            raise SettingsError(f"--openai-port {at.openai_port}: {error.strerror}") from None
+        self._thread.start()
+        try:
+            while not self._server.started:
+                self.check()
+                time.sleep(_PAUSE / 10)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def check(self) -> None:
+        """Raises an EngineError once the gateway has ended."""
+        if not self._thread.is_alive():
+            raise EngineError(f"the OpenAI gateway has ended ({self._error or 'without an error'})")
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        except BaseException as error:  # a thread's error is lost where nobody keeps it
+            self._error = error
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+        try:
+            self._thread.join(2 * GRACE)
+        finally:
+            self._socket.close()

@@ -1,0 +1,69 @@
+"""Triton's requests, responses and errors, to and from what the rest of the package has."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+from numpy.typing import NDArray
+
+from trtllm_dflash.errors import CancelledError, DeadlineError, DFlashError, QueueFullError, RequestError
+from trtllm_dflash.serving.parameters import CODED_ERRORS, Tensors
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+# Names in pb_utils.TritonError, which Triton puts there only after it has imported the model.
+_CODES = {
+    QueueFullError: "UNAVAILABLE",
+    DeadlineError: "UNAVAILABLE",  # Triton has no code for a deadline
+    CancelledError: "CANCELLED",
+    RequestError: "INVALID_ARG",  # after those that are of its kind
+}
+
+
+def read_tensors(request: Any) -> Tensors:
+    """A request's inputs by name: copies, because theirs is memory that Triton takes back."""
+    return {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+
+
+def response(tensors: Tensors, names: Iterable[str]) -> Any:
+    """A response with those of the tensors that were asked for."""
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, tensors[name]) for name in names if name in tensors])
+
+
+def error_response(error: BaseException, coded: bool = False) -> Any:
+    """An error as a response. What is not one of ours is a fault of this package, and says of which kind.
+
+    Args:
+        coded: the text begins with the code; see `wants_codes`.
+    """
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "INTERNAL")
+    text = str(error) if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
+    return _error(f"{code} {text}" if coded else text, code)
+
+
+def wants_codes(request: Any) -> bool:
+    """Whether another model asks: Triton (2.51) hands an error's text on to it, and loses the code."""
+    return CODED_ERRORS in json.loads(request.parameters())
+
+
+def decoded_error(text: str) -> Any:
+    """The error, as a response, that another model answered with."""
+    code, _, rest = text.partition(" ")
+    known = code in {*_CODES.values(), "INTERNAL"}  # Triton itself says no code
+    return _error(rest, code) if known else _error(text, "INTERNAL")
+
+
+def _error(text: str, code: str) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, getattr(pb_utils.TritonError, code)))
+
+
+def string_tensor(texts: list[str]) -> NDArray[np.object_]:
+    """Texts as a tensor [1, N]."""
+    return np.array([[text.encode() for text in texts]], object)
+
+
+def parameter(model_config: dict[str, Any], name: str) -> str:
+    """A parameter of a model's configuration."""
+    return str(model_config["parameters"][name]["string_value"])

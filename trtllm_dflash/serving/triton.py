@@ -1,0 +1,118 @@
+"""Triton Inference Server on this machine: where it is, and what it needs to run from there."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from trtllm_dflash.errors import EngineError
+
+CONTAINER = Path("/opt/tritonserver")
+EXTRA = "pip install 'trtllm-dflash[serving]'"
+REMEDY = f"{EXTRA}, or use NVIDIA's Triton container"
+STUB = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True)
+class Triton:
+    """A tritonserver that can be started.
+
+    Attributes:
+        executable: the server itself.
+        origin: where it was found, for a reader.
+        wheel: the wheel's `tritonserver` folder, where it comes from one.
+    """
+
+    executable: Path
+    origin: str
+    wheel: Path | None = None
+
+    def prepare(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """The words of its command line, and its environment.
+
+        Args:
+            folder: an empty folder of the server's own, which must last as long as the server.
+
+        Raises:
+            EngineError: this Python cannot run models in it.
+        """
+        # The process of a Python model takes its interpreter's prefix, and so its packages, from `python3` on PATH.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        environment = {**os.environ, "PATH": path}
+        if self.wheel is not None:
+            return self._prepare_wheel(self.wheel, folder, environment)
+        words = [str(self.executable)]
+        backends = self.executable.resolve().parents[1] / "backends"
+        if backends.is_dir() and backends.parent != CONTAINER:  # the container's is the default
+            words.append(f"--backend-directory={backends}")
+        return words, environment
+
+    def _prepare_wheel(
+        self, wheel: Path, folder: Path, environment: dict[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """A backend directory of links into the wheel, with the process for this version of Python among them."""
+        version = "{}.{}".format(*sys.version_info)
+        stub = wheel / "python_backend_stubs" / version / STUB
+        numpy = metadata.version("numpy")
+        if int(numpy.split(".")[0]) >= 2:
+            raise EngineError(
+                f"Triton in nvidia-pytriton loses string tensors with numpy {numpy}: pip install 'numpy<2'"
+                + (", on Python 3.12 or older" if sys.version_info >= (3, 13) else "")
+            )
+        if not stub.is_file():
+            raise EngineError(f"nvidia-pytriton runs no Python {version} models; use Python 3.10 to 3.13")
+        backend = folder / "backends" / "python"
+        backend.mkdir(parents=True)
+        for file in (stub, *(wheel / "backends" / "python").glob("*.*")):
+            (backend / file.name).symlink_to(file)
+        libraries = folder / "lib"
+        libraries.mkdir()
+        # Nothing else of the folder that libpython is in: it may hold another libstdc++, say.
+        name = sysconfig.get_config_var("INSTSONAME") or ""
+        python = Path(sysconfig.get_config_var("LIBDIR") or "") / name
+        if ".so" in name and python.is_file():
+            (libraries / name).symlink_to(python)
+        search = [str(libraries), str(wheel.parents[1] / "nvidia_pytriton.libs"), environment.get("LD_LIBRARY_PATH")]
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, search))
+        _check_libraries(self.executable, environment)
+        _check_libraries(stub, environment)
+        return [str(self.executable), f"--backend-directory={folder / 'backends'}"], environment
+
+
+def find_triton() -> Triton:
+    """The container's server, else the one on PATH, else the one in the nvidia-pytriton wheel.
+
+    Raises:
+        EngineError: there is none.
+    """
+    container = CONTAINER / "bin" / "tritonserver"
+    if container.is_file():
+        release = os.environ.get("TRITON_SERVER_VERSION")
+        return Triton(container, f"the container's{f', {release}' if release else ''}")
+    on_path = shutil.which("tritonserver")
+    if on_path is not None:
+        return Triton(Path(on_path), "on PATH")
+    spec = importlib.util.find_spec("pytriton")  # imports nothing
+    if spec is not None and spec.origin is not None:
+        wheel = Path(spec.origin).parent / "tritonserver"
+        executable = wheel / "bin" / "tritonserver"
+        if executable.is_file():
+            return Triton(executable, f"nvidia-pytriton {metadata.version('nvidia-pytriton')}", wheel)
+    raise EngineError(f"there is no tritonserver in {CONTAINER}, on PATH or in this Python: {REMEDY}")
+
+
+def _check_libraries(program: Path, environment: dict[str, str]) -> None:
+    """Debian's and Ubuntu's python3 come without the shared library that an embedded Python needs."""
+    # With this variable the loader lists what a program would load, and does not run it.
+    listing = {**environment, "LD_TRACE_LOADED_OBJECTS": "1"}
+    done = subprocess.run([program], env=listing, capture_output=True, text=True, check=False)
+    missing = [line.split()[0] for line in done.stdout.splitlines() if "not found" in line]
+    if missing:
+        package = f"apt install libpython{'{}.{}'.format(*sys.version_info)}"
+        advice = package if any(name.startswith("libpython") for name in missing) else "install its package"
+        raise EngineError(f"Triton needs {', '.join(missing)}, which this machine does not have: {advice}")
