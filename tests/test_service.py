@@ -155,13 +155,14 @@ def test_a_step_that_fails_fails_its_requests_and_the_service_goes_on(llm, servi
     assert service.failure is None
 
 
-def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch):
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
     service = Service(llm)
 
     def fails(call):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(llm.session, "prefill", fails)
+    monkeypatch.setattr(llm.session, kind, fails)
     clients = []
     for _ in range(MOST_FAILURES):
         clients.append(Client(service, CHATS[0]))

@@ -385,6 +385,7 @@ def _deploy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--prefill-share", type=float, help="Share of steps for prompts beside replies.  [default: 0.5]"),
         click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
+        click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),
         click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
         click.option(
             "--exclude-input-in-output/--include-input-in-output",
@@ -401,6 +402,8 @@ def _deploy_settings(no_draft: bool, flags: dict[str, Any]) -> Any:
     from trtllm_dflash.serving.repository import DeploySettings
 
     given = {key: value for key, value in flags.items() if value is not None}
+    if str(given.get("draft_length", "auto")).isdecimal():
+        given["draft_length"] = int(given["draft_length"])
     return validated(DeploySettings, {**given, **({"draft": False} if no_draft else {})}, "--")
 
 

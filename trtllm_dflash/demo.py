@@ -138,8 +138,10 @@ def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, show: bo
     codec = TextCodec.load(engine, read_config(engine).chat_arguments)
     if codec is None:
         raise EngineError(f"{engine}: the demo needs a tokenizer, and this engine has none")
+    # The whole block always: here drafting is compared with not drafting, and there is one client at a time.
+    settings = DeploySettings.model_validate({"device": device, "draft_length": read_config(engine).block_size - 1})
     anywhere = Endpoints(http_port=0, grpc_port=0, metrics_port=0)
-    with serving(engine, DeploySettings.model_validate({"device": device}), anywhere) as running:
+    with serving(engine, settings, anywhere) as running:
         console.print(f"Triton Inference Server is ready: gRPC at {running.endpoints.grpc}")
         result = asyncio.run(_compare(running.endpoints.grpc, codec, per_kind, max_tokens, console))
     console.print(_table(result), _histogram(result.drafted.accepted))

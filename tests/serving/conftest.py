@@ -60,7 +60,7 @@ def server(triton, served_engine, tmp_path_factory) -> Iterator[Running]:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models' processes take it from here
     folder = tmp_path_factory.mktemp("server")
-    deploy(served_engine, folder / "repository", DeploySettings(device="cpu"))
+    deploy(served_engine, folder / "repository", DeploySettings(device="cpu", draft_length=15))
     with Server(folder / "repository", ANYWHERE, log=folder / "triton.log", patience=60) as running:
         at = running.endpoints
         yield Running(at.http, at.grpc, at.metrics, served_engine, running.repository, running.pid, running.log)

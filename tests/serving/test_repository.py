@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from tests.conftest import refusal, succeeds
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.repository import DeploySettings, deploy, render
 
 MODELS = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"}
@@ -120,7 +120,14 @@ def test_a_path_with_odd_characters_stays_what_it_is(tiny_engine, tmp_path):
 
 
 def test_settings_reach_the_engine(tiny_engine):
-    settings = DeploySettings(device="cpu", prefill_share=0.25, max_queue=3, draft=False, exclude_input_in_output=False)
+    settings = DeploySettings(
+        device="cpu",
+        prefill_share=0.25,
+        max_queue=3,
+        draft=False,
+        draft_length=7,
+        exclude_input_in_output=False,
+    )
     text = render(tiny_engine, settings)["tensorrt_llm/config.pbtxt"]
     parameters = text_format.Parse(text, ModelConfig()).parameters
     values = {name: parameter.string_value for name, parameter in parameters.items()}
@@ -128,11 +135,17 @@ def test_settings_reach_the_engine(tiny_engine):
         "engine": str(tiny_engine),
         "device": "cpu",
         "draft": "false",
+        "draft_length": "7",
         "prefill_share": "0.25",
         "max_queue": "3",
         "exclude_input_in_output": "false",
         "decoupled": "true",
     }
+
+
+def test_a_draft_length_beyond_the_block_is_refused(tiny_engine, tmp_path):
+    with pytest.raises(SettingsError, match=r"--draft-length 16: this engine drafts up to 15"):
+        deploy(tiny_engine, tmp_path / "repository", DeploySettings(draft_length=16))
 
 
 @pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"prefill_share": 0}, {"max_queue": -1}, {"colour": "red"}])

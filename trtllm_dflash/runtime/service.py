@@ -24,7 +24,7 @@ from trtllm_dflash.runtime.statistics import Statistics
 if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Prompt
 
-#: Failed steps, one after the other, after which an engine is given up: a lost GPU fails every step.
+#: Steps that fail without any reply being completed between them, after which an engine is given up: it may be lost.
 MOST_FAILURES = 3
 
 _CLOSE_SECONDS = 30
@@ -142,17 +142,17 @@ class Service:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failures = 0
+        failures, ended = 0, self._scheduler.statistics.requests
         while self._take_in():
-            failed_before = self._scheduler.statistics.requests["failed"]
+            failed_before, completed_before = ended["failed"], ended["completed"]
             try:
                 changed = self._scheduler.step()
             except Exception as error:  # a fault of the scheduler itself: nothing it holds can be relied on
                 self._give_up(f"the scheduler failed: {type(error).__name__}: {error}")
                 return
             self._report(changed)
-            failed = self._scheduler.statistics.requests["failed"] > failed_before
-            failures = failures + 1 if failed else 0
+            failed = ended["failed"] > failed_before
+            failures = 0 if ended["completed"] > completed_before else failures + failed
             # Ranks that have not all run the same steps no longer belong together.
             if failures == MOST_FAILURES or (failed and self._llm.config.tp > 1):
                 last = next(sequence.error for sequence in changed if sequence.error is not None)

@@ -66,10 +66,12 @@ class EngineModel:
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return
+        length = parameter(config, "draft_length")
         settings = ServiceSettings(
             prefill_share=float(parameter(config, "prefill_share")),
             max_queue=int(parameter(config, "max_queue")),
             draft=parameter(config, "draft") == "true",
+            draft_length="auto" if length == "auto" else int(length),
         )
         self._service = Service(self._llm, settings)
         self._metrics = Metrics(lambda: self._service.statistics().samples(), pb_utils)

@@ -25,7 +25,7 @@ class DeploySettings(BaseModel):
             is `tensorrt_llm_bls`. False: all answer once.
         device: cpu, cuda or auto.
         exclude_input_in_output: a reply does not begin with its prompt; a request may say otherwise.
-        prefill_share, max_queue, draft: see `ServiceSettings`.
+        prefill_share, max_queue, draft, draft_length: see `ServiceSettings`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -36,6 +36,7 @@ class DeploySettings(BaseModel):
     prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     max_queue: NonNegativeInt = 256
     draft: bool = True
+    draft_length: Literal["auto"] | NonNegativeInt = "auto"
 
 
 def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, force: bool = False) -> None:
@@ -46,6 +47,7 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
 
     Raises:
         EngineError: `engine` is no engine directory, or `output` is something else or cannot be written.
+        SettingsError: the engine cannot draft so many tokens.
     """
     files = render(engine, settings or DeploySettings())
     if output.exists() and not _is_empty_folder(output):
@@ -71,8 +73,12 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
 
     Raises:
         EngineError: it is no engine directory.
+        SettingsError: it cannot draft so many tokens.
     """
     config = read_config(engine)
+    length, longest = settings.draft_length, config.block_size - 1
+    if length != "auto" and length > longest:
+        raise SettingsError(f"--draft-length {length}: this engine drafts up to {longest}")
     values = {
         "engine": _escaped(os.path.abspath(engine)),
         "max_batch_size": str(config.max_batch),
