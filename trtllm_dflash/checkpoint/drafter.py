@@ -43,6 +43,7 @@ class DrafterCheckpoint:
     folder: CheckpointFolder
     keys: Mapping[str, str]  # the model's tensor name -> this checkpoint's
     draft_to_target: torch.Tensor | None  # int32 [draft vocabulary]: the target's id of each draft id
+    borrows_head: bool = False  # the reduced vocabulary's head is those rows of the target's
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import platform
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,7 @@ from trtllm_dflash.catalog import PairFacts, chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import Backend, EngineConfig, Precision, Progress
 from trtllm_dflash.engine.directory import (
@@ -32,9 +35,14 @@ from trtllm_dflash.engine.tensorrt_ranks import compile_ranks
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.drafter import Drafter, DrafterConfig
+from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.tokenizer import TOKENIZER_FILES
+
+#: What a shortlist is counted in where no text is given, for checkpoints that lie beside it: the shipped pair's.
+_SHIPPED_TEXT = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 
 
 class BuildSettings(BaseModel):
@@ -52,6 +60,9 @@ class BuildSettings(BaseModel):
     max_seq_len: PositiveInt | None = None  # default: 4096, or less where the model takes less
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
+    draft_vocab: Annotated[int, Field(ge=2)] | None = None  # tokens that are drafted; default: all
+    draft_text: str | None = None  # a file to count them in; default: the shipped pair's prompts, for it alone
+    drafter_precision: Literal["fp8"] | None = None  # of its matrices; default: the engine's
     chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
     facts: Annotated[PairFacts | None, Field(exclude=True)] = None  # what the catalog says of these checkpoints
     # TensorRT's alone:
@@ -77,7 +88,10 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
     target = pair.target_config
     drafter = pair.drafter.config if pair.drafter is not None else None
     _check_facts(settings, target, drafter)
+    drafter = _lighter(drafter, settings, pair)
     check_tp(settings.tp, target, drafter)
+    if drafter is not None:
+        _check_sides(drafter, settings.tp)
     max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
     if max_seq_len > target.max_positions:
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
@@ -140,7 +154,8 @@ def build(
     """
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings)
-    config = config.model_copy(update={"sources": _source_digests(pair)})
+    text = _draft_text(settings, pair)
+    config = config.model_copy(update={"sources": _source_digests(pair, text)})
     if output.exists() and not force:
         if _is_same_engine(output, config):
             return False
@@ -150,6 +165,9 @@ def build(
             )
     if output.exists() and not is_engine(output):
         raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
+    pair = _lighten(
+        pair, config, text, lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000)
+    )
     with written_aside(output) as folder:
         for name in TOKENIZER_FILES:
             if (pair.target_folder.path / name).is_file():
@@ -164,6 +182,89 @@ def build(
         config = config.model_copy(update={"files": files})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
     return True
+
+
+def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, pair: Pair) -> DrafterConfig | None:
+    """The drafter that these settings make of the checkpoint's."""
+    asked = [name for name in ("draft_vocab", "drafter_precision") if getattr(settings, name) is not None]
+    if drafter is None:
+        if asked:
+            knob = asked[0].replace("_", "-")
+            raise SettingsError(
+                f"--{knob} {getattr(settings, asked[0])}: there is no drafter to make lighter; give --drafter"
+            )
+        return None
+    changes: dict[str, Any] = {}
+    if settings.drafter_precision == "fp8":
+        if settings.backend == "tensorrt":
+            raise SettingsError("--drafter-precision fp8 with --backend tensorrt is not there yet; use --backend torch")
+        changes["linear_precision"] = "fp8"
+    if settings.draft_vocab is not None:
+        _check_draft_vocab(settings.draft_vocab, settings, drafter)
+        changes["draft_vocab_size"] = settings.draft_vocab
+    _draft_text(settings, pair)
+    return drafter.model_copy(update=changes)
+
+
+def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfig) -> None:
+    if drafter.draft_vocab_size is not None:
+        raise SettingsError(
+            f"--draft-vocab {size}: the drafter brings a vocabulary of its own, of {drafter.draft_vocab_size} tokens"
+        )
+    if size > drafter.vocab_size:
+        raise SettingsError(f"--draft-vocab {size}: the vocabulary has {drafter.vocab_size} tokens")
+    unit = settings.tp * (FP8_MULTIPLE if settings.drafter_precision == "fp8" else 1)
+    if size % unit:
+        fitting = max(unit, size // unit * unit)
+        why = f"--tp {settings.tp}" + (" and --drafter-precision fp8" if unit > settings.tp else "")
+        raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
+
+
+def _check_sides(drafter: DrafterConfig, tp: int) -> None:
+    """What FP8 products need of a rank's matrices."""
+    for weight in Drafter(drafter).weights():
+        shape = weight.shape(tp, 0)
+        if weight.precision is WeightPrecision.FP8 and any(side % FP8_MULTIPLE for side in shape):
+            sides = " by ".join(map(str, shape))
+            raise SettingsError(
+                f"--drafter-precision fp8: {weight.name} of a rank is {sides} with --tp {tp}, "
+                f"and FP8 needs multiples of {FP8_MULTIPLE}"
+            )
+
+
+def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
+    """The file that a shortlist is counted in; None where there is nothing to count."""
+    given = settings.draft_text
+    if settings.draft_vocab is None:
+        if given is not None:
+            raise SettingsError(f"--draft-text {given}: is counted for --draft-vocab, which is not given")
+        return None
+    if settings.draft_vocab == pair.target_config.vocab_size:  # a head of its own, with nothing left out
+        if given is not None:
+            raise SettingsError(
+                f"--draft-text {given}: --draft-vocab {settings.draft_vocab} takes every token; leave it out"
+            )
+        return None
+    shipped = pair.target_folder.path.resolve().parent == _SHIPPED_TEXT.parent
+    if given is None and not shipped:
+        raise SettingsError(
+            f"--draft-vocab {settings.draft_vocab}: say with --draft-text FILE in which text its tokens are counted"
+        )
+    text = _SHIPPED_TEXT if given is None else Path(given)
+    if not text.is_file():
+        raise SettingsError(f"--draft-text {text}: is not a file")
+    return text
+
+
+def _lighten(pair: Pair, config: EngineConfig, text: Path | None, progress: Callable[[int, int], None]) -> Pair:
+    """The pair with the drafter of `config`, whose shortlist is counted here."""
+    drafter = config.drafter
+    checkpoint = pair.drafter
+    if checkpoint is None or drafter is None:
+        return pair
+    if drafter.draft_vocab_size is not None and checkpoint.config.draft_vocab_size is None:
+        checkpoint = take_shortlist(pair, drafter.draft_vocab_size, text, config.stop_token_ids, progress)
+    return replace(pair, drafter=replace(checkpoint, config=drafter))
 
 
 def _write_rank(pair: Pair, config: EngineConfig, rank: int, file: Path, progress: Progress) -> None:
@@ -186,16 +287,17 @@ def _is_same_engine(output: Path, config: EngineConfig) -> bool:
     return True
 
 
-def _source_digests(pair: Pair) -> dict[str, str]:
+def _source_digests(pair: Pair, draft_text: Path | None) -> dict[str, str]:
     folders = {"target": pair.target_folder.path}
     if pair.drafter is not None:
         folders["drafter"] = pair.drafter.folder.path
-    return {
+    digests = {
         f"{role}/{file.name}": digest(file)
         for role, folder in folders.items()
         for file in sorted(folder.iterdir())
         if file.suffix in (".safetensors", ".json", ".jinja", ".txt")
     }
+    return digests if draft_text is None else {**digests, "draft_text": digest(draft_text)}
 
 
 def _stop_token_ids(pair: Pair) -> tuple[int, ...]:

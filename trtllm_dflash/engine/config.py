@@ -55,7 +55,7 @@ class EngineConfig(BaseModel):
     workspace: PositiveInt | None = None  # MiB of scratch that TensorRT may give a kernel
     plans: tuple[PlanSummary, ...] = ()  # TensorRT's, by rank
     versions: dict[str, str] = {}  # of the libraries that built it
-    sources: dict[str, str] = {}  # checkpoint file -> sha256
+    sources: dict[str, str] = {}  # checkpoint file, or the draft_text that tokens were counted in -> sha256
     files: dict[str, str] = {}  # engine file -> sha256
 
     @property

@@ -20,6 +20,20 @@ class Inspection:
     memory: MemoryPlan
     sizes: dict[str, int]  # each rank's file, bytes
 
+    @property
+    def drafter(self) -> str | None:
+        """What drafts, in words."""
+        drafter = self.config.drafter
+        if drafter is None:
+            return None
+        taps = ", ".join(map(str, drafter.tap_layers))
+        words = f"drafter of {drafter.layers} layers, block {self.config.block_size}, tap layers {taps}"
+        if drafter.linear_precision is not None:
+            words += f", {drafter.linear_precision} matrices"
+        if drafter.draft_vocab_size is not None:
+            words += f", drafts among {drafter.draft_vocab_size} of {drafter.vocab_size} tokens"
+        return words
+
     def as_json(self) -> dict[str, Any]:
         """All of it, as `inspect --json` prints it."""
         memory = {**asdict(self.memory), "total": self.memory.total}

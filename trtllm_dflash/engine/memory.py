@@ -8,7 +8,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter
-from trtllm_dflash.models.weights import Part, Split, units_per_rank
+from trtllm_dflash.models.weights import Weight, WeightPrecision, units_per_rank
 
 GB = 1_000_000_000
 
@@ -58,7 +58,7 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
     caches = {name: _count(shape) * size for name, shape in cache_shapes(config).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
-        weights=weight_count(config) * size,
+        weights=weight_bytes(config),
         target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
         scratch=_scratch(config),
@@ -102,14 +102,30 @@ def _advice(config: EngineConfig, room: int) -> str:
 
 def weight_count(config: EngineConfig) -> int:
     """Parameters that the first rank holds, with the RoPE tables; a tied head counts once."""
-    weights, sizes = build_target(config.target).weights(), [config.target.head_size]
-    if config.drafter is not None:
-        weights = weights + Drafter(config.drafter).weights()
-        sizes.append(config.drafter.head_size)
-    parts = [part for weight in weights for part in weight.parts]
-    tables = sum(config.cache_length * size for size in sizes)
-    count = sum(_held(part, config.tp) for part in parts) + tables
-    if config.target.tied_embeddings and config.tp > 1:  # the slice of the head is a tensor of its own
+    return sum(_count(weight.shape(config.tp, 0)) for weight in _weights(config)) + _completed(config)
+
+
+def weight_bytes(config: EngineConfig) -> int:
+    """Bytes of those parameters and tables; as FP8 where that is how they are stored and multiplied."""
+    size = config.dtype.itemsize
+    total = _completed(config) * size
+    for weight in _weights(config):
+        shape = weight.shape(config.tp, 0)
+        is_fp8 = weight.precision is WeightPrecision.FP8
+        total += _count(shape) + 4 * shape[0] if is_fp8 else _count(shape) * size
+    return total
+
+
+def _weights(config: EngineConfig) -> list[Weight]:
+    weights = build_target(config.target).weights()
+    return weights + Drafter(config.drafter).weights() if config.drafter is not None else weights
+
+
+def _completed(config: EngineConfig) -> int:
+    """Numbers that a session adds to what is stored: RoPE tables, and a rank's slice of a tied head."""
+    sizes = [config.target.head_size] + ([config.drafter.head_size] if config.drafter is not None else [])
+    count = sum(config.cache_length * size for size in sizes)
+    if config.target.tied_embeddings and config.tp > 1:  # a tensor of its own
         count += config.target.vocab_size // config.tp * config.target.hidden_size
     return count
 
@@ -130,15 +146,6 @@ def cache_shapes(config: EngineConfig) -> dict[str, tuple[int, int, int, int]]:
         for i in range(model.layers)
         for kind in ("key", "value")
     }
-
-
-def _held(part: Part, tp: int) -> int:
-    """How many numbers of a checkpoint tensor the first rank holds."""
-    if part.split not in (Split.ROWS, Split.COLUMNS):
-        return _count(part.shape)
-    first, last = part.bounds(tp, 0)
-    axis = 0 if part.split is Split.ROWS else 1
-    return _count(part.shape) // part.shape[axis] * (last - first)
 
 
 def _scratch(config: EngineConfig) -> int:

@@ -6,7 +6,8 @@ the block is not causal, and one pass drafts it whole. Embedding and LM head are
 vocabulary brings its own head and a table from its ids to the target's.
 """
 
-from typing import TypeVar
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 from pydantic import PositiveInt
 
@@ -19,12 +20,14 @@ from trtllm_dflash.models.decoder import (
     mlp,
     mlp_weights,
 )
-from trtllm_dflash.models.weights import Part, Split, Weight
+from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
 from trtllm_dflash.ops import AttentionLayer, Ops
 
 T = TypeVar("T")
 
 PREFIX = "drafter."
+#: What a drafter with a vocabulary of its own has: the head, and the target's id of each of its ids.
+HEAD, DRAFT_TO_TARGET = PREFIX + "lm_head.weight", PREFIX + "draft_to_target"
 
 
 class DrafterConfig(DecoderConfig):
@@ -35,6 +38,7 @@ class DrafterConfig(DecoderConfig):
     target_layers: PositiveInt
     tap_layers: tuple[int, ...]
     draft_vocab_size: PositiveInt | None = None
+    linear_precision: Literal["fp8"] | None = None  # of its matrices; None: the engine's
 
 
 class Drafter:
@@ -65,7 +69,9 @@ class Drafter:
         if c.draft_vocab_size is not None:
             size = c.draft_vocab_size
             head = Part("lm_head.weight", (size, c.hidden_size), Split.ROWS, size)
-            weights.append(Weight(PREFIX + "lm_head.weight", (head,)))
+            weights.append(Weight(HEAD, (head,)))
+        if c.linear_precision == "fp8":
+            weights = [_in_fp8(weight) if len(weight.parts[0].shape) == 2 else weight for weight in weights]
         return weights
 
     def _context_weights(self) -> list[Weight]:
@@ -119,7 +125,7 @@ class Drafter:
         x = ops.rms_norm(PREFIX + "norm", ops.drop_first_row(x), c.norm_eps)
         if c.draft_vocab_size is None:
             return ops.argmax(ops.linear("lm_head", x))
-        return ops.lookup(PREFIX + "draft_to_target", ops.argmax(ops.linear(PREFIX + "lm_head", x)))
+        return ops.lookup(DRAFT_TO_TARGET, ops.argmax(ops.linear(PREFIX + "lm_head", x)))
 
     def _attention(self, ops: Ops[T], i: int) -> AttentionLayer:
         return attention_layer(f"{PREFIX}layers.{i}.", PREFIX + "rope", self.config, ops.tp, head_norms=True)
@@ -127,3 +133,7 @@ class Drafter:
 
 def _whole(source: str, shape: tuple[int, ...]) -> Weight:
     return Weight(PREFIX + source, (Part(source, shape),))
+
+
+def _in_fp8(weight: Weight) -> Weight:
+    return replace(weight, precision=WeightPrecision.FP8)

@@ -13,6 +13,13 @@ class Split(Enum):
     FIRST_RANK = "rank 0 alone holds it (a bias added once, before the all-reduce)"
 
 
+class WeightPrecision(Enum):
+    """How an engine stores a weight's numbers."""
+
+    ENGINE = "in the engine's own type"
+    FP8 = "a matrix as E4M3, with one FP32 scale a row of what the rank holds: `NAME.scale` beside `NAME.weight`"
+
+
 @dataclass(frozen=True)
 class Part:
     """One checkpoint tensor. `units` heads (or features) are divided among the ranks, whole ones only.
@@ -32,6 +39,14 @@ class Part:
         first, last = unit_range(self.units, tp, rank)
         return first * unit, last * unit
 
+    def held(self, tp: int, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank that holds any of it has."""
+        if self.split not in (Split.ROWS, Split.COLUMNS):
+            return self.shape
+        first, last = self.bounds(tp, rank)
+        axis = 0 if self.split is Split.ROWS else 1
+        return (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -39,6 +54,17 @@ class Weight:
 
     name: str
     parts: tuple[Part, ...]
+    precision: WeightPrecision = WeightPrecision.ENGINE
+
+    @property
+    def scale_name(self) -> str:
+        """The tensor that holds its scales, where it has any."""
+        return self.name.removesuffix(".weight") + ".scale"
+
+    def shape(self, tp: int, rank: int) -> tuple[int, ...]:
+        """What `rank` of `tp` holds of it (of a tensor that rank 0 alone holds: what that one does)."""
+        shapes = [part.held(tp, rank) for part in self.parts]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def unit_range(units: int, tp: int, rank: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
+from trtllm_dflash.ops.fp8 import FP8, quantize_rows
 
 Tensor = torch.Tensor
 
@@ -46,12 +47,23 @@ class TorchOps(Ops[Tensor]):
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
         slots, rows, _ = x.shape
+        if weight.dtype == FP8:
+            y = self._fp8_product(x.flatten(0, 1), weight, self.weights[name + ".scale"]).view(slots, rows, -1)
+            return y if bias is None else y + bias
         if x.is_cuda or slots * rows == 1 or x.dtype != torch.float32:
             return F.linear(x, weight, bias)
         # The weight as the left operand: the CPU's GEMM then repacks the few rows and not the weight. A step of 16 rows
         # takes a third less time on two threads, a tenth less on one.
         y = torch.mm(weight, x.flatten(0, 1).t()).t().view(slots, rows, -1)
         return y if bias is None else y + bias
+
+    @staticmethod
+    def _fp8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """x [N, I] times an E4M3 weight [O, I], transposed, with scales [O]: [N, O] in x's type. CUDA alone."""
+        rows, row_scale = quantize_rows(x)
+        # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
+        y = torch._scaled_mm(rows, weight.t(), row_scale, scale[None], out_dtype=torch.bfloat16, use_fast_accum=True)
+        return y.to(x.dtype)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
