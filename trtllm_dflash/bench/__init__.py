@@ -1,0 +1,1 @@
+"""Benchmarks: what a step costs, and the least that it could cost."""

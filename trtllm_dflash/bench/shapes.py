@@ -1,0 +1,187 @@
+"""Engines of real shapes with random weights: enough to know what a step costs, without a checkpoint."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trtllm_dflash.checkpoint.drafter import default_tap_layers
+from trtllm_dflash.checkpoint.slicing import check_tp
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.models import build_target, read_target_config
+from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
+from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, quantize_rows
+
+#: Of random matrices, as models are initialised: activations stay far from what BF16 and FP16 hold.
+_STD = 0.02
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target, as its config.json says, and what its drafter has of its own; the drafter's widths are the target's."""
+
+    target: dict[str, Any]
+    block_size: int
+    mask_token_id: int
+    drafter_layers: int = 5
+
+
+SHAPES = {
+    "qwen3-8b": Shape(
+        {
+            **_QWEN3,
+            "hidden_size": 4096,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "intermediate_size": 12288,
+            "tie_word_embeddings": False,
+        },
+        block_size=16,
+        mask_token_id=151669,
+    ),
+    "qwen3-4b": Shape(
+        {
+            **_QWEN3,
+            "hidden_size": 2560,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "intermediate_size": 9728,
+        },
+        block_size=16,
+        mask_token_id=151669,
+    ),
+    "qwen3-0.6b": Shape(
+        {
+            **_QWEN3,
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "intermediate_size": 3072,
+        },
+        block_size=16,
+        mask_token_id=151669,
+    ),
+    "llama-3.1-8b": Shape(
+        {
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+        },
+        block_size=10,
+        mask_token_id=128255,
+    ),
+    # For a try on a CPU.
+    "tiny": Shape(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 128,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+        },
+        block_size=8,
+        mask_token_id=511,
+        drafter_layers=2,
+    ),
+}
+
+
+def find_shape(name: str) -> Shape:
+    """The shape of that name.
+
+    Raises:
+        SettingsError: there is none; lists those there are.
+    """
+    if name not in SHAPES:
+        raise SettingsError(f"--shape {name} is not known; known: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def shape_config(
+    name: str,
+    *,
+    layers: int | None = None,
+    draft_vocab: int | None = None,
+    drafter_precision: Literal["fp8"] | None = None,
+    **settings: Any,
+) -> EngineConfig:
+    """The engine of a shape: its target, and a drafter of the target's widths.
+
+    Args:
+        layers: of the target, where not the shape's.
+        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`.
+        settings: what `EngineConfig` needs besides the models: precision, tp, max_batch, max_seq_len, chunk.
+
+    Raises:
+        SettingsError: the shape is not known, or a setting does not fit it.
+    """
+    shape = find_shape(name)
+    target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
+    taps = default_tap_layers(target.layers, shape.drafter_layers)
+    drafter = DrafterConfig(
+        **{**target.model_dump(), "family": "dflash", "layers": shape.drafter_layers, "tied_embeddings": False},
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+        target_layers=target.layers,
+        # A target cut to a few layers has fewer than there are taps: some are tapped twice.
+        tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in taps),
+        draft_vocab_size=draft_vocab,
+        linear_precision=drafter_precision,
+    )
+    config = EngineConfig(name=name, block_size=shape.block_size, target=target, drafter=drafter, **settings)
+    check_tp(config.tp, target, drafter)
+    unit = config.tp * FP8_MULTIPLE
+    if draft_vocab is not None and (draft_vocab % unit or draft_vocab > target.vocab_size):
+        most = target.vocab_size // unit * unit
+        raise SettingsError(f"--draft-vocab {draft_vocab}: must be a multiple of {unit}, at most {most}")
+    if config.max_seq_len > target.max_positions:
+        raise SettingsError(f"--shape {name} takes {target.max_positions} positions, not {config.max_seq_len}")
+    return config
+
+
+def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Every stored tensor of a rank, made where it lies: matrices at random, norms of 1, biases of 0."""
+    weights = build_target(config.target).weights()
+    generator = torch.Generator(device).manual_seed(rank)
+    tensors = {}
+    if config.drafter is not None:
+        weights = weights + Drafter(config.drafter).weights()
+        if config.drafter.draft_vocab_size is not None:
+            tensors[DRAFT_TO_TARGET] = torch.arange(config.drafter.draft_vocab_size, dtype=torch.int32, device=device)
+    for weight in weights:
+        tensor = torch.empty(weight.shape(config.tp, rank), dtype=config.dtype, device=device)
+        if tensor.ndim > 1:
+            tensor.normal_(0, _STD, generator=generator)
+        else:
+            tensor.fill_(0 if weight.name.endswith("bias") else 1)
+        if weight.precision is WeightPrecision.FP8:
+            tensor, scale = quantize_rows(tensor)
+            tensors[weight.scale_name] = scale.flatten()
+        tensors[weight.name] = tensor
+    return tensors

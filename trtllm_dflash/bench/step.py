@@ -1,0 +1,433 @@
+"""Times decoding steps, plain and drafted, launched as the scheduler launches them, against the floor of each."""
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationInfo
+
+from trtllm_dflash.bench.acceptance import ImposedAcceptance
+from trtllm_dflash.bench.floor import Work, floor_seconds, step_work
+from trtllm_dflash.bench.machine import Rates, free_memory, machine, measure_rates, versions
+from trtllm_dflash.bench.shapes import SHAPES, find_shape, random_weights, shape_config
+from trtllm_dflash.engine.config import EngineConfig, Progress
+from trtllm_dflash.engine.cuda_session import CudaSession
+from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.memory import GB, RESERVED, plan_memory
+from trtllm_dflash.engine.ranks import World
+from trtllm_dflash.engine.session import Decode, Outcome, Prefill, Session
+from trtllm_dflash.engine.threads import SMALL_MODEL, limit_threads
+from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.step import Drafting
+
+SCHEMA_VERSION = 1
+
+_BATCH = (1, 8, 32)
+_CACHE_LENGTH = 1024
+
+
+def _numbers(value: Any, info: ValidationInfo) -> Any:
+    """Numbers from "1,8,32", each once and in order."""
+    if not isinstance(value, str):
+        return value
+    parts = [part.strip() for part in value.split(",")]
+    # Six digits: no count here is longer, and int() has a limit of its own.
+    if not all(part.isascii() and part.isdigit() and len(part) <= 6 and int(part) for part in parts):
+        raise SettingsError(f"--{info.field_name} {value}: write positive whole numbers, such as 1,8,32")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+Numbers = Annotated[tuple[PositiveInt, ...], BeforeValidator(_numbers)]
+
+
+class StepBenchSettings(BaseModel):
+    """What `bench step` is asked for; each field is a flag. What is not said is None."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: Path | None = None
+    shape: str | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = None
+    tp: PositiveInt | None = None
+    layers: PositiveInt | None = None  # of the target
+    drafter_precision: Literal["fp8"] | None = None
+    draft_vocab: PositiveInt | None = None
+    device: str = "auto"
+    batch: Numbers | None = None
+    rows: Numbers | None = None
+    cache_length: PositiveInt | None = None
+    simulate_acceptance: float | None = None
+    rounds: PositiveInt = 7
+    steps: Annotated[int, Field(ge=2)] = 20  # in a round; the first of them is not timed
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A kind of step."""
+
+    name: Literal["plain", "context only", "drafted"]
+    drafting: Drafting
+    rows: int  # a slot, that are verified and of the block that is drafted
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one arm took with one number of slots."""
+
+    arm: Arm
+    batch: int
+    cache_length: int
+    rounds: list[float]  # seconds a step
+    work: list[Work]  # of the target, and of the drafter where it takes part
+
+    @property
+    def seconds(self) -> float:
+        """A step's, the median of the rounds."""
+        return statistics.median(self.rounds)
+
+
+@dataclass
+class StepReport:
+    """What was measured, and on what."""
+
+    name: str
+    config: EngineConfig
+    session: str  # what computed
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    rates: Rates
+    steps: int  # in a round
+    acceptance: ImposedAcceptance | None
+    random_weights: bool
+    planned: int = 0
+    lines: list[Line] = field(default_factory=list)
+
+    def floor(self, line: Line) -> float:
+        """Seconds."""
+        return floor_seconds(line.work, self.rates)
+
+    def tokens_per_step(self, line: Line) -> float | None:
+        """Of each slot, under the imposed acceptance."""
+        if self.acceptance is None:
+            return None
+        return self.acceptance.at(line.arm.rows) if line.arm.drafting is Drafting.BLOCK else 1.0
+
+    def tokens_per_second(self, line: Line) -> float | None:
+        """Of all slots, under the imposed acceptance."""
+        tokens = self.tokens_per_step(line)
+        return None if tokens is None else line.batch * tokens / line.seconds
+
+    def plain(self, line: Line) -> Line:
+        """The plain step that was measured by turns with this one."""
+        return next(x for x in self.lines if x.batch == line.batch and x.arm.drafting is Drafting.OFF)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` writes, less the command."""
+        config, acceptance = self.config, self.acceptance
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "machine": self.machine,
+            "versions": self.versions,
+            "shape": self.name,
+            "random_weights": self.random_weights,
+            "config": config.model_dump(
+                mode="json", include={"backend", "precision", "tp", "max_batch", "max_seq_len", "block_size"}
+            ),
+            "target": config.target.model_dump(mode="json"),
+            "drafter": config.drafter.model_dump(mode="json") if config.drafter else None,
+            "session": self.session,
+            "copy_bytes_per_second": self.rates.copy,
+            "gemm_flops_per_second": self.rates.gemm,
+            "steps_per_round": self.steps,
+            "imposed_acceptance": None
+            if acceptance is None
+            else {"tokens_per_step": acceptance.tokens, "rows": acceptance.block, "survival": acceptance.survival},
+            "complete": len(self.lines) == self.planned,
+            "rows": [self._row(line) for line in self.lines],
+        }
+
+    def _row(self, line: Line) -> dict[str, Any]:
+        moved, done, seconds = sum(x.bytes for x in line.work), sum(x.flops for x in line.work), line.seconds
+        parts = zip(("target", "drafter"), line.work, strict=False)
+        row: dict[str, Any] = {
+            "arm": line.arm.name,
+            "batch": line.batch,
+            "rows": line.arm.rows,
+            "cache_length": line.cache_length,
+            "seconds": seconds,
+            "seconds_by_round": line.rounds,
+            "bytes": moved,
+            "flops": done,
+            "bytes_per_second": moved / seconds,
+            "flops_per_second": done / seconds,
+            "share_of_copy_rate": moved / seconds / self.rates.copy,
+            "floor_seconds": self.floor(line),
+            "floor_parts": {
+                name: {"bytes": work.bytes, "flops": work.flops, "seconds": work.seconds(self.rates)}
+                for name, work in parts
+            },
+            "gap": seconds / self.floor(line),
+            "seconds_over_plain": seconds / self.plain(line).seconds,
+        }
+        rate, plain = self.tokens_per_second(line), self.tokens_per_second(self.plain(line))
+        if rate is not None and plain is not None:
+            row["imposed_tokens_per_step"] = self.tokens_per_step(line)
+            row["imposed_tokens_per_second"] = rate
+            row["imposed_tokens_per_second_over_plain"] = rate / plain
+        return row
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured, checked against the engine."""
+
+    config: EngineConfig
+    batch: tuple[int, ...]
+    arms: list[Arm]
+    cache_length: int
+    rounds: int
+    steps: int
+    acceptance: ImposedAcceptance | None
+
+
+class StepBench:
+    """A session, ready to be timed; `report` fills as `run` goes on."""
+
+    def __init__(self, session: Session, plan: Plan, rates: Rates, random_weights: bool) -> None:
+        self.session = session
+        self.plan = plan
+        self.report = StepReport(
+            name=plan.config.name,
+            config=plan.config,
+            session=_computes(session),
+            machine=machine(session.device),
+            versions=versions(),
+            rates=rates,
+            steps=plan.steps,
+            acceptance=plan.acceptance,
+            random_weights=random_weights,
+            planned=len(plan.batch) * len(plan.arms),
+        )
+
+    def run(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Times every arm at every batch; a batch's arms take turns, round by round.
+
+        Raises:
+            EngineError: the device's memory ran out.
+        """
+        plan = self.plan
+        done, total = 0, len(plan.batch) * len(plan.arms) * (1 + plan.rounds)
+        for batch in plan.batch:
+            seconds: dict[Arm, list[float]] = {arm: [] for arm in plan.arms}
+            for _ in range(1 + plan.rounds):
+                for arm in plan.arms:
+                    progress(f"timing batch {batch}", done, total)
+                    seconds[arm].append(self._timed(arm, batch))
+                    done += 1
+            for arm in plan.arms:
+                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length)
+                # The first round may compile and capture.
+                self.report.lines.append(Line(arm, batch, plan.cache_length, seconds[arm][1:], work))
+
+    def _timed(self, arm: Arm, batch: int) -> float:
+        """Seconds of a step, from one outcome's arrival to the next one's.
+
+        The slots start so that the round's middle step finds `cache_length` tokens: each step of random weights
+        commits one.
+        """
+        session, plan = self.session, self.plan
+        start = max(1, plan.cache_length - plan.steps // 2)
+        step = Decode([arm.rows] * batch, arm.drafting, arm.rows, sampled=False)
+        try:
+            for slot in range(batch):
+                outcome = session.prefill(Prefill(slot, start - 1, [0], True, arm.drafting, arm.rows))
+            outcome.read()
+            launched: deque[Outcome] = deque()
+            read = []
+            for launches_left in reversed(range(plan.steps)):
+                launched.append(session.decode(step))
+                while len(launched) > (session.ahead if launches_left else 0):
+                    launched.popleft().read()
+                    read.append(time.perf_counter())
+        except torch.OutOfMemoryError:
+            raise EngineError(f"--batch {batch}: the GPU's memory ran out; use smaller ones") from None
+        return (read[-1] - read[0]) / (len(read) - 1)
+
+
+# -- from settings to a session --------------------------------------------------------------------------------------
+
+
+def ranks_of(settings: StepBenchSettings) -> int:
+    """How many processes the engine needs.
+
+    Raises:
+        SettingsError: what is to be timed is not said, or said twice.
+        EngineError: there is no such engine.
+    """
+    if (settings.engine is None) == (settings.shape is None):
+        raise SettingsError(f"give one of --engine DIR and --shape NAME; shapes: {', '.join(SHAPES)}")
+    if settings.engine is None:
+        return settings.tp or 1
+    for name in ("precision", "tp", "layers", "drafter_precision", "draft_vocab"):
+        value = getattr(settings, name)
+        if value is not None:
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: an engine has its own; this goes with --shape")
+    return read_config(settings.engine).tp
+
+
+def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
+    """What is to be measured.
+
+    Raises:
+        SettingsError: the engine or the shape has not the rows, slots or positions; names the flag.
+    """
+    batch, length = settings.batch or _BATCH, settings.cache_length or _CACHE_LENGTH
+    if settings.engine is not None:
+        config = read_config(settings.engine)
+        batch, length = _within(settings, config, batch, length)
+    else:
+        assert settings.shape is not None
+        precision = settings.precision
+        if precision in (None, "auto"):
+            precision = "bf16" if device.type == "cuda" else "fp32"
+        spare = find_shape(settings.shape).block_size
+        config = shape_config(
+            settings.shape,
+            layers=settings.layers,
+            draft_vocab=settings.draft_vocab,
+            drafter_precision=settings.drafter_precision,
+            precision=precision,
+            tp=settings.tp or 1,
+            max_batch=max(batch),
+            max_seq_len=length + settings.steps + spare,
+            chunk=spare,
+        )
+    most = config.block_size if config.drafter else 1
+    rows = settings.rows or tuple(sorted({1, -(-most // 2), most}))
+    if max(rows) > most:
+        limit = f"the drafter's block has {most} rows" if config.drafter else "without a drafter a step has 1 row"
+        raise SettingsError(f"--rows {max(rows)}: {limit}")
+    arms = [Arm("plain", Drafting.OFF, 1)]
+    if config.drafter is not None and 1 in rows:
+        arms.append(Arm("context only", Drafting.CONTEXT, 1))
+    arms += [Arm("drafted", Drafting.BLOCK, count) for count in rows if count > 1]
+    imposed = settings.simulate_acceptance
+    acceptance = None if imposed is None else ImposedAcceptance(imposed, most)
+    return Plan(config, batch, arms, length, settings.rounds, settings.steps, acceptance)
+
+
+def _within(
+    settings: StepBenchSettings, config: EngineConfig, batch: tuple[int, ...], length: int
+) -> tuple[tuple[int, ...], int]:
+    """An engine's own limits: what was not asked for gives way, what was is refused."""
+    if settings.batch is None:
+        batch = tuple(count for count in batch if count <= config.max_batch)
+    elif max(batch) > config.max_batch:
+        raise SettingsError(f"--batch {max(batch)}: the engine has {config.max_batch} slots (build --max-batch)")
+    most = config.max_seq_len - 1 - settings.steps
+    if settings.cache_length is None:
+        length = min(length, most)
+    if not 1 <= length <= most:
+        raise SettingsError(
+            f"--cache-length {length}: with {settings.steps} steps in a round (--steps) this engine of "
+            f"{config.max_seq_len} tokens has room for {max(most, 0)}"
+        )
+    return batch, length
+
+
+@contextmanager
+def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
+    """The bench of these settings, with its session until the end; None on a rank that has followed the first one.
+
+    Raises:
+        SettingsError: a setting that contradicts another, or the engine.
+        EngineError: the engine, the device or its memory is not what is needed.
+    """
+    tp = ranks_of(settings)
+    device = pick_device(settings.device)
+    plan = make_plan(settings, device)
+    if settings.engine is not None:
+        limit_threads(settings.engine)
+        session = LLM.load(settings.engine, settings.device).session
+    else:
+        world = World(tp)
+        with world.together():
+            device = _own_device(device, world)
+            check_room(plan.config, device)
+        session = _random_session(plan.config, device, world)
+    try:
+        _fill_caches(session)
+        if session.communicator.rank != 0:
+            session.follow()
+            yield None
+        else:
+            rates = measure_rates(session.device, plan.config.dtype)
+            yield StepBench(session, plan, rates, random_weights=settings.engine is None)
+    finally:
+        session.close()
+
+
+def check_room(config: EngineConfig, device: torch.device) -> None:
+    """Counts the memory before any is taken.
+
+    Raises:
+        EngineError: there is not enough.
+    """
+    cuda = device.type == "cuda"
+    need = plan_memory(config).total * (1 if cuda else config.tp)
+    room = free_memory(device) - (RESERVED if cuda else 0)
+    if need > room:
+        where = torch.cuda.get_device_name(device) if cuda else "this machine"
+        raise EngineError(
+            f"--shape {config.name} with {config.max_batch} slots of {config.max_seq_len} tokens needs {need / GB:.1f} "
+            f"GB, and {where} has {max(room, 0) / GB:.1f} GB to give: use a smaller --batch, --cache-length or --layers"
+        )
+
+
+def _own_device(device: torch.device, world: World) -> torch.device:
+    """A rank's own GPU."""
+    if device.type != "cuda":
+        return device
+    gpus = torch.cuda.device_count()
+    if gpus < world.size:
+        raise EngineError(f"--tp {world.size}: this machine has {gpus} GPUs, and each rank needs one")
+    device = torch.device("cuda", world.rank)
+    torch.cuda.set_device(device)  # NCCL takes the current one
+    return device
+
+
+def _random_session(config: EngineConfig, device: torch.device, world: World) -> Session:
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and plan_memory(config).weights < SMALL_MODEL:
+        torch.set_num_threads(1)  # as `limit_threads`
+    kind = CudaSession if device.type == "cuda" else TorchSession
+    try:
+        return kind(config, random_weights(config, world.rank, device), device, world.connect(device))
+    except torch.OutOfMemoryError:
+        raise EngineError(
+            f"--shape {config.name}: the GPU's memory ran out; use a smaller --batch or --layers"
+        ) from None
+
+
+def _fill_caches(session: Session) -> None:
+    """Zeros would make attention easier on the GPU's power than rows are."""
+    with torch.inference_mode():
+        for cache in session.caches.values():
+            cache.normal_()
+    if session.device.type == "cuda":
+        torch.cuda.synchronize(session.device)  # the steps run in a stream of their own
+
+
+def _computes(session: Session) -> str:
+    name = type(session).__name__
+    if isinstance(session, CudaSession):
+        return f"{name}, {'our kernels' if session.has_kernels else 'torch kernels only'}"
+    return name
