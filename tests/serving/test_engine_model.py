@@ -108,6 +108,7 @@ def model(tiny_engine, monkeypatch):
         "prefill_share": "0.5",
         "max_queue": "0",
         "draft": "true",
+        "draft_length": "15",
     }
     config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     loaded = engine_model.EngineModel()
