@@ -178,6 +178,28 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);
 
+/* The sum of x over ranks whose GPUs read each other's memory, small enough that latency is what it costs: every rank
+ * reads all ranks' x and sums in FP32 in the order of ranks, so that all get the same. All ranks must make the same
+ * calls in one order; each waits for the others on the device. */
+#define DFLASH_ALL_REDUCE_MOST_RANKS 8
+#define DFLASH_ALL_REDUCE_MOST_BYTES 1048576 /* of x */
+#define DFLASH_ALL_REDUCE_SHARED_BYTES (2 * DFLASH_ALL_REDUCE_MOST_BYTES + 4096)
+
+typedef struct
+{
+    int32_t dtype; /* any */
+    int32_t ranks; /* 2, 4 or 8 */
+    int32_t rank; /* this one */
+    int64_t count; /* of numbers; their bytes are a multiple of 16 */
+    const void* x;
+    void* out; /* may be x */
+    /* Each rank's shared memory as this rank sees it, DFLASH_ALL_REDUCE_SHARED_BYTES each: zeros before the first call,
+     * and then for these calls alone. */
+    void* shared[DFLASH_ALL_REDUCE_MOST_RANKS];
+} dflash_all_reduce_params;
+
+DFLASH_API cudaError_t dflash_all_reduce(const dflash_all_reduce_params* params, cudaStream_t stream);
+
 /* For loaders: what this library was built as. */
 DFLASH_API int32_t dflash_abi_version(void);
 DFLASH_API const char* dflash_error_string(int32_t error);

@@ -71,6 +71,31 @@ __device__ __forceinline__ int tiles_of(dflash_attention_params const& p, int le
     return (length + kTile - 1) / kTile - first_tile_of(p, length);
 }
 
+// Lengths by slot, by all lanes of a warp: each holds one of the first 32, read once.
+struct Lengths
+{
+    dflash_attention_params const& p;
+    int own;
+
+    __device__ explicit Lengths(dflash_attention_params const& params)
+        : p(params)
+        , own(static_cast<int>(threadIdx.x % 32) < p.slots ? length_of(p, threadIdx.x % 32) : 0)
+    {
+    }
+
+    // Of a slot of the lane's own.
+    __device__ int of_lane(int slot) const
+    {
+        return slot < 32 ? own : length_of(p, slot);
+    }
+
+    // Of one slot, the same in all lanes.
+    __device__ int of(int slot) const
+    {
+        return slot < 32 ? __shfl_sync(0xffffffffu, own, slot) : length_of(p, slot);
+    }
+};
+
 // Units of all slots, and of those before one slot.
 struct Count
 {
@@ -78,13 +103,13 @@ struct Count
     int before;
 
     // By all lanes of a warp.
-    __device__ Count(dflash_attention_params const& p, int slot)
+    __device__ Count(dflash_attention_params const& p, Lengths const& lengths, int slot)
         : all(0)
         , before(0)
     {
         for (int b = threadIdx.x % 32; b < p.slots; b += 32)
         {
-            int const tiles = tiles_of(p, length_of(p, b));
+            int const tiles = tiles_of(p, lengths.of_lane(b));
             all += tiles;
             before += b < slot ? tiles : 0;
         }
@@ -109,13 +134,13 @@ struct Cursor
     int first_tile;
 
     // By all lanes of a warp; unit must be below the sum of all.
-    __device__ Cursor(dflash_attention_params const& p, int unit)
+    __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, int unit)
     {
         int const lane = threadIdx.x % 32;
         int before = 0;
         for (int b = 0;; b += 32)
         {
-            int const own = b + lane < p.slots ? tiles_of(p, length_of(p, b + lane)) * p.kv_heads : 0;
+            int const own = b + lane < p.slots ? tiles_of(p, lengths.of_lane(b + lane)) * p.kv_heads : 0;
             int end = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2)
@@ -128,7 +153,7 @@ struct Cursor
             {
                 int const found = __ffs(past) - 1;
                 before += __shfl_sync(0xffffffffu, end - own, found);
-                enter(p, b + found);
+                enter(p, b + found, lengths.of(b + found));
                 break;
             }
             before += __shfl_sync(0xffffffffu, end, 31);
@@ -137,10 +162,10 @@ struct Cursor
         tile = unit - before - head * tiles;
     }
 
-    __device__ void enter(dflash_attention_params const& p, int at)
+    __device__ void enter(dflash_attention_params const& p, int at, int rows)
     {
         slot = at;
-        length = length_of(p, at);
+        length = rows;
         first_tile = first_tile_of(p, length);
         tiles = tiles_of(p, length);
     }
@@ -160,7 +185,7 @@ struct Cursor
         head = 0;
         do
         {
-            enter(p, slot + 1);
+            enter(p, slot + 1, length_of(p, slot + 1));
         } while (tiles == 0);
     }
 
@@ -306,7 +331,8 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     int const range = blockIdx.x / w.row_blocks;
     int const row_block = blockIdx.x % w.row_blocks;
 
-    int const units = Count(p, 0).all;
+    Lengths const lengths(p);
+    int const units = Count(p, lengths, 0).all;
     int const per_range = units_per_range(w, units);
     int const first_unit = range * per_range;
     int const past_unit = min(first_unit + per_range, units);
@@ -314,7 +340,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     {
         return;
     }
-    Cursor at(p, first_unit);
+    Cursor at(p, lengths, first_unit);
     Cursor ahead = at;
     int next = first_unit;
 
@@ -629,8 +655,9 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     int const slot = blockIdx.x / p.kv_heads;
     int const kv_head = blockIdx.x % p.kv_heads;
 
-    Count const units(p, slot);
-    int const tiles = tiles_of(p, length_of(p, slot));
+    Lengths const lengths(p);
+    Count const units(p, lengths, slot);
+    int const tiles = tiles_of(p, lengths.of(slot));
     int const per_range = units_per_range(w, units.all);
     int const first_unit = units.before + kv_head * tiles;
     int const first_range = first_unit / per_range;
@@ -642,6 +669,13 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
         return;
     }
 
+    // Rows past the last are the last once more: without a condition the loads of many can be on their way at once.
+    int rows[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+    {
+        rows[r] = min(first_row + r, w.packed_rows - 1);
+    }
     // A packed row in the partial result of a range: in the first place of what began before the range, in the second
     // of what begins in it.
     auto const place = [&](int row, int i)
@@ -664,30 +698,41 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
         {
-            bool const is_real = first + lane < count && first_row + r < w.packed_rows;
-            float const own = is_real ? w.partial_sums[place(first_row + r, first + lane)].x : -INFINITY;
+            float const own = first + lane < count ? w.partial_sums[place(rows[r], first + lane)].x : -INFINITY;
             maximum[r] = fmaxf(maximum[r], warp_max(own));
         }
     }
-#pragma unroll 4
-    for (int i = share; i < count; i += kSharing)
+    // Several partial results are on their way at once; of those past the last, the last again, with no weight.
+    constexpr int kBatch = kRows == 1 ? 6 : 2;
+    for (int first = share; first < count; first += kBatch * kSharing)
     {
+        Floats parts[kBatch][kRows];
+        float2 sums[kBatch][kRows];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < kBatch; ++i)
         {
-            if (first_row + r >= w.packed_rows)
-            {
-                continue;
-            }
-            int64_t const row = place(first_row + r, i);
-            float2 const sums = w.partial_sums[row];
-            auto const part = load_vector<float, kPerLane>(w.partial_out + row * D + lane * kPerLane);
-            float const weight = sums.x == -INFINITY ? 0.f : exp2f(sums.x - maximum[r]);
-            sum[r] += sums.y * weight;
 #pragma unroll
-            for (int j = 0; j < kPerLane; ++j)
+            for (int r = 0; r < kRows; ++r)
             {
-                total[r].at[j] += part.at[j] * weight;
+                int64_t const row = place(rows[r], min(first + i * kSharing, count - 1));
+                sums[i][r] = w.partial_sums[row];
+                parts[i][r] = load_vector<float, kPerLane>(w.partial_out + row * D + lane * kPerLane);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+        {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+            {
+                bool const counts = first + i * kSharing < count && sums[i][r].x != -INFINITY;
+                float const weight = counts ? exp2f(sums[i][r].x - maximum[r]) : 0.f;
+                sum[r] += sums[i][r].y * weight;
+#pragma unroll
+                for (int j = 0; j < kPerLane; ++j)
+                {
+                    total[r].at[j] += parts[i][r].at[j] * weight;
+                }
             }
         }
     }

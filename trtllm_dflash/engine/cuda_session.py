@@ -5,7 +5,7 @@ the whole step: random numbers, verify, choice, acceptance, drafting, and the sl
 slots take part, launches, and reads what was decided one step behind.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,9 @@ class CudaSession(TorchSession):
     ) -> None:
         super().__init__(config, weights, device, communicator)
         self.has_kernels = _has_kernels(config)
+        self._chunk_end: int | None = None  # of the chunk that is run
+        if self.has_kernels:
+            self.communicator.share_memory(device)
         self._graphs: dict[_Key, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         self._sizes = batch_sizes(config.max_batch)
@@ -66,8 +69,11 @@ class CudaSession(TorchSession):
         super()._free()
 
     def _run_prefill(self, call: Prefill) -> StepOutputs[Tensor]:
-        self._context_end = call.start + len(call.token_ids)
-        return super()._run_prefill(call)
+        self._chunk_end = call.start + len(call.token_ids)
+        try:
+            return super()._run_prefill(call)
+        finally:
+            self._chunk_end = None
 
     def _run_decode(self, call: Decode) -> StepOutputs[Tensor]:
         rows = max(call.row_counts)
@@ -98,8 +104,22 @@ class CudaSession(TorchSession):
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         last_slot = first_slot + inputs.token_ids.shape[0]
         caches = {name: cache[first_slot:last_slot] for name, cache in self.caches.items()}
-        ops = (CudaOps if self.has_kernels else TorchOps)(self.weights, caches, self.communicator)
+        if not self.has_kernels:
+            return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
+        ops = CudaOps(self.weights, caches, self.communicator, self._chunk_end)
+        if self._chunk_end is None:
+            inputs = replace(inputs, start=_idle_below_zero(inputs))
         return self._step(ops, inputs, drafting)
+
+    def _broadcast(self, x: Tensor) -> Tensor:
+        # From host to host: the device, which is a step behind, is not waited for.
+        return self.communicator.broadcast(x)
+
+
+def _idle_below_zero(inputs: StepInputs[Tensor]) -> Tensor:
+    """`start` [B], but where no row is real so low that all rows of the step end below position 0: see `CudaOps`."""
+    rows = inputs.token_ids.shape[1] + inputs.block_offsets.shape[1]
+    return inputs.start.masked_fill(inputs.row_count == 0, -rows)
 
 
 def _has_kernels(config: EngineConfig) -> bool:

@@ -1,9 +1,15 @@
 """What the ranks of a tensor-parallel engine say to each other."""
 
+import logging
 from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import cuda_kernels
+
+_log = logging.getLogger(__name__)
 
 
 class Communicator(ABC):
@@ -22,7 +28,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, on every rank; x gives shape and dtype."""
+        """Rank 0's x, on every rank; x gives shape and dtype. On the CPU: it waits for no device."""
+
+    def share_memory(self, device: torch.device) -> None:  # noqa: B027
+        """Lets small sums be taken by a kernel that reads the other ranks' memory, where ours can."""
 
     @abstractmethod
     def close(self) -> None:
@@ -49,27 +58,60 @@ class Solo(Communicator):
 
 
 class TorchDistributed(Communicator):
-    """A process group of torch.distributed: gloo on CPU, NCCL on GPUs."""
+    """A process group of torch.distributed: gloo on CPU, NCCL on GPUs, where all but `broadcast` may be captured.
+
+    Every rank must make one.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        # NCCL takes nothing from the CPU.
+        self._host = dist.new_group(backend="gloo") if dist.get_backend(group) == "nccl" else group
+        self._small: cuda_kernels.AllReduce | None = None
+        self._shared: torch.Tensor | None = None  # what it works in, for as long as it lives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._small is not None and self._small.takes(x):
+            return self._small(x)
         dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        if x.is_cuda:
+            whole = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+            dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group)
+            return list(whole.unbind())
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(x, src=0, group=self.group)
+        dist.broadcast(x, src=0, group=self.group if x.is_cuda else self._host)
         return x
 
+    def share_memory(self, device: torch.device) -> None:
+        if self._small is not None or self.size not in cuda_kernels.ALL_REDUCE_RANKS:
+            return
+        from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import, and for this alone
+
+        works = torch.ones(1)
+        try:
+            shared = symmetric_memory.empty(cuda_kernels.ALL_REDUCE_SHARED, dtype=torch.uint8, device=device).zero_()
+            torch.cuda.synchronize(device)
+            addresses = symmetric_memory.rendezvous(shared, self.group).buffer_ptrs
+            self._small, self._shared = cuda_kernels.AllReduce(list(addresses), self.rank), shared
+        except (RuntimeError, EngineError) as error:  # GPUs that do not see each other's memory, say
+            _log.warning("all sums over the ranks go through NCCL: %s", error)
+            works.zero_()
+        # After this every rank's memory is zeros.
+        dist.all_reduce(works, op=dist.ReduceOp.MIN, group=self._host)
+        if not works.item():
+            self._small = self._shared = None
+
     def close(self) -> None:
+        self._small = self._shared = None
         # The group's threads must end before the interpreter does, or they end the process with SIGABRT.
-        del self.group
+        del self.group, self._host
         dist.destroy_process_group()

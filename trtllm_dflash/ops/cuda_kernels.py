@@ -20,18 +20,24 @@ LIBRARY_VARIABLE = "TRTLLM_DFLASH_KERNELS"
 HEAD_SIZES = (64, 128)
 #: Rows a slot that attention takes: a block. For more, kernels that share keys among rows are faster.
 MAX_ROWS = 32
+#: How many ranks `AllReduce` sums over, the most bytes that it takes, and those of each rank's shared memory.
+ALL_REDUCE_RANKS = (2, 4, 8)
+ALL_REDUCE_BYTES = 1 << 20
+ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
 _ABI_VERSION = 1
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _HALVES = (torch.float16, torch.bfloat16)
 
+_MOST_RANKS = 8
+
 _Int, _Long, _Float, _Pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 def _struct(name: str, **fields: str) -> type[ctypes.Structure]:
     """A structure of `dflash_kernels.h`: its members by type, in its order."""
-    types = {"ints": _Int, "floats": _Float, "pointers": _Pointer, "longs": _Long}
+    types = {"ints": _Int, "floats": _Float, "pointers": _Pointer, "longs": _Long, "by_rank": _Pointer * _MOST_RANKS}
     members = [(member, types[kind.rstrip("_")]) for kind, names in fields.items() for member in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
@@ -63,6 +69,13 @@ _Accept = _struct(
     "dflash_accept_params",
     ints="slots rows logit_row_count",
     pointers="token_ids target_ids logit_rows row_count start accepted committed bonus next_start",
+)
+_AllReduce = _struct(
+    "dflash_all_reduce_params",
+    ints="dtype ranks rank",
+    longs="count",
+    pointers="x out",
+    by_rank="shared",
 )
 
 
@@ -317,6 +330,45 @@ def accept(
     )
     _run("dflash_accept", params, _stream())
     return out[0], out[1], out[2]
+
+
+class AllReduce:
+    """Sums of small tensors over ranks that read each other's memory: in FP32, in the order of ranks, the same on all.
+
+    Every rank makes the same calls in one order, or waits for the others for ever.
+
+    Args:
+        shared: where each rank's shared memory lies for this one: ALL_REDUCE_SHARED bytes, zeros at first.
+        rank: this one.
+
+    Raises:
+        EngineError: the kernels are not built, or are of an older version.
+    """
+
+    def __init__(self, shared: list[int], rank: int) -> None:
+        if not hasattr(load(), "dflash_all_reduce"):
+            raise EngineError("the CUDA kernels are older than this: run `make kernels` again")
+        self._shared = (_Pointer * _MOST_RANKS)(*shared)
+        self._ranks, self._rank = len(shared), rank
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x is small, and such as the kernel can sum."""
+        return x.dtype in _DTYPES and x.is_contiguous() and x.nbytes <= ALL_REDUCE_BYTES and x.nbytes % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x."""
+        out = torch.empty_like(x)
+        params = _AllReduce(
+            dtype=_DTYPES[x.dtype],
+            ranks=self._ranks,
+            rank=self._rank,
+            count=x.numel(),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            shared=self._shared,
+        )
+        _run("dflash_all_reduce", params, _stream())
+        return out
 
 
 def _run(name: str, params: ctypes.Structure, *rest: object) -> None:

@@ -30,19 +30,26 @@ def check_supported(dtype: torch.dtype, head_sizes: Iterable[int]) -> None:
 class CudaOps(TorchOps):
     """Computes on CUDA. A call whose inputs stay at their addresses may be captured into a CUDA graph.
 
-    Attention of more rows than a block has (a prompt chunk) is torch's. A slot whose `start` is so low that its rows
-    end at or below position 0 (-rows, say) is idle: its attention costs nothing, and its caches are not written.
+    Attention of more rows than a block has (a prompt chunk) is torch's: its fused kernel, where the host knows how far
+    the rows go. A slot whose `start` is so low that its rows end at or below position 0 (-rows, say) is idle: its
+    attention costs nothing, and its caches are not written.
 
-    Args: as TorchOps.
+    Args: as TorchOps, and `chunk_end`: the length of every slot in the call once its rows are appended, where the host
+        knows it.
 
     Raises:
         EngineError: the kernels are not built.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], caches: Mapping[str, Tensor], communicator: Communicator | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        caches: Mapping[str, Tensor],
+        communicator: Communicator | None = None,
+        chunk_end: int | None = None,
     ) -> None:
         super().__init__(weights, caches, communicator)
+        self._chunk_end = chunk_end
         kernels.load()
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
@@ -55,9 +62,16 @@ class CudaOps(TorchOps):
         return kernels.swiglu(x)
 
     def attention(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, causal: bool) -> Tensor:
-        if q.shape[2] > kernels.MAX_ROWS:
+        rows = q.shape[2]
+        if rows <= kernels.MAX_ROWS:
+            return kernels.attention(q, keys, values, lengths, causal)
+        if self._chunk_end is None or not causal:
             return super().attention(q, keys, values, lengths, causal)
-        return kernels.attention(q, keys, values, lengths, causal)
+        keys, values = keys[:, :, : self._chunk_end], values[:, :, : self._chunk_end]
+        # Called by name: of rows fewer than keys the public function takes no causal mask, and for rows as many it may
+        # choose cuDNN, which compiles a plan for each length. This one's mask ends with the last row and the last key.
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)[0]
+        return out.transpose(1, 2).flatten(2)
 
     def self_attention(
         self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, start: Tensor, lengths: Tensor
@@ -92,13 +106,20 @@ class CudaOps(TorchOps):
         assert q is not None
         return self.attention(q, keys, values, lengths, causal=False)
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        best, ids = kernels.argmax(logits)
+        if self.tp == 1:
+            return ids
+        # One message: the bits of the largest logit, and its id in the whole vocabulary.
+        own = torch.stack([best.view(torch.int32), ids + self.rank * logits.shape[-1]])
+        every = torch.stack(self.communicator.all_gather(own))  # [tp, 2, B, R]
+        winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
+        return every[:, 1].gather(0, winner)[0]
+
     def accept(
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
         return Acceptance(*kernels.accept(token_ids, target_ids, logit_rows.contiguous(), row_count))
-
-    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.argmax(logits)
 
     def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]

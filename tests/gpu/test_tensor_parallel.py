@@ -1,0 +1,160 @@
+"""Tensor parallelism over GPUs of one host: NCCL, and our small sums, inside captured steps."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.conftest import TINY
+from tests.gpu.test_cuda import acceptance, load_tiny, shipped_prompts
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
+from trtllm_dflash.engine.cuda_session import CudaSession
+from trtllm_dflash.engine.session import Decode, Prefill
+from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.ops.communicator import TorchDistributed
+from trtllm_dflash.step import Drafting
+from trtllm_dflash.tokenizer import TextCodec
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs or more")
+
+GREEDY = SamplingParams(max_tokens=64)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=3)
+
+
+def spawn(ranks: int, work: Any, *arguments: object) -> None:
+    """Runs `work(communicator, device, *arguments)` in as many processes, each with a GPU of its own."""
+    store = TCPStore("127.0.0.1", 0, ranks + 1, is_master=True, wait_for_workers=False)
+    multiprocessing.spawn(_rank, (ranks, store.port, work, arguments), nprocs=ranks)  # type: ignore[attr-defined]
+
+
+def _rank(rank: int, ranks: int, port: int, work: Any, arguments: tuple[object, ...]) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = TCPStore("127.0.0.1", port, ranks + 1, is_master=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    work(TorchDistributed(group), device, *arguments)
+
+
+def load_rank(communicator: TorchDistributed, device: torch.device, precision: str) -> LLM:
+    values: dict[str, Any] = {"precision": precision, "tp": communicator.size, "max_batch": 8, "max_seq_len": 1024}
+    pair = {"name": "tiny", "target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
+    settings = BuildSettings.model_validate({**pair, **values})
+    checkpoints = open_checkpoints(settings)
+    config = plan_engine(checkpoints, settings)
+    weights = read_rank_weights(checkpoints, communicator.size, communicator.rank, config.dtype)
+    session = CudaSession(config, weights, device, communicator)
+    return LLM(session, TextCodec.load(checkpoints.target_folder.path, config.chat_arguments))
+
+
+def generate(communicator: TorchDistributed, device: torch.device, precision: str, per_kind: int, to: str) -> None:
+    with load_rank(communicator, device, precision) as llm:
+        if communicator.rank:
+            llm.session.follow()
+            return
+        prompts = shipped_prompts(per_kind)
+        arms = {"drafted": (GREEDY, True), "plain": (GREEDY, False), "sampled": (SAMPLED, True)}
+        found = {name: llm.generate(prompts, params, draft) for name, (params, draft) in arms.items()}
+        texts = {name: [c.token_ids for c in completions] for name, completions in found.items()}
+        Path(to).write_text(
+            json.dumps({"texts": texts, "acceptance": acceptance(found["drafted"]), "small": bool(communicator._small)})
+        )
+
+
+@pytest.mark.parametrize("ranks", [n for n in (2, 4) if n <= GPUS])
+def test_ranks_give_the_text_of_one_in_fp32(ranks, tmp_path):
+    spawn(ranks, generate, "fp32", 3, str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    llm, prompts = load_tiny("fp32"), shipped_prompts(3)
+    expected = llm.generate(prompts, GREEDY)
+    assert found["texts"]["drafted"] == [c.token_ids for c in expected]
+    assert found["texts"]["plain"] == [c.token_ids for c in expected]
+    assert found["texts"]["sampled"] == [c.token_ids for c in llm.generate(prompts, SAMPLED)]
+    assert found["acceptance"] == pytest.approx(acceptance(expected), rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [n for n in (2, 4) if n <= GPUS])
+def test_ranks_draft_as_well_as_one_in_bf16(ranks, tmp_path):
+    spawn(ranks, generate, "bf16", 6, str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    llm, prompts = load_tiny("bf16"), shipped_prompts(6)
+    expected = llm.generate(prompts, GREEDY)
+    assert found["small"] == llm.session.has_kernels  # type: ignore[attr-defined]
+    assert found["acceptance"] == pytest.approx(acceptance(expected), rel=0.08)
+    for arm in ("drafted", "plain"):
+        pairs = zip(found["texts"][arm], expected, strict=True)
+        assert sum(ids == c.token_ids for ids, c in pairs) >= len(prompts) // 2  # the others: near-ties
+
+
+def loop_without_a_wait(communicator: TorchDistributed, device: torch.device) -> None:
+    """torch raises at every call that waits for the device between the first launch and the last."""
+    with load_rank(communicator, device, "bf16") as llm:
+        if communicator.rank:
+            llm.session.follow()
+            return
+
+        def loop() -> list[object]:
+            outcomes: list[object] = [
+                llm.session.prefill(Prefill(slot, 0, [5] * 50, True, Drafting.BLOCK, 16)) for slot in range(4)
+            ]
+            return outcomes + [llm.session.decode(Decode([16] * 4, Drafting.BLOCK, 16, False)) for _ in range(8)]
+
+        loop()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        loop()
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_rank_0_does_not_wait_for_the_device() -> None:
+    spawn(2, loop_without_a_wait)
+
+
+def sums(communicator: TorchDistributed, device: torch.device) -> None:
+    """Small sums, one after another and captured, equal those of NCCL to a rounding; all ranks have the same bits."""
+    communicator.share_memory(device)
+    assert communicator._small is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for count in (8, 4096, 12_345 * 8, 1 << 18, 4096):
+            xs = [torch.randn(count, device=device).to(dtype) for _ in range(5)]
+            for x in xs:
+                exact = x.double()
+                dist.all_reduce(exact)
+                found = communicator.all_reduce(x)
+                limit = communicator.size * torch.finfo(dtype).eps
+                assert (found.double() - exact).abs().max() <= limit * exact.abs().max()
+                every = communicator.all_gather(found)
+                assert all(other.equal(found) for other in every)
+    x = torch.zeros(4096 * 16, dtype=torch.bfloat16, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for _ in range(20):
+            y = communicator.all_reduce(y) / communicator.size + 1
+    for i in range(200):
+        x.fill_(communicator.rank + i)
+        graph.replay()
+        if i % 20 == 0:
+            expected = i + (communicator.size - 1) / 2 + 20
+            assert (y - expected).abs().max() <= 0.02 * expected + 1
+    torch.cuda.synchronize()
+    del graph
+    communicator.close()
+
+
+@pytest.mark.parametrize("ranks", [n for n in (2, 4) if n <= GPUS])
+def test_small_sums_are_the_same_on_all_ranks(ranks):
+    if not load_tiny("bf16").session.has_kernels:  # type: ignore[attr-defined]
+        pytest.skip("the CUDA kernels are not built (make kernels)")
+    spawn(ranks, sums)
