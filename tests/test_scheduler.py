@@ -11,7 +11,7 @@ from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.session import Decode, Prefill
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.slots import MIN_REUSED_ROWS, Slots
+from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slots
 
 TEXTS = [text for kind in read_prompts(3).values() for text in kind]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -310,11 +310,11 @@ def test_a_short_common_beginning_is_not_reused():
     slots = Slots(2)
     first, second = slots
     first.keep(list(range(100)), with_drafter=True)
-    second.keep(list(range(MIN_REUSED_ROWS)), with_drafter=False)
+    second.keep(list(range(MIN_COPIED_ROWS)), with_drafter=False)
     assert slots.longest_prefix([0, 1, 2, 99], drafted=True) == (first, 3)
     assert slots.longest_prefix(list(range(100)), drafted=True) == (first, 99)
     first.forget()
-    assert slots.longest_prefix(list(range(100)), drafted=False) == (second, MIN_REUSED_ROWS)
+    assert slots.longest_prefix(list(range(100)), drafted=False) == (second, MIN_COPIED_ROWS)
     assert slots.longest_prefix(list(range(100)), drafted=True)[1] == 0
 
 

@@ -10,7 +10,9 @@ from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
+from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import MOST_FAILURES, Service, ServiceSettings
+from trtllm_dflash.runtime.text import TextStream
 
 CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(3).values() for text in kind]
 
@@ -174,6 +176,52 @@ def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
     service.close()
 
 
+def test_a_fault_of_one_requests_text_fails_that_request_alone(llm, service, monkeypatch):
+    poisoned = []
+
+    def push(self, token, real=TextStream.push):
+        if self in poisoned:
+            raise ValueError("invalid prefix")
+        real(self, token)
+
+    monkeypatch.setattr(TextStream, "push", push)
+    clients = [Client(service, CHATS[i], 40, ignore_eos=True) for i in range(3)]
+    poisoned.append(clients[1].ticket.sequence.text)
+    ends = [client.wait()[-1] for client in clients]
+    assert [end.error is None for end in ends] == [True, False, True]
+    assert "invalid prefix" in str(ends[1].error)
+    assert Client(service, CHATS[0], 4).wait()[-1].completion is not None
+
+
+def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):
+    """Also not the one whose reply ended in the very step that failed."""
+    service = Service(llm)
+    clients = [Client(service, CHATS[i], 3 if i == 0 else 900, ignore_eos=True) for i in range(3)]
+    real = Scheduler._count_requests
+
+    def fails_once_one_has_ended(self):
+        if clients[0].ticket.sequence.done:
+            monkeypatch.setattr(Scheduler, "_count_requests", real)
+            raise RuntimeError("a bug")
+        real(self)
+
+    monkeypatch.setattr(Scheduler, "_count_requests", fails_once_one_has_ended)
+    for client in clients:
+        client.wait()
+    assert "a bug" in service.failure
+    with pytest.raises(EngineError, match="a bug"):
+        Client(service, CHATS[0])
+
+
+def test_a_client_whose_callback_raises_harms_no_other(service):
+    def raises(update):
+        raise KeyError("mine")
+
+    service.submit(CHATS[0], SamplingParams(max_tokens=4), raises)
+    assert Client(service, CHATS[1], 4).wait()[-1].completion is not None
+    assert service.failure is None
+
+
 def test_closing_fails_what_is_left(llm):
     service = Service(llm)
     clients = [Client(service, CHATS[i % 12], 900, ignore_eos=True) for i in range(6)]
@@ -204,7 +252,9 @@ def test_statistics_add_up(llm):
     assert sum(found.get(("dflash_accepted_tokens_total", p), 0) for p in positions) == accepted
     by_position = [found.get(("dflash_accepted_tokens_total", p), 0) for p in positions]
     assert by_position == sorted(by_position, reverse=True)
-    assert found["dflash_acceptance_length",] == pytest.approx(1 + accepted / sum(reply.steps for reply in replies))
+    assert found["dflash_acceptance_length",] == pytest.approx(
+        sum(len(reply.token_ids) - 1 for reply in replies) / sum(reply.steps for reply in replies)
+    )
     assert found["dflash_requests_total", "completed"] == 7
     assert found["dflash_slots_in_use",] == 0
     assert found["dflash_time_to_first_token_seconds_count",] == 7

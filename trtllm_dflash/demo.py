@@ -163,6 +163,7 @@ async def _compare(url: str, codec: TextCodec, per_kind: int, max_tokens: int, c
             if not console.quiet:
                 await _show(ask, kind, prompts[0], console)
             for text in prompts:
+                await ask(text, draft=True)  # so that both find the prompt's K/V rows: the second would anyway
                 plain, drafted = await ask(text, draft=False), await ask(text, draft=True)
                 for total in (part, result):
                     total.prompts += 1

@@ -111,10 +111,6 @@ class CudaSession(TorchSession):
             inputs = replace(inputs, start=_idle_below_zero(inputs))
         return self._step(ops, inputs, drafting)
 
-    def _broadcast(self, x: Tensor) -> Tensor:
-        # From host to host: the device, which is a step behind, is not waited for.
-        return self.communicator.broadcast(x)
-
 
 def _idle_below_zero(inputs: StepInputs[Tensor]) -> Tensor:
     """`start` [B], but where no row is real so low that all rows of the step end below position 0: see `CudaOps`."""

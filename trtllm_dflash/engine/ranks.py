@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.errors import DFlashError, EngineError
-from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
+from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistributed
 
 _LOOPBACK = "127.0.0.1"
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
@@ -117,8 +117,10 @@ class World:
         server = TCPStore(_LOOPBACK, 0, self.size, is_master=True, wait_for_workers=False) if self.rank == 0 else None
         port = self._mpi.bcast(server.port if server else None)
         store = server or TCPStore(_LOOPBACK, port, self.size, is_master=False)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.size)
+        else:
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=IDLE)
         group = dist.group.WORLD
         assert group is not None
         return TorchDistributed(group)

@@ -299,7 +299,7 @@ class Session(ABC):
         return _call(self._broadcast(torch.zeros(count, dtype=torch.int64)).tolist()) if count else None
 
     def _broadcast(self, x: Tensor) -> Tensor:
-        return self.communicator.broadcast(x.to(self.device)).cpu()
+        return self.communicator.broadcast(x)  # from host to host: the device is not waited for
 
 
 def _words(call: Call) -> Iterator[int]:

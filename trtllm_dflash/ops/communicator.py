@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,11 @@ class Solo(Communicator):
         pass
 
 
+#: How long a rank waits for rank 0's next call: a server may have nothing to do for days. That a rank has died is seen
+#: by its closed connection.
+IDLE = timedelta(days=365)
+
+
 class TorchDistributed(Communicator):
     """A process group of torch.distributed: gloo on CPU, NCCL on GPUs, where all but `broadcast` may be captured.
 
@@ -68,7 +74,7 @@ class TorchDistributed(Communicator):
         self.rank = group.rank()
         self.size = group.size()
         # NCCL takes nothing from the CPU.
-        self._host = dist.new_group(backend="gloo") if dist.get_backend(group) == "nccl" else group
+        self._host = dist.new_group(backend="gloo", timeout=IDLE) if dist.get_backend(group) == "nccl" else group
         self._small: cuda_kernels.AllReduce | None = None
         self._shared: torch.Tensor | None = None  # what it works in, for as long as it lives
 

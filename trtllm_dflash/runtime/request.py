@@ -34,7 +34,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_tokens: PositiveInt = 256
-    temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=1e4)] = 0.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
@@ -118,7 +118,7 @@ class Sequence:
     """A prompt and what has been generated for it so far. What it has to report is taken by `take_update`.
 
     Attributes:
-        room: most tokens that can still be generated: max_tokens, or what the context leaves.
+        room: most tokens of the reply: max_tokens, or what the context leaves.
         end_token_ids: tokens that end it.
         text: the reply as text, where the engine has a tokenizer.
         draft: False decodes it plainly.
@@ -126,7 +126,7 @@ class Sequence:
         deadline: the `time.monotonic` by which its last token must be there.
         prefilled: prompt tokens whose K/V rows exist, or will by the steps that were launched.
         reused: of those, the rows of an earlier request.
-        in_flight: steps that were launched for it and not read.
+        in_flight: steps that were launched for it, give tokens, and were not read.
         accepted_per_step: drafts of each decoding step that became part of the reply.
     """
 
@@ -166,9 +166,10 @@ class Sequence:
                 self.text.push(token)
                 ended = ended or self.text.stopped
             if ended or len(self.token_ids) == self.room:
-                self.finish_reason = "stop" if ended else "length"
                 if self.text is not None:
                     self.text.finish()
+                    ended = ended or self.text.stopped
+                self.finish_reason = "stop" if ended else "length"
                 return count
         return len(ids)
 

@@ -7,13 +7,14 @@ The host launches a step before it has read the one before it, where the device 
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import count
 
 from trtllm_dflash.engine.session import Copy, Decode, Outcome, Prefill, Session, SlotSampling
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
-from trtllm_dflash.runtime.slots import MIN_REUSED_ROWS, Slot, Slots
+from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slot, Slots
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.step import Drafting
 
@@ -68,6 +69,7 @@ class Scheduler:
         self._queue = Queue()
         self._slots = Slots(config.max_batch)
         self._launched: deque[_Launched] = deque()
+        self._admitted = count()
         self._changed: list[Sequence] = []
         self.statistics = Statistics(slots=config.max_batch, kv_tokens=config.max_batch * config.max_seq_len)
 
@@ -86,18 +88,17 @@ class Scheduler:
 
         A chunk of a prompt, or a block of all that run. A step that fails fails its sequences.
         """
-        self._changed = []
         self._drop_unwanted()
         self._admit()
         launched = self._launch()
         while len(self._launched) > (self._ahead if launched else 0):
             self._read(self._launched.popleft())
         self._count_requests()
-        return self._changed
+        changed, self._changed = self._changed, []
+        return changed
 
     def fail_all(self, error: DFlashError) -> list[Sequence]:
-        """Ends every sequence with an error, and returns them."""
-        self._changed = []
+        """Ends every sequence with an error; returns them, and those that an unfinished `step` did not return."""
         self._launched.clear()
         for sequence in self._queue.remove_if(lambda _: True):
             self._end(sequence, error)
@@ -105,7 +106,8 @@ class Scheduler:
             if slot.sequence is not None:
                 self._fail(slot, error)
         self._count_requests()
-        return self._changed
+        changed, self._changed = self._changed, []
+        return changed
 
     def _count_requests(self) -> None:
         running = [slot for slot in self._slots if slot.sequence is not None]
@@ -133,20 +135,22 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._queue and (slot := self._slots.lowest_free()) is not None:
-            sequence = self._queue.pop()
-            slot.sequence = sequence
-            sequence.times.first_scheduled_ns = time.time_ns()
+            slot.sequence = self._queue.pop()
+            slot.order = next(self._admitted)
             try:
-                self._reuse_prefix(slot, sequence)
+                self._reuse_prefix(slot, slot.sequence)
             except Exception as error:
                 self._fail(slot, error)
+                break  # what fails once may fail for all that wait
 
     def _reuse_prefix(self, slot: Slot, sequence: Sequence) -> None:
         """Starts from the rows that some slot already has of this prompt."""
-        source, rows = self._slots.longest_prefix(sequence.prompt_ids, drafted=self._drafts(sequence))
-        if rows < MIN_REUSED_ROWS:
-            source, rows = slot, 0
-        if source is not slot:
+        drafts = self._drafts(sequence)
+        source, rows = self._slots.longest_prefix(sequence.prompt_ids, drafts)
+        own = slot.shared_rows(sequence.prompt_ids, drafts)
+        if rows == own or rows < MIN_COPIED_ROWS:
+            rows = own
+        else:
             self._session.copy_rows(Copy(source.index, slot.index, rows))
             slot.rows, slot.drafter_rows = source.rows[:rows], min(source.drafter_rows, rows)
         slot.forget(rows)
@@ -191,8 +195,8 @@ class Scheduler:
     def _prefill(self, part: _Part) -> _Launched:
         slot, sequence, params = part.slot, part.sequence, part.sequence.params
         drafts = 0
-        if part.last_chunk and self._drafts(sequence):
-            drafts = self._draft_length.choose(1 + sum(slot.running for slot in self._slots))
+        if part.last_chunk and self._drafts(sequence) and sequence.room > 1:
+            drafts = self._draft_length.choose(1 + max(s.index for s in self._slots if s.running or s is slot))
         drafting = _drafting(drafts) if self._draft else Drafting.OFF
         call = Prefill(
             slot=slot.index,
@@ -203,6 +207,8 @@ class Scheduler:
             block=drafts + 1,
             sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
         )
+        if not sequence.times.first_scheduled_ns:
+            sequence.times.first_scheduled_ns = time.time_ns()
         outcome = self._session.prefill(call)
         sequence.prefilled += len(part.row_ids)
         if part.last_chunk:
@@ -226,7 +232,7 @@ class Scheduler:
             row_counts[part.index] = part.drafts + 1
         drafting, drafts = Drafting.OFF, 0
         if any(self._drafts(part.sequence) for part in parts):
-            drafts = self._draft_length.choose(len(parts))
+            drafts = self._draft_length.choose(len(row_counts))  # as many slots as the step computes
             drafting = _drafting(drafts)
         sampled = any(part.sequence.params.temperature > 0 for part in parts)
         call = Decode(row_counts, drafting, drafts + 1, sampled)
@@ -250,7 +256,11 @@ class Scheduler:
                     self._fail(part.slot, error)
             return
         for part in launched.parts:
-            self._settle(part, committed[part.index], launched.wrote_drafter)
+            try:
+                self._settle(part, committed[part.index], launched.wrote_drafter)
+            except Exception as error:  # of its text, say: nobody else's matter
+                if part.slot.sequence is part.sequence:
+                    self._fail(part.slot, error)
 
     def _settle(self, part: _Part, ids: list[int], wrote_drafter: bool) -> None:
         slot, sequence = part.slot, part.sequence
@@ -263,13 +273,13 @@ class Scheduler:
             return
         if not part.row_ids:  # the bonus token of the step before, and the drafts that were accepted
             slot.keep([sequence.token_ids[-1], *ids[:-1]], wrote_drafter)
-        count = sequence.commit(ids)
-        self.statistics.committed_tokens += count
+        taken = sequence.commit(ids)
+        self.statistics.committed_tokens += taken
         if not part.row_ids:
-            accepted = min(len(ids) - 1, count)
+            accepted = min(len(ids) - 1, taken)
             sequence.count_drafts(part.drafts, accepted)
             if part.drafts:
-                self.statistics.count_drafts(part.drafts, accepted)
+                self.statistics.count_drafts(part.drafts, accepted, taken)
                 self._draft_length.observe(part.drafts, len(ids) - 1)
         self._changed.append(sequence)
         if sequence.done:
@@ -298,4 +308,4 @@ def _drafting(drafts: int) -> Drafting:
 
 def _first_come(slot: Slot) -> tuple[int, int]:
     assert slot.sequence is not None
-    return slot.sequence.priority, slot.sequence.times.first_scheduled_ns
+    return slot.sequence.priority, slot.order

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -58,7 +59,7 @@ class Ticket:
 
 
 class Service:
-    """Serves an LLM until it is closed; the LLM itself is its owner's to close.
+    """Serves an LLM until it is closed; nothing else may generate on that LLM meanwhile, which is its owner's to close.
 
     Attributes:
         failure: why it serves no more; None while it does.
@@ -125,6 +126,8 @@ class Service:
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request at the next step; nothing happens to one that has ended."""
         with self._changed:
+            if ticket.sequence.done or self._closing or self.failure is not None:
+                return
             self._cancelled.append(ticket)
             self._changed.notify()
 
@@ -133,30 +136,39 @@ class Service:
         return self._scheduler.statistics
 
     def close(self) -> None:
-        """Fails what is left, and ends the thread."""
+        """Fails what is left, and ends the thread.
+
+        Raises:
+            EngineError: a step has not ended in half a minute; the engine must not be closed under it.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise EngineError(f"a step has not ended in {_CLOSE_SECONDS} s; end the process")
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # without this thread nothing is ever answered
+            traceback.print_exc()
+            self._give_up(f"the scheduler failed: {type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
         failures, ended = 0, self._scheduler.statistics.requests
         while self._take_in():
             failed_before, completed_before = ended["failed"], ended["completed"]
-            try:
-                changed = self._scheduler.step()
-            except Exception as error:  # a fault of the scheduler itself: nothing it holds can be relied on
-                self._give_up(f"the scheduler failed: {type(error).__name__}: {error}")
-                return
+            changed = self._scheduler.step()
             self._report(changed)
             failed = ended["failed"] > failed_before
             failures = 0 if ended["completed"] > completed_before else failures + failed
             # Ranks that have not all run the same steps no longer belong together.
             if failures == MOST_FAILURES or (failed and self._llm.config.tp > 1):
-                last = next(sequence.error for sequence in changed if sequence.error is not None)
-                self._give_up(f"the engine failed: {last}")
+                causes = [str(s.error) for s in changed if isinstance(s.error, EngineError)]
+                self._give_up(f"the engine failed: {causes[0]}")
                 return
         self._report(self._scheduler.fail_all(EngineError("the service is closing")))
 
@@ -186,7 +198,10 @@ class Service:
                 del self._tickets[sequence]
                 with self._changed:
                     self._taken -= 1
-            ticket.on_update(update)
+            try:
+                ticket.on_update(update)
+            except Exception:  # the caller's fault, and no other request's
+                traceback.print_exc()
 
     def _give_up(self, failure: str) -> None:
         with self._changed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from trtllm_dflash.runtime.request import Sequence
 
 #: Shorter shared prefixes are not worth a copy: a prompt has a template's first words in common with any other.
-MIN_REUSED_ROWS = 16
+MIN_COPIED_ROWS = 16
 
 
 @dataclass
@@ -14,10 +14,12 @@ class Slot:
     """One slot of the caches.
 
     Attributes:
-        rows: the tokens whose K/V rows are known to be in the target's caches, from position 0 on.
+        rows: the tokens whose K/V rows are known to be in the target's caches, from position 0 on. (A slot that takes
+            no part in a step may write over the row of the context's last position: no prompt is so long as to use it.)
         drafter_rows: how many of them the drafter's caches hold too.
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left.
         running: past its prefill.
+        order: when its sequence was given it, among all.
     """
 
     index: int
@@ -26,6 +28,17 @@ class Slot:
     drafter_rows: int = 0
     block: int = 1
     running: bool = False
+    order: int = 0
+
+    def shared_rows(self, prompt_ids: list[int], drafted: bool) -> int:
+        """How many rows of a prompt's first tokens it holds, for the drafter too if that drafts.
+
+        The prompt's last token is never among them: a step has to run on it.
+        """
+        most = min(len(prompt_ids) - 1, self.drafter_rows if drafted else len(self.rows))
+        if self.rows[:most] == prompt_ids[:most]:
+            return most
+        return next(i for i in range(most) if self.rows[i] != prompt_ids[i])
 
     def keep(self, ids: list[int], with_drafter: bool) -> None:
         """Notes rows that a step has written."""
@@ -61,14 +74,6 @@ class Slots:
         return next((slot for slot in self._slots if slot.sequence is None), None)
 
     def longest_prefix(self, prompt_ids: list[int], drafted: bool) -> tuple[Slot, int]:
-        """The slot that holds most of a prompt's first tokens, and how many rows of them can be taken from it.
-
-        The prompt's last token is never among them: a step has to run on it. `drafted`: the drafter's rows are needed.
-        """
-        limit = len(prompt_ids) - 1
-
-        def shared(slot: Slot) -> int:
-            most = min(limit, slot.drafter_rows if drafted else len(slot.rows))
-            return next((i for i in range(most) if slot.rows[i] != prompt_ids[i]), most)
-
-        return max(((slot, shared(slot)) for slot in self._slots), key=lambda found: found[1])
+        """The slot that holds most of a prompt's first tokens, and how many rows of them; see `Slot.shared_rows`."""
+        found = ((slot, slot.shared_rows(prompt_ids, drafted)) for slot in self._slots)
+        return max(found, key=lambda pair: pair[1])

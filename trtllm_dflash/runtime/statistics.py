@@ -80,11 +80,14 @@ class Statistics:
         }
     )
 
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Counts one sequence's drafts in a step; every position up to the first wrong one is accepted."""
+    def count_drafts(self, drafted: int, accepted: int, tokens: int) -> None:
+        """Counts one sequence's drafts in a step, those accepted, and the tokens that it got.
+
+        Every position up to the first wrong one is accepted; what comes after the reply's end is not.
+        """
         self.drafted.update(range(1, drafted + 1))
         self.accepted.update(range(1, accepted + 1))
-        self.recent.append(accepted + 1)
+        self.recent.append(tokens)
 
     def count_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has ended, one way or another."""

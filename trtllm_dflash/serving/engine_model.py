@@ -50,6 +50,7 @@ class Reply:
     coded: bool
     tokens: int = 0
     ticket: Ticket | None = None
+    cancelled: bool = False
 
 
 class EngineModel:
@@ -111,7 +112,7 @@ class EngineModel:
         reply = Reply(asked, sender, set(request.requested_output_names()), key, wants_codes(request))
         self._outbox.put(lambda: self._begin(reply))
         try:
-            reply.ticket = self._service.submit(
+            ticket = self._service.submit(
                 asked.prompt_ids,
                 asked.params,
                 lambda update: self._outbox.put(lambda: self._send(reply, update)),
@@ -119,6 +120,7 @@ class EngineModel:
                 priority=asked.priority,
                 deadline=asked.deadline,
             )
+            self._outbox.put(lambda: self._taken(reply, ticket))
         except DFlashError as error:
             refusal = Update(error=error)
             self._outbox.put(lambda: self._send(reply, refusal))
@@ -137,7 +139,13 @@ class EngineModel:
         else:
             self._outbox.watch(reply.sender, lambda: self._cancel(reply))
 
+    def _taken(self, reply: Reply, ticket: Ticket) -> None:
+        reply.ticket = ticket
+        if reply.cancelled:
+            self._service.cancel(ticket)
+
     def _cancel(self, reply: Reply) -> None:
+        reply.cancelled = True
         if reply.ticket is not None:
             self._service.cancel(reply.ticket)
 
