@@ -421,7 +421,7 @@ def test_a_unary_call_whose_client_is_gone_frees_its_slot(client, server):
 @pytest.fixture(scope="module")
 def unary_client(triton, served_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unary")
-    deploy(served_engine, folder / "repository", DeploySettings(device="cpu", decoupled=False))
+    deploy(served_engine, folder / "repository", DeploySettings(device="cpu", decoupled=False, max_queue=0))
     with Server(folder / "repository", ANYWHERE, log=folder / "triton.log", patience=60) as running:
         yield Client(running.endpoints.grpc, running.endpoints.http)
 
@@ -437,3 +437,28 @@ def test_deployed_unary_every_model_answers_once(unary_client, tiny):
         unary_client.unary("tensorrt_llm", streaming=True, **asked)
     with pytest.raises(InferenceServerException, match="stream: "):
         unary_client.unary("ensemble", text_input=CHAT, max_tokens=20, stream=True)
+
+
+def test_a_full_queue_is_an_error_at_once_and_room_is_room(unary_client):
+    """Eight slots, and no place to wait."""
+    refusals, calls = [], []
+    for _ in range(12):
+        asked = tensors({"text_input": CHAT, "max_tokens": 1900, "ignore_eos": True})
+        calls.append(
+            unary_client.grpc.async_infer(
+                "tensorrt_llm_bls", asked, lambda result, error: refusals.append(str(error)) if error else None
+            )
+        )
+    eventually(lambda: len(refusals) == 4)
+    assert all("the queue is full: 8 requests have a slot, and 0 wait (--max-queue)" in text for text in refusals)
+    for call in calls:
+        call.cancel()
+
+    def served():
+        try:
+            return unary_client.unary("ensemble", text_input=CHAT, max_tokens=1)
+        except InferenceServerException as error:
+            assert "the queue is full" in str(error)
+            return None
+
+    eventually(served)
