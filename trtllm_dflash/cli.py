@@ -461,6 +461,8 @@ def serve(
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
     settings = _deploy_settings(no_draft, flags)
+    if endpoints.openai_port is not None and not settings.decoupled:
+        raise SettingsError("--unary: the OpenAI API streams, which these models would not; leave out --openai-port")
     try:
         with ExitStack() as stack:
             with _progress_bar() as progress:

@@ -266,6 +266,7 @@ def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_eng
     (tmp_path / "key").write_text("\n")
     assert "is empty" in refusal("serve", *quick, "--openai-port", 0, "--openai-api-key-file", tmp_path / "key")
     assert "--log" in refusal("serve", *quick, "--log", tmp_path / "none" / "log")
+    assert "--unary: the OpenAI API" in refusal("serve", "--engine", served_engine, "--unary", "--openai-port", 0)
 
 
 def test_a_log_file_is_added_to_and_kept(echo, tmp_path, triton):
