@@ -292,7 +292,7 @@ def generate(
     from trtllm_dflash.engine.threads import limit_threads
     from trtllm_dflash.llm import LLM
 
-    limit_threads(engine)
+    limit_threads(read_config(engine))
     with LLM.load(engine, device) as llm:
         if llm.session.communicator.rank != 0:
             llm.session.follow()

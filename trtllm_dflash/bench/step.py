@@ -1,6 +1,5 @@
 """Times decoding steps, plain and drafted, launched as the scheduler launches them, against the floor of each."""
 
-import os
 import statistics
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.memory import GB, RESERVED, plan_memory
 from trtllm_dflash.engine.ranks import World
 from trtllm_dflash.engine.session import Decode, Outcome, Prefill, Session
-from trtllm_dflash.engine.threads import SMALL_MODEL, limit_threads
+from trtllm_dflash.engine.threads import limit_threads
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM, pick_device
@@ -356,7 +355,7 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
     device = pick_device(settings.device)
     plan = make_plan(settings, device)
     if settings.engine is not None:
-        limit_threads(settings.engine)
+        limit_threads(read_config(settings.engine))
         session = LLM.load(settings.engine, settings.device).session
     else:
         world = World(tp)
@@ -406,8 +405,8 @@ def _own_device(device: torch.device, world: World) -> torch.device:
 
 
 def _random_session(config: EngineConfig, device: torch.device, world: World) -> Session:
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and plan_memory(config).weights < SMALL_MODEL:
-        torch.set_num_threads(1)  # as `limit_threads`
+    if device.type == "cpu":
+        limit_threads(config)
     kind = CudaSession if device.type == "cuda" else TorchSession
     try:
         return kind(config, random_weights(config, world.rank, device), device, world.connect(device))

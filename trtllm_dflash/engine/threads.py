@@ -1,20 +1,19 @@
 """How many threads torch computes with on the CPU."""
 
 import os
-from pathlib import Path
 
 import torch
 
-from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.memory import plan_memory
 
 SMALL_MODEL = 100_000_000  # bytes of weights
 
 
-def limit_threads(engine: Path) -> None:
+def limit_threads(config: EngineConfig) -> None:
     """One thread for a small model: its steps are too short to share out. OMP_NUM_THREADS overrides it.
 
     Threads that wait for one another make such steps many times slower wherever another process wants a core.
     """
-    if "OMP_NUM_THREADS" not in os.environ and plan_memory(read_config(engine)).weights < SMALL_MODEL:
+    if "OMP_NUM_THREADS" not in os.environ and plan_memory(config).weights < SMALL_MODEL:
         torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
+from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.threads import limit_threads
 from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.llm import LLM
@@ -62,7 +63,7 @@ class EngineModel:
         engine = Path(parameter(config, "engine"))
         self._decoupled = parameter(config, "decoupled") == "true"
         self._echo = parameter(config, "exclude_input_in_output") == "false"
-        limit_threads(engine)
+        limit_threads(read_config(engine))
         self._llm = LLM.load(engine, parameter(config, "device"))
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
