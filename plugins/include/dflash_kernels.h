@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 1
+#define DFLASH_ABI_VERSION 2
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -32,7 +32,8 @@ typedef enum
 {
     DFLASH_FP16 = 0,
     DFLASH_BF16 = 1,
-    DFLASH_FP32 = 2 /* argmax's logits and attention's sinks only */
+    DFLASH_FP32 = 2, /* argmax's logits and attention's sinks only */
+    DFLASH_FP8 = 3 /* E4M3; weights of products only */
 } dflash_dtype;
 
 /* Attention of a short block of rows over a long linear cache.
@@ -113,6 +114,29 @@ typedef struct
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
+
+#define DFLASH_SKINNY_ROWS 16
+
+/* x W^T + bias of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor on their number.
+ *
+ * A weight's row is a multiple of 128 bytes, and there are a multiple of 16 of them. E4M3 weights have an FP32 scale a
+ * row and are multiplied in x's type. */
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16: x, bias and out */
+    int32_t weight_dtype; /* dtype, or FP8 */
+    int32_t rows; /* at most DFLASH_SKINNY_ROWS */
+    int32_t inputs;
+    int32_t outputs;
+    int32_t swiglu; /* 1: the weight's rows are gate, then up, and out is silu(gate) * up, half as wide */
+    const void* x; /* [rows, inputs] contiguous */
+    const void* weight; /* [outputs, inputs] contiguous */
+    const float* scale; /* [outputs], of FP8 weights */
+    const void* bias; /* [outputs], or null */
+    void* out; /* [rows, outputs] contiguous */
+} dflash_skinny_gemm_params;
+
+DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
 /* RMSNorm of x, or of x + residual, which is then stored too. H is a multiple of 8 and at most 32,768. */
 typedef struct

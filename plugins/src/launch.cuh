@@ -6,13 +6,24 @@
 namespace dflash
 {
 
-// First in every kernel: what the kernels before this one wrote can be seen after it. The next kernel may then already
-// be put in place; it waits likewise. Every thread calls it, for a grid that ended without waiting would let the one
-// after it run too soon.
-__device__ __forceinline__ void begin()
+// The next kernel may be put in place beside this one, and read what no kernel of the step writes: weights.
+__device__ __forceinline__ void trigger()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+}
+
+// What the kernels before this one wrote can be seen after it. Every thread calls it, for a grid that ended without
+// waiting would let the one after it run too soon.
+__device__ __forceinline__ void wait()
 {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
+}
+
+// First in every kernel that has nothing to do before it waits.
+__device__ __forceinline__ void begin()
+{
+    trigger();
+    wait();
 }
 
 template <typename... Params, typename... Arguments>

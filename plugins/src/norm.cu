@@ -14,10 +14,23 @@ constexpr int kMaxVectors = 4; // a thread's
 
 // One block a row. A row stays in registers between the sum of its squares and its scaling.
 template <typename T, bool kResidual, int kVectors>
-__global__ void rms_norm_kernel(dflash_rms_norm_params const p)
+__global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_params const p)
 {
     using Row = Vector<T, kVector>;
-    begin();
+    trigger();
+    // A constant: it is read while the kernel before still runs.
+    T const* weight = static_cast<T const*>(p.weight);
+    Row scale[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        int const at = (threadIdx.x + i * blockDim.x) * kVector;
+        if (at < p.size)
+        {
+            scale[i] = load_vector<T, kVector>(weight + at);
+        }
+    }
+    wait();
     int64_t const row = blockIdx.x;
     int const slot = static_cast<int>(row / p.rows);
     int const vectors = p.size / kVector;
@@ -65,7 +78,6 @@ __global__ void rms_norm_kernel(dflash_rms_norm_params const p)
     float total = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f;
     float const root = rsqrtf(warp_sum(total) / static_cast<float>(p.size) + p.eps);
 
-    T const* weight = static_cast<T const*>(p.weight);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
     {
@@ -74,13 +86,12 @@ __global__ void rms_norm_kernel(dflash_rms_norm_params const p)
         {
             continue;
         }
-        Row const scale = load_vector<T, kVector>(weight + at);
         Row normed;
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
         {
             float const value = rounded<T>(to_float(held[i].at[j]) * root);
-            normed.at[j] = from_float<T>(value * to_float(scale.at[j]));
+            normed.at[j] = from_float<T>(value * to_float(scale[i].at[j]));
         }
         store_vector(out + at, normed);
     }

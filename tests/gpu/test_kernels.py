@@ -19,6 +19,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops import AttentionLayer, cuda_kernels
 from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.fp8 import quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 from trtllm_dflash.tokenizer import TextCodec
@@ -352,6 +353,63 @@ def test_swiglu_equals_float64(dtype, size):
     x = torch.randn(2, 5, 2 * size, dtype=dtype, device="cuda") * 4
     gate, up = x.double().chunk(2, dim=-1)
     assert_close(cuda_kernels.swiglu(x), F.silu(gate) * up, dtype)
+
+
+# -- matrix products of few rows ---------------------------------------------------------------------------------------
+
+#: Rows of a weight and inputs: shares of one to many passes, runs of inputs that are not a multiple of the warps.
+SHAPES = [(16, 64), (48, 192), (1040, 128), (2880, 2880), (4096, 512), (6144, 4096), (4096, 12288), (24576, 4096)]
+
+
+def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tuple[torch.Tensor, ...]:
+    """x of as many rows as there may be, a weight, its scale, a bias, and their product in float64."""
+    outputs, inputs = shape
+    x = torch.randn(cuda_kernels.SKINNY_ROWS, inputs, dtype=dtype, device="cuda")
+    weight = torch.randn(outputs, inputs, dtype=dtype, device="cuda") * 0.05
+    bias = torch.randn(outputs, dtype=dtype, device="cuda")
+    scale = None
+    if fp8:
+        weight, scale = quantize_rows(weight)
+        scale = scale.flatten()
+    wide = weight.double() * (1 if scale is None else scale.double()[:, None])
+    return x, weight, scale, bias, x.double() @ wide.t()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_skinny_product_equals_float64_whatever_the_other_rows_are(dtype, shape, fp8):
+    if fp8 and shape[1] % 128:
+        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
+    x, weight, scale, bias, expected = product(shape, dtype, fp8)
+    whole = cuda_kernels.skinny_gemm(x, weight, scale)
+    assert_close(whole, expected, dtype)
+    for rows in (1, 3, 8, 9, 15):
+        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale), whole[:rows])
+    biased = cuda_kernels.skinny_gemm(x[:5], weight, scale, bias)
+    assert_close(biased, expected[:5] + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 32 == 0], ids=str)
+def test_a_product_with_swiglu_is_the_product_then_swiglu(shape, fp8):
+    x, weight, scale, bias, _ = product(shape, torch.bfloat16, fp8)
+    for rows in (1, 8, 16):
+        apart = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias))
+        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, swiglu=True), apart)
+
+
+def test_every_fp8_number_is_multiplied_as_it_is():
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    numbers = numbers[numbers.float().isfinite()][:240]
+    weight = torch.zeros(240, 256, dtype=torch.float8_e4m3fn, device="cuda")
+    weight[range(240), range(240)] = numbers
+    for dtype in HALVES:
+        one = torch.eye(256, dtype=dtype, device="cuda")
+        scale = torch.ones(240, device="cuda")
+        for first in range(0, 240, 16):
+            found = cuda_kernels.skinny_gemm(one[first : first + 16], weight, scale)
+            assert torch.equal(found[:, first : first + 16].diagonal().float(), numbers[first : first + 16].float())
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])

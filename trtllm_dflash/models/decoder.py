@@ -167,7 +167,7 @@ def add_and_norm_next(ops: Ops[T], layers: str, i: int, x: T, y: T, c: DecoderCo
 
 def mlp(ops: Ops[T], prefix: str, x: T) -> T:
     """SwiGLU feed-forward, summed over the ranks: [B, N, H] -> [B, N, H]."""
-    h = ops.swiglu(ops.linear(prefix + "mlp.gate_up_proj", x))
+    h = ops.linear_swiglu(prefix + "mlp.gate_up_proj", x)
     return ops.all_reduce(ops.linear(prefix + "mlp.down_proj", h))
 
 

@@ -121,6 +121,10 @@ class Ops(ABC, Generic[T]):
         total = self.add(x, y)
         return total, self.rms_norm(name, total, eps)
 
+    def linear_swiglu(self, name: str, x: T) -> T:
+        """x [B, N, I] through a weight `name` that holds gate, then up: silu(gate) * up, [B, N, F]."""
+        return self.swiglu(self.linear(name, x))
+
     def self_attention(self, layer: AttentionLayer, qkv: T, positions: T, start: T, lengths: T) -> T:
         """Causal attention of rows over the cache and themselves: [B, N, heads*D].
 

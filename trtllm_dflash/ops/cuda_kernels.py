@@ -20,14 +20,16 @@ LIBRARY_VARIABLE = "TRTLLM_DFLASH_KERNELS"
 HEAD_SIZES = (64, 128)
 #: Rows a slot that attention takes: a block. For more, kernels that share keys among rows are faster.
 MAX_ROWS = 32
+#: Rows that `skinny_gemm` takes: the weight's own bytes are what a product of few rows costs.
+SKINNY_ROWS = 16
 #: How many ranks `AllReduce` sums over, the most bytes that it takes, and those of each rank's shared memory.
 ALL_REDUCE_RANKS = (2, 4, 8)
 ALL_REDUCE_BYTES = 1 << 20
 ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
-_ABI_VERSION = 1
-_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_ABI_VERSION = 2
+_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
 _MOST_RANKS = 8
@@ -55,6 +57,11 @@ _Append = _struct(
     floats="norm_eps",
     pointers="qkv context_k context_v q_norm k_norm cos sin start committed q_out keys values",
     longs="qkv_slot_stride qkv_row_stride context_slot_stride context_row_stride cache_slot_stride cache_head_stride",
+)
+_SkinnyGemm = _struct(
+    "dflash_skinny_gemm_params",
+    ints="dtype weight_dtype rows inputs outputs swiglu",
+    pointers="x weight scale bias out",
 )
 _RmsNorm = _struct(
     "dflash_rms_norm_params",
@@ -287,6 +294,45 @@ def swiglu(x: Tensor) -> Tensor:
     rows = x.numel() // x.shape[-1]
     params = _Swiglu(dtype=_DTYPES[x.dtype], rows=rows, size=size, x=x.data_ptr(), out=out.data_ptr())
     _run("dflash_swiglu", params, _stream())
+    return out
+
+
+def takes_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether `skinny_gemm` multiplies x [..., I] and weight [O, I]."""
+    outputs, inputs = weight.shape
+    line = inputs * weight.element_size()
+    return x.dtype in _HALVES and x.numel() <= SKINNY_ROWS * inputs and line % 128 == 0 and outputs % 16 == 0
+
+
+def skinny_gemm(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, swiglu: bool = False
+) -> Tensor:
+    """x [..., I] of few rows times weight [O, I], transposed, plus bias [O]: [..., O]. A row's result is its own.
+
+    Args:
+        weight: of x's type, or E4M3 with `scale` [O] in FP32. See `takes_skinny` for the sizes.
+        swiglu: its rows are gate, then up: returns silu(gate) * up, [..., O/2].
+    """
+    outputs, inputs = weight.shape
+    _check(takes_skinny(x, weight) and x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    _check(x.is_contiguous() and weight.is_contiguous(), "x and the weight must be contiguous")
+    _check(weight.dtype == (x.dtype if scale is None else torch.float8_e4m3fn), f"a weight of {weight.dtype}")
+    width = outputs // 2 if swiglu else outputs
+    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    params = _SkinnyGemm(
+        dtype=_DTYPES[x.dtype],
+        weight_dtype=_DTYPES[weight.dtype],
+        rows=x.numel() // inputs,
+        inputs=inputs,
+        outputs=outputs,
+        swiglu=int(swiglu),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        scale=_address(scale),
+        bias=_address(bias),
+        out=out.data_ptr(),
+    )
+    _run("dflash_skinny_gemm", params, _stream())
     return out
 
 

@@ -52,6 +52,21 @@ class CudaOps(TorchOps):
         self._chunk_end = chunk_end
         kernels.load()
 
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        if not kernels.takes_skinny(x, self.weights[name + ".weight"]):
+            return super().linear(name, x)
+        return self._skinny_gemm(name, x, swiglu=False)
+
+    def linear_swiglu(self, name: str, x: Tensor) -> Tensor:
+        if not kernels.takes_skinny(x, self.weights[name + ".weight"]):
+            return super().linear_swiglu(name, x)
+        return self._skinny_gemm(name, x, swiglu=True)
+
+    def _skinny_gemm(self, name: str, x: Tensor, swiglu: bool) -> Tensor:
+        weight, scale, bias = (self.weights.get(f"{name}.{part}") for part in ("weight", "scale", "bias"))
+        assert weight is not None
+        return kernels.skinny_gemm(x, weight, scale, bias, swiglu)
+
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, self.weights[name + ".weight"], eps)
 
