@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops import Acceptance, MoELayer, Ops, SamplingInputs
 
 ITensor: TypeAlias = Any  # TensorRT's bindings carry no type stubs
 
@@ -130,7 +130,18 @@ class TensorRTOps(Ops[ITensor]):
         self.network.mark_output(present)
         return present
 
-    def attention(self, q: ITensor, keys: ITensor, values: ITensor, lengths: ITensor, causal: bool) -> ITensor:
+    def attention(
+        self,
+        q: ITensor,
+        keys: ITensor,
+        values: ITensor,
+        lengths: ITensor,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+    ) -> ITensor:
+        if window is not None or sinks is not None:
+            raise EngineError(f"{self._scope}: no windows and sinks with TensorRT; use --backend torch")
         # The layer has no scale of its own.
         q = self._binary("PROD", q, self._fill(q.shape[3] ** -0.5, 4, q.dtype), "scale")
         # LOWER_RIGHT aligns the last row with the last of `lengths` keys: lengths count padded rows too.
@@ -148,6 +159,9 @@ class TensorRTOps(Ops[ITensor]):
         gate, up = (self._reshape(self._slice(halves, 2, i, 1), (0, 0, size)) for i in range(2))
         sigmoid = self._layer(self.network.add_activation(gate, self.trt.ActivationType.SIGMOID), "sigmoid")
         return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
+
+    def moe(self, layer: MoELayer, x: ITensor, logits: ITensor) -> ITensor:
+        raise EngineError(f"{layer.prefix}experts: no mixtures of experts with TensorRT; use --backend torch")
 
     def all_reduce(self, x: ITensor) -> ITensor:
         if self.tp == 1:  # a world of one has no communicator
