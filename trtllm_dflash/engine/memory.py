@@ -8,7 +8,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter
-from trtllm_dflash.models.weights import Weight, WeightPrecision, units_per_rank
+from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 
 GB = 1_000_000_000
 
@@ -102,18 +102,24 @@ def _advice(config: EngineConfig, room: int) -> str:
 
 def weight_count(config: EngineConfig) -> int:
     """Parameters that the first rank holds, with the RoPE tables; a tied head counts once."""
-    return sum(_count(weight.shape(config.tp, 0)) for weight in _weights(config)) + _completed(config)
+    numbers = {Content.NUMBERS: 1, Content.E2M1_PAIRS: 2, Content.E8M0: 0}  # an element's
+    weights = _weights(config)
+    return sum(_count(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
 
 
 def weight_bytes(config: EngineConfig) -> int:
-    """Bytes of those parameters and tables; as FP8 where that is how they are stored and multiplied."""
-    size = config.dtype.itemsize
-    total = _completed(config) * size
-    for weight in _weights(config):
-        shape = weight.shape(config.tp, 0)
-        is_fp8 = weight.precision is WeightPrecision.FP8
-        total += _count(shape) + 4 * shape[0] if is_fp8 else _count(shape) * size
-    return total
+    """Bytes of those parameters and tables; as FP8 or MXFP4 where that is how they are stored and multiplied."""
+    return _completed(config) * config.dtype.itemsize + sum(stored_bytes(w, config) for w in _weights(config))
+
+
+def stored_bytes(weight: Weight, config: EngineConfig) -> int:
+    """Of what the first rank holds of it."""
+    shape = weight.shape(config.tp, 0)
+    return {
+        WeightPrecision.ENGINE: _count(shape) * config.dtype.itemsize,
+        WeightPrecision.FP8: _count(shape) + 4 * shape[0],
+        WeightPrecision.BYTES: _count(shape),
+    }[weight.precision]
 
 
 def _weights(config: EngineConfig) -> list[Weight]:
@@ -153,7 +159,9 @@ def _scratch(config: EngineConfig) -> int:
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
     shared = units_per_rank(target.heads, config.tp) * target.head_size
-    wide = 3 * target.intermediate_size // config.tp + 4 * shared + (taps + 6) * target.hidden_size
+    moe = target.moe
+    columns = target.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
+    wide = 3 * columns // config.tp + 4 * shared + (taps + 6) * target.hidden_size
     rows = max(config.chunk, config.max_batch * config.block_size)
     logit_rows = config.max_batch * config.block_size
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.

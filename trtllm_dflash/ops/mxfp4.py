@@ -13,8 +13,8 @@ Tensor = torch.Tensor
 #: Numbers that share a scale, and the bytes that hold them.
 BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
-#: The scale byte that stands for 1.
-ONE = 127
+#: The scale bytes that stand for 1, and for not a number.
+ONE, NAN = 127, 255
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: The number of each half byte: three bits of magnitude, and the sign above them.
@@ -35,5 +35,5 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two numbers of each byte [256, 2], and the power of two of each scale [256, 1]; FP32, copied once."""
     pairs = [[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)]
-    powers = [[2.0 ** (scale - ONE)] for scale in range(255)] + [[float("nan")]]
+    powers = [[2.0 ** (scale - ONE)] for scale in range(NAN)] + [[float("nan")]]
     return torch.tensor(pairs, device=device), torch.tensor(powers, device=device)
