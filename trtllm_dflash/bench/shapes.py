@@ -42,9 +42,10 @@ class Shape:
     mask_token_id: int
     drafter_layers: int = 5
     drafter_intermediate: int | None = None  # None: the target's
+    tap_layers: tuple[int, ...] | None = None  # None: one for each of the drafter's layers, by z-lab's rule
 
 
-def _gpt_oss(layers: int, experts: int, block_size: int) -> Shape:
+def _gpt_oss(layers: int, experts: int, block_size: int, tap_layers: tuple[int, ...]) -> Shape:
     target = {
         "model_type": "gpt_oss",
         "vocab_size": 201088,
@@ -67,7 +68,14 @@ def _gpt_oss(layers: int, experts: int, block_size: int) -> Shape:
         },
         "quantization_config": {"quant_method": "mxfp4"},
     }
-    return Shape(target, block_size, mask_token_id=201087, drafter_layers=8, drafter_intermediate=7680)
+    return Shape(
+        target,
+        block_size,
+        mask_token_id=201087,
+        drafter_layers=8,
+        drafter_intermediate=7680,
+        tap_layers=tap_layers,
+    )
 
 
 SHAPES = {
@@ -122,8 +130,8 @@ SHAPES = {
         block_size=10,
         mask_token_id=128255,
     ),
-    "gpt-oss-120b": _gpt_oss(layers=36, experts=128, block_size=10),
-    "gpt-oss-20b": _gpt_oss(layers=24, experts=32, block_size=8),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128, block_size=10, tap_layers=(1, 9, 17, 25, 33)),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32, block_size=8, tap_layers=(1, 6, 11, 16, 21)),
     "qwen3-coder-30b-a3b": Shape(
         {
             **_QWEN3,
@@ -144,6 +152,7 @@ SHAPES = {
         block_size=16,
         mask_token_id=151669,
         drafter_layers=8,
+        tap_layers=(1, 12, 23, 34, 45),
     ),
     # For a try on a CPU.
     "tiny": Shape(
@@ -198,7 +207,7 @@ def shape_config(
     """
     shape = find_shape(name)
     target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
-    taps = default_tap_layers(target.layers, shape.drafter_layers)
+    taps = shape.tap_layers or default_tap_layers(target.layers, shape.drafter_layers)
     drafter = DrafterConfig(
         **{
             **target.model_dump(exclude=set(_TARGETS_OWN)),
