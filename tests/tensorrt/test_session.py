@@ -20,7 +20,7 @@ from trtllm_dflash.engine.tensorrt_session import TensorRTSession, capsule
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops.tensorrt_ops import PRESENT
+from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.step import Drafting, StepInputs

@@ -12,7 +12,8 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops import SamplingInputs
-from trtllm_dflash.ops.tensorrt_ops import PRESENT, TensorRTOps, load_tensorrt
+from trtllm_dflash.ops.tensorrt_attention import PRESENT
+from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
 Shape = tuple[int, ...]

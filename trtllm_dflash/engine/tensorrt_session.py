@@ -12,7 +12,8 @@ from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
-from trtllm_dflash.ops.tensorrt_ops import PRESENT, load_tensorrt
+from trtllm_dflash.ops.tensorrt_attention import PRESENT
+from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
