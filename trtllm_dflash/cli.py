@@ -101,6 +101,7 @@ def models(as_json: bool) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
 @click.option("--precision", help="auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--ep", is_flag=True, default=None, help="Whole experts on each rank, not a slice of each.")
 @click.option("--max-batch", type=int, help="Slots: sequences at a time.")
 @click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.")
 @click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
