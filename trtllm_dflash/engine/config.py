@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.ops.nvfp4 import Transcoded
 
 #: Called with what is being done, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -29,6 +30,7 @@ class PlanSummary(BaseModel):
     weights: PositiveInt  # tensors
     bytes: PositiveInt
     seconds: float  # to compile
+    transcoded: Transcoded | None = None  # what became of MXFP4 blocks that were made NVFP4; None: none were
 
 
 class EngineConfig(BaseModel):

@@ -28,8 +28,11 @@ Tensor = torch.Tensor
 
 #: Compute capabilities that have kernels for TensorRT's mixture layer.
 MOE_LAYER_CAPABILITIES = (100, 103, 110)
-#: The first that multiplies FP4.
-FP4_CAPABILITY = 100
+
+
+def multiplies_fp4(capability: int | None) -> bool:
+    """Whether a GPU of this compute capability does; None: one that is not known."""
+    return capability is not None and capability >= 100
 
 
 class TensorRTMoE(TensorRTLayers):
@@ -116,7 +119,7 @@ class TensorRTMoE(TensorRTLayers):
         if name + ".weight" in self.weights:
             return self._constant(joined(self.weights[name + ".weight"]))
         blocks, scales = self.weights[name + ".blocks"], self.weights[name + ".scales"]
-        if self.capability is None or self.capability < FP4_CAPABILITY:
+        if not multiplies_fp4(self.capability):
             return self._constant(joined(dequantize(blocks, scales, self._torch_type(dtype))))
         values = self._packed(joined(blocks).flatten(2), self.trt.fp4, "values")
         powers = self._packed(joined(scales), self.trt.e8m0, "scales")
