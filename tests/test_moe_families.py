@@ -1,18 +1,30 @@
 """gpt-oss and Qwen3-MoE: against Hugging Face transformers, drafted, and divided among ranks."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import errors
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from tests.checkpoints import YARN, edit_config, edit_tensors, make_drafter, make_gpt_oss, make_qwen3_moe
+from tests.checkpoints import (
+    YARN,
+    edit_config,
+    edit_tensors,
+    make_drafter,
+    make_gpt_oss,
+    make_qwen3_moe,
+    split_into_shards,
+)
 from tests.conftest import TINY, refusal, succeeds
+from tests.test_checkpoint import http_error
 from tests.test_huggingface import all_logits, greedy
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.shapes import shape_config
@@ -305,6 +317,52 @@ def test_a_qwen3_moe_with_dense_layers_is_refused(tmp_path):
     path = make_qwen3_moe(tmp_path / "target", layers=1)
     edit_config(path, lambda raw: raw.update(mlp_only_layers=[0]))
     assert "mlp_only_layers [0] is not supported: every layer must have experts" in gpt_oss_refusal(path)
+
+
+TARGET, DRAFTER = "openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        (
+            DRAFTER,
+            f"{DRAFTER} is neither a folder nor a repository that can be seen at https://huggingface.co/{DRAFTER}",
+        ),
+        (TARGET, f"{TARGET} is gated: accept its terms at https://huggingface.co/{TARGET}, then set HF_TOKEN"),
+        ("model-00002-of-00003.safetensors", "is missing, but model.safetensors.index.json names it; download"),
+        ("config.json", "config.json is missing; pass the folder that holds the checkpoint"),
+        ("damage", "model-00002-of-00003.safetensors is truncated or damaged"),
+        ("tensor", "tensors do not fit config.json; missing: model.layers.1.mlp.experts.down_proj_scales"),
+        ("wrong drafter", "was made for another target: number of layers 3, but"),
+        ("nothing", "gpt-oss-120b: its build configuration says target_layers 36, but the checkpoints have 3"),
+    ],
+)
+def test_what_is_wrong_with_the_checkpoints_of_gpt_oss_120b_is_said(lost, message, tmp_path, monkeypatch):
+    target, drafter = gpt_oss_pair(tmp_path)
+    if lost == "tensor":
+        edit_tensors(target, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    if lost == "wrong drafter":
+        target = make_gpt_oss(tmp_path / "another", layers=2, vocab=16)
+    split_into_shards(target, 3)
+    if (target / lost).is_file():
+        (target / lost).unlink()
+    if lost == "damage":
+        os.truncate(target / "model-00002-of-00003.safetensors", 1000)
+
+    def snapshot_download(repository: str, *, local_files_only: bool, **_: object) -> str:
+        if repository == lost and local_files_only:
+            raise errors.LocalEntryNotFoundError("not here")
+        if repository == lost:
+            raise http_error(
+                *((errors.GatedRepoError, 403) if lost == TARGET else (errors.RepositoryNotFoundError, 404))
+            )
+        return str({TARGET: target, DRAFTER: drafter}[repository])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    line = refusal("build", "--model", "gpt-oss-120b", "--tp", "8", "--output", tmp_path / "engine")
+    assert message in line
+    assert not (tmp_path / "engine").exists()
 
 
 def test_an_engine_of_gpt_oss_generates_from_the_command_line(tmp_path):
