@@ -10,7 +10,7 @@ from math import prod
 
 from trtllm_dflash.bench.machine import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import stored_bytes
+from trtllm_dflash.engine.memory import computes_all_experts, stored_bytes
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
@@ -149,13 +149,17 @@ class _Matrices:
 
     dense: Work
     experts: Work
-    moe: MoEConfig | None
+    moe: MoEConfig | None  # None: each row goes through all that there is
 
     @classmethod
     def of(cls, weights: list[Weight], config: EngineConfig) -> "_Matrices":
         works = {True: Work(0, 0), False: Work(0, 0)}
         for weight in weights:
-            works[is_expert(weight)] += Work(stored_bytes(weight, config), _flops(weight, config.tp))
+            works[is_expert(weight)] += Work(
+                stored_bytes(weight, config.tp, config.dtype.itemsize), _flops(weight, config.tp)
+            )
+        if computes_all_experts(config):
+            return cls(works[False] + works[True], Work(0, 0), None)
         return cls(works[False], works[True], config.target.moe)
 
     def work(self, rows: int) -> Work:

@@ -2,12 +2,13 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, Drafter
+from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
@@ -119,14 +120,15 @@ def _advice(config: EngineConfig, room: int) -> str:
 def weight_count(config: EngineConfig) -> int:
     """Parameters that the first rank holds, with the RoPE tables; a tied head counts once."""
     numbers = {Content.NUMBERS: 1, Content.E2M1_PAIRS: 2, Content.E8M0: 0}  # an element's
-    weights = _weights(config)
+    weights = _weights(config.target, config.drafter)
     return sum(_count(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
 
 
 def weight_bytes(config: EngineConfig) -> int:
     """Bytes of those parameters and tables; as FP8 or MXFP4 where that is how they are stored and multiplied."""
-    stored = sum(stored_bytes(w, config) for w in _weights(config))
-    return _completed(config) * config.dtype.itemsize + stored + _plan_adds(config)
+    size = config.dtype.itemsize
+    stored = _stored_bytes(config.target, config.drafter, config.tp, size)
+    return _completed(config) * size + stored + _plan_adds(config)
 
 
 def _plan_adds(config: EngineConfig) -> int:
@@ -144,19 +146,24 @@ def _plan_adds(config: EngineConfig) -> int:
     return 0 if multiplies_fp4(gpu) else 2 * pairs * config.dtype.itemsize - pairs - scales
 
 
-def stored_bytes(weight: Weight, config: EngineConfig) -> int:
-    """Of what the first rank holds of it."""
-    shape = weight.shape(config.tp, 0)
+@lru_cache  # a search for what fits asks for the same again and again
+def _stored_bytes(target: DecoderConfig, drafter: DrafterConfig | None, tp: int, size: int) -> int:
+    return sum(stored_bytes(weight, tp, size) for weight in _weights(target, drafter))
+
+
+def stored_bytes(weight: Weight, tp: int, size: int) -> int:
+    """Of what the first rank holds of it, in an engine whose numbers have `size` bytes."""
+    shape = weight.shape(tp, 0)
     return {
-        WeightPrecision.ENGINE: _count(shape) * config.dtype.itemsize,
+        WeightPrecision.ENGINE: _count(shape) * size,
         WeightPrecision.FP8: _count(shape) + 4 * shape[0],
         WeightPrecision.BYTES: _count(shape),
     }[weight.precision]
 
 
-def _weights(config: EngineConfig) -> list[Weight]:
-    weights = build_target(config.target).weights()
-    return weights + Drafter(config.drafter).weights() if config.drafter is not None else weights
+def _weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
+    weights = build_target(target).weights()
+    return weights + Drafter(drafter).weights() if drafter is not None else weights
 
 
 def _completed(config: EngineConfig) -> int:
@@ -197,7 +204,7 @@ def _scratch(config: EngineConfig) -> int:
     moe = target.moe
     columns = target.intermediate_size
     if moe is not None:
-        columns = moe.intermediate_size * (moe.experts if _computes_all_experts(config) else moe.top_k)
+        columns = moe.intermediate_size * (moe.experts if computes_all_experts(config) else moe.top_k)
     wide = 3 * columns // config.tp + 4 * shared + (taps + 6) * target.hidden_size
     rows = max(config.chunk, config.max_batch * config.block_size)
     logit_rows = config.max_batch * config.block_size
@@ -206,7 +213,7 @@ def _scratch(config: EngineConfig) -> int:
     return rows * wide * size + logit_rows * logits * 4
 
 
-def _computes_all_experts(config: EngineConfig) -> bool:
+def computes_all_experts(config: EngineConfig) -> bool:
     """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
     gpu = capability(config.gpu) if config.gpu is not None else None
     return config.backend == "tensorrt" and gpu not in MOE_LAYER_CAPABILITIES
