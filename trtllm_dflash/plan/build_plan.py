@@ -32,7 +32,7 @@ from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import Weight
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 from trtllm_dflash.plan.gpus import COPY_SHARE, GEMM_SHARE, PUBLISHED
-from trtllm_dflash.plan.prediction import ERROR_BOUND, predict_step, sum_bytes
+from trtllm_dflash.plan.prediction import ERROR_BOUND, Limit, predict_step, sum_bytes
 from trtllm_dflash.runtime.draft_length import lengths_up_to
 from trtllm_dflash.step import Drafting
 
@@ -89,7 +89,7 @@ class Point(BaseModel):
         arm: as a sweep's.
         drafts: K; a draft step of 0 writes the drafter's context alone.
         best: of the draft steps of this batch, it commits the most tokens a second at the given acceptance.
-        limit: what takes the most of it: memory, arithmetic, latency or sums.
+        limit: what takes the most of it.
         experts_touched: of each layer's, by all slots together; None of a dense target.
         sums, sum_bytes: the ranks' sums in a step, and what each rank brings to one.
         tokens_per_step: of each slot; None where no acceptance is given.
@@ -105,7 +105,7 @@ class Point(BaseModel):
     attention_seconds: float
     layers_seconds: float
     sums_seconds: float
-    limit: Literal["memory", "arithmetic", "latency", "sums"]
+    limit: Limit
     experts_touched: float | None
     sums: int
     sum_bytes: int

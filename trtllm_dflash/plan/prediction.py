@@ -13,6 +13,7 @@ the bytes and not the layers.
 
 from dataclasses import dataclass
 from math import log2
+from typing import Literal
 
 from trtllm_dflash.bench.floor import PartWork, StepCount, Work, floor_seconds
 from trtllm_dflash.bench.machine import Rates
@@ -36,6 +37,9 @@ _SMALL_LATENCY, _SMALL_LATENCY_PER_RANK, _SMALL_SHARE = 5.2e-6, 0.45e-6, 0.48
 _RING_LATENCY, _RING_LATENCY_PER_DOUBLING, _RING_SHARE = 7.0e-6, 2.9e-6, 0.4
 
 
+Limit = Literal["memory", "arithmetic", "latency", "sums"]
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step, by what they go to."""
@@ -45,7 +49,7 @@ class StepTime:
     layers: float
     sums: float
     floor: float  # the least: see `bench.floor`
-    limit: str  # what takes the most: memory, arithmetic, latency or sums
+    limit: Limit  # what takes the most
 
     @property
     def seconds(self) -> float:
@@ -65,7 +69,7 @@ def predict_step(count: StepCount, gpu: Published, drafting: Drafting, batch: in
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts)
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
     work = [part.total for part in parts]
-    shares = {
+    shares: dict[Limit, float] = {
         "memory": sum(part.bytes for part in work) / stream.copy,
         "arithmetic": sum(part.flops for part in work) / stream.gemm,
         "latency": latency,
