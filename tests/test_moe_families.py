@@ -27,7 +27,7 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import all_logits, greedy
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.shapes import shape_config
+from trtllm_dflash.bench.shapes import random_weights, shape_config
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
 from trtllm_dflash.demo import read_prompts
@@ -372,3 +372,11 @@ def test_an_engine_of_gpt_oss_generates_from_the_command_line(tmp_path):
     straight = LLM.from_pretrained(target, drafter, precision="fp32", device="cpu")
     params = SamplingParams(max_tokens=20)
     assert llm.generate([[1, 2, 3]], params)[0].token_ids == straight.generate([[1, 2, 3]], params)[0].token_ids
+
+
+def test_random_weights_for_timing_have_the_tensors_of_an_engine(tmp_path):
+    target, drafter = gpt_oss_pair(tmp_path)
+    config = LLM.from_pretrained(target, drafter, precision="bf16", device="cpu", max_seq_len=64).config
+    made = random_weights(config, 0, torch.device("cpu"))
+    read = read_rank_weights(open_pair(target, drafter), 1, 0, torch.bfloat16)
+    assert {n: (t.shape, t.dtype) for n, t in made.items()} == {n: (t.shape, t.dtype) for n, t in read.items()}

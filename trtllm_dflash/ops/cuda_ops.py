@@ -76,12 +76,21 @@ class CudaOps(TorchOps):
             return kernels.attention(
                 q, keys, values, lengths, causal, window or 0, None if sinks is None else self.weights[sinks]
             )
-        if self._chunk_end is None or not causal or window is not None or sinks is not None:
+        if self._chunk_end is None or not causal:
             return super().attention(q, keys, values, lengths, causal, window, sinks)
+        if window is not None:
+            first = max(0, self._chunk_end - rows - window + 1)
+            keys, values = keys[:, :, first : self._chunk_end], values[:, :, first : self._chunk_end]
+            return super().attention(q, keys, values, lengths - first, causal, window, sinks)
         keys, values = keys[:, :, : self._chunk_end], values[:, :, : self._chunk_end]
         # Called by name: of rows fewer than keys the public function takes no causal mask, and for rows as many it may
         # choose cuDNN, which compiles a plan for each length. This one's mask ends with the last row and the last key.
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)[0]
+        results = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)
+        out: Tensor = results[0]  # [B, heads, N, D]
+        if sinks is not None:
+            # The sink only adds to the sum that the values were divided by.
+            share = torch.sigmoid(results[1] - self.weights[sinks].float()[:, None])  # [B, heads, N]
+            out = (out.float() * share[..., None]).to(out.dtype)
         return out.transpose(1, 2).flatten(2)
 
     def self_attention(
