@@ -240,6 +240,15 @@ def test_a_tensorrt_plan_for_rtx_reads_every_expert():
     assert plan.points[0].seconds > 5 * torch.points[0].seconds
 
 
+def test_experts_of_a_tensorrt_plan_are_what_the_gpu_has_kernels_for():
+    plans = {gpu: planned("--gpu", gpu, "--backend", "tensorrt", "--tp", 8) for gpu in ("b300", "rtx-pro-6000", "l40s")}
+    assert [plan.expert_precision for plan in plans.values()] == ["nvfp4", "mxfp4", "bf16"]
+    stored = plans["rtx-pro-6000"].memory.experts
+    assert plans["b300"].memory.experts == pytest.approx(4.5 / 4.25 * stored, rel=0.01)
+    assert plans["l40s"].memory.experts == pytest.approx(16 / 4.25 * stored, rel=0.01)
+    assert plans["l40s"].points[0].floor_seconds * plans["l40s"].limits.bandwidth > plans["l40s"].memory.experts
+
+
 def test_a_checkpoint_that_is_here_is_planned_from_its_own_configuration(tiny_engine):
     plan = BuildPlan.model_validate_json(succeeds("build", "--plan", "--model", "tiny", "--gpu", "h200", "--json"))
     stored = sum(file.stat().st_size for file in Path(tiny_engine).glob("*.safetensors"))  # in FP32
@@ -264,6 +273,8 @@ def test_a_checkpoint_that_is_here_is_planned_from_its_own_configuration(tiny_en
             "--block-size 11: the drafter was trained for blocks of 2 to 10",
         ),
         ((*MODEL, "--gpu", "b300", "--tp", 3), "--tp 3 does not divide"),
+        ((*MODEL, "--gpu", "b300", "--max-seq-len", 200000), "--max-seq-len 200000: the target takes at most 131072"),
+        ((*MODEL, "--gpu", "b300", "--ep"), "--ep: there is one rank only"),
         ((*MODEL, "--gpu", "b300", "--output", "x"), "--output: --plan writes nothing"),
         (("build", "--plan", "--target", "org/m", "--gpu", "b300"), "the shape of org/m is not known without"),
         (("build", "--model", "gpt-oss-120b", "--acceptance", 5), "--acceptance: goes with --plan"),

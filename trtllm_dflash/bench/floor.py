@@ -10,7 +10,7 @@ from math import prod
 
 from trtllm_dflash.bench.machine import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import computes_all_experts, stored_bytes
+from trtllm_dflash.engine.memory import computes_all_experts, plan_adds, stored_bytes
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
@@ -158,6 +158,8 @@ class _Matrices:
             works[is_expert(weight)] += Work(
                 stored_bytes(weight, config.tp, config.dtype.itemsize), _flops(weight, config.tp)
             )
+        if works[True].bytes:
+            works[True] += Work(plan_adds(config), 0)
         if computes_all_experts(config):
             return cls(works[False] + works[True], Work(0, 0), None)
         return cls(works[False], works[True], config.target.moe)

@@ -92,7 +92,7 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
     drafter = _lighter(drafter, settings, pair)
     check_tp(settings.tp, target, drafter)
     if drafter is not None:
-        _check_sides(drafter, settings.tp)
+        check_sides(drafter, settings.tp)
     max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
     if max_seq_len > target.max_positions:
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
@@ -235,7 +235,7 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
         raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
 
 
-def _check_sides(drafter: DrafterConfig, tp: int) -> None:
+def check_sides(drafter: DrafterConfig, tp: int) -> None:
     """What FP8 products need of a rank's matrices."""
     for weight in Drafter(drafter).weights():
         shape = weight.shape(tp, 0)

@@ -128,10 +128,10 @@ def weight_bytes(config: EngineConfig) -> int:
     """Bytes of those parameters and tables; as FP8 or MXFP4 where that is how they are stored and multiplied."""
     size = config.dtype.itemsize
     stored = _stored_bytes(config.target, config.drafter, config.tp, size)
-    return _completed(config) * size + stored + _plan_adds(config)
+    return _completed(config) * size + stored + plan_adds(config)
 
 
-def _plan_adds(config: EngineConfig) -> int:
+def plan_adds(config: EngineConfig) -> int:
     """Bytes by which a TensorRT plan's experts are larger than MXFP4; see `ops.tensorrt_moe`."""
     moe = config.target.moe
     if config.backend != "tensorrt" or moe is None or not moe.mxfp4:

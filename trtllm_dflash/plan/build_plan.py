@@ -12,7 +12,7 @@ from trtllm_dflash.bench.floor import StepCount, experts_touched, is_expert
 from trtllm_dflash.bench.shapes import SHAPES, shape_config
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.builder import BuildSettings, divide_experts, open_checkpoints, plan_engine
+from trtllm_dflash.engine.builder import BuildSettings, check_sides, divide_experts, open_checkpoints, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.memory import (
     GB,
@@ -38,8 +38,9 @@ from trtllm_dflash.step import Drafting
 
 _CACHE_LENGTH = 1024
 _MOST_SLOTS = 1 << 16  # that are searched for
-COMPARED = (1, 32)  # batches, of all GPUs
 _MOST_BATCH = 1024  # that a step is predicted for
+#: Batches at which GPUs are compared.
+COMPARED = (1, 32)
 
 
 class PlanSettings(BaseModel):
@@ -254,7 +255,10 @@ def _engine_of_shape(build: BuildSettings) -> EngineConfig:
     if build.name not in SHAPES:
         known = ", ".join(SHAPES)
         raise SettingsError(f"--plan: the shape of {build.target} is not known without its checkpoint; known: {known}")
-    max_seq_len = build.max_seq_len or min(4096, SHAPES[build.name].target["max_position_embeddings"])
+    positions = SHAPES[build.name].target["max_position_embeddings"]
+    max_seq_len = build.max_seq_len or min(4096, positions)
+    if max_seq_len > positions:
+        raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {positions} positions")
     config = shape_config(
         build.name,
         draft_vocab=build.draft_vocab,
@@ -267,6 +271,8 @@ def _engine_of_shape(build: BuildSettings) -> EngineConfig:
     )
     target, most = divide_experts(config.target, build), config.block_size
     check_tp(config.tp, target, config.drafter)
+    if config.drafter is not None:
+        check_sides(config.drafter, config.tp)
     block_size = build.block_size or most
     if not 2 <= block_size <= most:
         raise SettingsError(f"--block-size {block_size}: the drafter was trained for blocks of 2 to {most}")
@@ -404,7 +410,7 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
         f"Rates: {COPY_SHARE:.0%} of the published bandwidth and {GEMM_SHARE:.0%} of the published dense operations, "
         "as a large copy and a large BF16 product were measured to get on an H200.",
         f"Steps: predicts H200 steps within {ERROR_BOUND:.0%}, those that its constants were fitted to: of Qwen3-8B's "
-        "shape, plain and drafted, on 1, 2 and 4 GPUs, at batch 1, 8 and 32. Others are taken to have its latencies.",
+        "shape, plain and drafted, on 1, 2 and 4 GPUs, at batch 1, 8 and 32. Other GPUs are taken to wait as long.",
         f"Backend: steps are {steps}; none of a TensorRT plan has been measured.",
     ]
     if config.tp > 4:
