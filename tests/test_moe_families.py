@@ -79,6 +79,24 @@ def test_gpt_oss_equals_transformers(case, tmp_path):
     assert_equals_transformers(path, AutoModelForCausalLM.from_pretrained(path, **options, **packed).eval())
 
 
+def test_in_bf16_gpt_oss_is_as_near_to_fp32_as_transformers_is(tmp_path):
+    path = make_gpt_oss(tmp_path, layers=3)
+    ids = torch.randint(0, 128, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def theirs(dtype: torch.dtype) -> torch.Tensor:
+        options = {"dtype": dtype, "attn_implementation": "eager"}
+        packed = {"quantization_config": Mxfp4Config(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(path, **options, **packed).eval()
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0].float()
+
+    exact = theirs(torch.float32)
+    ours = all_logits(LLM.from_pretrained(path, None, precision="bf16", device="cpu", max_seq_len=256), ids).float()
+    # The median: where two experts' logits are nearly equal, either may be chosen.
+    off, allowed = ((x - exact).norm(dim=-1).div(exact.norm(dim=-1)).median() for x in (ours, theirs(torch.bfloat16)))
+    assert off < 1.5 * allowed
+
+
 @pytest.mark.parametrize("case", QWEN3_MOE)
 def test_qwen3_moe_equals_transformers(case, tmp_path):
     path = make_qwen3_moe(tmp_path, **QWEN3_MOE[case])
