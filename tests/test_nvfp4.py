@@ -113,8 +113,10 @@ def test_a_scale_that_is_no_number_is_refused() -> None:
         from_mxfp4(random_blocks(1), torch.tensor([255], dtype=torch.uint8))
 
 
-def test_reports_add_up() -> None:
+def test_reports_add_up_and_say_what_was_lost() -> None:
     assert Transcoded(3, 1, 0.5) + Transcoded(4, 2, 0.25) == Transcoded(7, 3, 0.5)
+    assert str(Transcoded(1000)) == "1,000 blocks of MXFP4 as NVFP4, all exact"
+    assert str(Transcoded(7, 3, 0.5)) == "7 blocks of MXFP4 as NVFP4, 3 of them rounded, by at most 0.5"
 
 
 @settings(max_examples=60, deadline=None)

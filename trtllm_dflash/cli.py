@@ -136,6 +136,7 @@ def build(
 ) -> None:
     """Build an engine directory from a target and its drafter."""
     from trtllm_dflash.engine import builder
+    from trtllm_dflash.engine.directory import read_config
 
     given = {key: value for key, value in flags.items() if value is not None}
     asked = {"acceptance": acceptance, "cache_length": cache_length, "json": as_json or None}
@@ -152,6 +153,8 @@ def build(
     with _progress_bar() as progress:
         built = builder.build(settings, output, force, progress=progress)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
+    if transcoded := read_config(output).transcoded:
+        click.echo(f"{output}: {transcoded}")
 
 
 def _show_plan(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any], asked: dict[str, Any]) -> None:
@@ -269,6 +272,8 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     }
     for rank, plan in enumerate(config.plans):
         rows[f"plan {rank}"] = f"{plan.layers} layers, {plan.weights} weights, compiled in {plan.seconds:.1f} s"
+    if config.transcoded is not None:
+        rows["experts"] = str(config.transcoded)
     rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}
     parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
     parts |= {"scratch (estimate)": memory.scratch, "total": memory.total}

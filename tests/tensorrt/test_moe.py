@@ -101,3 +101,27 @@ def test_what_the_transcode_rounds_is_counted(builder: Any) -> None:
     scales[0, 0, 0] = 90  # 2^-37: too small to change anything but the count
     lossy = compare(builder, GPT_OSS, weights, 103).transcoded
     assert (lossy.blocks, lossy.rounded) == (blocks, 1) and 0 < lossy.largest_error <= 6 * 2.0**-37
+
+
+@pytest.mark.parametrize(("gpu", "bits"), [(120, 4.25), (89, 16)])
+def test_mxfp4_experts_stay_mxfp4_in_a_plan_where_the_gpu_multiplies_fp4(builder: Any, gpu: int, bits: float) -> None:
+    size, columns = 256, 1024
+    blocks = {"gate_up_proj": (EXPERTS, 2 * columns, size // 32), "down_proj": (EXPERTS, size, columns // 32)}
+    weights = {f"mlp.experts.{name}.scales": torch.full(shape, 120).to(torch.uint8) for name, shape in blocks.items()}
+    for name, shape in blocks.items():
+        weights[f"mlp.experts.{name}.blocks"] = torch.randint(0, 256, (*shape, 16)).to(torch.uint8)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    ops = TensorRTOps(network, weights, {}, capability=gpu)
+    given = {name: network.add_input(name, trt.bfloat16, (-1, -1, n)) for name, n in (("x", size), ("l", EXPERTS))}
+    network.mark_output(ops.moe(GPT_OSS, given["x"], given["l"]))
+    options = builder.create_builder_config()
+    options.num_compute_capabilities = 1
+    options.set_compute_capability(getattr(trt.ComputeCapability, f"SM{gpu}"), 0)
+    for slots, rows in ((1, 512), (8, 10)):
+        profile = builder.create_optimization_profile()
+        for name, n in (("x", size), ("l", EXPERTS)):
+            profile.set_shape(name, (1, 1, n), (slots, rows, n), (slots, rows, n))
+        options.add_optimization_profile(profile)
+    experts = EXPERTS * 3 * size * columns * bits / 8
+    kernels = 3_000_000
+    assert experts <= builder.build_serialized_network(network, options).nbytes < experts + kernels

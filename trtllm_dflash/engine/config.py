@@ -61,6 +61,12 @@ class EngineConfig(BaseModel):
     files: dict[str, str] = {}  # engine file -> sha256
 
     @property
+    def transcoded(self) -> Transcoded | None:
+        """What became of the MXFP4 blocks of all ranks that were made NVFP4; None: none were."""
+        each = [plan.transcoded for plan in self.plans if plan.transcoded is not None]
+        return sum(each, Transcoded()) if each else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type that weights, activations and caches have."""
         return DTYPES[self.precision]

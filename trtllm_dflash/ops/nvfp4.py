@@ -46,6 +46,12 @@ class Transcoded:
         error = max(self.largest_error, other.largest_error)
         return Transcoded(self.blocks + other.blocks, self.rounded + other.rounded, error)
 
+    def __str__(self) -> str:
+        said = f"{self.blocks:,} blocks of MXFP4 as NVFP4, "
+        if not self.rounded:
+            return said + "all exact"
+        return said + f"{self.rounded:,} of them rounded, by at most {self.largest_error:.3g}"
+
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
     """MXFP4's blocks [..., n, 16] and scales [..., n], both uint8, as NVFP4 [..., n * 32], and what was lost.
