@@ -94,6 +94,11 @@ def test_without_arguments_it_is_today_and_the_effort_medium(codec, encoding):
     assert "Reasoning: medium" in text
 
 
+def test_instructions_that_are_empty_are_none(codec):
+    empty = {"role": "system", "content": ""}
+    assert codec.encode_chat([empty, *CONVERSATION[1:]]) == codec.encode_chat(CONVERSATION[1:])
+
+
 @pytest.mark.parametrize(
     ("messages", "arguments", "message"),
     [

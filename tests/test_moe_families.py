@@ -1,6 +1,7 @@
 """gpt-oss and Qwen3-MoE: against Hugging Face transformers, drafted, and divided among ranks."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import all_logits, greedy
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.shapes import random_weights, shape_config
+from trtllm_dflash.bench.shapes import SHAPES, random_weights, shape_config
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
 from trtllm_dflash.demo import read_prompts
@@ -35,7 +36,7 @@ from trtllm_dflash.engine.builder import BuildSettings, build
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -101,6 +102,34 @@ def test_in_bf16_gpt_oss_is_as_near_to_fp32_as_transformers_is(tmp_path):
 def test_qwen3_moe_equals_transformers(case, tmp_path):
     path = make_qwen3_moe(tmp_path, **QWEN3_MOE[case])
     assert_equals_transformers(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+
+
+def test_the_published_configuration_of_gpt_oss_20b_is_read():
+    raw = {
+        **SHAPES["gpt-oss-20b"].target,
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "hidden_act": "silu",
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    }
+    config = read_target_config(raw)
+    assert config.windows == (128, None) * 12
+    assert config.attention_bias
+    assert config.attention_sinks
+    assert config.moe is not None
+    assert (config.moe.experts, config.moe.top_k, config.moe.mxfp4) == (32, 4, True)
+    assert config.moe.clamp is not None
+    assert (config.moe.clamp.alpha, config.moe.clamp.limit) == (1.702, 7.0)
+    assert (config.rope.factor, config.rope.truncate) == (32.0, False)
+    assert config.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    # What transformers takes a missing list for.
+    assert read_target_config({key: value for key, value in raw.items() if key != "layer_types"}) == config
 
 
 # -- drafted -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ _VOCABULARY_FILE = "o200k_base.tiktoken"
 _VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"  # where the library looks for it
 _ARGUMENTS = ("reasoning_effort", "model_identity", "conversation_start_date")
 _FINAL = "final"
+_SPEAKERS = ("user", "assistant")  # whose message stands even where it is empty
 
 
 class Harmony:
@@ -76,7 +77,8 @@ class Harmony:
             RequestError: a role or an argument is not known.
         """
         system = Message.from_role_and_content(Role.SYSTEM, _system(arguments))
-        conversation = Conversation.from_messages([system, *(_message(message) for message in messages)])
+        rest = [_message(message) for message in messages if message["content"] or message["role"] in _SPEAKERS]
+        conversation = Conversation.from_messages([system, *rest])
         return list(self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT))
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
