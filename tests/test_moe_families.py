@@ -65,10 +65,10 @@ def assert_equals_transformers(path: Path, model: torch.nn.Module) -> None:
         expected = model(torch.tensor([ids])).logits[0]
     actual = all_logits(llm, ids)
     assert (actual - expected).norm(dim=-1).div(expected.norm(dim=-1)).max() < 1e-4
-    for length in (1, 15, 17, 70):
+    for length in (1, 17, 70):
         prompt = torch.randint(0, 128, (length,), generator=generator).tolist()
-        (completion,) = llm.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
-        assert completion.token_ids == greedy(model, prompt, 8)
+        (completion,) = llm.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert completion.token_ids == greedy(model, prompt, 6)
 
 
 @pytest.mark.parametrize("case", GPT_OSS)

@@ -1,5 +1,6 @@
 """A decoder whose feed-forward is a mixture of experts. Written over `Ops`; the experts' tensors are `MoELayer`'s."""
 
+from abc import ABC, abstractmethod
 from typing import TypeVar
 
 from trtllm_dflash.errors import CheckpointError
@@ -10,7 +11,7 @@ from trtllm_dflash.ops import MoELayer, Ops
 T = TypeVar("T")
 
 
-class MoEDecoder(Decoder):
+class MoEDecoder(Decoder, ABC):
     """A decoder with experts in every layer. The router is whole on every rank, so all of them choose alike."""
 
     #: The router's name in the checkpoint's layers; an engine's is `mlp.router`.
@@ -25,9 +26,9 @@ class MoEDecoder(Decoder):
         part = Part(f"{prefix}{self.router}.weight", (self.moe.experts, self.config.hidden_size))
         return [Weight(prefix + "mlp.router.weight", (part,)), *self.expert_weights(prefix)]
 
+    @abstractmethod
     def expert_weights(self, prefix: str) -> list[Weight]:
         """The tensors of a layer's experts."""
-        raise NotImplementedError
 
     def feed_forward(self, ops: Ops[T], prefix: str, h: T) -> T:
         logits = ops.linear(prefix + "mlp.router", h)  # [B, N, experts]
