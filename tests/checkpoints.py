@@ -8,7 +8,17 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
@@ -53,15 +63,115 @@ def make_target(
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = model_class(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, tuple(parameter.shape), generator))
-    model.to(dtype).save_pretrained(path)
+    _fill(model_class(config), torch.Generator().manual_seed(seed)).to(dtype).save_pretrained(path)
     if shards > 1:
         split_into_shards(path, shards)
     return path
+
+
+#: gpt-oss's own, for a context that a test can pass.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make_gpt_oss(
+    path: Path,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_size: int = 16,
+    intermediate: int = 96,
+    experts: int = 8,
+    top_k: int = 4,
+    window: int = 16,
+    vocab: int = 128,
+    rope: dict[str, Any] = YARN,
+    mxfp4: bool = True,
+    limit: float = 7.0,
+) -> Path:
+    """A gpt-oss in the published layout: experts as `*_blocks` and `*_scales`, the rest as transformers saves it.
+
+    Without `mxfp4` the experts are as transformers saves them, too. A small `limit` clamps many activations.
+    """
+    config = GptOssConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_size,
+        intermediate_size=intermediate,
+        num_local_experts=experts,
+        num_experts_per_tok=top_k,
+        sliding_window=window,
+        max_position_embeddings=512,
+        rope_parameters=dict(rope),
+        swiglu_limit=limit,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    _fill(GptOssForCausalLM(config), generator).save_pretrained(path)
+    if not mxfp4:
+        return path
+    edit_config(path, lambda raw: raw.update(quantization_config={"quant_method": "mxfp4"}))
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            count, inputs, outputs = tensors.pop(name).shape
+            # Random numbers of E2M1 are about 3 in size; scales differ from block to block.
+            power = 127 + round(math.log2(2 / math.sqrt(inputs) / 3))
+            blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=generator)
+            scales = torch.randint(power - 1, power + 2, (count, outputs, inputs // 32), generator=generator)
+            tensors[name + "_blocks"], tensors[name + "_scales"] = blocks.to(torch.uint8), scales.to(torch.uint8)
+
+    return edit_tensors(path, pack)
+
+
+def make_qwen3_moe(
+    path: Path,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 32,
+    experts: int = 16,
+    top_k: int = 8,
+    normalized: bool = True,
+    vocab: int = 128,
+) -> Path:
+    """A Qwen3-MoE as transformers saves it: each expert's matrices by themselves, as published."""
+    config = Qwen3MoeConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        intermediate_size=96,
+        moe_intermediate_size=intermediate,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalized,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    _fill(Qwen3MoeForCausalLM(config), torch.Generator().manual_seed(seed)).save_pretrained(path)
+    # As the published ones say it; this release of transformers writes num_local_experts.
+    return edit_config(path, lambda raw: raw.update(num_experts=raw.pop("num_local_experts", experts)))
 
 
 def make_drafter(
@@ -182,6 +292,13 @@ def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) 
     edit(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def _fill(model: PreTrainedModel, generator: torch.Generator) -> PreTrainedModel:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random(name, tuple(parameter.shape), generator))
+    return model
 
 
 def _drafter_shapes(

@@ -52,6 +52,9 @@ def test_only_families_that_are_computed_are_buildable():
         "qwen3-4b",
         "qwen3-8b",
         "llama-3.1-8b",
+        "gpt-oss-20b",
+        "gpt-oss-120b",
+        "qwen3-coder-30b-a3b",
     }
 
 

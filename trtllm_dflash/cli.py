@@ -101,6 +101,7 @@ def models(as_json: bool) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
 @click.option("--precision", help="auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--ep", is_flag=True, default=None, help="Whole experts on each rank, not a slice of each.")
 @click.option("--max-batch", type=int, help="Slots: sequences at a time.")
 @click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.")
 @click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
@@ -111,20 +112,70 @@ def models(as_json: bool) -> None:
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: torch]")
-@click.option("--gpu", help="tensorrt: what to compile for: a GPU's name, or sm89, sm120, ...")
+@click.option("--gpu", help="tensorrt, --plan: for which GPU: its name, or to compile sm89, sm120, ...")
 @click.option("--sampling/--greedy", default=None, help="tensorrt: whether the plan can sample.  [default: --sampling]")
 @click.option("--optimization-level", type=int, help="tensorrt: 0 (fast to build) to 5.  [default: 3]")
 @click.option("--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may take.")
 @click.option("--workers", type=int, help="tensorrt: ranks compiled at a time.  [default: 1]")
-def build(model: str | None, output: Path | None, assignments: tuple[str, ...], force: bool, **flags: Any) -> None:
+@click.option("--plan", is_flag=True, help="Build nothing: print memory and speed on --gpu. Needs no checkpoint.")
+@click.option("--acceptance", type=float, help="--plan: tokens a step with the drafter's whole block, for tokens/s.")
+@click.option(
+    "--cache-length", type=int, help="--plan: tokens that each slot holds in a step.  [default: 1024, or less]"
+)
+@click.option("--json", "as_json", is_flag=True, help="--plan: print JSON.")
+def build(
+    model: str | None,
+    output: Path | None,
+    assignments: tuple[str, ...],
+    force: bool,
+    plan: bool,
+    acceptance: float | None,
+    cache_length: int | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
     """Build an engine directory from a target and its drafter."""
     from trtllm_dflash.engine import builder
+    from trtllm_dflash.engine.directory import read_config
 
-    settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if value is not None})
+    given = {key: value for key, value in flags.items() if value is not None}
+    asked = {"acceptance": acceptance, "cache_length": cache_length, "json": as_json or None}
+    if plan:
+        for name in [name for name, value in {"output": output, "force": force or None}.items() if value is not None]:
+            raise SettingsError(f"--{name}: --plan writes nothing")
+        _show_plan(model, assignments, given, asked)
+        return
+    for name, value in asked.items():
+        if value is not None:
+            raise SettingsError(f"--{name.replace('_', '-')}: goes with --plan")
+    settings = _build_settings(model, assignments, given)
     output = output or ENGINES / settings.name
     with _progress_bar() as progress:
         built = builder.build(settings, output, force, progress=progress)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
+    if transcoded := read_config(output).transcoded:
+        click.echo(f"{output}: {transcoded}")
+
+
+def _show_plan(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any], asked: dict[str, Any]) -> None:
+    from trtllm_dflash.plan.build_plan import BuildPlan, PlanSettings, compare_gpus, make_plan
+    from trtllm_dflash.plan.table import comparison_lines, plan_lines
+
+    settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if key != "gpu"})
+    gpu, as_json = flags.get("gpu") or settings.gpu, asked.pop("json")
+    values = {key: value for key, value in asked.items() if value is not None}
+    wanted = validated(PlanSettings, {**values, **({"gpu": gpu.lower()} if gpu else {})}, "--")
+    settings = settings.model_copy(update={"gpu": None})
+    found = make_plan(settings, wanted) if gpu else compare_gpus(settings, wanted)
+    if as_json:
+        command = shlex.join(["trtllm-dflash", *sys.argv[1:]])
+        click.echo(found.model_copy(update={"command": command}).model_dump_json(indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:
+        lines = plan_lines(found) if isinstance(found, BuildPlan) else comparison_lines(found)
+        console.print(*lines, sep="\n", highlight=False)
+    click.echo(capture.get(), nl=False)
 
 
 def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any]) -> Any:
@@ -221,6 +272,8 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     }
     for rank, plan in enumerate(config.plans):
         rows[f"plan {rank}"] = f"{plan.layers} layers, {plan.weights} weights, compiled in {plan.seconds:.1f} s"
+    if config.transcoded is not None:
+        rows["experts"] = str(config.transcoded)
     rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}
     parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
     parts |= {"scratch (estimate)": memory.scratch, "total": memory.total}

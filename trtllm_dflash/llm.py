@@ -270,11 +270,17 @@ class LLM:
             params=params,
             room=min(params.max_tokens, limit - len(ids)),
             end_token_ids=frozenset(end),
-            text=TextStream(self.codec.backend, params.stop) if self.codec is not None else None,
+            text=self._reply(prompt, params.stop),
             draft=draft,
             priority=priority,
             deadline=deadline,
         )
+
+    def _reply(self, prompt: Prompt, stop: tuple[str, ...]) -> TextStream | None:
+        if self.codec is None:
+            return None
+        is_chat = not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
+        return self.codec.reply(stop) if is_chat else TextStream(self.codec.backend, stop)
 
 
 def pick_device(name: str) -> torch.device:

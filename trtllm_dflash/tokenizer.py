@@ -1,4 +1,4 @@
-"""The engine's tokenizer and chat template, through Hugging Face transformers; files only, never remote code."""
+"""The engine's tokenizer and chat format, through Hugging Face transformers; files only, never remote code."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +8,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.harmony import Harmony
+from trtllm_dflash.runtime.text import TextStream
 
 #: What a tokenizer consists of in a Hugging Face folder; copied into the engine directory.
 TOKENIZER_FILES = (
@@ -32,6 +34,7 @@ class TextCodec:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._chat_arguments = chat_arguments
+        self._harmony = Harmony.of(self.backend)
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
@@ -46,13 +49,21 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises whatever its parsers raise
             raise EngineError(f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(tokenizer, chat_arguments)
+        try:
+            return cls(tokenizer, chat_arguments)
+        except EngineError as error:
+            raise EngineError(f"{folder}: {error}") from None
 
     @property
     def backend(self) -> Tokenizer:
         """The `tokenizers` object behind it."""
         backend: Tokenizer = self._tokenizer.backend_tokenizer
         return backend
+
+    @property
+    def sets_thinking_apart(self) -> bool:
+        """Whether a reply to a conversation holds more than its reader is meant to see."""
+        return self._harmony is not None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw text, with the special tokens that the tokenizer adds itself."""
@@ -61,12 +72,16 @@ class TextCodec:
     def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, up to where the assistant's reply begins.
 
+        gpt-oss's are made by OpenAI's library instead; see `Harmony`.
+
         Args:
             arguments: given to the template besides the engine's own, and before them.
 
         Raises:
             RequestError: there is no chat template, or it refuses these messages.
         """
+        if self._harmony is not None:
+            return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})})
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:
@@ -76,6 +91,11 @@ class TextCodec:
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return self._encode(text, special=False)
+
+    def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
+        """The text of a reply to a conversation while it arrives: what is meant for the reader, without any thinking
+        that the chat format sets apart."""
+        return TextStream(self.backend, stop) if self._harmony is None else self._harmony.reply(stop)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if any("\ud800" <= character <= "\udfff" for character in text):

@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "trtllm_dflash"
-SOURCES = [PACKAGE / "ops" / "tensorrt_ops.py", *sorted((PACKAGE / "engine").glob("tensorrt_*.py"))]
+SOURCES = [
+    *sorted(set((PACKAGE / "ops").glob("tensorrt_*.py")) - {PACKAGE / "ops" / "tensorrt_plugin.py"}),
+    *sorted((PACKAGE / "engine").glob("tensorrt_*.py")),
+]
 RECORD = Path(__file__).with_name("datacenter_api.txt")
 
 #: What a name stands for wherever our sources use it.

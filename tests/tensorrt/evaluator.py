@@ -2,14 +2,18 @@
 
 Nothing is taken from `TensorRTOps`: only the `INetworkDefinition` is read. Every tensor is checked against the type and
 the shape that TensorRT itself inferred for it. What the bindings do not show is assumed: that a collective that keeps
-its shape is an all-reduce by sum, and one that grows its first dimension an all-gather.
+its shape is an all-reduce by sum, and one that grows its first dimension an all-gather. FP4 tensors are their codes,
+one a byte.
 """
 
+import ctypes
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from trtllm_dflash.ops.mxfp4 import E2M1
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
 Tensor = torch.Tensor
@@ -24,6 +28,9 @@ TYPES = {
     trt.int32: torch.int32,
     trt.int64: torch.int64,
     trt.bool: torch.bool,
+    trt.fp4: torch.uint8,
+    trt.fp8: torch.float8_e4m3fn,
+    trt.e8m0: torch.float8_e8m0fnu,
 }
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -34,6 +41,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "MIN": torch.minimum,
     "MAX": torch.maximum,
     "AND": torch.logical_and,
+    "OR": torch.logical_or,
     "EQUAL": torch.eq,
     "LESS": torch.lt,
     "GREATER": torch.gt,
@@ -73,14 +81,16 @@ class _Rank:
         for i in range(self.network.num_layers):
             layer = self.network.get_layer(i)
             kind = str(layer.type).rpartition(".")[2]
+            result: Tensor | tuple[Tensor, ...]
             if kind == "DIST_COLLECTIVE":
                 result = _collective(layer, (yield self._inputs(layer)[0]))
             else:
                 result = _LAYERS[kind](layer, self._inputs(layer))
-            output = layer.get_output(0)
-            assert layer.num_outputs == 1
-            self.values[output.name] = result
-            self._check(output)
+            results = result if isinstance(result, tuple) else (result,)
+            for i, value in zip(range(layer.num_outputs), results, strict=True):
+                output = layer.get_output(i)
+                self.values[output.name] = value
+                self._check(output)
 
     def outputs(self) -> dict[str, Tensor]:
         names = [self.network.get_output(i).name for i in range(self.network.num_outputs)]
@@ -116,9 +126,67 @@ def _collective(layer: Any, everyone: Tensor) -> Tensor:
     return everyone.flatten(0, 1)
 
 
+class _Weights(ctypes.Structure):
+    """nvinfer1::Weights."""
+
+    _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
 def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
-    weights = _as(layer, "IConstantLayer").weights
-    return torch.from_numpy(weights.copy()).reshape(tuple(layer.shape))
+    layer = _as(layer, "IConstantLayer")
+    weights, dtype = layer.weights, layer.get_output(0).dtype
+    if not isinstance(weights, trt.Weights):  # an array
+        return torch.from_numpy(weights.copy()).reshape(tuple(layer.shape))
+    # The bindings do not show numbers that numpy has no type for. Behind a Python object's header is the C++ one.
+    address = ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value
+    assert address is not None
+    raw = _Weights.from_address(address)
+    assert (raw.type, raw.count) == (dtype.value, weights.size) and raw.count == math.prod(layer.shape)
+    size = raw.count // 2 if dtype == trt.fp4 else raw.count * TYPES[dtype].itemsize
+    data = torch.frombuffer((ctypes.c_char * size).from_address(raw.values), dtype=torch.uint8).clone()
+    if dtype == trt.fp4:
+        return torch.stack([data & 15, data >> 4], dim=-1).reshape(tuple(layer.shape))
+    return data.view(TYPES[dtype]).reshape(tuple(layer.shape))
+
+
+def _dequantize(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IDequantizeLayer")
+    codes, scales = inputs
+    numbers = torch.tensor(E2M1)[codes.long()] if codes.dtype == torch.uint8 else codes.float()
+    scales = scales.float()
+    if scales.dim():  # one for each block along the last dimension
+        scales = scales.repeat_interleave(codes.shape[-1] // scales.shape[-1], dim=-1)
+    return (numbers * scales).to(TYPES[layer.to_type])
+
+
+def _top_k(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    layer = _as(layer, "ITopKLayer")
+    axis = layer.axes.bit_length() - 1
+    assert layer.op.name == "MAX" and layer.axes == 1 << axis
+    # Of equals, the last ones: what relies on the first ones then fails.
+    values, index = inputs[0].flip(axis).sort(dim=axis, descending=True, stable=True)
+    ids = inputs[0].shape[axis] - 1 - index
+    return values.narrow(axis, 0, layer.k), ids.narrow(axis, 0, layer.k).int()
+
+
+def _mixture_of_experts(layer: Any, inputs: list[Tensor]) -> Tensor:
+    layer = _as(layer, "IMoELayer")
+    assert layer.activation_type.name == "SILU" and layer.num_inputs in (6, 9)
+    x, ids, shares, gates, ups, downs, *biases = inputs
+    assert x.dtype == shares.dtype == gates.dtype == ups.dtype == downs.dtype and ids.dtype == torch.int32
+    assert ((ids >= 0) & (ids < len(gates))).all()
+    gate_bias, up_bias, down_bias = biases if biases else (None, None, None)
+    limit, alpha, beta = (getattr(layer, f"swiglu_param_{name}") for name in ("limit", "alpha", "beta"))
+
+    def projected(x: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:  # [B, N, k, I] -> [B, N, k, O]
+        y = (x[..., None, :].float() @ matrices[ids.long()].float())[..., 0, :]
+        return y if bias is None else y + bias[ids.long()].float()
+
+    rows = x[:, :, None].expand(-1, -1, ids.shape[2], -1)
+    gate = projected(rows, gates, gate_bias).clamp(max=limit)
+    up = projected(rows, ups, up_bias).clamp(-limit, limit)
+    h = gate * torch.sigmoid(alpha * gate) * (up + beta)
+    return (projected(h, downs, down_bias) * shares[..., None].float()).sum(dim=2).to(x.dtype)
 
 
 def _elementwise(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -180,8 +248,10 @@ def _matrix_multiply(layer: Any, inputs: list[Tensor]) -> Tensor:
 
 def _gather(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IGatherLayer")
-    assert layer.mode.name == "DEFAULT"
     data, index = inputs
+    if layer.mode.name == "ELEMENT":
+        return data.take_along_dim(index.long(), dim=layer.axis)
+    assert layer.mode.name == "DEFAULT"
     size = data.shape[layer.axis]
     assert ((index >= 0) & (index < size)).all(), f"{layer.name}: an index is outside 0..{size - 1}"
     if layer.num_elementwise_dims == 0:
@@ -207,6 +277,9 @@ def _slice(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "ISliceLayer")
     (axis,), (first,), (stride,) = layer.axes, layer.start, layer.stride
     size = int(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else layer.shape[0]
+    if layer.mode.name == "FILL":
+        assert first == 0 and axis == inputs[0].dim() - 1
+        return torch.nn.functional.pad(inputs[0], (0, size - inputs[0].shape[axis]), value=inputs[4].item())
     assert stride == 1 and size > 0 and first + size <= inputs[0].shape[axis]
     return inputs[0].narrow(axis, first, size)
 
@@ -253,12 +326,19 @@ def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
 
 def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
     attention = _as(layer, "IAttentionInputLayer").attention
-    assert attention.norm_op.name == "SOFTMAX" and attention.mask is None and not attention.decomposable
+    assert attention.norm_op.name == "SOFTMAX" and not attention.decomposable
     assert attention.query_form.name == attention.key_value_form.name == "PADDED_BHND"
-    q, keys, values, *_, lengths = inputs
+    q, keys, values, *_ = inputs
+    assert q.dtype == keys.dtype == values.dtype and keys.shape == values.shape and keys.shape[3] == q.shape[3]
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = q.float() @ keys.mT  # no scale
+    if attention.mask is not None:
+        mask = inputs[3]
+        assert len(inputs) == 4 and attention.causal_kind.name == "NONE" and mask.dtype == torch.bool
+        assert mask.dim() == 4 and mask.shape[2:] == scores.shape[2:]
+        return (scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ values).to(q.dtype)
+    lengths = inputs[6]
     row, key = torch.arange(q.shape[2])[:, None], torch.arange(keys.shape[2])
     seen = lengths[:, None, None].expand(-1, q.shape[2], 1)
     if attention.causal_kind.name == "LOWER_RIGHT":
@@ -269,7 +349,7 @@ def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
     return (scores.softmax(dim=-1) @ values).to(q.dtype)
 
 
-_LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {
+_LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] = {
     "ACTIVATION": _activation,
     "ATTENTION_INPUT": _attention,
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
@@ -277,16 +357,19 @@ _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {
     "CONCATENATION": _concatenation,
     "CONSTANT": _constant,
     "CUMULATIVE": _cumulative,
+    "DEQUANTIZE": _dequantize,
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,
     "KV_CACHE_UPDATE": _kv_cache_update,
     "MATRIX_MULTIPLY": _matrix_multiply,
+    "MOE": _mixture_of_experts,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotary_embedding,
     "SELECT": _select,
     "SHAPE": _shape,
     "SHUFFLE": _shuffle,
     "SLICE": _slice,
+    "TOPK": _top_k,
     "UNARY": _unary,
 }

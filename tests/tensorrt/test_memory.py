@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from trtllm_dflash.bench.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import GB, GPUS, RESERVED, check_fits, plan_memory
+from trtllm_dflash.engine.memory import GB, GPUS, RESERVED, MemoryPlan, check_fits, plan_memory
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
@@ -96,3 +97,25 @@ def test_too_large_a_model_asks_for_ranks_alone() -> None:
 def test_an_unknown_gpu_lists_the_known() -> None:
     with pytest.raises(SettingsError, match=r"--gpu gtx-970 is not known; known: b300, .*l40s"):
         check_fits(make_config(), "gtx-970")
+
+
+def test_a_plan_of_gpt_oss_keeps_its_experts_as_the_gpu_multiplies_them() -> None:
+    def plan(backend: str, gpu: str | None = None) -> MemoryPlan:
+        limits: dict[str, Any] = {"max_batch": 8, "max_seq_len": 4096, "chunk": 512}
+        config = shape_config("gpt-oss-120b", precision="bf16", tp=8, **limits)
+        return plan_memory(config.model_copy(update={"backend": backend, "gpu": gpu}))
+
+    stored = plan("torch")
+    numbers = 36 * 128 * 3 * 2880 * 384  # layers, experts, matrices; columns are padded to whole blocks
+    added = {gpu: plan("tensorrt", gpu).weights - stored.weights for gpu in ("rtx-pro-6000", "sm103", "sm89")}
+    assert added == {
+        "rtx-pro-6000": 0,  # MXFP4
+        "sm103": numbers // 32,  # NVFP4: a scale for 16, not for 32
+        "sm89": numbers * 2 - numbers * 17 // 32,  # BF16
+    }
+    # Every row goes through every expert, but in TensorRT's mixture layer.
+    assert plan("tensorrt", "sm103").scratch == stored.scratch < plan("tensorrt", "sm120").scratch
+    # A row for the sink's key, and an eighth of a head's 64 dimensions.
+    row = 36 * 2 * 64 * 2 * 8  # layers, K and V, dimensions, bytes, slots
+    rows = stored.target_cache // row
+    assert plan("tensorrt", "sm120").target_cache == (rows + 1) * row * 72 // 64

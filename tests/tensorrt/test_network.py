@@ -18,6 +18,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import unit_range
 from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.tensorrt_attention import write_sink_key
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
 
@@ -68,15 +69,20 @@ class Both:
     builder: Any
     pair: Pair
     config: EngineConfig
+    capability: int | None = None
     compared: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.sampled = self.config.sampling
         whole = self.config.model_copy(update={"tp": 1})
+        self.config = self.config.model_copy(update={"backend": "tensorrt"})
         self.weights = self._weights(whole, 0)
         self.caches = self._caches(whole)
         ranks = range(self.config.tp)
-        emitted = [build_network(self.builder, self.config, self._weights(self.config, rank), rank) for rank in ranks]
+        emitted = [
+            build_network(self.builder, self.config, self._weights(self.config, rank), rank, self.capability)
+            for rank in ranks
+        ]
         assert all(io_of(network.network) == step_io(self.config, self.sampled) for network in emitted)
         self.emitted = emitted
         self.rank_caches = [self._caches(self.config) for _ in ranks]
@@ -89,7 +95,11 @@ class Both:
 
     @staticmethod
     def _caches(config: EngineConfig) -> dict[str, Tensor]:
-        return {name: torch.zeros(shape, dtype=config.dtype) for name, shape in cache_shapes(config).items()}
+        caches = {name: torch.zeros(shape, dtype=config.dtype) for name, shape in cache_shapes(config).items()}
+        for name, cache in caches.items():
+            if cache.shape[3] > config.target.head_size and name.endswith("key"):
+                write_sink_key(cache)
+        return caches
 
     def run(self, inputs: StepInputs[Tensor], first_slot: int = 0) -> StepOutputs[Tensor]:
         """Runs a step both ways, compares outputs and caches, returns the outputs."""
@@ -114,7 +124,9 @@ class Both:
             model = models[name.partition(".")[0]]
             assert model is not None
             first, last = unit_range(model.kv_heads, self.config.tp, rank)
-            found, expected = self.rank_caches[rank][name], cache[:, first:last]
+            sink_rows = self.rank_caches[rank][name].shape[2] - cache.shape[2]
+            found = self.rank_caches[rank][name][:, :, sink_rows:, : model.head_size]
+            expected = cache[:, first:last]
             called = range(slots.start, slots.stop)
             for slot in range(len(cache)):
                 rows = int(lengths[slot - slots.start]) if slot in called else cache.shape[2]

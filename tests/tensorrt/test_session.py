@@ -14,13 +14,15 @@ import torch
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import evaluate, trt
+from tests.tensorrt.test_moe_network import make_moe_pair
 from tests.tensorrt.test_network import ints, make_config, make_pair, make_sampling
+from trtllm_dflash.engine.session import Copy, Decode, Prefill
 from trtllm_dflash.engine.tensorrt_network import DECODE, PREFILL, StepNetwork, build_network
 from trtllm_dflash.engine.tensorrt_session import TensorRTSession, capsule
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops.tensorrt_ops import PRESENT
+from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.step import Drafting, StepInputs
@@ -113,12 +115,18 @@ def sessions(tmp_path: Path) -> Any:
     """Makes both sessions of one small engine."""
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
 
-    def make(drafter: dict[str, Any] | None, sampled: bool) -> tuple[TorchSession, TensorRTSession, EvaluatedEngine]:
-        pair = make_pair(tmp_path, "qwen3", drafter, tied=True)
+    def make(
+        drafter: dict[str, Any] | None, sampled: bool, family: str = "qwen3"
+    ) -> tuple[TorchSession, TensorRTSession, EvaluatedEngine]:
+        if family == "qwen3":
+            pair = make_pair(tmp_path, "qwen3", drafter, tied=True)
+        else:
+            pair = make_moe_pair(tmp_path, family)
         config = make_config(pair).model_copy(update={"sampling": sampled})
         weights = read_rank_weights(pair, 1, 0, config.dtype)
-        engine = EvaluatedEngine(build_network(builder, config, complete_weights(weights, config, 0), 0))
-        return TorchSession(config, weights, CPU), TensorRTSession(config, engine, CPU), engine
+        planned = config.model_copy(update={"backend": "tensorrt"})
+        engine = EvaluatedEngine(build_network(builder, planned, complete_weights(weights, config, 0), 0))
+        return TorchSession(config, weights, CPU), TensorRTSession(planned, engine, CPU), engine
 
     return make
 
@@ -202,13 +210,15 @@ def test_capsule_holds_the_address() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, sampled: bool) -> None:
-    torch_session, session, _ = sessions({}, sampled)
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, family: str, sampled: bool) -> None:
+    torch_session, session, _ = sessions({}, sampled, family)
     replies = []
     for one in (torch_session, session):
         scheduler = Scheduler(one)
         params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.9 if sampled else 0, seed=2**63 + 5)
-        prompts = [[5, 6, 7], list(range(20)), [9] * 11]
+        # The last begins as the second does, and starts from that one's rows.
+        prompts = [[5, 6, 7], list(range(20)), [9] * 11, [*range(18), 3, 3]]
         sequences = [Sequence(prompt, params, 9, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
         for sequence in sequences:
             scheduler.submit(sequence)
@@ -216,3 +226,18 @@ def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, s
             scheduler.step()
         replies.append([(s.completion().token_ids, s.accepted_per_step) for s in sequences])
     assert replies[0] == replies[1]
+
+
+def test_copied_rows_are_those_of_the_same_tokens(sessions: Any) -> None:
+    """Of gpt-oss, whose caches have a row before the first token's."""
+    replies = []
+    for session in sessions({}, False, "gpt-oss")[:2]:
+        prompt = list(range(20))
+        session.prefill(Prefill(0, 0, prompt, True, Drafting.BLOCK, session.config.block_size))
+        session.copy_rows(Copy(0, 1, 18))
+        outcome = session.prefill(Prefill(1, 18, prompt[18:], True, Drafting.BLOCK, session.config.block_size))
+        replies.append(outcome.read())
+        both = session.decode(Decode([4, 4], Drafting.BLOCK, session.config.block_size, False)).read()
+        assert both[0] == both[1]
+        replies.append(both)
+    assert replies[:2] == replies[2:]

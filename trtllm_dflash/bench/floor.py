@@ -1,7 +1,8 @@
 """The floor of a decoding step: the bytes that it must move and the operations that it must do, counted.
 
-Counted are weights, embedding rows, and K/V rows read and written. Not counted is what can stay on the chip:
-activations, logits, the few integers; nor norms, RoPE and softmax among the operations, nor what ranks send each other.
+Counted are weights, embedding rows, and K/V rows read and written; of experts those that the rows are expected to
+choose, of layers with a window the rows that it shows. Not counted is what can stay on the chip: activations, logits,
+the few integers; nor norms, RoPE and softmax among the operations, nor what ranks send each other.
 """
 
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from math import prod
 
 from trtllm_dflash.bench.machine import Rates
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import computes_all_experts, plan_adds, stored_bytes
 from trtllm_dflash.models import build_target
-from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.step import Drafting
@@ -27,9 +29,33 @@ class Work:
     bytes: int
     flops: int  # in the engine's type; one with an FP8 matrix is half of one, as the hardware does twice as many
 
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
     def seconds(self, rates: Rates) -> float:
         """At least this long: memory and arithmetic at their measured best, at the same time."""
         return max(self.bytes / rates.copy, self.flops / rates.gemm)
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """The target's or the drafter's work in a step on one rank, by kind."""
+
+    products: Work  # of matrices, with the embedding's rows
+    attention: Work  # over the caches, with the rows that are written
+    layers: int  # that the rows go through, one after another
+    rows: int
+    hidden_size: int
+
+    @property
+    def total(self) -> Work:
+        """All of it."""
+        return self.products + self.attention
+
+    @property
+    def sums(self) -> int:
+        """Over the ranks, each of `rows` rows of `hidden_size`: after attention, and after the feed-forward."""
+        return 2 * self.layers
 
 
 def step_work(config: EngineConfig, drafting: Drafting, batch: int, rows: int, length: int) -> list[Work]:
@@ -40,12 +66,7 @@ def step_work(config: EngineConfig, drafting: Drafting, batch: int, rows: int, l
         rows: rows a slot that are verified, and of the block that is drafted.
         length: committed tokens of each slot: cache rows that a row reads besides this step's own.
     """
-    parts = [_target_work(config, batch, rows, length)]
-    if config.drafter is not None and drafting is Drafting.CONTEXT:
-        parts.append(_context_work(config, config.drafter, batch, rows))
-    if config.drafter is not None and drafting is Drafting.BLOCK:
-        parts.append(_draft_work(config, config.drafter, batch, rows, length))
-    return parts
+    return [part.total for part in StepCount(config).parts(drafting, batch, rows, length)]
 
 
 def floor_seconds(work: list[Work], rates: Rates) -> float:
@@ -53,44 +74,110 @@ def floor_seconds(work: list[Work], rates: Rates) -> float:
     return sum(part.seconds(rates) for part in work)
 
 
-def _target_work(config: EngineConfig, batch: int, rows: int, length: int) -> Work:
-    target, tokens = config.target, batch * rows
-    weights = [
-        w for w in build_target(target).weights() if w.name not in ("model.embed_tokens.weight", "lm_head.weight")
-    ]
-    weights.append(_head(target))
-    # Row i of a slot sees the committed rows, those before it in this step, and itself.
-    pairs = batch * (rows * length + rows * (rows + 1) // 2)
-    numbers = tokens * target.hidden_size + _cache_numbers(target, config.tp, batch * (length + rows))
-    return Work(
-        _bytes(weights, config) + numbers * config.dtype.itemsize,
-        tokens * _flops(weights, config.tp) + _attention_flops(target, config.tp, pairs),
-    )
+def experts_touched(moe: MoEConfig, rows: int) -> float:
+    """Experts of a layer that so many rows are expected to choose, were every choice of `top_k` equally likely.
+
+    E * (1 - (1 - k/E)^rows). Real routing is less even, and touches fewer.
+    """
+    return float(moe.experts * (1 - (1 - moe.top_k / moe.experts) ** rows))
 
 
-def _context_work(config: EngineConfig, drafter: DrafterConfig, batch: int, rows: int) -> Work:
-    """One row a slot is committed, the least, and written."""
-    weights = [weight for weight in Drafter(drafter).weights() if _for_context(weight)]
-    numbers = _cache_numbers(drafter, config.tp, batch)
-    return Work(
-        _bytes(weights, config) + numbers * config.dtype.itemsize,
-        batch * rows * _flops(weights, config.tp),
-    )
+class StepCount:
+    """Counts the steps of one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        target = config.target
+        elsewhere = ("model.embed_tokens.weight", "lm_head.weight")
+        weights = [weight for weight in build_target(target).weights() if weight.name not in elsewhere]
+        self._target = _Matrices.of([*weights, _head(target)], config)
+        if config.drafter is not None:
+            weights = Drafter(config.drafter).weights()
+            # Without one of its own the target's head, read once more.
+            heads = [weight for weight in weights if weight.name == HEAD] or [_head(config.drafter)]
+            self._head = _Matrices.of(heads, config)
+            self._drafter = _Matrices.of([weight for weight in weights if weight.name != HEAD], config)
+            self._context = _Matrices.of([weight for weight in weights if _for_context(weight)], config)
+
+    def parts(self, drafting: Drafting, batch: int, rows: int, length: int) -> list[PartWork]:
+        """The target's work in a step and, where there is any, the drafter's; arguments as `step_work`'s."""
+        parts = [self._target_work(batch, rows, length)]
+        if self.config.drafter is not None and drafting is Drafting.CONTEXT:
+            parts.append(self._context_work(self.config.drafter, batch, rows))
+        if self.config.drafter is not None and drafting is Drafting.BLOCK:
+            parts.append(self._draft_work(self.config.drafter, batch, rows, length))
+        return parts
+
+    def _target_work(self, batch: int, rows: int, length: int) -> PartWork:
+        target, tokens = self.config.target, batch * rows
+        cached = pairs = 0
+        for window in target.windows or (None,) * target.layers:
+            # Row i of a slot sees the committed rows, those before it in this step, and itself; or the last of these.
+            seen = [length + i + 1 if window is None else min(window, length + i + 1) for i in range(rows)]
+            pairs += batch * sum(seen)
+            cached += batch * (seen[0] + rows - 1)
+        products = self._target.work(tokens) + self._embedding_rows(tokens)
+        return PartWork(products, self._attention(target, cached, pairs), target.layers, tokens, target.hidden_size)
+
+    def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
+        """One row a slot is committed, the least, and written. Its layers are not gone through."""
+        written = self._attention(drafter, batch * drafter.layers, 0)
+        return PartWork(self._context.work(batch * rows), written, 0, batch * rows, drafter.hidden_size)
+
+    def _draft_work(self, drafter: DrafterConfig, batch: int, rows: int, length: int) -> PartWork:
+        """One row a slot is committed, the least: it and the block are written. Context and block have as many rows."""
+        tokens, cached = batch * rows, drafter.layers * (length + 1 + rows)
+        known = batch  # bonus tokens, which need no logits
+        products = self._drafter.work(tokens) + self._head.work(tokens - known) + self._embedding_rows(tokens)
+        attention = self._attention(drafter, batch * cached, tokens * cached)
+        return PartWork(products, attention, drafter.layers, tokens, drafter.hidden_size)
+
+    def _embedding_rows(self, tokens: int) -> Work:
+        return Work(tokens * self.config.target.hidden_size * self.config.dtype.itemsize, 0)
+
+    def _attention(self, model: DecoderConfig, cached: int, pairs: int) -> Work:
+        """Of K/V rows read and written, and pairs of a row and a cache row: those of all layers together."""
+        tp = self.config.tp
+        numbers = 2 * cached * units_per_rank(model.kv_heads, tp) * model.head_size
+        # Scores, and weighted values.
+        return Work(numbers * self.config.dtype.itemsize, 4 * pairs * units_per_rank(model.heads, tp) * model.head_size)
 
 
-def _draft_work(config: EngineConfig, drafter: DrafterConfig, batch: int, rows: int, length: int) -> Work:
-    """One row a slot is committed, the least: it and the block are written."""
-    weights, tokens = Drafter(drafter).weights(), batch * rows
-    heads = [weight for weight in weights if weight.name == HEAD] or [_head(drafter)]  # the target's, read once more
-    rest = [weight for weight in weights if weight.name != HEAD]
-    numbers = tokens * drafter.hidden_size + _cache_numbers(drafter, config.tp, batch * (length + 1 + rows))
-    pairs = tokens * (length + 1 + rows)
-    return Work(
-        _bytes([*rest, *heads], config) + numbers * config.dtype.itemsize,
-        tokens * _flops(rest, config.tp)  # context and block have as many rows
-        + batch * (rows - 1) * _flops(heads, config.tp)  # the bonus token is known
-        + _attention_flops(drafter, config.tp, pairs),
-    )
+@dataclass(frozen=True)
+class _Matrices:
+    """Some of a rank's weights: bytes to read them, and operations of one row through all of them."""
+
+    dense: Work
+    experts: Work
+    moe: MoEConfig | None  # None: each row goes through all that there is
+
+    @classmethod
+    def of(cls, weights: list[Weight], config: EngineConfig) -> "_Matrices":
+        works = {True: Work(0, 0), False: Work(0, 0)}
+        for weight in weights:
+            works[is_expert(weight)] += Work(
+                stored_bytes(weight, config.tp, config.dtype.itemsize), _flops(weight, config.tp)
+            )
+        if works[True].bytes:
+            works[True] += Work(plan_adds(config), 0)
+        if computes_all_experts(config):
+            return cls(works[False] + works[True], Work(0, 0), None)
+        return cls(works[False], works[True], config.target.moe)
+
+    def work(self, rows: int) -> Work:
+        """Of so many rows: experts that none of them chose are not read, and each row goes through `top_k` of them."""
+        work = Work(self.dense.bytes, rows * self.dense.flops)
+        if self.moe is None:
+            return work
+        touched = experts_touched(self.moe, rows) / self.moe.experts
+        return work + Work(
+            round(touched * self.experts.bytes), rows * self.experts.flops * self.moe.top_k // self.moe.experts
+        )
+
+
+def is_expert(weight: Weight) -> bool:
+    """Whether it holds a layer's experts."""
+    return ".experts." in weight.name
 
 
 def _for_context(weight: Weight) -> bool:
@@ -103,26 +190,11 @@ def _head(model: DecoderConfig) -> Weight:
     return Weight("lm_head.weight", (part,))
 
 
-def _bytes(weights: list[Weight], config: EngineConfig) -> int:
-    total = 0
-    for weight in weights:
-        shape = weight.shape(config.tp, 0)
-        is_fp8 = weight.precision is WeightPrecision.FP8
-        total += prod(shape) + 4 * shape[0] if is_fp8 else prod(shape) * config.dtype.itemsize
-    return total
-
-
-def _flops(weights: list[Weight], tp: int) -> int:
-    """Of one row through all of their matrices."""
-    shapes = [(weight.shape(tp, 0), weight.precision) for weight in weights]
-    return sum(prod(shape) * (1 if kind is WeightPrecision.FP8 else 2) for shape, kind in shapes if len(shape) == 2)
-
-
-def _cache_numbers(model: DecoderConfig, tp: int, rows: int) -> int:
-    """K and V of cache rows, in all layers."""
-    return 2 * rows * model.layers * units_per_rank(model.kv_heads, tp) * model.head_size
-
-
-def _attention_flops(model: DecoderConfig, tp: int, pairs: int) -> int:
-    """Scores and weighted values of so many pairs of a row and a cache row, in all layers."""
-    return 4 * pairs * model.layers * units_per_rank(model.heads, tp) * model.head_size
+def _flops(weight: Weight, tp: int) -> int:
+    """Of one row through a matrix, or through all those of a stack; none where it is added or scales."""
+    numbers = prod(weight.shape(tp, 0))
+    if weight.name.endswith(".blocks"):
+        return 4 * numbers  # two of MXFP4's numbers a byte
+    if not weight.name.endswith(".weight") or len(weight.shape(tp, 0)) == 1:
+        return 0
+    return (1 if weight.precision is WeightPrecision.FP8 else 2) * numbers

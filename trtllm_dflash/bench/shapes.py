@@ -1,5 +1,6 @@
 """Engines of real shapes with random weights: enough to know what a step costs, without a checkpoint."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,11 +12,15 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
-from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.models.weights import Content, Weight, WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, quantize_rows
+from trtllm_dflash.ops.mxfp4 import ONE
 
 #: Of random matrices, as models are initialised: activations stay far from what BF16 and FP16 hold.
 _STD = 0.02
+
+#: What a drafter never has, whatever its target is.
+_TARGETS_OWN = ("windows", "attention_sinks", "moe")
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -36,6 +41,41 @@ class Shape:
     block_size: int
     mask_token_id: int
     drafter_layers: int = 5
+    drafter_intermediate: int | None = None  # None: the target's
+    tap_layers: tuple[int, ...] | None = None  # None: one for each of the drafter's layers, by z-lab's rule
+
+
+def _gpt_oss(layers: int, experts: int, block_size: int, tap_layers: tuple[int, ...]) -> Shape:
+    target = {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    return Shape(
+        target,
+        block_size,
+        mask_token_id=201087,
+        drafter_layers=8,
+        drafter_intermediate=7680,
+        tap_layers=tap_layers,
+    )
 
 
 SHAPES = {
@@ -90,6 +130,30 @@ SHAPES = {
         block_size=10,
         mask_token_id=128255,
     ),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128, block_size=10, tap_layers=(1, 9, 17, 25, 33)),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32, block_size=8, tap_layers=(1, 6, 11, 16, 21)),
+    "qwen3-coder-30b-a3b": Shape(
+        {
+            **_QWEN3,
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 262144,
+            "rope_theta": 1e7,
+            "tie_word_embeddings": False,
+        },
+        block_size=16,
+        mask_token_id=151669,
+        drafter_layers=8,
+        tap_layers=(1, 12, 23, 34, 45),
+    ),
     # For a try on a CPU.
     "tiny": Shape(
         {
@@ -143,9 +207,15 @@ def shape_config(
     """
     shape = find_shape(name)
     target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
-    taps = default_tap_layers(target.layers, shape.drafter_layers)
+    taps = shape.tap_layers or default_tap_layers(target.layers, shape.drafter_layers)
     drafter = DrafterConfig(
-        **{**target.model_dump(), "family": "dflash", "layers": shape.drafter_layers, "tied_embeddings": False},
+        **{
+            **target.model_dump(exclude=set(_TARGETS_OWN)),
+            "family": "dflash",
+            "layers": shape.drafter_layers,
+            "intermediate_size": shape.drafter_intermediate or target.intermediate_size,
+            "tied_embeddings": False,
+        },
         block_size=shape.block_size,
         mask_token_id=shape.mask_token_id,
         target_layers=target.layers,
@@ -175,6 +245,9 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         if config.drafter.draft_vocab_size is not None:
             tensors[DRAFT_TO_TARGET] = torch.arange(config.drafter.draft_vocab_size, dtype=torch.int32, device=device)
     for weight in weights:
+        if weight.precision is WeightPrecision.BYTES:
+            tensors[weight.name] = _random_bytes(weight, config, rank, generator)
+            continue
         tensor = torch.empty(weight.shape(config.tp, rank), dtype=config.dtype, device=device)
         if tensor.ndim > 1:
             tensor.normal_(0, _STD, generator=generator)
@@ -185,3 +258,11 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
             tensors[weight.scale_name] = scale.flatten()
         tensors[weight.name] = tensor
     return tensors
+
+
+def _random_bytes(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> torch.Tensor:
+    """MXFP4: numbers of about 3, all with the scale that makes them about as large as other matrices' are."""
+    shape, device = weight.shape(config.tp, rank), generator.device
+    if weight.parts[0].content is Content.E8M0:
+        return torch.full(shape, ONE + round(math.log2(_STD / 3)), dtype=torch.uint8, device=device)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=device)

@@ -11,11 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models.weights import Part
+from trtllm_dflash.models.weights import Content, Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATING_DTYPES = ("F32", "BF16", "F16")
+#: What elements of each kind are stored as.
+_DTYPES = {(Content.NUMBERS,): FLOATING_DTYPES, (Content.E2M1_PAIRS, Content.E8M0): ("U8",)}
 
 #: Buffers that older exports saved along with the weights; computed here.
 IGNORED = ("*.rotary_emb.inv_freq",)
@@ -64,7 +66,8 @@ class CheckpointFolder:
             CheckpointError: one line that lists what is missing, unexpected, misshapen, or of another type.
         """
         names = keys or {}
-        expected = {names.get(part.key, part.key): part.shape for part in parts}
+        wanted = {names.get(part.key, part.key): part for part in parts}
+        expected = {name: part.shape for name, part in wanted.items()}
         patterns = (*IGNORED, *ignored)
         present = {name: self.tensors[name] for name in expected if name in self.tensors}
         troubles = {
@@ -79,16 +82,19 @@ class CheckpointFolder:
                 for name, info in present.items()
                 if info.shape != expected[name]
             ],
-            f"dtype other than {', '.join(FLOATING_DTYPES)}": [
-                f"{name} {info.dtype}" for name, info in present.items() if info.dtype not in FLOATING_DTYPES
-            ],
         }
+        for content, dtypes in _DTYPES.items():
+            troubles[f"dtype other than {', '.join(dtypes)}"] = [
+                f"{name} {info.dtype}"
+                for name, info in present.items()
+                if wanted[name].content in content and info.dtype not in dtypes
+            ]
         listed = [f"{trouble}: {_some(names)}" for trouble, names in troubles.items() if names]
         if listed:
             raise CheckpointError(f"{self.path}: tensors do not fit config.json; {'; '.join(listed)}")
 
     def read(self, key: str, dimension: int | None = None, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """A tensor, or its indices first..last-1 along dimension 0 or 1; only those bytes are read.
+        """A tensor, or its indices first..last-1 along a dimension, 0 to 2; only those bytes are read.
 
         The result may share the file's memory: copy before writing to it.
 
@@ -104,7 +110,7 @@ class CheckpointFolder:
                     whole: torch.Tensor = opened.get_tensor(key)
                     return whole
                 rows = opened.get_slice(key)
-                part: torch.Tensor = rows[first:last] if dimension == 0 else rows[:, first:last]
+                part: torch.Tensor = rows[(slice(None),) * dimension + (slice(first, last),)]
                 return part
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot read tensor {key} ({_line(error)})") from None

@@ -81,7 +81,10 @@ def _download(repository: str) -> Path:
 
 
 def _snapshot(repository: str, local_files_only: bool) -> Path:
-    found = huggingface_hub.snapshot_download(repository, allow_patterns=_FILES, local_files_only=local_files_only)
+    # Some repositories hold the weights in other formats too, in folders: gpt-oss's `original` and `metal`.
+    found = huggingface_hub.snapshot_download(
+        repository, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=local_files_only
+    )
     return Path(found)
 
 

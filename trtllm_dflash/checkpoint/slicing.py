@@ -8,7 +8,8 @@ from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.weights import Part, Split, Weight
+from trtllm_dflash.models.weights import Content, Part, Split, Weight
+from trtllm_dflash.ops.mxfp4 import NAN
 
 
 def read_weight(
@@ -28,11 +29,11 @@ def read_weight(
     """
     names = keys or {}
     slices = []
-    for part in weight.parts:
+    for part in weight.parts_of(tp, rank):
         if part.split is Split.FIRST_RANK and rank != 0:
             return None
         slices.append(_read_part(folder, part, names.get(part.key, part.key), tp, rank, dtype))
-    return torch.cat(slices)
+    return torch.cat(slices).reshape(weight.shape(tp, rank))
 
 
 def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = None) -> None:
@@ -51,11 +52,25 @@ def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = Non
 
 
 def _read_part(folder: CheckpointFolder, part: Part, key: str, tp: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    if part.split in (Split.ROWS, Split.COLUMNS):
-        first, last = part.bounds(tp, rank)
-        stored = folder.read(key, 0 if part.split is Split.ROWS else 1, first, last)
+    axis = part.split.axis
+    stored = folder.read(key) if axis is None else folder.read(key, axis, *part.bounds(tp, rank))
+    if part.content is Content.NUMBERS:
+        values = _as_numbers(folder, key, stored, dtype)
     else:
-        stored = folder.read(key)
+        values = stored
+        if part.content is Content.E8M0 and bool((stored == NAN).any()):
+            raise CheckpointError(f"{folder.path}: tensor {key} holds NaN; download the checkpoint again")
+    if axis is not None:
+        values = _pad(values, axis, part.held(tp, rank)[axis], part.content.padding)
+    if part.transposed:
+        values = values.transpose(1, 2)
+    if part.interleaved:
+        # Padding is whole blocks of pairs, so that it stands behind the gates as behind the ups.
+        values = values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return values
+
+
+def _as_numbers(folder: CheckpointFolder, key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = stored.to(dtype)
     if not torch.isfinite(values).all():
         if torch.isfinite(stored).all():
@@ -64,13 +79,24 @@ def _read_part(folder: CheckpointFolder, part: Part, key: str, tp: int, rank: in
     return values
 
 
+def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
+    """x with its dimension `axis` made `size` long."""
+    if x.shape[axis] == size:
+        return x
+    rest = x.new_full((*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :]), padding)
+    return torch.cat([x, rest], dim=axis)
+
+
 def _indivisible(tp: int, config: DecoderConfig) -> str | None:
     """What of a model `tp` ranks cannot share evenly."""
-    sizes = {
-        "query heads": config.heads,
-        "FFN columns": config.intermediate_size,
-        "rows of the vocabulary": config.vocab_size,
-    }
+    moe = config.moe
+    sizes = {"query heads": config.heads, "rows of the vocabulary": config.vocab_size}
+    if moe is None:
+        sizes["FFN columns"] = config.intermediate_size
+    elif moe.expert_parallel:
+        sizes["experts"] = moe.experts
+    elif not moe.mxfp4:  # whose blocks are padded
+        sizes["FFN columns of an expert"] = moe.intermediate_size
     if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
         sizes["rows of the draft vocabulary"] = config.draft_vocab_size
     for name, size in sizes.items():

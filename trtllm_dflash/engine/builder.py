@@ -56,6 +56,7 @@ class BuildSettings(BaseModel):
     backend: Backend = "torch"
     precision: Precision | Literal["auto"] = "auto"
     tp: PositiveInt = 1
+    ep: bool = False  # ranks hold whole experts instead of a slice of each
     max_batch: PositiveInt = 8
     max_seq_len: PositiveInt | None = None  # default: 4096, or less where the model takes less
     chunk: PositiveInt = 512
@@ -85,13 +86,13 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
     Raises:
         SettingsError: a setting contradicts the checkpoints.
     """
-    target = pair.target_config
+    target = divide_experts(pair.target_config, settings)
     drafter = pair.drafter.config if pair.drafter is not None else None
     _check_facts(settings, target, drafter)
     drafter = _lighter(drafter, settings, pair)
     check_tp(settings.tp, target, drafter)
     if drafter is not None:
-        _check_sides(drafter, settings.tp)
+        check_sides(drafter, settings.tp)
     max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
     if max_seq_len > target.max_positions:
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
@@ -166,7 +167,10 @@ def build(
     if output.exists() and not is_engine(output):
         raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
     pair = _lighten(
-        pair, config, text, lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000)
+        replace(pair, target_config=config.target),
+        config,
+        text,
+        lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000),
     )
     with written_aside(output) as folder:
         for name in TOKENIZER_FILES:
@@ -182,6 +186,17 @@ def build(
         config = config.model_copy(update={"files": files})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
     return True
+
+
+def divide_experts(target: DecoderConfig, settings: BuildSettings) -> DecoderConfig:
+    """The target with its experts divided among the ranks as asked."""
+    if not settings.ep:
+        return target
+    if target.moe is None:
+        raise SettingsError("--ep: the target has no experts to divide; leave it out")
+    if settings.tp == 1:
+        raise SettingsError("--ep: there is one rank only; say with --tp among how many the experts are divided")
+    return target.model_copy(update={"moe": target.moe.model_copy(update={"expert_parallel": True})})
 
 
 def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, pair: Pair) -> DrafterConfig | None:
@@ -220,7 +235,7 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
         raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
 
 
-def _check_sides(drafter: DrafterConfig, tp: int) -> None:
+def check_sides(drafter: DrafterConfig, tp: int) -> None:
     """What FP8 products need of a rank's matrices."""
     for weight in Drafter(drafter).weights():
         shape = weight.shape(tp, 0)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.ops.nvfp4 import Transcoded
 
 #: Called with what is being done, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -29,6 +30,7 @@ class PlanSummary(BaseModel):
     weights: PositiveInt  # tensors
     bytes: PositiveInt
     seconds: float  # to compile
+    transcoded: Transcoded | None = None  # what became of MXFP4 blocks that were made NVFP4; None: none were
 
 
 class EngineConfig(BaseModel):
@@ -57,6 +59,12 @@ class EngineConfig(BaseModel):
     versions: dict[str, str] = {}  # of the libraries that built it
     sources: dict[str, str] = {}  # checkpoint file, or the draft_text that tokens were counted in -> sha256
     files: dict[str, str] = {}  # engine file -> sha256
+
+    @property
+    def transcoded(self) -> Transcoded | None:
+        """What became of the MXFP4 blocks of all ranks that were made NVFP4; None: none were."""
+        each = [plan.transcoded for plan in self.plans if plan.transcoded is not None]
+        return sum(each, Transcoded()) if each else None
 
     @property
     def dtype(self) -> torch.dtype:

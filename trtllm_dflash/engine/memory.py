@@ -2,13 +2,16 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, Drafter
-from trtllm_dflash.models.weights import Weight, WeightPrecision, units_per_rank
+from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
+from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
+from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 
 GB = 1_000_000_000
 
@@ -35,6 +38,20 @@ GPUS = {
     "rtx-4090": GPU(24, 89),
     "l40s": GPU(48, 89),
 }
+
+
+def capability(gpu: str) -> int:
+    """The compute capability that a GPU's name stands for, such as 89; `sm89` stands for itself.
+
+    Raises:
+        SettingsError: the name is not known.
+    """
+    name = gpu.lower()
+    if name.startswith("sm") and name[2:].isdigit():
+        return int(name[2:])
+    if name in GPUS:
+        return GPUS[name].capability
+    raise SettingsError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}, or a compute capability such as sm89")
 
 
 @dataclass(frozen=True)
@@ -102,23 +119,51 @@ def _advice(config: EngineConfig, room: int) -> str:
 
 def weight_count(config: EngineConfig) -> int:
     """Parameters that the first rank holds, with the RoPE tables; a tied head counts once."""
-    return sum(_count(weight.shape(config.tp, 0)) for weight in _weights(config)) + _completed(config)
+    numbers = {Content.NUMBERS: 1, Content.E2M1_PAIRS: 2, Content.E8M0: 0}  # an element's
+    weights = _weights(config.target, config.drafter)
+    return sum(_count(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
 
 
 def weight_bytes(config: EngineConfig) -> int:
-    """Bytes of those parameters and tables; as FP8 where that is how they are stored and multiplied."""
+    """Bytes of those parameters and tables; as FP8 or MXFP4 where that is how they are stored and multiplied."""
     size = config.dtype.itemsize
-    total = _completed(config) * size
-    for weight in _weights(config):
-        shape = weight.shape(config.tp, 0)
-        is_fp8 = weight.precision is WeightPrecision.FP8
-        total += _count(shape) + 4 * shape[0] if is_fp8 else _count(shape) * size
-    return total
+    stored = _stored_bytes(config.target, config.drafter, config.tp, size)
+    return _completed(config) * size + stored + plan_adds(config)
 
 
-def _weights(config: EngineConfig) -> list[Weight]:
-    weights = build_target(config.target).weights()
-    return weights + Drafter(config.drafter).weights() if config.drafter is not None else weights
+def plan_adds(config: EngineConfig) -> int:
+    """Bytes by which a TensorRT plan's experts are larger than MXFP4; see `ops.tensorrt_moe`."""
+    moe = config.target.moe
+    if config.backend != "tensorrt" or moe is None or not moe.mxfp4:
+        return 0
+    elements = {Content.NUMBERS: 0, Content.E2M1_PAIRS: 0, Content.E8M0: 0}
+    for weight in build_target(config.target).weights():
+        elements[weight.parts[0].content] += _count(weight.shape(config.tp, 0))
+    pairs, scales = elements[Content.E2M1_PAIRS], elements[Content.E8M0]
+    gpu = capability(config.gpu) if config.gpu is not None else None
+    if gpu in MOE_LAYER_CAPABILITIES:
+        return scales  # NVFP4 has twice as many
+    return 0 if multiplies_fp4(gpu) else 2 * pairs * config.dtype.itemsize - pairs - scales
+
+
+@lru_cache  # a search for what fits asks for the same again and again
+def _stored_bytes(target: DecoderConfig, drafter: DrafterConfig | None, tp: int, size: int) -> int:
+    return sum(stored_bytes(weight, tp, size) for weight in _weights(target, drafter))
+
+
+def stored_bytes(weight: Weight, tp: int, size: int) -> int:
+    """Of what the first rank holds of it, in an engine whose numbers have `size` bytes."""
+    shape = weight.shape(tp, 0)
+    return {
+        WeightPrecision.ENGINE: _count(shape) * size,
+        WeightPrecision.FP8: _count(shape) + 4 * shape[0],
+        WeightPrecision.BYTES: _count(shape),
+    }[weight.precision]
+
+
+def _weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
+    weights = build_target(target).weights()
+    return weights + Drafter(drafter).weights() if drafter is not None else weights
 
 
 def _completed(config: EngineConfig) -> int:
@@ -131,21 +176,24 @@ def _completed(config: EngineConfig) -> int:
 
 
 def cache_shapes(config: EngineConfig) -> dict[str, tuple[int, int, int, int]]:
-    """Shape [slots, heads, S, D] of every K/V cache on one rank, by name."""
+    """Shape [slots, heads, S, D] of every K/V cache on one rank, by name.
+
+    In TensorRT, attention sinks take a row and dimensions of their own; see `ops.tensorrt_attention`.
+    """
     models: list[tuple[str, DecoderConfig]] = [("model.", config.target)]
     if config.drafter is not None:
         models.append((PREFIX, config.drafter))
-    return {
-        f"{prefix}layers.{i}.{kind}": (
+    shapes: dict[str, tuple[int, int, int, int]] = {}
+    for prefix, model in models:
+        has_sink_keys = model.attention_sinks and config.backend == "tensorrt"
+        shape = (
             config.max_batch,
             units_per_rank(model.kv_heads, config.tp),
-            config.cache_length,
-            model.head_size,
+            config.cache_length + int(has_sink_keys),
+            model.head_size + SINK_SIZE * int(has_sink_keys),
         )
-        for prefix, model in models
-        for i in range(model.layers)
-        for kind in ("key", "value")
-    }
+        shapes |= {f"{prefix}layers.{i}.{kind}": shape for i in range(model.layers) for kind in ("key", "value")}
+    return shapes
 
 
 def _scratch(config: EngineConfig) -> int:
@@ -153,12 +201,22 @@ def _scratch(config: EngineConfig) -> int:
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
     shared = units_per_rank(target.heads, config.tp) * target.head_size
-    wide = 3 * target.intermediate_size // config.tp + 4 * shared + (taps + 6) * target.hidden_size
+    moe = target.moe
+    columns = target.intermediate_size
+    if moe is not None:
+        columns = moe.intermediate_size * (moe.experts if computes_all_experts(config) else moe.top_k)
+    wide = 3 * columns // config.tp + 4 * shared + (taps + 6) * target.hidden_size
     rows = max(config.chunk, config.max_batch * config.block_size)
     logit_rows = config.max_batch * config.block_size
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.
     logits = target.vocab_size * 3 if config.sampling else 2 * target.vocab_size // config.tp
     return rows * wide * size + logit_rows * logits * 4
+
+
+def computes_all_experts(config: EngineConfig) -> bool:
+    """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
+    gpu = capability(config.gpu) if config.gpu is not None else None
+    return config.backend == "tensorrt" and gpu not in MOE_LAYER_CAPABILITIES
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -203,6 +203,10 @@ class Session(ABC):
     def _free(self) -> None:
         """Lets go of what this kind of session holds."""
 
+    def _cache_rows(self, name: str, tokens: int) -> int:
+        """How many rows of a cache hold the first `tokens` tokens."""
+        return tokens
+
     def _stream(self) -> AbstractContextManager[object]:
         """The CUDA stream that everything runs on, where it is not the current one."""
         return nullcontext()
@@ -275,8 +279,9 @@ class Session(ABC):
     @torch.inference_mode()
     def _copy(self, call: Copy) -> None:
         with self._stream():
-            for cache in self.caches.values():
-                cache[call.target, :, : call.rows] = cache[call.source, :, : call.rows]
+            for name, cache in self.caches.items():
+                rows = self._cache_rows(name, call.rows)
+                cache[call.target, :, :rows] = cache[call.source, :, :rows]
             self._slots.start[call.target].fill_(call.rows)  # where a slot that takes no part writes its rows meanwhile
 
     def _int32(self, values: list[int] | list[list[int]]) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.engine.config import EngineConfig, Progress
-from trtllm_dflash.engine.memory import GPUS
+from trtllm_dflash.engine.memory import capability
 from trtllm_dflash.engine.tensorrt_network import StepNetwork, build_network
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
+from trtllm_dflash.ops.nvfp4 import Transcoded
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
 MIB = 1 << 20
@@ -41,6 +42,7 @@ class Plan:
     data: memoryview  # in TensorRT's own memory
     layers: int  # of the network, before the compiler fused them
     weights: int  # tensors
+    transcoded: Transcoded  # what became of MXFP4 blocks that were made NVFP4
 
 
 def compile_rank(
@@ -64,7 +66,7 @@ def compile_rank(
     target = compile_target(trt, settings.gpu)
     with _logger(trt, settings.log) as logger:
         builder = trt.Builder(logger)
-        step = build_network(builder, config, weights, rank)
+        step = build_network(builder, config, weights, rank, _capability(target))
         options = _options(trt, builder, step, settings, target)
         cache = None if hasattr(trt, "ComputeCapability") else settings.timing_cache
         if cache is not None:
@@ -79,7 +81,7 @@ def compile_rank(
             raise EngineError(_refusal(config, step, logger.errors, settings.log))
         if cache is not None:
             save_timing_cache(options, cache)
-    return Plan(memoryview(plan), step.network.num_layers, step.weight_count)
+    return Plan(memoryview(plan), step.network.num_layers, step.weight_count, step.transcoded)
 
 
 def compile_target(trt: Any, gpu: str | None) -> str | None:
@@ -88,7 +90,7 @@ def compile_target(trt: Any, gpu: str | None) -> str | None:
     Raises:
         SettingsError: this TensorRT does not compile for that GPU; names `--gpu`.
     """
-    wanted = capability(gpu) if gpu is not None else None
+    wanted = f"SM{capability(gpu)}" if gpu is not None else None
     if hasattr(trt, "ComputeCapability"):
         offered = [name for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
         known = ", ".join(sorted((name.lower() for name in offered), key=lambda name: int(name[2:])))
@@ -107,18 +109,12 @@ def compile_target(trt: Any, gpu: str | None) -> str | None:
     return None
 
 
-def capability(gpu: str) -> str:
-    """The compute capability that a GPU's name stands for, such as `SM89`; `sm89` stands for itself.
-
-    Raises:
-        SettingsError: the name is not known.
-    """
-    name = gpu.lower()
-    if name.startswith("sm") and name[2:].isdigit():
-        return name.upper()
-    if name in GPUS:
-        return f"SM{GPUS[name].capability}"
-    raise SettingsError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}, or a compute capability such as sm89")
+def _capability(target: str | None) -> int:
+    """Of the GPU that is compiled for: 120 for `SM120`; None: the GPU present."""
+    if target is not None:
+        return int(target.removeprefix("SM"))
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _options(trt: Any, builder: Any, step: StepNetwork, settings: CompileSettings, target: str | None) -> Any:

@@ -12,7 +12,9 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops import SamplingInputs
-from trtllm_dflash.ops.tensorrt_ops import PRESENT, TensorRTOps, load_tensorrt
+from trtllm_dflash.ops.nvfp4 import Transcoded
+from trtllm_dflash.ops.tensorrt_attention import PRESENT
+from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
 Shape = tuple[int, ...]
@@ -56,6 +58,7 @@ class StepNetwork:
     io: IO
     profiles: tuple[dict[str, Range], dict[str, Range]]  # by PREFILL, DECODE: input -> shapes
     weight_count: int
+    transcoded: Transcoded  # what became of MXFP4 blocks that were made NVFP4
     keeps: Any = field(repr=False)  # what owns the weights' memory
 
 
@@ -76,13 +79,16 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
     return IO(inputs, outputs)
 
 
-def build_network(builder: Any, config: EngineConfig, weights: Mapping[str, torch.Tensor], rank: int) -> StepNetwork:
+def build_network(
+    builder: Any, config: EngineConfig, weights: Mapping[str, torch.Tensor], rank: int, capability: int | None = None
+) -> StepNetwork:
     """Emits a rank's step into a new network of `builder`.
 
     Without `config.sampling` it is greedy, and saves the search for the cuts of top-k and top-p.
 
     Args:
         weights: the rank's tensors with RoPE tables (`complete_weights`), on CPU.
+        capability: of the GPU that it is for, such as 120; None: any that there is.
 
     Raises:
         EngineError: TensorRT refused a layer.
@@ -94,7 +100,7 @@ def build_network(builder: Any, config: EngineConfig, weights: Mapping[str, torc
     network.name = f"{config.name} rank {rank}"
     io = step_io(config, config.sampling)
     tensors = {name: _add_input(trt, network, name, binding) for name, binding in io.inputs.items()}
-    ops = TensorRTOps(network, weights, tensors, config.tp, rank)
+    ops = TensorRTOps(network, weights, tensors, config.tp, rank, capability)
     drafter = Drafter(config.drafter) if config.drafter else None
     step = DraftVerifyStep(build_target(config.target), drafter)
     out = step(ops, _step_inputs(tensors), Drafting.BLOCK if drafter else Drafting.OFF)
@@ -103,7 +109,7 @@ def build_network(builder: Any, config: EngineConfig, weights: Mapping[str, torc
         tensor.name = name
         network.mark_output(tensor)
     profiles = (_profile(config, io, PREFILL), _profile(config, io, DECODE))
-    return StepNetwork(network, io, profiles, len(weights), ops)
+    return StepNetwork(network, io, profiles, len(weights), ops.transcoded, ops)
 
 
 def io_of(network: Any) -> IO:

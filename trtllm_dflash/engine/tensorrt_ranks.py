@@ -11,7 +11,7 @@ from pathlib import Path
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.engine.config import EngineConfig, PlanSummary, Progress
 from trtllm_dflash.engine.directory import plan_file
-from trtllm_dflash.engine.memory import GB, weight_count
+from trtllm_dflash.engine.memory import GB, weight_bytes
 from trtllm_dflash.engine.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -67,7 +67,7 @@ def _end_silently_on_interrupt() -> None:
 
 def host_memory(config: EngineConfig) -> int:
     """Bytes of host memory that compiling one rank takes at most."""
-    return MEMORY_BASE + MEMORY_FACTOR * weight_count(config) * config.dtype.itemsize
+    return MEMORY_BASE + MEMORY_FACTOR * weight_bytes(config)
 
 
 def check_host_memory(config: EngineConfig, workers: int) -> None:
@@ -101,4 +101,7 @@ def _compile(
     plan = compile_rank(config, weights, rank, settings, progress)
     (folder / plan_file(rank)).write_bytes(plan.data)
     seconds = round(time.perf_counter() - begin, 3)
-    return PlanSummary(layers=plan.layers, weights=plan.weights, bytes=plan.data.nbytes, seconds=seconds)
+    transcoded = plan.transcoded if plan.transcoded.blocks else None
+    return PlanSummary(
+        layers=plan.layers, weights=plan.weights, bytes=plan.data.nbytes, seconds=seconds, transcoded=transcoded
+    )

@@ -12,7 +12,8 @@ from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
-from trtllm_dflash.ops.tensorrt_ops import PRESENT, load_tensorrt
+from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
+from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
@@ -34,6 +35,9 @@ class TensorRTSession(Session):
         self, config: EngineConfig, engine: Any, device: torch.device, communicator: Communicator | None = None
     ) -> None:
         super().__init__(config, device, communicator or Solo())
+        for name, cache in self.caches.items():
+            if config.target.attention_sinks and name.startswith("model.") and name.endswith("key"):
+                write_sink_key(cache)
         self.io = check_engine(engine, config)
         self._engine = engine
         largest = max(config.chunk, config.max_batch * config.block_size)
@@ -73,6 +77,10 @@ class TensorRTSession(Session):
             self._view("next_start", slots).clone(),
             (next_tokens if drafting is Drafting.BLOCK else next_tokens[:, :1]).clone(),
         )
+
+    def _cache_rows(self, name: str, tokens: int) -> int:
+        has_sink_key = self.config.target.attention_sinks and name.startswith("model.")
+        return tokens + 1 if has_sink_key else tokens
 
     def _stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._own_stream) if self._own_stream else nullcontext()

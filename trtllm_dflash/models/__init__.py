@@ -4,11 +4,18 @@ from typing import Any
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig
+from trtllm_dflash.models.gpt_oss import GptOss
 from trtllm_dflash.models.llama import Llama
 from trtllm_dflash.models.qwen3 import Qwen3
+from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 
 #: `model_type` in config.json -> the family that computes it.
-FAMILIES: dict[str, type[Llama] | type[Qwen3]] = {"qwen3": Qwen3, "llama": Llama}
+FAMILIES: dict[str, type[GptOss] | type[Llama] | type[Qwen3] | type[Qwen3Moe]] = {
+    "qwen3": Qwen3,
+    "llama": Llama,
+    "gpt_oss": GptOss,
+    "qwen3_moe": Qwen3Moe,
+}
 
 
 def read_target_config(raw: dict[str, Any]) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""The dense decoder that most families are: RMSNorm, grouped-query attention, SwiGLU, residuals. Written over `Ops`.
+"""The decoder that most families are: RMSNorm, grouped-query attention, SwiGLU, residuals. Written over `Ops`.
 
 A family subclasses `Decoder` and says what differs. Tensor names are the checkpoint's; where several are fused, the
 fused tensor is named as the layer's others are (`qkv_proj`, `gate_up_proj`).
@@ -12,13 +12,27 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
-from trtllm_dflash.ops import AttentionLayer, Ops
+from trtllm_dflash.ops import AttentionLayer, ClampedSwiglu, Ops
 
 T = TypeVar("T")
 
 
+class MoEConfig(BaseModel):
+    """The experts that stand in place of a layer's feed-forward."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    experts: PositiveInt
+    top_k: PositiveInt  # experts a token
+    intermediate_size: PositiveInt  # of one expert
+    normalized: bool  # see `MoELayer`
+    clamp: ClampedSwiglu | None = None
+    mxfp4: bool = False  # how the experts' matrices are stored
+    expert_parallel: bool = False  # ranks hold whole experts, not a slice of each
+
+
 class DecoderConfig(BaseModel):
-    """The shape of a dense decoder, as read from a Hugging Face config.json."""
+    """The shape of a decoder, as read from a Hugging Face config.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,6 +49,9 @@ class DecoderConfig(BaseModel):
     rope: RopeConfig
     tied_embeddings: bool
     attention_bias: bool = False
+    windows: tuple[PositiveInt | None, ...] | None = None  # keys that a row sees, by layer; None: all
+    attention_sinks: bool = False
+    moe: MoEConfig | None = None  # None: dense
 
 
 def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
@@ -83,7 +100,7 @@ class Features(Generic[T]):
 
 
 class Decoder:
-    """A dense decoder over `Ops`; stateless, one for any number of ranks."""
+    """A decoder over `Ops`; stateless, one for any number of ranks."""
 
     #: Whether each query and key head is normed before RoPE.
     head_norms = False
@@ -113,7 +130,11 @@ class Decoder:
             _whole(prefix + "input_layernorm.weight", (c.hidden_size,)),
             _whole(prefix + "post_attention_layernorm.weight", (c.hidden_size,)),
         ]
-        return weights + attention_weights(prefix, c) + mlp_weights(prefix, c)
+        return weights + attention_weights(prefix, c) + self.feed_forward_weights(prefix)
+
+    def feed_forward_weights(self, prefix: str) -> list[Weight]:
+        """The tensors of a layer's feed-forward."""
+        return mlp_weights(prefix, self.config)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -140,21 +161,28 @@ class Decoder:
         """The residual stream x and h, x normed for layer i, to the same for the next (after the last: x twice)."""
         c = self.config
         prefix = f"model.layers.{i}."
-        layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms)
+        layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms, c.windows[i] if c.windows else None)
         qkv = ops.linear(prefix + "self_attn.qkv_proj", h)
         h = ops.self_attention(layer, qkv, positions, start, lengths)
         h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h))
         x, h = ops.add_rms_norm(prefix + "post_attention_layernorm", x, h, c.norm_eps)
-        return add_and_norm_next(ops, "model.layers.", i, x, mlp(ops, prefix, h), c)
+        return add_and_norm_next(ops, "model.layers.", i, x, self.feed_forward(ops, prefix, h), c)
+
+    def feed_forward(self, ops: Ops[T], prefix: str, h: T) -> T:
+        """What stands between a layer's second norm and its second sum, summed over the ranks: [B, N, H]."""
+        return mlp(ops, prefix, h)
 
 
 # -- pieces that targets and the drafter share -----------------------------------------------------------------------
 
 
-def attention_layer(prefix: str, rope: str, c: DecoderConfig, tp: int, head_norms: bool) -> AttentionLayer:
+def attention_layer(
+    prefix: str, rope: str, c: DecoderConfig, tp: int, head_norms: bool, window: int | None = None
+) -> AttentionLayer:
     """A layer's attention on one of `tp` ranks."""
     heads, kv_heads = units_per_rank(c.heads, tp), units_per_rank(c.kv_heads, tp)
-    return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, c.norm_eps if head_norms else None)
+    eps = c.norm_eps if head_norms else None
+    return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, eps, window, c.attention_sinks)
 
 
 def add_and_norm_next(ops: Ops[T], layers: str, i: int, x: T, y: T, c: DecoderConfig) -> tuple[T, T]:

@@ -14,12 +14,17 @@ class RopeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    # YaRN's alone:
+    beta_fast: float = 32.0  # turns over the original positions, from which on a frequency is kept
+    beta_slow: float = 1.0  # and below which it is slowed by the whole factor
+    truncate: bool = True  # the bounds between the two are whole dimensions
+    attention_factor: float = 1.0  # of cos and sin, so that its square is of every score
 
 
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
@@ -44,19 +49,49 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
             high_freq_factor=scaling["high_freq_factor"],
             original_max_positions=scaling["original_max_position_embeddings"],
         )
-    raise CheckpointError(f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
+    if kind == "yarn":
+        return _read_yarn(scaling, theta, raw)
+    raise CheckpointError(
+        f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn"
+    )
+
+
+def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> RopeConfig:
+    """YaRN (arXiv 2309.00071), what is missing filled in as transformers does."""
+    original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    factor = scaling.get("factor") or raw["max_position_embeddings"] / original
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        mscale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention = _mscale(factor, mscale) / _mscale(factor, of_all) if mscale and of_all else _mscale(factor, 1.0)
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=scaling.get("beta_fast") or 32.0,
+        beta_slow=scaling.get("beta_slow") or 1.0,
+        truncate=scaling.get("truncate", True),
+        attention_factor=attention,
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_tables(config: RopeConfig, head_size: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * frequency, each [positions, head_size / 2] float32."""
+    """cos and sin of position * frequency, times the attention factor: each [positions, head_size / 2] float32."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     frequencies = 1.0 / config.theta**exponents  # [D/2]
     if config.kind == "linear":
         frequencies = frequencies / config.factor
     elif config.kind == "llama3":
         frequencies = _llama3(config, frequencies)
+    elif config.kind == "yarn":
+        frequencies = _yarn(config, frequencies, head_size)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return angles.cos(), angles.sin()
+    return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
@@ -66,3 +101,19 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     span = config.high_freq_factor - config.low_freq_factor
     keep = ((turns - config.low_freq_factor) / span).clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / config.factor
+
+
+def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_size: int) -> torch.Tensor:
+    """YaRN's rule: by the turns that a dimension makes over the original positions, and blended along dimensions."""
+
+    def dimension(turns: float) -> float:
+        wavelength = config.original_max_positions / (turns * 2 * math.pi)
+        return head_size * math.log(wavelength) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    span = high - low if high != low else 0.001
+    slow = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return frequencies / config.factor * slow + frequencies * (1 - slow)

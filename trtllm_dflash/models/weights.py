@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from trtllm_dflash.ops.mxfp4 import ONE
+
 
 class Split(Enum):
     """How tensor parallelism divides a checkpoint tensor."""
@@ -10,7 +12,26 @@ class Split(Enum):
     WHOLE = "every rank holds all of it"
     ROWS = "ranks hold runs of its first dimension (column-parallel: output features)"
     COLUMNS = "ranks hold runs of its second dimension (row-parallel: input features)"
+    THIRD = "ranks hold runs of its third dimension (input features of stacked matrices)"
     FIRST_RANK = "rank 0 alone holds it (a bias added once, before the all-reduce)"
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension that is divided; None where none is."""
+        return {Split.ROWS: 0, Split.COLUMNS: 1, Split.THIRD: 2}.get(self)
+
+
+class Content(Enum):
+    """What a checkpoint tensor's elements are."""
+
+    NUMBERS = "floating-point numbers"
+    E2M1_PAIRS = "bytes of two MXFP4 numbers each, kept as they are"
+    E8M0 = "bytes that are MXFP4's powers of two, kept as they are"
+
+    @property
+    def padding(self) -> int:
+        """The element that padding consists of: with the others of its kind it makes zeros."""
+        return ONE if self is Content.E8M0 else 0
 
 
 class WeightPrecision(Enum):
@@ -18,11 +39,12 @@ class WeightPrecision(Enum):
 
     ENGINE = "in the engine's own type"
     FP8 = "a matrix as E4M3, with one FP32 scale a row of what the rank holds: `NAME.scale` beside `NAME.weight`"
+    BYTES = "as the checkpoint's bytes"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor. `units` heads (or features) are divided among the ranks, whole ones only.
+    """One checkpoint tensor, as it is stored. `units` heads (or features) are divided among ranks, whole ones only.
 
     Where there are fewer units than ranks (key/value heads), neighbouring ranks share one.
     """
@@ -31,40 +53,74 @@ class Part:
     shape: tuple[int, ...]
     split: Split = Split.WHOLE
     units: int = 1
+    content: Content = Content.NUMBERS
+    padded: bool = False  # units need not divide: the first ranks hold one more, the others padding in its place
+    interleaved: bool = False  # gate and up rows alternate; an engine has all gates, then all ups
+    transposed: bool = False  # the second and third dimension are an engine's third and second
 
     def bounds(self, tp: int, rank: int) -> tuple[int, int]:
         """First and past-the-last index that `rank` of `tp` holds along the divided dimension."""
-        size = self.shape[0] if self.split is Split.ROWS else self.shape[1]
-        unit = size // self.units
-        first, last = unit_range(self.units, tp, rank)
+        axis = self.split.axis
+        assert axis is not None
+        unit = self.shape[axis] // self.units
+        if self.padded:
+            least, more = divmod(self.units, tp)
+            first, last = rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
+        else:
+            first, last = unit_range(self.units, tp, rank)
         return first * unit, last * unit
 
     def held(self, tp: int, rank: int) -> tuple[int, ...]:
-        """The shape of what a rank that holds any of it has."""
-        if self.split not in (Split.ROWS, Split.COLUMNS):
+        """The shape of what a rank that holds any of it has, padding included."""
+        axis = self.split.axis
+        if axis is None:
             return self.shape
-        first, last = self.bounds(tp, rank)
-        axis = 0 if self.split is Split.ROWS else 1
+        first, last = self.bounds(tp, 0 if self.padded else rank)  # of padded ones rank 0 holds the most
         return (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+
+    def made(self, tp: int, rank: int) -> tuple[int, ...]:
+        """The shape of what an engine has of it."""
+        held = self.held(tp, rank)
+        return (held[0], held[2], held[1]) if self.transposed else held
 
 
 @dataclass(frozen=True)
 class Weight:
-    """An engine tensor `name`: its parts, joined along the first dimension after slicing."""
+    """An engine tensor `name`: its parts, joined along the first dimension after slicing.
+
+    Where it is a stack of equal matrices, the parts of each stand together, in the stack's order. `divided`: ranks hold
+    equal runs of the stack, whole matrices, instead of slices of each.
+    """
 
     name: str
     parts: tuple[Part, ...]
     precision: WeightPrecision = WeightPrecision.ENGINE
+    stack: int | None = None
+    divided: bool = False
 
     @property
     def scale_name(self) -> str:
         """The tensor that holds its scales, where it has any."""
         return self.name.removesuffix(".weight") + ".scale"
 
+    def parts_of(self, tp: int, rank: int) -> tuple[Part, ...]:
+        """The parts that `rank` of `tp` reads."""
+        if not self.divided:
+            return self.parts
+        assert self.stack is not None
+        each = len(self.parts) // self.stack
+        first, last = unit_range(self.stack, tp, rank)
+        return self.parts[first * each : last * each]
+
     def shape(self, tp: int, rank: int) -> tuple[int, ...]:
         """What `rank` of `tp` holds of it (of a tensor that rank 0 alone holds: what that one does)."""
-        shapes = [part.held(tp, rank) for part in self.parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        parts = self.parts_of(tp, rank)
+        shapes = [part.made(tp, rank) for part in parts]
+        rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
+        if self.stack is None:
+            return (rows, *rest)
+        matrices = self.stack * len(parts) // len(self.parts)
+        return (matrices, rows // matrices, *rest)
 
 
 def unit_range(units: int, tp: int, rank: int) -> tuple[int, int]:

@@ -40,15 +40,64 @@ class AttentionLayer:
     """One attention layer, as a rank sees it.
 
     Its caches are `{prefix}key` and `{prefix}value`; the norms of its heads, where it has them,
-    `{prefix}self_attn.q_norm` and `{prefix}self_attn.k_norm`.
+    `{prefix}self_attn.q_norm` and `{prefix}self_attn.k_norm`; its sinks, where it has them, `{prefix}self_attn.sinks`.
     """
 
     prefix: str
-    rope: str  # name of the RoPE tables
+    rope: str  # name of the RoPE tables; YaRN's attention factor is in them
     heads: int
     kv_heads: int
     head_size: int
     norm_eps: float | None  # None: heads are not normed
+    window: int | None = None  # keys that a row sees, itself included; None: all
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> str | None:
+        """The name of the sinks [heads], where there are any."""
+        return self.prefix + "self_attn.sinks" if self.has_sinks else None
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's activation of gate and up: min(gate, limit) * sigmoid(alpha * gate') * (clamp(up, -limit, limit) + 1).
+
+    gate' is the clamped gate. A zero gate gives zero, so FFN columns that are padded with zeros add nothing.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """The experts of one mixture-of-experts feed-forward, as a rank sees them.
+
+    E: experts that this rank has; F: FFN columns that it has of each, zeros for padding included.
+
+    | tensor | shape | type |
+    |---|---|---|
+    | `{prefix}experts.gate_up_proj.weight` | [E, 2F, H]: all gate rows, then all up rows | the engine's |
+    | `{prefix}experts.down_proj.weight` | [E, H, F] | the engine's |
+    | `{prefix}experts.gate_up_proj.bias`, where there is one | [E, 2F] | the engine's |
+    | `{prefix}experts.down_proj.bias`, where there is one | [E, H]; of divided columns, on rank 0 alone | likewise |
+
+    In MXFP4 (OCP Microscaling: E2M1 values, an E8M0 scale for 32 of them along the last dimension; see `ops.mxfp4`),
+    each `.weight` [E, O, I] is instead
+
+    | `.blocks` | [E, O, I / 32, 16]: two values a byte, the even one in the low half | uint8 |
+    | `.scales` | [E, O, I / 32]: 127 + the power of two | uint8 |
+
+    Ranks divide either each expert's columns (all have all experts: `first` 0, `count` `experts`), or the experts.
+    """
+
+    prefix: str
+    experts: int  # that the router chooses among: on all ranks together
+    first: int  # the first expert that this rank has
+    count: int  # how many it has
+    top_k: int  # experts a row
+    normalized: bool  # a row's top_k weights add up to 1
+    clamp: ClampedSwiglu | None = None  # None: plain SwiGLU
 
 
 class Ops(ABC, Generic[T]):
@@ -100,15 +149,37 @@ class Ops(ABC, Generic[T]):
         """
 
     @abstractmethod
-    def attention(self, q: T, keys: T, values: T, lengths: T, causal: bool) -> T:
+    def attention(
+        self,
+        q: T,
+        keys: T,
+        values: T,
+        lengths: T,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+    ) -> T:
         """softmax(q k^T / sqrt(D)) v over the first lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
 
-        Causal aligns the last query row with the last key: row i sees lengths - N + i + 1 keys.
+        The last query row is aligned with the last key: row i stands at p = lengths - N + i. Causal: it sees no key
+        after p. window: it sees no key at or before p - window. sinks: the name of a tensor [heads]; each is one more
+        logit of its head's softmax, not scaled, whose value is zero.
         """
 
     @abstractmethod
     def swiglu(self, x: T) -> T:
         """x [B, N, 2F] holds gate, then up: silu(gate) * up, [B, N, F]."""
+
+    @abstractmethod
+    def moe(self, layer: MoELayer, x: T, logits: T) -> T:
+        """This rank's part of a mixture of experts' feed-forward: x [B, N, H], logits [B, N, experts] -> [B, N, H].
+
+        A row's experts are those of its top_k largest logits (the lowest ids among equals). Their weights are the
+        softmax over those top_k logits where `layer.normalized`, else the softmax over all logits; in FP32. (Softmax,
+        then top k, then division by their sum is the first of the two.) Each computes
+        act(x gate_up^T + bias) down^T + bias; the result is the weighted sum over those that this rank has, to be
+        summed over the ranks by `all_reduce`. logits are the same on all ranks.
+        """
 
     @abstractmethod
     def all_reduce(self, x: T) -> T:
@@ -126,7 +197,7 @@ class Ops(ABC, Generic[T]):
         return self.swiglu(self.linear(name, x))
 
     def self_attention(self, layer: AttentionLayer, qkv: T, positions: T, start: T, lengths: T) -> T:
-        """Causal attention of rows over the cache and themselves: [B, N, heads*D].
+        """Causal attention of rows over the cache and themselves, with the layer's window and sinks: [B, N, heads*D].
 
         qkv [B, N, (heads + 2 kv_heads)*D] holds the rows' queries, keys and values at positions [B, N], from start [B]
         on; keys and values are appended to the layer's caches. lengths [B]: start + N.
@@ -134,7 +205,7 @@ class Ops(ABC, Generic[T]):
         q, k, v = self._split_qkv(layer, qkv, positions)
         keys = self.append_kv(layer.prefix + "key", k, start)
         values = self.append_kv(layer.prefix + "value", v, start)
-        return self.attention(q, keys, values, lengths, causal=True)
+        return self.attention(q, keys, values, lengths, True, layer.window, layer.sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: T, index: int, positions: T) -> tuple[T, T]:
         """K and V rows of context for a drafter layer, the index-th in kv [B, Q, layers*2*kv_heads*D].
@@ -168,7 +239,7 @@ class Ops(ABC, Generic[T]):
         q, k, v = self._split_qkv(layer, qkv, positions)
         keys = self.append_kv(layer.prefix + "key", self.splice_rows(context[0], k, committed), start)
         values = self.append_kv(layer.prefix + "value", self.splice_rows(context[1], v, committed), start)
-        return self.attention(q, keys, values, lengths, causal=False)
+        return self.attention(q, keys, values, lengths, False, layer.window, layer.sinks)
 
     def _split_qkv(self, layer: AttentionLayer, qkv: T, positions: T) -> tuple[T, T, T]:
         """q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""

@@ -76,16 +76,36 @@ class CudaOps(TorchOps):
     def swiglu(self, x: Tensor) -> Tensor:
         return kernels.swiglu(x)
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, causal: bool) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+    ) -> Tensor:
         rows = q.shape[2]
         if rows <= kernels.MAX_ROWS:
-            return kernels.attention(q, keys, values, lengths, causal)
+            return kernels.attention(
+                q, keys, values, lengths, causal, window or 0, None if sinks is None else self.weights[sinks]
+            )
         if self._chunk_end is None or not causal:
-            return super().attention(q, keys, values, lengths, causal)
+            return super().attention(q, keys, values, lengths, causal, window, sinks)
+        if window is not None:
+            first = max(0, self._chunk_end - rows - window + 1)
+            keys, values = keys[:, :, first : self._chunk_end], values[:, :, first : self._chunk_end]
+            return super().attention(q, keys, values, lengths - first, causal, window, sinks)
         keys, values = keys[:, :, : self._chunk_end], values[:, :, : self._chunk_end]
         # Called by name: of rows fewer than keys the public function takes no causal mask, and for rows as many it may
         # choose cuDNN, which compiles a plan for each length. This one's mask ends with the last row and the last key.
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)[0]
+        results = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)
+        out: Tensor = results[0]  # [B, heads, N, D]
+        if sinks is not None:
+            # The sink only adds to the sum that the values were divided by.
+            share = torch.sigmoid(results[1] - self.weights[sinks].float()[:, None])  # [B, heads, N]
+            out = (out.float() * share[..., None]).to(out.dtype)
         return out.transpose(1, 2).flatten(2)
 
     def self_attention(
@@ -94,7 +114,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv)
         assert q is not None
-        return self.attention(q, keys, values, lengths, causal=True)
+        return self.attention(q, keys, values, lengths, True, layer.window, layer.sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         # As projected: they are normed and rotated on their way into the cache.
@@ -119,7 +139,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
-        return self.attention(q, keys, values, lengths, causal=False)
+        return self.attention(q, keys, values, lengths, False, layer.window, layer.sinks)
 
     def argmax(self, logits: Tensor) -> Tensor:
         best, ids = kernels.argmax(logits)

@@ -8,7 +8,9 @@ import torch
 
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import AttentionLayer
-from trtllm_dflash.ops.tensorrt_ops import PRESENT, ITensor, TensorRTOps
+from trtllm_dflash.ops.tensorrt_attention import PRESENT
+from trtllm_dflash.ops.tensorrt_layers import ITensor
+from trtllm_dflash.ops.tensorrt_ops import TensorRTOps
 
 #: As the plugin's creator calls itself: name, version, namespace.
 PLUGIN = ("DFlashBlockAttention", "1", "dflash")

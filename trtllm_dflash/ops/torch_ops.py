@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops import Acceptance, MoELayer, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
+from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
 from trtllm_dflash.ops.fp8 import FP8, quantize_rows
 
 Tensor = torch.Tensor
@@ -104,29 +105,63 @@ class TorchOps(Ops[Tensor]):
             room.copy_(rows[slot, :, : room.shape[1]])
         return cache
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, causal: bool) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+    ) -> Tensor:
         # On CPU the longest sequence bounds the work; on CUDA reading it back would stop the device.
         bound = keys.shape[2] if keys.is_cuda else int(lengths.max())
         rows = q.shape[2]
-        mask = self._once(("mask", rows, causal), lengths, lambda: self._attention_mask(rows, lengths, bound, causal))
+        mask = self._once(
+            ("mask", rows, causal, window), lengths, lambda: self._attention_mask(rows, lengths, bound, causal, window)
+        )
         keys, values = keys[:, :, :bound], values[:, :, :bound]
+        if sinks is not None:
+            return self._attention_with_sinks(q, keys, values, mask, self.weights[sinks])
         out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=q.shape[1] != keys.shape[1])
         return out.transpose(1, 2).flatten(2)
 
     @staticmethod
-    def _attention_mask(rows: int, lengths: Tensor, bound: int, causal: bool) -> Tensor | None:
+    def _attention_mask(rows: int, lengths: Tensor, bound: int, causal: bool, window: int | None) -> Tensor | None:
         """[B, 1, rows, bound], true where a row may look; None where all look at all."""
-        if not lengths.is_cuda and lengths.shape[0] == 1 and not (causal and rows > 1):
+        if not lengths.is_cuda and lengths.shape[0] == 1 and not (causal and rows > 1) and window is None:
             return None
         key = torch.arange(bound, device=lengths.device)
-        seen = lengths[:, None].expand(-1, rows)  # [B, rows]
-        if causal:
-            seen = seen - rows + 1 + torch.arange(rows, device=lengths.device)
-        return key < seen[:, None, :, None]
+        position = lengths[:, None] - rows + torch.arange(rows, device=lengths.device)  # [B, rows]
+        last = position if causal else lengths[:, None] - 1
+        mask = key <= last[:, None, :, None]
+        if window is not None:
+            mask = mask & (key > position[:, None, :, None] - window)
+        return mask.expand(-1, -1, rows, -1)
+
+    @staticmethod
+    def _attention_with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+        """Attention with one more logit a head, sinks [heads], whose value is zero; the softmax in FP32."""
+        slots, heads, rows, size = q.shape
+        # The query heads that share a key head, as rows of it.
+        grouped = q.reshape(slots, keys.shape[1], -1, size)
+        scores = (grouped @ keys.transpose(2, 3)).view(slots, heads, rows, -1).float() * size**-0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        sink = sinks.float().view(1, -1, 1, 1).expand(slots, -1, rows, -1)
+        probs = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1].to(values.dtype)
+        out = probs.reshape(slots, keys.shape[1], -1, keys.shape[2]) @ values
+        return out.view(slots, heads, rows, size).transpose(1, 2).flatten(2)
 
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
+        compute = in_tiles if x.is_cuda else one_by_one
+        experts = Experts.of(self.weights, layer)
+        return compute(layer, experts, x.flatten(0, 1), logits.flatten(0, 1)).view_as(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.communicator.all_reduce(x)

@@ -35,6 +35,7 @@ from trtllm_dflash.errors import (
     SettingsError,
 )
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.runtime.text import TextStream
 from trtllm_dflash.serving import openai_schema as schema
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
 from trtllm_dflash.serving.openai_schema import ApiError
@@ -128,6 +129,17 @@ class _Job:
     request: TokenRequest
     form: schema.ReplyForm
     stream: bool
+    reply: TextStream | None = None  # what a chat's tokens mean; None: their text is the reply
+
+    def text(self, piece: Piece) -> str:
+        """What a piece adds to the reply."""
+        if self.reply is None:
+            return piece.text
+        for token in piece.token_ids:
+            self.reply.push(token)
+        if piece.finish_reason:
+            self.reply.finish()
+        return self.reply.release()
 
 
 class Gateway:
@@ -259,6 +271,7 @@ class Gateway:
             TokenRequest(ids, params, asked.draft, asked.priority, self._settings.timeout, request_id),
             schema.ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
             asked.stream,
+            self._codec.reply(params.stop) if chat and self._codec.sets_thinking_apart else None,
         )
 
     # -- from a job to a reply ---------------------------------------------------------------------------------------
@@ -303,7 +316,7 @@ class Gateway:
             async with aclosing(self._triton.stream(job.request)) as pieces:
                 async for piece in pieces:
                     _count(usage, piece)
-                    texts.append(piece.text)
+                    texts.append(job.text(piece))
                     reason = piece.finish_reason
         except Exception as error:
             raise _as_api_error(error, job) from None
@@ -318,8 +331,9 @@ class Gateway:
                 async for piece in pieces:
                     _count(usage, piece)
                     events = b"" if begun else job.form.opening()
-                    if piece.text:
-                        events += job.form.piece(piece.text)
+                    text = job.text(piece)
+                    if text:
+                        events += job.form.piece(text)
                     if piece.finish_reason:
                         events += job.form.ending(piece.finish_reason, usage)
                     begun = True

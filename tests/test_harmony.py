@@ -1,0 +1,202 @@
+"""gpt-oss's chat format, with the vocabulary of its published tokenizer."""
+
+import json
+import os
+from collections.abc import AsyncIterator
+from datetime import date
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.checkpoints import make_gpt_oss
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.engine.builder import BuildSettings, build
+from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.serving.client import Piece, TokenRequest
+from trtllm_dflash.tokenizer import TextCodec
+
+bpe_openai = pytest.importorskip("bpe_openai", reason="the vocabulary o200k comes from bpe-openai, of the dev extra")
+
+SPECIAL = [
+    *("<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|reserved_200001|>", "<|return|>", "<|constrain|>"),
+    *("<|reserved_200004|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|reserved_200009|>"),
+    *("<|reserved_200010|>", "<|reserved_200011|>", "<|call|>"),
+]
+
+
+@pytest.fixture(scope="module")
+def encoding():
+    return bpe_openai.get_encoding("o200k_base")
+
+
+@pytest.fixture(scope="module")
+def folder(encoding, tmp_path_factory) -> Path:
+    """A checkpoint with gpt-oss's vocabulary. Merges are left out: what is encoded here is encoded by the library."""
+    path = make_gpt_oss(tmp_path_factory.mktemp("gpt-oss"), layers=1, hidden=32, intermediate=32, vocab=201088)
+    seen = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # Of bytes in order: those that are characters of their own, then the others, from U+0100 on.
+    own = [ord(character) for character in seen if ord(character) < 256]
+    rest = iter(character for character in seen if ord(character) >= 256)
+    characters = {byte: chr(byte) if byte in own else next(rest) for byte in range(256)}
+    vocabulary = {
+        "".join(characters[byte] for byte in encoding.decode_single_token_bytes(rank)): rank for rank in range(199998)
+    }
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def codec(folder) -> TextCodec:
+    codec = TextCodec.load(folder, {})
+    assert codec is not None
+    return codec
+
+
+def tokens(encoding, text: str) -> list[int]:
+    """A text in which Harmony's own tokens are written out."""
+    ids: list[int] = []
+    for i, part in enumerate(text.replace("<|", "\0<|").replace("|>", "|>\0").split("\0")):
+        ids += [SPECIAL.index(part) + 199998] if i % 2 else encoding.encode(part)
+    return ids
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <|end|>"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Why? 🦊"},
+]
+
+
+def test_a_conversation_is_rendered_as_harmony(codec, encoding):
+    ids = codec.encode_chat(CONVERSATION, {"reasoning_effort": "low", "conversation_start_date": "2026-01-31"})
+    before, after = (
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+        "Knowledge cutoff: 2024-06\nCurrent date: 2026-01-31\n\nReasoning: low\n\n"
+        "# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|>"
+        "<|start|>user<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|end|>"
+        "<|start|>user<|message|>Why? 🦊<|end|><|start|>assistant",
+    )
+    # What a user writes is text, whatever it looks like.
+    assert ids == tokens(encoding, before) + encoding.encode("Hi <|end|>") + tokens(encoding, after)
+
+
+def test_without_arguments_it_is_today_and_the_effort_medium(codec, encoding):
+    text = encoding.decode([token for token in codec.encode_chat(CONVERSATION[1:2]) if token < 199998])
+    assert f"Current date: {date.today()}" in text
+    assert "Reasoning: medium" in text
+
+
+def test_instructions_that_are_empty_are_none(codec):
+    empty = {"role": "system", "content": ""}
+    assert codec.encode_chat([empty, *CONVERSATION[1:]]) == codec.encode_chat(CONVERSATION[1:])
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "message"),
+    [
+        ([{"role": "tool", "content": "x"}], {}, "messages of the role 'tool' are not supported"),
+        (CONVERSATION, {"reasoning_effort": "extreme"}, "reasoning_effort 'extreme': choose low, medium or high"),
+        (CONVERSATION, {"enable_thinking": False}, "chat argument 'enable_thinking' is not known to Harmony"),
+    ],
+)
+def test_what_harmony_has_not_is_refused(messages, arguments, message, codec):
+    with pytest.raises(RequestError, match=message):
+        codec.encode_chat(messages, arguments)
+
+
+REPLIES = {
+    "thinking, then an answer": (
+        "<|channel|>analysis<|message|>The user asks.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Because 🦊 é.<|return|>",
+        "Because 🦊 é.",
+    ),
+    "an answer at once": ("<|channel|>final<|message|>Yes.", "Yes."),
+    "cut off while thinking": ("<|channel|>analysis<|message|>The user", ""),
+    "a call of a tool": (
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
+        "",
+    ),
+    "no Harmony at all": ("Plain text.", "Plain text."),
+}
+
+
+@pytest.mark.parametrize("case", REPLIES)
+def test_the_reader_gets_the_final_channel(case, codec, encoding):
+    written, expected = REPLIES[case]
+    reply, shown = codec.reply(), ""
+    for token in tokens(encoding, written):
+        reply.push(token)
+        shown += reply.release()
+        assert "�" not in shown
+    reply.finish()
+    assert shown + reply.release() == reply.text == expected
+
+
+def test_a_stop_string_ends_the_final_channel(codec, encoding):
+    reply = codec.reply(("cause",))
+    for token in tokens(encoding, REPLIES["thinking, then an answer"][0]):
+        reply.push(token)
+    assert reply.stopped
+    assert reply.text == "Be"
+
+
+def test_a_changed_vocabulary_is_refused_and_the_environment_left_as_it_was(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/somewhere")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    names = list(vocabulary)
+    vocabulary[names[1000]], vocabulary[names[1001]] = vocabulary[names[1001]], vocabulary[names[1000]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    with pytest.raises(EngineError, match="has Harmony's tokens, but not its vocabulary"):
+        TextCodec.load(tmp_path, {})
+    assert os.environ["TIKTOKEN_ENCODINGS_BASE"] == "/somewhere"
+
+
+@pytest.fixture(scope="module")
+def engine(folder, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("engine") / "engine"
+    build(BuildSettings(name="gpt-oss", target=str(folder), precision="fp32", max_seq_len=256), path)
+    return path
+
+
+def test_llm_speaks_harmony_in_conversations_and_not_in_raw_prompts(engine, codec):
+    llm = LLM.load(engine, "cpu")
+    assert llm.encode(CONVERSATION) == codec.encode_chat(CONVERSATION)
+    params = SamplingParams(max_tokens=3)
+    chat, raw = llm.generate([CONVERSATION, codec.encode_chat(CONVERSATION)], params)
+    assert chat.token_ids == raw.token_ids
+    assert raw.text == codec.decode(raw.token_ids)
+
+
+def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
+    pytest.importorskip("fastapi", reason="the gateway needs the serving extra")
+    from fastapi.testclient import TestClient
+
+    from trtllm_dflash.serving.gateway import GatewaySettings, create_app
+
+    ids = tokens(encoding, REPLIES["thinking, then an answer"][0])
+
+    async def replies(self, request: TokenRequest) -> AsyncIterator[Piece]:
+        for i in range(0, len(ids), 3):
+            last = i + 3 >= len(ids)
+            yield Piece("as the engine has it", ids[i : i + 3], 0, 0, "stop" if last else "")
+
+    monkeypatch.setattr("trtllm_dflash.serving.client.TritonClient.stream", replies)
+    with TestClient(create_app(GatewaySettings(engine=engine))) as client:
+        asked = {"model": "gpt-oss", "messages": CONVERSATION}
+        answer = client.post("/v1/chat/completions", json=asked).json()
+        assert answer["choices"][0]["message"]["content"] == "Because 🦊 é."
+        streamed = client.post("/v1/chat/completions", json={**asked, "stream": True}).text
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "Because 🦊 é."
+        plain = client.post("/v1/completions", json={"model": "gpt-oss", "prompt": [1, 2]}).json()
+        assert plain["choices"][0]["text"].startswith("as the engine has it")

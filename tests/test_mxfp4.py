@@ -1,0 +1,50 @@
+"""MXFP4's numbers, bit for bit."""
+
+import math
+
+import pytest
+import torch
+
+from trtllm_dflash.ops.mxfp4 import BLOCK, NAN, dequantize
+
+
+def e2m1(code: int) -> float:
+    """As the OCP specification says it: a sign, two bits of exponent (bias 1), one of mantissa, and subnormals."""
+    sign, exponent, mantissa = -1.0 if code & 8 else 1.0, code >> 1 & 3, code & 1
+    return sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_at_every_scale_is_exact(dtype):
+    # Block s has all sixteen codes in both halves of its bytes, at scale s.
+    codes = [(code, 15 - code) for code in range(16)]
+    block = torch.tensor([low | high << 4 for low, high in codes], dtype=torch.uint8)
+    scales = torch.arange(NAN, dtype=torch.uint8)
+    numbers = dequantize(block.expand(NAN, -1), scales, dtype)
+    assert numbers.shape == (NAN * BLOCK,)
+    largest = torch.finfo(dtype).max
+    for scale in range(NAN):
+        for place, code in enumerate(code for pair in codes for code in pair):
+            expected = math.ldexp(e2m1(code), scale - 127)
+            actual = float(numbers[scale * BLOCK + place])
+            assert actual == (expected if abs(expected) <= largest else math.copysign(math.inf, expected))
+            assert math.copysign(1, actual) == math.copysign(1, expected)
+
+
+def test_a_scale_that_is_not_a_number_gives_none():
+    assert (
+        dequantize(torch.zeros(1, 16, dtype=torch.uint8), torch.tensor([NAN], dtype=torch.uint8), torch.float32)
+        .isnan()
+        .all()
+    )
+
+
+def test_transformers_decodes_the_same():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 10, 2), generator=generator, dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [3, 64, 10]
+        assert torch.equal(dequantize(blocks, scales, dtype), theirs.transpose(1, 2))

@@ -1,0 +1,286 @@
+"""`build --plan`: its figures are those of the memory plan, of the counted floor, and of steps that were measured."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import refusal, succeeds
+from trtllm_dflash.bench.acceptance import ImposedAcceptance
+from trtllm_dflash.bench.floor import StepCount, experts_touched, step_work
+from trtllm_dflash.bench.shapes import SHAPES, shape_config
+from trtllm_dflash.catalog import load_catalog
+from trtllm_dflash.engine.memory import GPUS, plan_memory, weight_bytes
+from trtllm_dflash.plan.build_plan import BuildPlan, Comparison
+from trtllm_dflash.plan.gpus import PUBLISHED
+from trtllm_dflash.plan.prediction import ERROR_BOUND, predict_step, sum_seconds
+from trtllm_dflash.step import Drafting
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def config(name="gpt-oss-120b", **settings):
+    return shape_config(
+        name, **{"precision": "bf16", "tp": 1, "max_batch": 8, "max_seq_len": 4096, "chunk": 512, **settings}
+    )
+
+
+# -- against what was measured on H200s ------------------------------------------------------------------------------
+
+
+def measured_steps():
+    """Of Qwen3-8B's shape: GPUs, batch, rows, cached tokens, seconds."""
+    for row in json.loads((RESULTS / "step-qwen3-8b-h200.json").read_text())["rows"]:
+        yield 1, row["batch"], row["rows"], row["cache_length"], row["seconds"]
+    for gpus, sums, batch, step, ms, *_ in tensor_parallel_rows():
+        if sums != "NCCL":  # an engine's own choice
+            yield int(gpus), int(batch), 1 if step == "plain" else 16, 1024, float(ms) * 1e-3
+
+
+def tensor_parallel_rows():
+    lines = (RESULTS / "tensor-parallel-h200.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if row[0].isdigit()]
+
+
+def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s():
+    counts = {tp: StepCount(config("qwen3-8b", tp=tp)) for tp in (1, 2, 4)}
+    errors = {}
+    for tp, batch, rows, length, seconds in measured_steps():
+        drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
+        predicted = predict_step(counts[tp], PUBLISHED["h200"], drafting, batch, rows, length).seconds
+        errors[tp, batch, rows, seconds] = predicted / seconds - 1
+    assert len(errors) == 27
+    assert {(tp, batch) for tp, batch, *_ in errors} == {(tp, batch) for tp in (1, 2, 4) for batch in (1, 8, 32)}
+    assert max(map(abs, errors.values())) <= ERROR_BOUND, errors
+    assert ERROR_BOUND <= 0.10
+
+
+def test_predicted_sums_are_those_measured_to_a_few_microseconds():
+    for gpus, sums, batch, step, _, us, *_ in tensor_parallel_rows():
+        if sums == "ours":
+            count = int(batch) * (1 if step == "plain" else 16) * 4096 * 2
+            assert sum_seconds(count, int(gpus), PUBLISHED["h200"]) * 1e6 == pytest.approx(float(us), abs=2.0)
+
+
+# -- counting experts and windows ------------------------------------------------------------------------------------
+
+
+def test_experts_touched_is_what_uniform_routing_gives():
+    moe = config("gpt-oss-20b").target.moe
+    assert experts_touched(moe, 1) == pytest.approx(moe.top_k)
+    assert experts_touched(moe, 10_000) == pytest.approx(moe.experts)
+    draw = random.Random(0)
+    trials = [len({e for _ in range(8) for e in draw.sample(range(moe.experts), moe.top_k)}) for _ in range(4000)]
+    assert experts_touched(moe, 8) == pytest.approx(sum(trials) / len(trials), rel=0.01)
+
+
+def test_a_step_reads_the_experts_that_it_touches_and_computes_those_that_its_rows_choose():
+    (target,) = step_work(config(), Drafting.OFF, batch=1, rows=1, length=1)
+    attention = 2880 * (64 + 2 * 8) * 64 + 64 * 64 * 2880
+    expert = 3 * 2880 * 2880
+    assert target.flops == pytest.approx(2 * (36 * (attention + 4 * expert + 128 * 2880) + 201088 * 2880), rel=1e-3)
+    dense = 2 * (36 * (attention + 128 * 2880) + 201088 * 2880)
+    assert target.bytes == pytest.approx(dense + 36 * 4 * expert * (1 / 2 + 1 / 32), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "qwen3-coder-30b-a3b"])
+def test_ranks_that_hold_whole_experts_read_and_compute_as_much_as_ranks_that_hold_slices(name):
+    sliced = config(name, tp=2)
+    whole = sliced.model_copy(
+        update={
+            "target": sliced.target.model_copy(
+                update={"moe": sliced.target.moe.model_copy(update={"expert_parallel": True})}
+            )
+        }
+    )
+    (a,), (b,) = (step_work(c, Drafting.OFF, batch=4, rows=1, length=100) for c in (sliced, whole))
+    assert (a.bytes, a.flops) == pytest.approx((b.bytes, b.flops), rel=0.01)
+
+
+def test_layers_with_a_window_read_no_more_than_it():
+    engine = config()
+    (short,), (long,) = (step_work(engine, Drafting.OFF, batch=1, rows=1, length=n) for n in (1000, 2000))
+    full_layers = engine.target.windows.count(None)
+    assert full_layers == 18
+    assert long.bytes - short.bytes == 1000 * full_layers * 2 * 8 * 64 * 2
+    assert long.flops - short.flops == 1000 * full_layers * 4 * 64 * 64
+
+
+# -- shapes and GPUs -------------------------------------------------------------------------------------------------
+
+
+def test_shapes_of_known_pairs_are_what_the_catalog_says():
+    for name, entry in load_catalog().items():
+        if name in SHAPES and name != "tiny":  # the shape of that name is a smaller one
+            engine = config(name)
+            assert engine.target.family == entry.family
+            assert engine.target.layers == entry.target_layers
+            assert engine.drafter.layers == entry.drafter_layers
+            assert engine.drafter.block_size == entry.block_size
+            assert entry.tap_layers in (None, engine.drafter.tap_layers)
+
+
+def test_every_gpu_that_engines_are_built_for_has_its_published_limits():
+    assert PUBLISHED.keys() == GPUS.keys()
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+MODEL = ("build", "--plan", "--model", "gpt-oss-120b")
+
+
+@pytest.fixture
+def no_checkpoints(monkeypatch):
+    """Whoever looks for a checkpoint fails the test."""
+    monkeypatch.setattr("trtllm_dflash.checkpoint.hub.resolve", lambda name: pytest.fail(f"looked for {name}"))
+    monkeypatch.setattr("trtllm_dflash.engine.builder.resolve", lambda name: pytest.fail(f"looked for {name}"))
+
+
+def planned(*arguments):
+    return BuildPlan.model_validate_json(succeeds(*MODEL, *arguments, "--json"))
+
+
+@pytest.mark.usefixtures("no_checkpoints")
+def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = succeeds(*MODEL, "--tp", 8, "--gpu", "b300", "--acceptance", 6.49)
+    for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
+        assert words in text
+    assert "predicts H200 steps within 7%" in text
+    assert "18 of 36 layers see 128 tokens only, yet their caches are linear" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b", "qwen3-4b"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_parts_of_memory_are_all_of_the_memory_plan(name, tp):
+    plan = BuildPlan.model_validate_json(
+        succeeds("build", "--plan", "--model", name, "--tp", tp, "--gpu", "b300", "--json")
+    )
+    memory, engine = plan.memory, config(name, tp=tp)
+    parts = (memory.attention, memory.feed_forward, memory.experts, memory.embedding, memory.lm_head, memory.drafter)
+    assert sum(parts) + memory.rest == weight_bytes(engine)
+    assert 0 < memory.rest < 0.01 * weight_bytes(engine)
+    caches = memory.slots * (memory.target_cache_per_slot + memory.drafter_cache_per_slot)
+    assert weight_bytes(engine) + caches + memory.scratch == plan_memory(engine).total
+    assert memory.total == plan_memory(engine).total + memory.reserved
+
+
+def test_experts_of_gpt_oss_120b_weigh_what_is_published():
+    plan = planned("--gpu", "b300")
+    # 116.8e9 parameters, of which 114.7e9 are experts' in 4.25 bits each.
+    assert plan.memory.experts == pytest.approx(114.7e9 * 4.25 / 8, rel=0.01)
+    assert plan.expert_precision == "mxfp4"
+
+
+def test_the_largest_batch_and_context_fit_and_one_more_does_not():
+    plan = planned("--gpu", "h200", "--max-batch", 16)
+    room = plan.limits.memory - plan.memory.reserved
+    for batch, length in ((plan.largest_batch, 4096), (16, plan.largest_seq_len)):
+        assert plan_memory(config(max_batch=batch, max_seq_len=length)).total <= room
+    assert plan_memory(config(max_batch=plan.largest_batch + 1)).total > room
+    assert plan_memory(config(max_batch=16, max_seq_len=plan.largest_seq_len + 1)).total > room
+
+
+def test_every_batch_has_a_plain_step_and_its_best_length_commits_the_most():
+    plan = planned("--gpu", "h200", "--acceptance", 6.49)
+    imposed = ImposedAcceptance(6.49, 10)
+    batches = sorted({point.batch for point in plan.points})
+    assert batches[:3] == [1, 2, 4]
+    assert batches[-1] == plan.largest_batch
+    for batch in batches:
+        (plain,) = (point for point in plan.points if (point.arm, point.batch) == ("plain", batch))
+        drafted = [point for point in plan.points if (point.arm, point.batch) == ("draft", batch)]
+        assert [point.drafts for point in drafted] == [0, 1, 2, 3, 5, 7, 9]
+        (best,) = (point for point in drafted if point.best)
+        assert best.tokens_per_second == max(point.tokens_per_second for point in drafted)
+        assert plain.tokens_per_second == pytest.approx(batch / plain.seconds)
+        for point in (plain, *drafted):
+            kinds = (point.products_seconds, point.attention_seconds, point.layers_seconds, point.sums_seconds)
+            assert point.seconds == pytest.approx(sum(kinds))
+            assert point.floor_seconds < point.seconds
+            assert point.tokens_per_step == pytest.approx(imposed.at(point.drafts + 1))
+            assert point.tokens_per_second_per_user == pytest.approx(point.tokens_per_second / batch)
+    bests = [point.drafts for point in plan.points if point.best]
+    assert bests == sorted(bests, reverse=True)  # the more slots, the shorter
+    assert bests[0] == 9
+
+
+def test_ranks_divide_tokens_by_gpus_and_add_their_sums():
+    plan = planned("--gpu", "b200", "--tp", 8, "--acceptance", 5)
+    for point in plan.points:
+        drafter = 8 if point.arm == "draft" and point.drafts else 0
+        assert point.sums == 2 * (36 + drafter)
+        assert point.sum_bytes == point.batch * (point.drafts + 1) * 2880 * 2
+        assert point.tokens_per_second_per_gpu == pytest.approx(point.tokens_per_second / 8)
+    assert planned("--gpu", "b200").points[0].sums == 0
+
+
+def test_without_an_acceptance_it_says_at_which_one_drafting_would_be_as_fast():
+    assert "tokens a step" in succeeds(*MODEL, "--gpu", "h200")
+    rates = [point.tokens_per_second for point in planned("--gpu", "h200").points if point.drafts]
+    assert set(rates) == {None}
+
+
+def test_without_a_gpu_all_are_compared():
+    text = succeeds(*MODEL, "--acceptance", 5)
+    assert all(f"\n│ {gpu} " in text or f"\n{gpu}: " in text for gpu in GPUS)
+    assert "l40s: the engine needs" in text
+    assert "use --tp 2" in text
+    found = Comparison.model_validate_json(succeeds(*MODEL, "--json"))
+    assert {plan.gpu for plan in found.plans} | found.refused.keys() == GPUS.keys()
+
+
+def test_a_tensorrt_plan_for_rtx_reads_every_expert():
+    plan, torch = (planned("--gpu", "rtx-pro-6000", *more) for more in (("--backend", "tensorrt"), ()))
+    assert plan.points[0].experts_touched == 128
+    assert torch.points[0].experts_touched == pytest.approx(4)
+    assert plan.points[0].seconds > 5 * torch.points[0].seconds
+
+
+def test_experts_of_a_tensorrt_plan_are_what_the_gpu_has_kernels_for():
+    plans = {gpu: planned("--gpu", gpu, "--backend", "tensorrt", "--tp", 8) for gpu in ("b300", "rtx-pro-6000", "l40s")}
+    assert [plan.expert_precision for plan in plans.values()] == ["nvfp4", "mxfp4", "bf16"]
+    stored = plans["rtx-pro-6000"].memory.experts
+    assert plans["b300"].memory.experts == pytest.approx(4.5 / 4.25 * stored, rel=0.01)
+    assert plans["l40s"].memory.experts == pytest.approx(16 / 4.25 * stored, rel=0.01)
+    assert plans["l40s"].points[0].floor_seconds * plans["l40s"].limits.bandwidth > plans["l40s"].memory.experts
+
+
+def test_a_checkpoint_that_is_here_is_planned_from_its_own_configuration(tiny_engine):
+    plan = BuildPlan.model_validate_json(succeeds("build", "--plan", "--model", "tiny", "--gpu", "h200", "--json"))
+    stored = sum(file.stat().st_size for file in Path(tiny_engine).glob("*.safetensors"))  # in FP32
+    memory = plan.memory
+    parts = (memory.attention, memory.feed_forward, memory.embedding, memory.lm_head, memory.drafter)
+    assert sum(parts) == pytest.approx(stored / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*MODEL, "--gpu", "rtx-4090"), "more than rtx-4090 has: use --tp 4"),
+        ((*MODEL, "--gpu", "h100", "--max-batch", 64), "more than h100 has: use --max-batch 27 or --max-seq-len"),
+        ((*MODEL, "--gpu", "sm120"), "--gpu sm120: --plan knows b300,"),
+        ((*MODEL, "--gpu", "b300", "--acceptance", 11), "--acceptance 11: a block of 10 rows commits 1 to 10 tokens"),
+        (
+            (*MODEL, "--gpu", "b300", "--cache-length", 4096),
+            "--cache-length 4096: a slot holds less than --max-seq-len",
+        ),
+        (
+            (*MODEL, "--gpu", "b300", "--block-size", 11),
+            "--block-size 11: the drafter was trained for blocks of 2 to 10",
+        ),
+        ((*MODEL, "--gpu", "b300", "--tp", 3), "--tp 3 does not divide"),
+        ((*MODEL, "--gpu", "b300", "--max-seq-len", 200000), "--max-seq-len 200000: the target takes at most 131072"),
+        ((*MODEL, "--gpu", "b300", "--ep"), "--ep: there is one rank only"),
+        ((*MODEL, "--gpu", "b300", "--output", "x"), "--output: --plan writes nothing"),
+        (("build", "--plan", "--target", "org/m", "--gpu", "b300"), "the shape of org/m is not known without"),
+        (("build", "--model", "gpt-oss-120b", "--acceptance", 5), "--acceptance: goes with --plan"),
+        (("build", "--model", "gpt-oss-120b", "--json"), "--json: goes with --plan"),
+    ],
+)
+@pytest.mark.usefixtures("no_checkpoints")
+def test_what_cannot_be_planned_is_refused(arguments, words):
+    assert words in refusal(*arguments)

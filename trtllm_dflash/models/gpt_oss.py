@@ -1,0 +1,116 @@
+"""gpt-oss: experts in MXFP4, attention with biases and sinks, every other layer with a window, YaRN.
+
+The published checkpoints hold the experts as `*_blocks` and `*_scales`; fine-tuned ones, in BF16, hold each matrix
+transposed. In both, gate and up rows alternate.
+"""
+
+from typing import Any
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, read_decoder_config
+from trtllm_dflash.models.moe import MoEDecoder, check_experts
+from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPrecision
+from trtllm_dflash.ops import ClampedSwiglu
+from trtllm_dflash.ops.mxfp4 import BLOCK, BLOCK_BYTES
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class GptOss(MoEDecoder):
+    """GptOssForCausalLM."""
+
+    @staticmethod
+    def read_config(raw: dict[str, Any]) -> DecoderConfig:
+        """The configuration in Hugging Face's config.json."""
+        # What transformers takes it to be where it is missing; of what follows, YaRN above all must be said.
+        if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+            raise CheckpointError("config.json: rope_scaling is missing")
+        base = read_decoder_config("gpt_oss", {"attention_bias": True, **raw, "layer_types": []})
+        try:
+            moe = MoEConfig(
+                experts=raw["num_local_experts"],
+                top_k=raw["num_experts_per_tok"],
+                intermediate_size=base.intermediate_size,
+                normalized=True,
+                clamp=ClampedSwiglu(raw.get("swiglu_alpha", 1.702), raw.get("swiglu_limit", 7.0)),
+                mxfp4=_is_mxfp4(raw),
+            )
+        except KeyError as missing:
+            raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
+        if moe.mxfp4 and (base.hidden_size % BLOCK or moe.intermediate_size % BLOCK):
+            sizes = f"hidden_size {base.hidden_size} and intermediate_size {moe.intermediate_size}"
+            raise CheckpointError(f"config.json: {sizes} must be multiples of {BLOCK}, MXFP4's block")
+        windows = _windows(raw, base.layers)
+        return base.model_copy(update={"moe": check_experts(moe), "windows": windows, "attention_sinks": True})
+
+    def layer_weights(self, prefix: str) -> list[Weight]:
+        heads = self.config.heads
+        sinks = Part(prefix + "self_attn.sinks", (heads,), Split.ROWS, heads)
+        return [*super().layer_weights(prefix), Weight(sinks.key, (sinks,))]
+
+    def feed_forward_weights(self, prefix: str) -> list[Weight]:
+        bias = Part(prefix + "mlp.router.bias", (self.moe.experts,))
+        return [*super().feed_forward_weights(prefix), Weight(bias.key, (bias,))]
+
+    def expert_weights(self, prefix: str) -> list[Weight]:
+        moe, hidden = self.moe, self.config.hidden_size
+        count, size = moe.experts, moe.intermediate_size
+        experts = prefix + "mlp.experts."
+
+        def weight(name: str, kind: str, *shape: int, content: Content = Content.NUMBERS) -> Weight:
+            """Of gate_up_proj or down_proj; `kind`: "bias", "weight", or one of MXFP4's two."""
+            key = f"{experts}{name}" + ("" if kind == "weight" else f"_{kind}")
+            interleaved, transposed = name == "gate_up_proj", kind == "weight"
+            split, units = self._split(interleaved, transposed, kind == "bias")
+            padded = moe.mxfp4 and split in (Split.COLUMNS, Split.THIRD)
+            part = Part(key, (count, *shape), split, units, content, padded, interleaved, transposed)
+            precision = WeightPrecision.ENGINE if content is Content.NUMBERS else WeightPrecision.BYTES
+            return Weight(f"{experts}{name}.{kind}", (part,), precision)
+
+        biases = [weight("gate_up_proj", "bias", 2 * size), weight("down_proj", "bias", hidden)]
+        if not moe.mxfp4:
+            return [
+                weight("gate_up_proj", "weight", hidden, 2 * size),
+                weight("down_proj", "weight", size, hidden),
+                *biases,
+            ]
+        matrices = []
+        for name, rows, columns in (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size)):
+            shape = rows, columns // BLOCK
+            matrices.append(weight(name, "blocks", *shape, BLOCK_BYTES, content=Content.E2M1_PAIRS))
+            matrices.append(weight(name, "scales", *shape, content=Content.E8M0))
+        return matrices + biases
+
+    def _split(self, gate_up: bool, transposed: bool, bias: bool) -> tuple[Split, int]:
+        """How ranks divide a tensor of the experts, as it is stored, and into what units.
+
+        MXFP4's blocks lie along the input of `down_proj`: its columns are divided by whole blocks.
+        """
+        moe = self.moe
+        if moe.expert_parallel:
+            return Split.ROWS, moe.experts
+        if bias and not gate_up:
+            return Split.FIRST_RANK, 1
+        units = moe.intermediate_size // BLOCK if moe.mxfp4 else moe.intermediate_size
+        return (Split.COLUMNS if gate_up != transposed or bias else Split.THIRD), units
+
+
+def _is_mxfp4(raw: dict[str, Any]) -> bool:
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return False
+    method = quantization.get("quant_method")
+    if method != "mxfp4":
+        raise CheckpointError(f"config.json: quant_method {method!r} is not supported; supported: mxfp4")
+    return True
+
+
+def _windows(raw: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Each layer's window; without `layer_types`, as transformers has it: every other layer, from the first on."""
+    types = raw.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(layers)]
+    if len(types) != layers or not set(types) <= {_FULL, _SLIDING}:
+        raise CheckpointError(f"config.json: layer_types must say {_SLIDING} or {_FULL} for each of {layers} layers")
+    window = raw.get("sliding_window", 128)
+    if type(window) is not int or window < 1:
+        raise CheckpointError(f"config.json: sliding_window {window!r} is not a positive number of tokens")
+    return tuple(window if kind == _SLIDING else None for kind in types)

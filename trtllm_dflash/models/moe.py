@@ -1,0 +1,52 @@
+"""A decoder whose feed-forward is a mixture of experts. Written over `Ops`; the experts' tensors are `MoELayer`'s."""
+
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.decoder import Decoder, DecoderConfig, MoEConfig
+from trtllm_dflash.models.weights import Part, Weight, unit_range
+from trtllm_dflash.ops import MoELayer, Ops
+
+T = TypeVar("T")
+
+
+class MoEDecoder(Decoder, ABC):
+    """A decoder with experts in every layer. The router is whole on every rank, so all of them choose alike."""
+
+    #: The router's name in the checkpoint's layers; an engine's is `mlp.router`.
+    router = "mlp.router"
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        assert config.moe is not None
+        self.moe: MoEConfig = config.moe
+
+    def feed_forward_weights(self, prefix: str) -> list[Weight]:
+        part = Part(f"{prefix}{self.router}.weight", (self.moe.experts, self.config.hidden_size))
+        return [Weight(prefix + "mlp.router.weight", (part,)), *self.expert_weights(prefix)]
+
+    @abstractmethod
+    def expert_weights(self, prefix: str) -> list[Weight]:
+        """The tensors of a layer's experts."""
+
+    def feed_forward(self, ops: Ops[T], prefix: str, h: T) -> T:
+        logits = ops.linear(prefix + "mlp.router", h)  # [B, N, experts]
+        return ops.all_reduce(ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits))
+
+    def experts(self, prefix: str, tp: int, rank: int) -> MoELayer:
+        """A layer's experts, as `rank` of `tp` sees them."""
+        moe = self.moe
+        first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
+        return MoELayer(prefix + "mlp.", moe.experts, first, last - first, moe.top_k, moe.normalized, moe.clamp)
+
+
+def check_experts(moe: MoEConfig) -> MoEConfig:
+    """The experts, once a token can choose as many as it should.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if moe.top_k > moe.experts:
+        raise CheckpointError(f"config.json: num_experts_per_tok {moe.top_k} exceeds the {moe.experts} experts")
+    return moe

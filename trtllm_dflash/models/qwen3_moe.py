@@ -1,0 +1,56 @@
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B): Qwen3 with experts in every layer."""
+
+from typing import Any
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, head_norm_weights, read_decoder_config
+from trtllm_dflash.models.moe import MoEDecoder, check_experts
+from trtllm_dflash.models.weights import Part, Split, Weight
+
+
+class Qwen3Moe(MoEDecoder):
+    """Qwen3MoeForCausalLM."""
+
+    head_norms = True
+    router = "mlp.gate"
+
+    @staticmethod
+    def read_config(raw: dict[str, Any]) -> DecoderConfig:
+        """The configuration in Hugging Face's config.json."""
+        for key, computed in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+            if raw.get(key, computed) != computed:
+                raise CheckpointError(
+                    f"config.json: {key} {raw[key]!r} is not supported: every layer must have experts"
+                )
+        base = read_decoder_config("qwen3_moe", raw)
+        try:
+            moe = MoEConfig(
+                experts=raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"],
+                top_k=raw["num_experts_per_tok"],
+                intermediate_size=raw["moe_intermediate_size"],
+                normalized=raw.get("norm_topk_prob", False),
+            )
+        except KeyError as missing:
+            raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
+        return base.model_copy(update={"moe": check_experts(moe)})
+
+    def layer_weights(self, prefix: str) -> list[Weight]:
+        return super().layer_weights(prefix) + head_norm_weights(prefix, self.config)
+
+    def expert_weights(self, prefix: str) -> list[Weight]:
+        moe, hidden = self.moe, self.config.hidden_size
+        size, divided = moe.intermediate_size, moe.expert_parallel
+        rows, columns = (Split.WHOLE, Split.WHOLE) if divided else (Split.ROWS, Split.COLUMNS)
+
+        def part(expert: int, name: str) -> Part:
+            key = f"{prefix}mlp.experts.{expert}.{name}_proj.weight"
+            if name == "down":
+                return Part(key, (hidden, size), columns, size)
+            return Part(key, (size, hidden), rows, size)
+
+        gate_up = tuple(part(expert, name) for expert in range(moe.experts) for name in ("gate", "up"))
+        down = tuple(part(expert, "down") for expert in range(moe.experts))
+        return [
+            Weight(prefix + "mlp.experts.gate_up_proj.weight", gate_up, stack=moe.experts, divided=divided),
+            Weight(prefix + "mlp.experts.down_proj.weight", down, stack=moe.experts, divided=divided),
+        ]

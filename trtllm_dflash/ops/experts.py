@@ -1,0 +1,141 @@
+"""The experts of a mixture, computed by torch: one after another on the CPU, in tiles on a GPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from trtllm_dflash.ops import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.mxfp4 import dequantize
+
+Tensor = torch.Tensor
+
+#: Tiles whose weights are gathered at a time: what a GPU holds of them besides the weights themselves.
+_TILES = 8
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """One projection [O, I] of each of E experts: as numbers, or as MXFP4's blocks and scales; see `MoELayer`."""
+
+    weight: Tensor | None  # [E, O, I]
+    blocks: Tensor | None  # [E, O, I / 32, 16] uint8
+    scales: Tensor | None  # [E, O, I / 32] uint8
+    bias: Tensor | None  # [E, O]
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], name: str) -> "ExpertMatrix":
+        """The projection `name` among a rank's weights."""
+        return cls(*(weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias")))
+
+    def numbers(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
+        """The matrices of some experts: [..., O, I] for experts [...]."""
+        if self.weight is not None:
+            return self.weight[experts]
+        assert self.blocks is not None and self.scales is not None
+        return dequantize(self.blocks[experts], self.scales[experts], dtype)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a rank has of a layer's experts."""
+
+    gate_up: ExpertMatrix  # [2F, H] each
+    down: ExpertMatrix  # [H, F] each
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], layer: MoELayer) -> "Experts":
+        """Those of `layer` among a rank's weights."""
+        prefix = layer.prefix + "experts."
+        return cls(ExpertMatrix.of(weights, prefix + "gate_up_proj"), ExpertMatrix.of(weights, prefix + "down_proj"))
+
+
+def route(layer: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's experts and their weights: ids [N, k] int64 and FP32 [N, k], for logits [N, experts]."""
+    logits = logits.float()
+    # Stable, so that of equals the lowest ids win, on every rank and device.
+    top, ids = (x[:, : layer.top_k] for x in logits.sort(dim=-1, descending=True, stable=True))
+    if layer.normalized:
+        return ids, top.softmax(dim=-1)
+    return ids, (top - logits.logsumexp(dim=-1, keepdim=True)).exp()
+
+
+def activate(gate_up: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
+    """SwiGLU, or its clamped kind, of gate and up [..., 2F]: [..., F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if clamp is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
+
+
+def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
+    """`Ops.moe` for rows x [N, H], expert by expert: only those that a row chose. The host reads which these are."""
+    ids, shares = route(layer, logits)
+    total = torch.zeros(x.shape, device=x.device)
+    for expert in range(layer.first, layer.first + layer.count):
+        rows, places = torch.where(ids == expert)
+        if len(rows):
+            own = expert - layer.first
+            h = activate(_linear(x[rows], experts.gate_up, own), layer.clamp)
+            y = _linear(h, experts.down, own).float()
+            total.index_add_(0, rows, y * shares[rows, places, None])
+    return total.to(x.dtype)
+
+
+def in_tiles(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
+    """`Ops.moe` for rows x [N, H], without the host: shapes depend on N alone, so that a CUDA graph can hold it.
+
+    The N * k pairs of row and expert are sorted by expert and laid out in tiles, each of one expert, the last of each
+    expert's padded. There are as many tiles as the worst routing needs.
+    """
+    ids, shares = route(layer, logits)
+    rows, k = ids.shape
+    pairs = rows * k
+    size = max(1, pairs // layer.count)
+    tiles = _most_tiles(pairs, layer.count, size)
+    # Pairs of experts that other ranks have go last, to no tile.
+    own = ids.flatten() - layer.first
+    own = torch.where((own >= 0) & (own < layer.count), own, layer.count)
+    sorted_own, order = own.sort(stable=True)
+    counts = torch.zeros(layer.count + 1, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, own, torch.ones_like(own))
+    ends = ((counts + size - 1) // size)[:-1].cumsum(0)  # [E] past each expert's last tile
+    first_tile = F.pad(ends, (1, 0))  # [E + 1]
+    first_pair = counts.cumsum(0) - counts
+    place = first_tile[sorted_own] * size + torch.arange(pairs, device=x.device) - first_pair[sorted_own]
+    place = torch.where(sorted_own < layer.count, place, tiles * size)  # a row of scratch behind the tiles
+    source = torch.zeros(tiles * size + 1, dtype=torch.int64, device=x.device)
+    source[place] = order // k
+    expert = torch.searchsorted(ends, torch.arange(tiles, device=x.device), right=True).clamp(max=layer.count - 1)
+
+    laid_out = x[source[:-1]].view(tiles, size, -1)
+    parts = []
+    for tile in range(0, tiles, _TILES):
+        which = expert[tile : tile + _TILES]
+        h = activate(_tile_linear(laid_out[tile : tile + _TILES], experts.gate_up, which), layer.clamp)
+        parts.append(_tile_linear(h, experts.down, which))
+    y = torch.cat([part.flatten(0, 1) for part in parts])  # [tiles * size, H]
+    y = F.pad(y, (0, 0, 0, 1))  # what the pairs of other ranks take
+    back = torch.empty_like(place).scatter_(0, order, place)
+    return (y[back].view(rows, k, -1).float() * shares[..., None]).sum(dim=1).to(x.dtype)
+
+
+def _most_tiles(pairs: int, experts: int, size: int) -> int:
+    """Tiles of `size` pairs that any routing of so many pairs fits in."""
+    busy = min(pairs, experts)
+    return busy + (pairs - busy) // size
+
+
+def _linear(x: Tensor, matrix: ExpertMatrix, expert: int) -> Tensor:
+    bias = None if matrix.bias is None else matrix.bias[expert]
+    return F.linear(x, matrix.numbers(expert, x.dtype), bias)
+
+
+def _tile_linear(x: Tensor, matrix: ExpertMatrix, experts: Tensor) -> Tensor:
+    """x [t, size, I] times each tile's expert's [O, I] transposed: [t, size, O]."""
+    weight = matrix.numbers(experts, x.dtype).transpose(1, 2)
+    if matrix.bias is None:
+        return torch.bmm(x, weight)
+    return torch.baddbmm(matrix.bias[experts, None], x, weight)

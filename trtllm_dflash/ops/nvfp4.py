@@ -1,0 +1,102 @@
+"""NVFP4, and MXFP4 as NVFP4.
+
+NVFP4: E2M1 numbers (see `ops.mxfp4`), an E4M3 scale for each 16 of them, and one FP32 scale for a whole tensor. An E4M3
+scale holds the powers of two from 2^-9 to 2^8, so 18 neighbouring exponents of MXFP4 are the same numbers with another
+name. The tensor's scale says which 18: those that keep most blocks. A block outside them is still exact where its
+numbers, doubled or halved so that its scale comes inside, are E2M1 numbers; else it is rounded, and counted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.ops.mxfp4 import E2M1, ONE
+
+Tensor = torch.Tensor
+
+#: Numbers that share a scale.
+BLOCK = 16
+#: The powers of two that E4M3 holds.
+LEAST, MOST = -9, 8
+#: MXFP4's scale byte of blocks that are not numbers.
+_NAN = 255
+#: The tensor's scale is an FP32 number that is not subnormal.
+_FP32_POWERS = (-126, 127)
+
+
+@dataclass(frozen=True)
+class NVFP4:
+    """A tensor [..., I]. Its numbers are E2M1 times the block's scale times the tensor's."""
+
+    packed: Tensor  # [..., I / 2] uint8: two numbers a byte, the even one in the low half
+    scales: Tensor  # [..., I / 16] float8_e4m3fn
+    scale: Tensor  # [] float32
+
+
+@dataclass(frozen=True)
+class Transcoded:
+    """What became of MXFP4's blocks of 32 numbers; of several tensors, their sums."""
+
+    blocks: int = 0
+    rounded: int = 0  # some of their numbers are others now
+    largest_error: float = 0.0  # of one number
+
+    def __add__(self, other: "Transcoded") -> "Transcoded":
+        error = max(self.largest_error, other.largest_error)
+        return Transcoded(self.blocks + other.blocks, self.rounded + other.rounded, error)
+
+    def __str__(self) -> str:
+        said = f"{self.blocks:,} blocks of MXFP4 as NVFP4, "
+        if not self.rounded:
+            return said + "all exact"
+        return said + f"{self.rounded:,} of them rounded, by at most {self.largest_error:.3g}"
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
+    """MXFP4's blocks [..., n, 16] and scales [..., n], both uint8, as NVFP4 [..., n * 32], and what was lost.
+
+    Raises:
+        CheckpointError: a scale is not a number.
+    """
+    if bool((scales == _NAN).any()):
+        raise CheckpointError("an MXFP4 scale is not a number: the checkpoint is damaged")
+    is_zero = (blocks & 0x77 == 0).all(dim=-1)
+    exponents = torch.where(is_zero, ONE, scales.int()) - ONE
+    power = _tensor_power(exponents[~is_zero])
+    wanted = torch.where(is_zero, 0, exponents - power)  # [..., n]
+    held = wanted.clamp(LEAST, MOST)
+    packed, outside = blocks, wanted != held
+    rounded, largest_error = 0, 0.0
+    if bool(outside.any()):
+        coded, errors = _shifted(blocks[outside], (wanted - held)[outside])
+        packed = blocks.clone()
+        packed[outside] = coded
+        rounded = int((errors > 0).sum())
+        largest_error = float((errors * torch.exp2((held + power)[outside].double())).max())
+    block_scales = torch.exp2(held.float()).to(torch.float8_e4m3fn).repeat_interleave(2, dim=-1)
+    converted = NVFP4(packed.flatten(-2), block_scales, torch.tensor(2.0**power))
+    return converted, Transcoded(exponents.numel(), rounded, largest_error)
+
+
+def _tensor_power(exponents: Tensor) -> int:
+    """The power of two of the tensor's scale: where most exponents come inside E4M3, the highest among equals."""
+    if not len(exponents):
+        return 0
+    least, most = int(exponents.min()), int(exponents.max())
+    counts = torch.bincount(exponents.flatten() - least, minlength=most - least + 1)
+    width = MOST - LEAST + 1
+    below = torch.cat([torch.zeros(width, dtype=torch.int64), counts.cumsum(0)])
+    inside = below[width:] - below[:-width]  # [most - least + 1]: of those from e - 17 to e, for e from least on
+    highest = least + len(inside) - 1 - int(inside.flip(0).argmax())
+    return min(max(highest - MOST, _FP32_POWERS[0]), _FP32_POWERS[1])
+
+
+def _shifted(blocks: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [m, 16] with their numbers times 2^shifts [m], as near as E2M1 is, and the largest error of each, [m]."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1)  # [m, 16, 2]
+    magnitudes = torch.tensor(E2M1[:8], dtype=torch.float64)  # in which every power of two of MXFP4 is at home
+    exact = magnitudes[(codes & 7).long()] * torch.exp2(shifts.double())[:, None, None]
+    nearest = (exact[..., None] - magnitudes).abs().argmin(dim=-1)  # of two as near, the one nearer to zero
+    codes = (codes & 8) | nearest.to(torch.uint8)
+    return codes[..., 0] | codes[..., 1] << 4, (exact - magnitudes[nearest]).abs().amax(dim=(1, 2))

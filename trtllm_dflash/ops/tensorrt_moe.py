@@ -1,0 +1,202 @@
+"""A mixture's experts in TensorRT: as its own layer where the GPU has kernels for it, else as one wide feed-forward.
+
+TensorRT has a mixture layer for SM100, SM103 and SM110 alone; on all other GPUs, TensorRT-RTX's included, the experts
+are emitted as the one matrix that they are when stacked: gate and up [E * 2F, H], down [H, E * F]. Between the two,
+each expert's part is multiplied by the row's weight for it, which is zero where the row did not choose it, and the
+second product sums over the experts. That is right for any routing, needs no sort and no shape that depends on data (a
+step of those could not be captured into a CUDA graph), and costs this:
+
+- Bytes: a step reads every expert once, however many rows it has. Were routing uniform, a drafted step of 8 sequences
+  of 10 rows would choose 118 of gpt-oss-120b's 128 experts: nearly all are due anyway. One sequence of 10 rows chooses
+  35, so there a step reads 3.7 times what it must, and plain decoding of one sequence 32 times. (Gathering the chosen
+  matrices first would read, write and read them again: more than this from 11 rows on.)
+- Work: experts / top_k times that of the chosen ones, 32 times for gpt-oss-120b, 8 times for gpt-oss-20b. In a step of
+  few rows the bytes hide it; a prefill pays for it.
+
+MXFP4 experts stay MXFP4 where the GPU multiplies FP4 (SM100 and later): 4.25 bits a number in the plan, dequantized in
+the product. Elsewhere they are constants of the engine's own type. The mixture layer takes NVFP4 (see `ops.nvfp4`).
+"""
+
+import torch
+
+from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.mxfp4 import dequantize
+from trtllm_dflash.ops.nvfp4 import Transcoded, from_mxfp4
+from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
+
+Tensor = torch.Tensor
+
+#: Compute capabilities that have kernels for TensorRT's mixture layer.
+MOE_LAYER_CAPABILITIES = (100, 103, 110)
+
+
+def multiplies_fp4(capability: int | None) -> bool:
+    """Whether a GPU of this compute capability does; None: one that is not known."""
+    return capability is not None and capability >= 100
+
+
+class TensorRTMoE(TensorRTLayers):
+    """The mixture of experts of `Ops`.
+
+    Attributes:
+        transcoded: what became of the MXFP4 blocks that were made NVFP4.
+    """
+
+    capability: int | None
+    transcoded = Transcoded()
+
+    def moe(self, mixture: MoELayer, x: ITensor, logits: ITensor) -> ITensor:
+        self._scope = mixture.prefix + "experts"
+        chosen, shares = self._route(mixture, logits)
+        if self.capability in MOE_LAYER_CAPABILITIES:
+            return self._mixture(mixture, x, chosen, shares)
+        return self._wide_feed_forward(mixture, x, shares)
+
+    def _route(self, mixture: MoELayer, logits: ITensor) -> tuple[ITensor, ITensor]:
+        """Which experts each row chose, bool, and its FP32 weights, 0 for the others: [B, N, experts] each."""
+        logits = self._cast(logits, self.trt.float32)
+        top = self.network.add_topk(logits, self.trt.TopKOperation.MAX, mixture.top_k, 1 << 2)
+        least = self._reduce("MIN", self._layer(top, "top_k"), 2)  # [B, N, 1]
+        # TopK does not say which of equals it returns: of those that equal the least, the first ones.
+        above = self._binary("GREATER", logits, least)
+        equal = self._binary("EQUAL", logits, least)
+        taken = self._reduce("SUM", self._cast(above, self.trt.int32), 2)
+        axis = self._constant(torch.tensor(2, dtype=torch.int32))
+        ones = self._cast(equal, self.trt.int32)
+        run = self._layer(
+            self.network.add_cumulative(ones, axis, self.trt.CumulativeOperation.SUM, False, False), "run"
+        )
+        fits = self._not(self._binary("GREATER", self._binary("SUM", run, taken), self._ints(mixture.top_k, 3)))
+        chosen = self._binary("OR", above, self._binary("AND", equal, fits))
+        mass = self._unary("EXP", self._binary("SUB", logits, self._reduce("MAX", logits, 2)))
+        own = self._select(chosen, mass, self._fill(0.0, 3))
+        total = self._reduce("SUM", own if mixture.normalized else mass, 2)
+        return chosen, self._binary("DIV", own, total, "shares")
+
+    # -- one wide feed-forward -------------------------------------------------------------------------------------
+
+    def _wide_feed_forward(self, mixture: MoELayer, x: ITensor, shares: ITensor) -> ITensor:
+        shares = self._slice(shares, 2, mixture.first, mixture.count)
+        gate_up = self._product(x, self._matrix(mixture.prefix + "experts.gate_up_proj", x.dtype), "gate_up")
+        name = mixture.prefix + "experts.gate_up_proj.bias"
+        if name in self.weights:
+            gate_up = self._binary("SUM", gate_up, self._weight(name, (1, 1, gate_up.shape[2])), "gate_up_bias")
+        size = gate_up.shape[2] // (2 * mixture.count)
+        halves = self._reshape(gate_up, (0, 0, mixture.count, 2, size))  # before it is sliced: see split_heads
+        h = self._activate(mixture, self._slice(halves, 3, 0, 1), self._slice(halves, 3, 1, 1))
+        spread = self._reshape(shares, (0, 0, mixture.count, 1, 1))
+        h = self._cast(self._binary("PROD", self._cast(h, self.trt.float32), spread, "weighted"), x.dtype)
+        h = self._reshape(h, (0, 0, mixture.count * size))
+        y = self._product(h, self._matrix(mixture.prefix + "experts.down_proj", x.dtype, side_by_side=True), "down")
+        name = mixture.prefix + "experts.down_proj.bias"
+        if name in self.weights:
+            bias = self._constant(self.weights[name].t().contiguous()[None])  # [1, H, E]
+            y = self._binary("SUM", y, self._product(self._cast(shares, x.dtype), bias, "down_bias"))
+        return y
+
+    def _activate(self, mixture: MoELayer, gate: ITensor, up: ITensor) -> ITensor:
+        """SwiGLU of [B, N, E, 1, F] each."""
+        slope = gate
+        if mixture.clamp is not None:
+            limit, alpha = (self._fill(x, 5, gate.dtype) for x in (mixture.clamp.limit, mixture.clamp.alpha))
+            gate = self._binary("MIN", gate, limit)
+            up = self._binary("MAX", self._binary("MIN", up, limit), self._fill(-mixture.clamp.limit, 5, up.dtype))
+            up = self._binary("SUM", up, self._fill(1.0, 5, up.dtype))
+            slope = self._binary("PROD", gate, alpha)
+        sigmoid = self._layer(self.network.add_activation(slope, self.trt.ActivationType.SIGMOID), "sigmoid")
+        return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
+
+    def _product(self, x: ITensor, weight: ITensor, label: str) -> ITensor:
+        none, transpose = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
+        return self._layer(self.network.add_matrix_multiply(x, none, weight, transpose), label)
+
+    def _matrix(self, name: str, dtype: ITensor, side_by_side: bool = False) -> ITensor:
+        """Every expert's matrix [O, I] as one: [1, E * O, I], or, side by side, [1, O, E * I]."""
+
+        def joined(x: Tensor) -> Tensor:  # [E, O, ...]
+            return (x.transpose(0, 1).flatten(1, 2) if side_by_side else x.flatten(0, 1))[None].contiguous()
+
+        if name + ".weight" in self.weights:
+            return self._constant(joined(self.weights[name + ".weight"]))
+        blocks, scales = self.weights[name + ".blocks"], self.weights[name + ".scales"]
+        if not multiplies_fp4(self.capability):
+            return self._constant(joined(dequantize(blocks, scales, self._torch_type(dtype))))
+        values = self._packed(joined(blocks).flatten(2), self.trt.fp4, "values")
+        powers = self._packed(joined(scales), self.trt.e8m0, "scales")
+        return self._layer(self.network.add_dequantize(values, powers, dtype), "dequantize")
+
+    # -- TensorRT's mixture layer ----------------------------------------------------------------------------------
+
+    def _mixture(self, mixture: MoELayer, x: ITensor, chosen: ITensor, shares: ITensor) -> ITensor:
+        # The first experts rank highest, so that TopK has no equals to choose from.
+        order = torch.arange(mixture.experts, 0, -1, dtype=torch.float32)
+        ranked = self._select(chosen, self._constant(order[None, None]), self._fill(0.0, 3))
+        top = self.network.add_topk(ranked, self.trt.TopKOperation.MAX, mixture.top_k, 1 << 2)
+        self._layer(top, "experts_of_rows")
+        ids = top.get_output(1)  # [B, N, k]
+        taken = self.network.add_gather_v2(shares, ids, self.trt.GatherMode.ELEMENT)
+        taken.axis = 2
+        shares = self._layer(taken, "shares_of_rows")
+        if mixture.count != mixture.experts:
+            ids, shares = self._own(mixture, ids, shares)
+        gate_up, down = mixture.prefix + "experts.gate_up_proj", mixture.prefix + "experts.down_proj"
+        gate, up = (self._stacked(gate_up, x.dtype, half) for half in (0, 1))
+        matrices = gate, up, self._stacked(down, x.dtype)
+        biases = self._biases(gate_up, down, mixture.count, x.shape[2])
+        layer = self.network.add_moe(x, ids, self._cast(shares, x.dtype))
+        y = self._layer(layer, "mixture")
+        layer.set_gated_weights(*matrices, self.trt.MoEActType.SILU)
+        if biases:
+            layer.set_gated_biases(*biases)
+        if mixture.clamp is not None:
+            layer.set_swiglu_params(mixture.clamp.limit, mixture.clamp.alpha, 1.0)
+        return y
+
+    def _biases(self, gate_up: str, down: str, count: int, size: int) -> list[ITensor]:
+        """Of gate, up and down: [E, F], [E, F], [E, H]; none where there are none."""
+        if gate_up + ".bias" not in self.weights:
+            return []
+        bias = self.weights[gate_up + ".bias"]
+        # Where columns are divided, rank 0 alone adds what comes after the sum; the layer wants all three.
+        after = self.weights.get(down + ".bias", torch.zeros(count, size, dtype=bias.dtype))
+        return [self._constant(b) for b in (*bias.chunk(2, dim=1), after)]
+
+    def _own(self, mixture: MoELayer, ids: ITensor, shares: ITensor) -> tuple[ITensor, ITensor]:
+        """ids as this rank counts its experts; those of other ranks are its first, with a weight of 0."""
+        own = self._binary("SUB", ids, self._ints(mixture.first, 3))
+        is_own = self._binary("LESS", own, self._ints(mixture.count, 3))
+        is_own = self._binary("AND", is_own, self._binary("GREATER", own, self._ints(-1, 3)))
+        return self._select(is_own, own, self._ints(0, 3)), self._select(is_own, shares, self._fill(0.0, 3))
+
+    def _stacked(self, name: str, dtype: ITensor, half: int | None = None) -> ITensor:
+        """Every expert's matrix [O, I], or a half of its rows, as the layer wants them: [E, I, O]."""
+
+        def part(x: Tensor) -> Tensor:  # [E, O, ...]
+            return x if half is None else x.chunk(2, dim=1)[half]
+
+        if name + ".weight" in self.weights:
+            return self._reshape(
+                self._constant(part(self.weights[name + ".weight"]).contiguous()), (0, 0, 0), (0, 2, 1)
+            )
+        blocks, scales = (part(self.weights[f"{name}.{kind}"]) for kind in ("blocks", "scales"))
+        converted, transcoded = from_mxfp4(blocks, scales)
+        self.transcoded += transcoded
+        values = self._packed(converted.packed, self.trt.fp4, "values")
+        block_scales = self._packed(converted.scales, self.trt.fp8, "scales")
+        # The scales' type must be that of what they scale.
+        block_scales = self._layer(
+            self.network.add_dequantize(block_scales, self._constant(converted.scale), dtype), "dequantize_scales"
+        )
+        numbers = self._layer(self.network.add_dequantize(values, block_scales, dtype), "dequantize")
+        return self._reshape(numbers, (0, 0, 0), first=(0, 2, 1))
+
+    def _packed(self, tensor: Tensor, dtype: ITensor, label: str) -> ITensor:
+        """Bytes [..., n] as a constant of a type that torch or the bindings do not name; FP4 is two numbers a byte."""
+        tensor = tensor.contiguous()
+        shape = list(tensor.shape)
+        if dtype == self.trt.fp4:
+            shape[-1] *= 2
+        self._kept.append(tensor)
+        count = torch.Size(shape).numel()
+        values = self.trt.Weights(dtype, tensor.data_ptr(), count)
+        return self._layer(self.network.add_constant(tuple(shape), values), label)
