@@ -361,7 +361,7 @@ def test_swiglu_equals_float64(dtype, size):
 SHAPES = [(16, 64), (48, 192), (1040, 128), (2880, 2880), (4096, 512), (6144, 4096), (4096, 12288), (24576, 4096)]
 
 
-def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tuple[torch.Tensor, ...]:
+def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tuple[Any, ...]:
     """x of as many rows as there may be, a weight, its scale, a bias, and their product in float64."""
     outputs, inputs = shape
     x = torch.randn(cuda_kernels.SKINNY_ROWS, inputs, dtype=dtype, device="cuda")
