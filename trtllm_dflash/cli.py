@@ -20,7 +20,7 @@ from rich.table import Table
 
 from trtllm_dflash import __version__
 from trtllm_dflash.errors import DFlashError, SettingsError
-from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, deploy_runtime, launch, pair_options
+from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, launch, pair_options
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.step import StepReport
@@ -282,7 +282,7 @@ def generate(
     params = validated(SamplingParams, given, "--")
     if system is not None and not chat:
         raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
-    texts = _read_prompts(prompt, prompts)
+    texts = read_prompts(prompt, prompts)
     tp = read_config(engine).tp
     if tp > 1 and launched_rank() is None:
         if prompt == "-":
@@ -314,7 +314,12 @@ def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": text}]
 
 
-def _read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The one prompt ("-": standard input), or those in a file: JSON lines with "prompt", or lines of text.
+
+    Raises:
+        SettingsError: both or neither are given, or the file cannot be read or holds none.
+    """
     if (prompt is None) == (file is None):
         raise SettingsError("give one of --prompt TEXT and --prompts FILE")
     if file is None:
@@ -652,3 +657,4 @@ def doctor(as_json: bool) -> None:
 # -- other runtimes --------------------------------------------------------------------------------------------------
 
 main.add_command(launch)
+main.add_command(compare)

@@ -209,6 +209,6 @@ def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
         else "tokens of a step: prompts come in by chunks of it",
         "gpu_memory_utilization": "of a GPU's memory for weights, caches and activations",
         "attention_backend": backends[target_backend(plan)],
-        "default_chat_template_kwargs": "the drafter was trained without thinking; with it acceptance falls by more than half",
+        "default_chat_template_kwargs": "the drafter was trained without thinking; with it acceptance more than halves",
         "speculative_config": draft,
     }
