@@ -20,7 +20,7 @@ from rich.table import Table
 
 from trtllm_dflash import __version__
 from trtllm_dflash.errors import DFlashError, SettingsError
-from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, launch, pair_options
+from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.step import StepReport
@@ -123,7 +123,7 @@ def build(model: str | None, output: Path | None, assignments: tuple[str, ...], 
 
     settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if value is not None})
     output = output or ENGINES / settings.name
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         built = builder.build(settings, output, force, progress=progress)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
 
@@ -177,7 +177,7 @@ def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on the terminal, on standard error; nothing where that is no terminal."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     console = Console(stderr=True)
@@ -421,7 +421,7 @@ def _deploy_settings(no_draft: bool, flags: dict[str, Any]) -> Any:
 @RUNTIME
 @pair_options
 def deploy_command(engine: Path | None, output: Path, force: bool, no_draft: bool, **flags: Any) -> None:
-    """Write a Triton model repository for an engine, or for a pair on TensorRT-LLM (--runtime)."""
+    """Write a Triton model repository: of an engine, or of a pair (--runtime)."""
     pair = {name: flags.pop(name) for name in PAIR_FLAGS}
     if pair["runtime"] is not None:
         deploy_runtime(output, force, pair, {"engine": engine, "no_draft": no_draft or None, **flags})
@@ -482,7 +482,7 @@ def serve(
         raise SettingsError("--unary: the OpenAI API streams, which these models would not; leave out --openai-port")
     try:
         with ExitStack() as stack:
-            with _progress_bar() as progress:
+            with progress_bar() as progress:
                 running = stack.enter_context(
                     serving(engine, settings, endpoints, repository=repository, api_key=key, log=log, progress=progress)
                 )
@@ -571,7 +571,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
         if steps is None:
             return
         try:
-            with _progress_bar() as progress:
+            with progress_bar() as progress:
                 steps.run(progress)
         finally:  # interrupted: what was finished by then
             if steps.report.lines:
@@ -618,7 +618,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
 
     settings = _build_settings(model, (), {"precision": "fp32"})
     engine = output or ENGINES / settings.name
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
@@ -626,7 +626,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":
         plan = engine.with_name(f"{engine.name}-{DEMO_GPU}")
         compiled = _build_settings(model, (), {"backend": "tensorrt", "gpu": DEMO_GPU})
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             builder.build(compiled, plan, refresh=True, progress=progress)
         summary = read_config(plan).plans[0]
         click.echo(
@@ -658,3 +658,4 @@ def doctor(as_json: bool) -> None:
 
 main.add_command(launch)
 main.add_command(compare)
+main.add_command(export)

@@ -145,7 +145,7 @@ def saying(tokens, finish="stop", logprobs=True, metrics="", models=("model",)):
             self.wfile.write(content)
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listening.server_port}", asked
@@ -155,7 +155,7 @@ def saying(tokens, finish="stop", logprobs=True, metrics="", models=("model",)):
         listening.server_close()
 
 
-THE = ("The", -0.1, {})
+THE: tuple[str, float, dict[str, float]] = ("The", -0.1, {})
 FOX = (" fox", -0.70, {" dog": -0.80, " cat": -3.0})
 DOG = (" dog", -0.69, {" fox": -0.75, " cat": -3.0})
 CAT = (" cat", -0.2, {" fox": -1.9})

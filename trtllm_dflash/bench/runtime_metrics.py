@@ -127,10 +127,9 @@ def parse_metrics(text: str) -> Reading:
 
 def _counted(server: Server | None, sums: Mapping[str, float], at: Mapping[int, float]) -> Drafts | None:
     if server == "vllm" and "vllm:spec_decode_num_drafts" in sums:
-        counts = (
-            sums.get(f"vllm:spec_decode_num_{what}", 0.0) for what in ("drafts", "draft_tokens", "accepted_tokens")
-        )
-        return Drafts(*counts, at)
+        name = "vllm:spec_decode_num_"
+        drafted, accepted = sums.get(name + "draft_tokens", 0.0), sums.get(name + "accepted_tokens", 0.0)
+        return Drafts(sums[name + "drafts"], drafted, accepted, at)
     if server == "trtllm-dflash":
         drafted, accepted = sums.get("dflash_drafted_tokens", 0.0), sums.get("dflash_accepted_tokens", 0.0)
         return Drafts(sums.get("first drafts", 0.0), drafted, accepted, at)

@@ -1,4 +1,4 @@
-"""The commands for other runtimes: `launch` and `compare`, and what `deploy` takes for a pair on one of them."""
+"""The commands for other runtimes: `launch`, `compare`, `export`, and what `deploy` takes for a pair on one of them."""
 
 import json
 import os
@@ -105,7 +105,11 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
     )
 
 
-@click.command()
+@click.command(
+    epilog="Exit code 0: safe. Every greedy text is the same, or each first difference is a near-tie by the "
+    f"log-probabilities that the servers offer. {UNSAFE}: unsafe. \n\n"
+    "TRTLLM_DFLASH_API_KEY, where it is set, is sent to both."
+)
 @click.option("--a", required=True, metavar="URL", help="A server with OpenAI's API: http://HOST:PORT.")
 @click.option("--b", required=True, metavar="URL", help="The one that would take its place.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="As for generate.  [default: some that are shipped]")
@@ -122,11 +126,7 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
 @click.option("--timeout", type=float, help="Seconds for a reply.  [default: 300]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> None:
-    """Send the same prompts to two servers: is the swap from A to B safe? Exit code 0 if so, 3 if not.
-
-    Safe: every greedy text is the same, or each first difference is a near-tie by the log-probabilities that
-    the servers offer. A server without any can only be safe with equal texts. TRTLLM_DFLASH_API_KEY is sent to both.
-    """
+    """Send the same prompts to two servers: may B take A's place?"""
     from trtllm_dflash.cli import API_KEY, read_prompts, validated
     from trtllm_dflash.compare import CompareSettings, shipped_prompts
     from trtllm_dflash.compare import compare as run
@@ -143,6 +143,22 @@ def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> N
     else:
         _show(found)
     sys.exit(0 if found.safe else UNSAFE)
+
+
+@click.command()
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory of the torch backend.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--force", is_flag=True, help="Replace an export that stands at --output.")
+def export(engine: Path, output: Path, force: bool) -> None:
+    """Write an engine's pair as Hugging Face folders: target and drafter."""
+    from trtllm_dflash.cli import progress_bar
+    from trtllm_dflash.engine.export import DRAFTER, TARGET
+    from trtllm_dflash.engine.export import export as run
+
+    with progress_bar() as progress:
+        has_drafter = run(engine, output, force, progress)
+    pair = f"--target {output / TARGET}" + (f" --drafter {output / DRAFTER}" if has_drafter else " --method none")
+    click.echo(f"{output}: written; serve it: trtllm-dflash launch --runtime vllm {pair}")
 
 
 def _json_object(flag: str, text: str) -> dict[str, Any]:
