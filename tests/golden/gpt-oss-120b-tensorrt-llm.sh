@@ -43,7 +43,7 @@ speculative_config:
 END
 
 options=(
-  # the file above; before 1.2 the flag was --extra_llm_api_options
+  # the file above; in older releases the flag is --extra_llm_api_options
   --config gpt-oss-120b-dflash.yaml
   # what clients call it
   --served_model_name gpt-oss-120b

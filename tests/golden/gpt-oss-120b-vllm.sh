@@ -24,7 +24,7 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, with attention sinks
   --attention-backend FLASH_ATTN
-  # DFlash: 9 drafts and the bonus token are a block of 10; its attention is not causal, which FlashAttention computes on every GPU
+  # DFlash: 9 drafts and the bonus token are a block of 10; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/gpt-oss-120b-DFlash","num_speculative_tokens":9,"attention_backend":"FLASH_ATTN"}'
 )
 vllm serve openai/gpt-oss-120b "${options[@]}"

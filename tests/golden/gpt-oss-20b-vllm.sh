@@ -24,7 +24,7 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, with attention sinks
   --attention-backend FLASH_ATTN
-  # DFlash: 7 drafts and the bonus token are a block of 8; its attention is not causal, which FlashAttention computes on every GPU
+  # DFlash: 7 drafts and the bonus token are a block of 8; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/gpt-oss-20b-DFlash","num_speculative_tokens":7,"attention_backend":"FLASH_ATTN"}'
 )
 vllm serve openai/gpt-oss-20b "${options[@]}"

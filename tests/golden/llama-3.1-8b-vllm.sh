@@ -23,7 +23,7 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, the one that block drafting is run with
   --attention-backend FLASH_ATTN
-  # DFlash: 9 drafts and the bonus token are a block of 10; its attention is not causal, which FlashAttention computes on every GPU
+  # DFlash: 9 drafts and the bonus token are a block of 10; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat","num_speculative_tokens":9,"attention_backend":"FLASH_ATTN"}'
 )
 vllm serve meta-llama/Llama-3.1-8B-Instruct "${options[@]}"

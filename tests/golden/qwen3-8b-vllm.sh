@@ -23,9 +23,9 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, the one that block drafting is run with
   --attention-backend FLASH_ATTN
-  # the drafter was trained without thinking; with it acceptance falls by more than half
+  # the drafter was trained without thinking; with it acceptance more than halves
   --default-chat-template-kwargs '{"enable_thinking":false}'
-  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes on every GPU
+  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/Qwen3-8B-DFlash-b16","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
 )
 vllm serve Qwen/Qwen3-8B "${options[@]}"

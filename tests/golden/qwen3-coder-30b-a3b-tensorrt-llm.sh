@@ -39,7 +39,7 @@ speculative_config:
 END
 
 options=(
-  # the file above; before 1.2 the flag was --extra_llm_api_options
+  # the file above; in older releases the flag is --extra_llm_api_options
   --config qwen3-coder-30b-a3b-dflash.yaml
   # what clients call it
   --served_model_name qwen3-coder-30b-a3b

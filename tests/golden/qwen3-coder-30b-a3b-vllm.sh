@@ -22,7 +22,7 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, the one that block drafting is run with
   --attention-backend FLASH_ATTN
-  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes on every GPU
+  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/Qwen3-Coder-30B-A3B-DFlash","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
 )
 vllm serve Qwen/Qwen3-Coder-30B-A3B-Instruct "${options[@]}"

@@ -267,15 +267,15 @@ def test_a_runtime_that_is_missing_is_one_line_that_says_how_to_install_it():
 def fake_vllm(tmp_path, monkeypatch):
     """A `vllm` whose parser knows the flags of the schema, and whose server starts a worker in a session of its own."""
     package = tmp_path / "site" / "vllm"
-    for folder in (package, package / "entrypoints" / "openai", package / "utils"):
-        folder.mkdir(parents=True)
-    for folder in (package, package / "entrypoints", package / "entrypoints" / "openai", package / "utils"):
+    entrypoints = package / "entrypoints"
+    for folder in (package, entrypoints, entrypoints / "openai", entrypoints / "cli", package / "utils"):
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "__init__.py").touch()
     flags = [f"--{name.replace('_', '-')}" for name in vllm.Serve.model_fields]
     (package / "utils" / "argparse_utils.py").write_text(
         "from argparse import ArgumentParser as FlexibleArgumentParser\n"
     )
-    (package / "entrypoints" / "openai" / "cli_args.py").write_text(
+    (entrypoints / "openai" / "cli_args.py").write_text(
         textwrap.dedent(f"""
         def make_arg_parser(parser):
             parser.add_argument("model")
@@ -288,25 +288,16 @@ def fake_vllm(tmp_path, monkeypatch):
                 raise ValueError("port 666 is not for us")
         """)
     )
-    program = tmp_path / "bin" / "vllm"
-    program.parent.mkdir()
-    program.write_text(
-        textwrap.dedent(f"""\
-        #!{sys.executable}
-        import os, signal, subprocess, sys, time
+    (entrypoints / "cli" / "main.py").write_text(
+        textwrap.dedent("""
+        import signal, subprocess, sys, time
         worker = subprocess.Popen(["sleep", "300"], start_new_session=True)
         signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
         print("serving", worker.pid, *sys.argv[1:], flush=True)
         time.sleep(300)
         """)
     )
-    program.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{package.parent}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    return environment
+    return {**os.environ, "PYTHONPATH": f"{package.parent}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def start(environment, *arguments):

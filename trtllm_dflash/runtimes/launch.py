@@ -44,6 +44,7 @@ class Runtime:
         package: what is imported, and installed.
         versions: those whose fields the schema was read from.
         install: one line.
+        program, module: its command, and the module that is the same thing.
         check: Python that its own parser validates with: words in sys.argv, an exception where it refuses.
     """
 
@@ -51,6 +52,8 @@ class Runtime:
     package: str
     versions: str
     install: str
+    program: str
+    module: str
     check: str
 
 
@@ -108,10 +111,20 @@ def start(launch: Launch, folder: Path | None = None) -> int:
         where = Path(temporary) if folder is None else folder
         write_files(launch, where)
         check(launch, python, where)
-        words = launch.words
-        beside = Path(python).parent / words[0]
-        words[0] = python if words[0] == "python" else str(beside) if beside.is_file() else words[0]
-        return _run(words, where)
+        return _run(_as_installed(launch, python), where)
+
+
+def _as_installed(launch: Launch, python: str) -> list[str]:
+    """The command line, run by the interpreter that has the runtime, wherever its programs were put."""
+    runtime = launch.runtime
+    beside = Path(python).parent / runtime.program
+    program = [str(beside)] if beside.is_file() else [python, "-m", runtime.module]
+    command = [
+        part
+        for word in launch.command
+        for part in (program if word == runtime.program else [python] if word == "python" else [word])
+    ]
+    return command + launch.words[len(launch.command) :]
 
 
 def write_files(launch: Launch, folder: Path) -> None:
@@ -136,8 +149,7 @@ def find_python(launch: Launch) -> str:
     """
     if find_spec(launch.runtime.package) is not None:
         return sys.executable
-    program = next((word for word in launch.command if word in ("vllm", "sglang", "trtllm-serve")), None)
-    found = shutil.which(program) if program is not None else None
+    found = shutil.which(launch.runtime.program)
     if found is not None:
         with suppress(OSError, UnicodeDecodeError):
             first = Path(found).read_text(encoding="utf-8").partition("\n")[0]

@@ -23,6 +23,8 @@ RUNTIME = Runtime(
     package="sglang",
     versions="SGLang 0.5.23",
     install="pip install 'sglang>=0.5.23'",
+    program="sglang",
+    module="sglang.launch_server",
     check="""
 import argparse, sys
 from sglang.srt.server_args import ServerArgs

@@ -27,6 +27,8 @@ RUNTIME = Runtime(
     package="tensorrt_llm",
     versions="TensorRT-LLM 1.4.0rc1",
     install="take its container (nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1), or pip install tensorrt-llm==1.4.0rc1",
+    program="trtllm-serve",
+    module="tensorrt_llm.commands.serve",
     check="""
 import sys, yaml
 from tensorrt_llm.llmapi import TorchLlmArgs
@@ -81,7 +83,7 @@ class DFlashConfig(_Strict):
 
 
 class Eagle3Config(_Strict):
-    """`speculative_config` with `decoding_type: Eagle3` (`Eagle` before 1.2)."""
+    """`speculative_config` with `decoding_type: Eagle3` (`Eagle` in older releases)."""
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
     speculative_model: str
@@ -146,7 +148,7 @@ def launch(plan: Plan) -> Launch:
         mpirun = ("mpirun", "-n", str(plan.ranks), "--map-by", f"ppr:{each}:node", "--hostfile", "hosts")
         command = (*mpirun, "trtllm-llmapi-launch", *serve)
     options = (
-        Option(("--config", name), "the file above; before 1.2 the flag was --extra_llm_api_options"),
+        Option(("--config", name), "the file above; in older releases the flag is --extra_llm_api_options"),
         Option(("--served_model_name", plan.name), "what clients call it"),
         Option(
             ("--host", settings.host),
@@ -309,7 +311,7 @@ def _reasons(plan: Plan) -> dict[str, str]:
         "enable_iter_perf_stats": "drafts and how many were accepted, at /metrics",
         "speculative_config.decoding_type": "DFlash: one pass drafts a block"
         if plan.method == "dflash"
-        else "EAGLE-3: a chain of drafts; before 1.2 this was Eagle",
+        else "EAGLE-3: a chain of drafts; older releases call it Eagle",
         "speculative_config.speculative_model": "the drafter; its config.json says the mask token and the taps",
         "speculative_config.max_draft_len": f"drafts a step{learned}" if length else "",
         "speculative_config.attention_backend": kernels[attention_backend(plan)],

@@ -24,6 +24,8 @@ RUNTIME = Runtime(
     package="vllm",
     versions="vLLM 0.26.0",
     install="pip install 'vllm>=0.24'",
+    program="vllm",
+    module="vllm.entrypoints.cli.main",
     check="""
 import sys
 from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -179,7 +181,7 @@ def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
     draft = {
         "dflash": f"DFlash: {plan.draft_length} drafts and the bonus token are a block of {plan.draft_length + 1}"
         + (f" (the drafter learned {block})" if block != plan.draft_length + 1 else "")
-        + "; its attention is not causal, which FlashAttention computes on every GPU",
+        + "; its attention is not causal, which FlashAttention computes",
         "eagle3": f"EAGLE-3: a chain of {plan.draft_length} drafts",
         "none": "",
     }[plan.method]
