@@ -72,6 +72,8 @@ def test_a_drafter_with_a_vocabulary_of_its_own_comes_back_in_speculators_format
     folder = comes_back(engine, tmp_path)
     raw = json.loads((folder / "drafter" / "config.json").read_text())
     assert raw["speculators_model_type"] == "dflash" and raw["aux_hidden_state_layer_ids"] == [2, 4, 6]
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 15
+    assert raw["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     with safe_open(folder / "drafter" / "model.safetensors", framework="pt") as tensors:
         assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors.keys())
 

@@ -135,6 +135,16 @@ def _write_drafter(engine: Path, config: EngineConfig, ranks: list[Any], folder:
             "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.tap_layers],  # the embedding's output is 0
             "target_hidden_size": drafter.hidden_size,
             "draft_vocab_size": drafter.draft_vocab_size,
+            # vLLM takes the format for what it is only where it finds this (transformers_utils/config.py).
+            "speculators_config": {
+                "algorithm": "dflash",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.block_size - 1}],
+                "verifier": {
+                    "name_or_path": f"../{TARGET}",
+                    "architectures": read_json(engine / TARGET_CONFIG_FILE).get("architectures", []),
+                },
+            },
         }
     _write_json(folder / CONFIG_FILE, raw)
 
