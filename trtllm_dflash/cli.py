@@ -123,7 +123,7 @@ def build(model: str | None, output: Path | None, assignments: tuple[str, ...], 
 
     settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if value is not None})
     output = output or ENGINES / settings.name
-    with progress_bar() as progress:
+    with _progress_bar() as progress:
         built = builder.build(settings, output, force, progress=progress)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
 
@@ -177,7 +177,7 @@ def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on the terminal, on standard error; nothing where that is no terminal."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     console = Console(stderr=True)
@@ -282,7 +282,7 @@ def generate(
     params = validated(SamplingParams, given, "--")
     if system is not None and not chat:
         raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
-    texts = read_prompts(prompt, prompts)
+    texts = _read_prompts(prompt, prompts)
     tp = read_config(engine).tp
     if tp > 1 and launched_rank() is None:
         if prompt == "-":
@@ -314,12 +314,7 @@ def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": text}]
 
 
-def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """The one prompt ("-": standard input), or those in a file: JSON lines with "prompt", or lines of text.
-
-    Raises:
-        SettingsError: both or neither are given, or the file cannot be read or holds none.
-    """
+def _read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if (prompt is None) == (file is None):
         raise SettingsError("give one of --prompt TEXT and --prompts FILE")
     if file is None:
@@ -482,7 +477,7 @@ def serve(
         raise SettingsError("--unary: the OpenAI API streams, which these models would not; leave out --openai-port")
     try:
         with ExitStack() as stack:
-            with progress_bar() as progress:
+            with _progress_bar() as progress:
                 running = stack.enter_context(
                     serving(engine, settings, endpoints, repository=repository, api_key=key, log=log, progress=progress)
                 )
@@ -571,7 +566,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
         if steps is None:
             return
         try:
-            with progress_bar() as progress:
+            with _progress_bar() as progress:
                 steps.run(progress)
         finally:  # interrupted: what was finished by then
             if steps.report.lines:
@@ -618,7 +613,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
 
     settings = _build_settings(model, (), {"precision": "fp32"})
     engine = output or ENGINES / settings.name
-    with progress_bar() as progress:
+    with _progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
@@ -626,7 +621,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":
         plan = engine.with_name(f"{engine.name}-{DEMO_GPU}")
         compiled = _build_settings(model, (), {"backend": "tensorrt", "gpu": DEMO_GPU})
-        with progress_bar() as progress:
+        with _progress_bar() as progress:
             builder.build(compiled, plan, refresh=True, progress=progress)
         summary = read_config(plan).plans[0]
         click.echo(
@@ -655,6 +650,8 @@ def doctor(as_json: bool) -> None:
 
 
 # -- other runtimes --------------------------------------------------------------------------------------------------
+
+progress_bar, read_prompts = _progress_bar, _read_prompts  # for the commands of other modules
 
 main.add_command(launch)
 main.add_command(compare)

@@ -232,6 +232,15 @@ def test_requests_are_greedy_and_carry_the_further_fields():
     assert body["messages"] == others[0]["messages"] == [{"role": "user", "content": shipped_prompts(1)[0]}]
 
 
+def test_prompts_of_ones_own_are_sent_raw_or_as_chats(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "One fox"}\n{"prompt": "Two foxes"}\n')
+    with saying([THE]) as (url, asked), saying([THE]) as (other, _):
+        code, report = compared(url, other, "--prompts", tmp_path / "prompts.jsonl", "--raw")
+    assert code == 0 and report["prompts"] == 2
+    assert [body["prompt"] for body in asked] == ["One fox", "Two foxes"]
+    assert all(body["logprobs"] == 5 for body in asked)  # as plain completions ask for them
+
+
 def test_what_cannot_be_compared_is_one_line():
     assert "--a ftp://x: write http://HOST:PORT" in refusal("compare", "--a", "ftp://x", "--b", "http://y")
     with saying([THE]) as (url, _):
