@@ -43,6 +43,11 @@ def refused(runtime, *arguments):
     return refusal("launch", "--runtime", runtime, "--gpu", "h200", *arguments, "--dry-run")
 
 
+def without_notes(script):
+    """A script without the catalog's notes, which are the catalog's to change."""
+    return [line for line in script.splitlines() if not line.startswith("# The catalog: ")]
+
+
 def settings(runtime, **values):
     return LaunchSettings.model_validate({"runtime": runtime, "gpu": "h200", **values})
 
@@ -54,7 +59,8 @@ def settings(runtime, **values):
 @pytest.mark.parametrize("model", PAIRS)
 def test_the_headline_pairs_are_launched_as_was_read_and_agreed(runtime, model):
     script = launched(runtime, "--model", model, *PAIRS[model].split())
-    assert script == (GOLDEN / f"{model}-{runtime}.sh").read_text()
+    golden = (GOLDEN / f"{model}-{runtime}.sh").read_text()
+    assert without_notes(script) == without_notes(golden)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
