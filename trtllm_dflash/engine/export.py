@@ -83,8 +83,8 @@ def _check(engine: Path, config: EngineConfig) -> None:
     for weight in (*_target_weights(config), *_drafter_weights(config)):
         if weight.precision is not WeightPrecision.ENGINE:
             raise EngineError(
-                f"{engine}: {weight.name} is quantized ({weight.precision.name.lower()}), and its checkpoint was not; "
-                "export an engine in the checkpoint's own precision"
+                f"{engine}: {weight.name} is stored as {weight.precision.name}, which is not written back; "
+                "use the checkpoint itself, or export an engine that was built without"
             )
 
 
@@ -230,9 +230,12 @@ def _unsliced(weight: Weight, index: int, held: list[torch.Tensor | None]) -> to
     for rank, tensor in enumerate(held):
         if tensor is None or (rank and part.split in (Split.WHOLE, Split.FIRST_RANK)):
             continue
+        rows = tensor.flatten(0, 1) if tensor.ndim > len(part.shape) else tensor  # of a stack of matrices
         above = sum(other.held(tp, rank)[0] for other in weight.parts[:index])
-        mine = tensor[above : above + part.held(tp, rank)[0]]
-        _place(whole, part, tp, rank)[...] = mine
+        place, mine = _place(whole, part, tp, rank), rows[above : above + part.held(tp, rank)[0]]
+        if place.shape != mine.shape:
+            raise EngineError(f"{weight.name} cannot be taken apart, so this family cannot be exported")
+        place[...] = mine
     return whole
 
 
