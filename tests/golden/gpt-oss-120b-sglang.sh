@@ -21,7 +21,7 @@ options=(
   --max-running-requests 64
   # graphs up to that many, so that no step of replies runs without one
   --cuda-graph-max-bs-decode 64
-  # of a GPU's memory for weights and caches; drafting needs the rest for its graphs
+  # of a GPU's memory for weights and caches; the rest is for activations and graphs
   --mem-fraction-static 0.75
   # the target's kernels: TensorRT-LLM's, for data-center Blackwell
   --attention-backend trtllm_mha

@@ -21,7 +21,7 @@ options=(
   --max-running-requests 24
   # graphs up to that many, so that no step of replies runs without one
   --cuda-graph-max-bs-decode 24
-  # of a GPU's memory for weights and caches; drafting needs the rest for its graphs
+  # of a GPU's memory for weights and caches; the rest is for activations and graphs
   --mem-fraction-static 0.75
   # the target's kernels: FlashAttention 3, for Hopper
   --attention-backend fa3

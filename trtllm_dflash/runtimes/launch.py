@@ -25,11 +25,7 @@ _CHECK_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Option:
-    """A flag, or a key of a file, and why it has that value.
-
-    Attributes:
-        words: as on the command line; none for a remark alone.
-    """
+    """A flag with its value, as words of the command line, and why it has that value."""
 
     words: tuple[str, ...]
     why: str
@@ -87,9 +83,7 @@ class Launch:
             lines += ["", f"cat > {shlex.quote(name)} <<'END'", text.rstrip("\n"), "END"]
         lines += ["", "options=("]
         for option in self.options:
-            lines.append(f"  # {option.why}")
-            if option.words:
-                lines.append("  " + shlex.join(option.words))
+            lines += [f"  # {option.why}", "  " + shlex.join(option.words)]
         lines += [")", f'{shlex.join(self.command)} "${{options[@]}}"']
         return "\n".join(lines) + "\n"
 

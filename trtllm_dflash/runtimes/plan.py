@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def sinks(self) -> bool:
-        """Whether the target's attention has sinks."""
+        """Whether the target's attention has learned sinks, which not every kernel computes."""
         return self.family == "gpt_oss"
 
     @property
@@ -274,7 +274,7 @@ def _shapes(
         raise SettingsError(
             f"--drafter {drafter}: is not on this machine, so its block size is not known; give a folder"
         )
-    return shape, DrafterFacts(entry.block_size, entry.drafter_layers, DRAFTERS.get(entry.name))
+    return shape, DrafterFacts(entry.block_size, DRAFTERS.get(entry.name))
 
 
 def _is_local(name: str) -> bool:

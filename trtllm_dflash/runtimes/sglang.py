@@ -184,7 +184,7 @@ def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
         "context_length": f"prompt and reply together: planned for {plan.max_seq_len} tokens",
         "max_running_requests": "sequences at a time: " + plan.limits_reason(),
         "cuda_graph_max_bs_decode": "graphs up to that many, so that no step of replies runs without one",
-        "mem_fraction_static": "of a GPU's memory for weights and caches; drafting needs the rest for its graphs",
+        "mem_fraction_static": "of a GPU's memory for weights and caches; the rest is for activations and graphs",
         "attention_backend": kernels[server.attention_backend],
         "mamba_radix_cache_strategy": "linear attention keeps its state at every row, to go back to one",
         "enable_metrics": "acceptance at /metrics (sglang:spec_accept_length)",

@@ -25,7 +25,6 @@ class ModelShape:
     Attributes:
         family: `model_type` of its config.json.
         windowed_layers: layers whose K/V rows end with a window of `window` tokens.
-        sinks: attention has learned sinks, which not every kernel computes.
         experts: experts of a layer; 0 for a dense model.
         weight_bytes: of the checkpoint, over all ranks.
     """
@@ -39,7 +38,6 @@ class ModelShape:
     weight_bytes: int
     windowed_layers: int = 0
     window: int = 0
-    sinks: bool = False
     experts: int = 0
 
     def cache_bytes(self, tokens: int, tp: int, itemsize: int = _BF16) -> int:
@@ -54,7 +52,6 @@ class DrafterFacts:
     """What the runtimes must know of a drafter; None where nothing here says it."""
 
     block_size: int | None
-    layers: int | None = None
     shape: ModelShape | None = None
 
 
@@ -69,7 +66,6 @@ def _gpt_oss(layers: int, gigabytes: float, experts: int) -> ModelShape:
         weight_bytes=int(gigabytes * 2**30),
         windowed_layers=layers // 2,
         window=128,
-        sinks=True,
         experts=experts,
     )
 
@@ -144,7 +140,6 @@ def read_shape(folder: Path) -> ModelShape:
             weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             windowed_layers=len(kinds),
             window=int(text.get("sliding_window") or 0),
-            sinks=raw.get("model_type") == "gpt_oss",
             experts=int(text.get("num_local_experts") or text.get("num_experts") or 0),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -164,5 +159,4 @@ def read_drafter(folder: Path) -> DrafterFacts:
     block = raw.get("block_size", nested.get("block_size"))
     if not isinstance(block, int) or block < 2:
         raise CheckpointError(f"{folder}: config.json: block_size {block!r} is not a number of tokens")
-    shape = read_shape(folder)
-    return DrafterFacts(block, shape.layers, shape)
+    return DrafterFacts(block, read_shape(folder))
