@@ -26,7 +26,7 @@ RUNTIME = Runtime(
     title="TensorRT-LLM",
     package="tensorrt_llm",
     versions="TensorRT-LLM 1.4.0rc1",
-    install="take its container (nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1), or pip install tensorrt-llm==1.4.0rc1",
+    install="take its container (nvidia/tensorrt-llm/release:1.4.0rc1 of NGC), or pip install tensorrt-llm==1.4.0rc1",
     program="trtllm-serve",
     module="tensorrt_llm.commands.serve",
     check="""
