@@ -20,6 +20,7 @@ from rich.table import Table
 
 from trtllm_dflash import __version__
 from trtllm_dflash.errors import DFlashError, SettingsError
+from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.step import StepReport
@@ -461,12 +462,23 @@ def _deploy_settings(no_draft: bool, flags: dict[str, Any]) -> Any:
 
 
 @main.command("deploy")
-@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
+@click.option("--engine", type=click.Path(path_type=Path), help="Engine directory.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Model repository to write.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @_deploy_options
-def deploy_command(engine: Path, output: Path, force: bool, no_draft: bool, **flags: Any) -> None:
-    """Write a Triton model repository for an engine."""
+@RUNTIME
+@pair_options
+def deploy_command(engine: Path | None, output: Path, force: bool, no_draft: bool, **flags: Any) -> None:
+    """Write a Triton model repository: of an engine, or of a pair (--runtime)."""
+    pair = {name: flags.pop(name) for name in PAIR_FLAGS}
+    if pair["runtime"] is not None:
+        deploy_runtime(output, force, pair, {"engine": engine, "no_draft": no_draft or None, **flags})
+        return
+    given = next((name for name, value in pair.items() if value is not None), None)
+    if given is not None:
+        raise SettingsError(f"--{given.replace('_', '-')}: belongs to --runtime tensorrt-llm; an engine has its own")
+    if engine is None:
+        raise SettingsError("--engine: say which engine to deploy, or a pair: --runtime tensorrt-llm --model NAME")
     from trtllm_dflash.serving.repository import deploy
 
     deploy(engine, output, _deploy_settings(no_draft, flags), force)
@@ -688,3 +700,12 @@ def doctor(as_json: bool) -> None:
         click.echo(f"{mark}  {finding.name:<16} {finding.detail}")
         if not finding.present:
             click.echo(f"{'':<26} costs: {finding.cost}\n{'':<26} get it: {finding.remedy}")
+
+
+# -- other runtimes --------------------------------------------------------------------------------------------------
+
+progress_bar, read_prompts = _progress_bar, _read_prompts  # for the commands of other modules
+
+main.add_command(launch)
+main.add_command(compare)
+main.add_command(export)

@@ -22,6 +22,8 @@ from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import Backend, EngineConfig, Precision, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
+    DRAFTER_CONFIG_FILE,
+    TARGET_CONFIG_FILE,
     check_file,
     digest,
     is_engine,
@@ -176,6 +178,9 @@ def build(
         for name in TOKENIZER_FILES:
             if (pair.target_folder.path / name).is_file():
                 shutil.copyfile(pair.target_folder.path / name, folder / name)
+        shutil.copyfile(pair.target_folder.path / CONFIG_FILE, folder / TARGET_CONFIG_FILE)
+        if pair.drafter is not None:
+            shutil.copyfile(pair.drafter.folder.path / CONFIG_FILE, folder / DRAFTER_CONFIG_FILE)
         if config.backend == "tensorrt":
             plans = compile_ranks(pair, config, folder, output.parent, settings.workers, progress)
             config = config.model_copy(update={"plans": plans})

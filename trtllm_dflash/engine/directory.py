@@ -18,6 +18,9 @@ from trtllm_dflash.errors import EngineError
 
 CONFIG_FILE = "config.json"
 
+#: The checkpoints' own configurations, as they were: what an export of the pair is written with.
+TARGET_CONFIG_FILE, DRAFTER_CONFIG_FILE = "target_config.json", "drafter_config.json"
+
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""

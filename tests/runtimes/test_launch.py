@@ -1,0 +1,388 @@
+"""`launch`: what it writes for each runtime, what it refuses, and what it starts and ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from transformers import AutoConfig
+
+from tests.conftest import TINY, refusal, run, succeeds
+from trtllm_dflash.catalog import load_catalog
+from trtllm_dflash.engine.memory import GPUS
+from trtllm_dflash.runtimes import tensorrt_llm, vllm
+from trtllm_dflash.runtimes.plan import EAGLE3, LaunchSettings, find_gpu
+from trtllm_dflash.runtimes.registry import RUNTIMES, launch_of, plan_for
+from trtllm_dflash.runtimes.shapes import DRAFTERS, TARGETS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+#: The headline pairs, each on the GPUs that it is for. `launch ... --dry-run > tests/golden/NAME` writes one anew.
+PAIRS = {
+    "gpt-oss-120b": "--tp 8 --gpu b300",
+    "gpt-oss-20b": "--gpu h100",
+    "qwen3-8b": "--gpu h200",
+    "llama-3.1-8b": "--gpu b200",
+    "qwen3-coder-30b-a3b": "--tp 2 --gpu rtx-pro-6000",
+}
+
+
+def launched(runtime, *arguments):
+    return succeeds("launch", "--runtime", runtime, *arguments, "--dry-run")
+
+
+def refused(runtime, *arguments):
+    return refusal("launch", "--runtime", runtime, "--gpu", "h200", *arguments, "--dry-run")
+
+
+def without_notes(script):
+    """A script without the catalog's notes, which are the catalog's to change."""
+    return [line for line in script.splitlines() if not line.startswith("# The catalog: ")]
+
+
+def settings(runtime, **values):
+    return LaunchSettings.model_validate({"runtime": runtime, "gpu": "h200", **values})
+
+
+# -- what it writes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("model", PAIRS)
+def test_the_headline_pairs_are_launched_as_was_read_and_agreed(runtime, model):
+    script = launched(runtime, "--model", model, *PAIRS[model].split())
+    golden = (GOLDEN / f"{model}-{runtime}.sh").read_text()
+    assert without_notes(script) == without_notes(golden)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "none"])
+def test_a_pasted_script_runs_the_same_words_and_writes_the_same_files(tmp_path, runtime, method):
+    launch = launch_of(settings(runtime, model="qwen3-8b", method=method))
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("vllm", "trtllm-serve", "python"):
+        (programs / name).write_text('#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$@" > words\n')
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-eu"], input=launch.script(), text=True, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "words").read_text().split("\0")[:-1] == launch.words
+    for name, text in launch.files.items():
+        assert (tmp_path / name).read_text() == text
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_every_option_and_key_has_a_reason(runtime):
+    lines = launched(runtime, "--model", "gpt-oss-120b", "--tp", "8", "--gpu", "b300").splitlines()
+    for before, line in pairwise(lines):
+        is_key = ": " in line and not line.lstrip().startswith("#")
+        if line.startswith("  --") or is_key:
+            assert before.lstrip().startswith("# ") and len(before.strip()) > 4, line
+
+
+def test_a_shorter_draft_reaches_each_runtime_in_its_own_counting():
+    asked = ("--model", "qwen3-8b", "--gpu", "h200", "--draft-length", "7")
+    assert '"num_speculative_tokens":7' in launched("vllm", *asked)
+    assert "--speculative-num-draft-tokens 8" in launched("sglang", *asked)
+    assert "  max_draft_len: 7\n" in launched("tensorrt-llm", *asked)
+
+
+def test_methods_differ_in_drafting_alone():
+    scripts = {}
+    for method in ("dflash", "eagle3", "none"):
+        words = launch_of(settings("vllm", model="qwen3-8b", method=method)).words
+        scripts[method] = {word for word in words if not word.startswith(("{", "--spec")) and not word.isdecimal()}
+    assert scripts["dflash"] == scripts["eagle3"] == scripts["none"]
+
+
+def test_the_shipped_pair_is_launched_by_its_folders_and_fits_vllms_kernels():
+    launch = launch_of(settings("vllm", model="tiny"))
+    assert launch.command == ("vllm", "serve", str(TINY / "target"))
+    config = json.loads(launch.words[launch.words.index("--speculative-config") + 1])
+    assert config["model"] == str(TINY / "drafter") and config["num_speculative_tokens"] == 15
+    assert vllm.head_size_fits(64, find_gpu("h200"))
+    by_folder = launch_of(settings("vllm", target=str(TINY / "target"), drafter=str(TINY / "drafter")))
+    assert by_folder.words[3:] == [
+        word.replace("tiny", "target") if word == "tiny" else word for word in launch.words[3:]
+    ]
+
+
+def test_a_published_drafters_configuration_needs_no_code_of_its_own(tmp_path):
+    """Why no command has --trust-remote-code: transformers knows the family, and leaves auto_map alone."""
+    raw = json.loads((TINY / "drafter" / "config.json").read_text())
+    raw["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert config.model_type == "qwen3" and config.dflash_config["target_layer_ids"] == [1, 3, 5]
+
+
+def test_every_pair_of_the_catalog_can_be_written_for_every_runtime():
+    for name in load_catalog():
+        for runtime in RUNTIMES:
+            assert launched(runtime, "--model", name, "--gpu", "b300", "--tp", "4").startswith("#!/usr/bin/env bash")
+
+
+def test_the_tables_are_of_pairs_in_the_catalog():
+    catalog = load_catalog()
+    assert TARGETS.keys() == DRAFTERS.keys()
+    for name, shape in TARGETS.items():
+        assert (shape.family, shape.layers) == (catalog[name].family, catalog[name].target_layers)
+        assert DRAFTERS[name].layers == catalog[name].drafter_layers
+    assert EAGLE3.keys() <= catalog.keys()
+
+
+def test_several_nodes_meet_as_each_runtime_does_it():
+    pair = ("--model", "gpt-oss-120b", "--gpu", "h100", "--tp", "16", "--nodes", "2")
+    trtllm = launched("tensorrt-llm", *pair)
+    assert "mpirun -n 16 --map-by ppr:8:node --hostfile hosts trtllm-llmapi-launch trtllm-serve" in trtllm
+    assert "srun --mpi=pmix trtllm-llmapi-launch trtllm-serve openai/gpt-oss-120b --config" in trtllm
+    assert "gpus_per_node: 8" in trtllm
+    head = ("--head", "10.0.0.1")
+    assert "ray start --head --port=6379 --num-gpus=8" in launched("vllm", *pair, *head)
+    sglang = launched("sglang", *pair, *head, "--node-rank", "1")
+    assert "--nnodes 2" in sglang and "--node-rank 1" in sglang and "--dist-init-addr 10.0.0.1:20000" in sglang
+
+
+def test_gpt_oss_gets_kernels_with_attention_sinks_on_every_gpu():
+    for gpu in GPUS:
+        vllm_words = launch_of(LaunchSettings(runtime="vllm", model="gpt-oss-20b", gpu=gpu, tp=2)).words
+        known = GPUS[gpu].capability
+        sinks = known in (90, 100, 103)
+        assert vllm_words[vllm_words.index("--attention-backend") + 1] == ("FLASH_ATTN" if sinks else "TRITON_ATTN")
+        sglang_words = launch_of(LaunchSettings(runtime="sglang", model="gpt-oss-20b", gpu=gpu, tp=2)).words
+        assert sglang_words[sglang_words.index("--attention-backend") + 1] in ("triton", "trtllm_mha", "fa3", "fa4")
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_is_what_the_memory_plan_holds_and_not_more():
+    plan = plan_for(settings("vllm", model="qwen3-8b"))
+    assert plan.room is not None and plan.max_batch <= plan.room.largest
+    more = plan.room.largest + 1
+    line = refused("vllm", "--model", "qwen3-8b", "--max-batch", more)
+    assert f"--max-batch {more}: {plan.room.largest} sequences of 16384 tokens fit on a h200" in line
+    assert "--max-num-seqs 37" in launched("vllm", "--model", "qwen3-8b", "--gpu", "h200", "--max-batch", "37")
+
+
+def test_cache_bytes_are_those_of_heads_and_windows():
+    assert TARGETS["qwen3-8b"].cache_bytes(1000, tp=1) == 36 * 2 * 8 * 128 * 2 * 1000
+    assert TARGETS["qwen3-8b"].cache_bytes(1000, tp=16) == 36 * 2 * 1 * 128 * 2 * 1000
+    assert TARGETS["gpt-oss-20b"].cache_bytes(1000, tp=8) == 2 * 1 * 64 * 2 * (12 * 1000 + 12 * 128)
+
+
+def test_tensorrt_llms_pool_leaves_room_for_the_dense_context_arena():
+    plan = plan_for(settings("tensorrt-llm", model="qwen3-8b"))
+    fraction = tensorrt_llm.cache_fraction(plan)
+    free = 141e9 - 2e9 - 4e9 - plan.room.weights
+    arena = (plan.max_batch + 1) * plan.drafter_shape.cache_bytes(plan.max_seq_len, 1)
+    assert fraction * free + arena <= free
+    assert fraction * free >= (plan.max_batch - 1) * plan.shape.cache_bytes(plan.max_seq_len, 1)
+
+
+def test_tensorrt_llm_takes_all_rows_of_a_full_batch_in_a_step():
+    args = tensorrt_llm.llm_args(plan_for(settings("tensorrt-llm", model="tiny", max_seq_len=256)))
+    assert args.max_num_tokens >= args.max_batch_size * (1 + args.speculative_config.max_draft_len)
+
+
+# -- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--model qwen3-8b --draft-length 16", "--draft-length 16: the drafter was trained for blocks of 16"),
+        ("--model qwen3-8b --pp 2", "--pp 2: none of the runtimes drafts with pipeline parallelism"),
+        ("--model qwen3-8b --tp 3", "--tp 3: does not divide the target's 32 attention heads"),
+        ("--model qwen3-8b --max-seq-len 50000", "--max-seq-len 50000: the target takes at most 40960 positions"),
+        ("--model qwen3-8b --method none --draft-length 4", "--draft-length 4: --method none drafts nothing"),
+        ("--model qwen3-8b --method none --drafter x", "--drafter x: --method none drafts nothing"),
+        ("--model gpt-oss-20b --method eagle3", "no EAGLE-3 drafter is known for gpt-oss-20b; give --drafter"),
+        ("--model qwen3-8b --tp 16", "16 GPUs are more than a node has; say over how many: --nodes"),
+        ("--model qwen3-8b --tp 2 --nodes 3", "--nodes 3: does not divide the 2 GPUs"),
+        ("--model qwen3-8b --node-rank 1", "--node-rank 1: nodes count from 0 to 0"),
+        ("--model qwen3-8", "unknown model 'qwen3-8': did you mean"),
+        ("--target org/model", "which drafter goes with it? give --drafter"),
+        ("--target org/model --drafter org/drafter", "is not on this machine, so its block size is not known"),
+        ("--target /nowhere --drafter /nowhere", "/nowhere does not exist"),
+        ("--model qwen3-8b --method medusa", "--method medusa: Input should be 'dflash', 'eagle3' or 'none'"),
+        ("--model qwen3-8b --port 70000", "--port 70000"),
+        ("", "say what to launch: --model NAME"),
+    ],
+)
+def test_what_would_not_run_is_refused_before_the_runtime_sees_it(runtime, arguments, reason):
+    assert reason in refused(runtime, *arguments.split())
+
+
+def test_a_model_too_large_for_the_gpu_is_refused_with_the_knobs():
+    line = refusal("launch", "--runtime", "vllm", "--model", "gpt-oss-120b", "--gpu", "rtx-5090", "--dry-run")
+    assert "leave a rtx-5090 no room for one sequence" in line and "--tp" in line and "--max-seq-len" in line
+
+
+def test_no_gpu_here_and_none_named_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--gpu: there is no GPU here" in refusal("launch", "--runtime", "vllm", "--model", "tiny", "--dry-run")
+    assert "--gpu a100 is not known" in refusal("launch", "--runtime", "vllm", "--model", "tiny", "--gpu", "a100")
+
+
+@pytest.mark.parametrize("runtime", ["vllm", "sglang"])
+def test_several_nodes_need_the_first_ones_address(runtime):
+    assert "--head ADDRESS" in refused(runtime, "--model", "qwen3-8b", "--tp", "16", "--nodes", "2")
+
+
+def test_heads_that_no_kernel_of_vllm_takes_are_refused(tmp_path):
+    for whose in ("target", "drafter"):
+        raw = json.loads((TINY / whose / "config.json").read_text())
+        (tmp_path / whose).mkdir()
+        (tmp_path / whose / "config.json").write_text(json.dumps({**raw, "head_dim": 36}))
+    folders = ("--target", tmp_path / "target", "--drafter", tmp_path / "drafter")
+    assert "the target's heads of 36 fit none of FlashAttention's kernels" in refused("vllm", *folders)
+
+
+def test_a_folder_that_is_no_drafters_is_refused():
+    folders = ("--target", TINY / "target", "--drafter", TINY / "target")
+    assert "is no DFlash drafter's" in refused("vllm", *folders)
+
+
+def test_a_field_that_a_runtime_does_not_have_is_an_error_in_its_schema():
+    with pytest.raises(ValidationError, match="num_spec_tokens"):
+        vllm.SpeculativeConfig(method="dflash", model="m", num_speculative_tokens=1, num_spec_tokens=2)
+    with pytest.raises(ValidationError, match="attention_backend"):
+        tensorrt_llm.DFlashConfig(speculative_model="m", max_draft_len=1, attention_backend="FLASH")
+
+
+# -- what it starts --------------------------------------------------------------------------------------------------
+
+
+def test_a_runtime_that_is_missing_is_one_line_that_says_how_to_install_it():
+    for runtime, package in {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "tensorrt-llm"}.items():
+        line = refusal("launch", "--runtime", runtime, "--model", "tiny", "--gpu", "h200")
+        assert "is not installed here" in line and package in line and "--dry-run" in line
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    """A `vllm` whose parser knows the flags of the schema, and whose server starts a worker in a session of its own."""
+    package = tmp_path / "site" / "vllm"
+    entrypoints = package / "entrypoints"
+    for folder in (package, entrypoints, entrypoints / "openai", entrypoints / "cli", package / "utils"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").touch()
+    flags = [f"--{name.replace('_', '-')}" for name in vllm.Serve.model_fields]
+    (package / "utils" / "argparse_utils.py").write_text(
+        "from argparse import ArgumentParser as FlexibleArgumentParser\n"
+    )
+    (entrypoints / "openai" / "cli_args.py").write_text(
+        textwrap.dedent(f"""
+        def make_arg_parser(parser):
+            parser.add_argument("model")
+            for flag in {flags!r}:
+                parser.add_argument(flag)
+            return parser
+
+        def validate_parsed_serve_args(args):
+            if args.port == "666":
+                raise ValueError("port 666 is not for us")
+        """)
+    )
+    (entrypoints / "cli" / "main.py").write_text(
+        textwrap.dedent("""
+        import signal, subprocess, sys, time
+        worker = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+        print("serving", worker.pid, *sys.argv[1:], flush=True)
+        time.sleep(300)
+        """)
+    )
+    return {**os.environ, "PYTHONPATH": f"{package.parent}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def start(environment, *arguments):
+    words = [sys.executable, "-m", "trtllm_dflash", "launch", "--runtime", "vllm", "--model", "tiny", "--gpu", "h200"]
+    return subprocess.Popen(
+        [*words, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_is_handed_on_and_nothing_stays(fake_vllm, number):
+    process = start(fake_vllm)
+    said = process.stdout.readline().split()
+    assert said[0] == "serving", process.stderr.read()
+    assert said[2:4] == ["serve", str(TINY / "target")] and "--speculative-config" in said
+    worker = Path("/proc", said[1])
+    assert worker.exists()
+    process.send_signal(number)
+    assert process.wait(20) == 128 + number
+    deadline = time.monotonic() + 5
+    while worker.exists() and worker.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the worker is still there"
+        time.sleep(0.05)
+
+
+def test_what_the_runtimes_own_parser_refuses_is_one_line_and_nothing_starts(fake_vllm):
+    process = start(fake_vllm, "--port", "666")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and output == ""
+    assert "vLLM's own parser refuses this configuration, which was made for vLLM 0.26.0" in errors
+    assert "port 666 is not for us" in errors and errors.count("\n") == 1
+
+
+# -- Triton ----------------------------------------------------------------------------------------------------------
+
+
+def test_deploy_writes_the_llmapi_model_with_the_same_keys(tmp_path):
+    repository = tmp_path / "repository"
+    asked = ("deploy", "--runtime", "tensorrt-llm", "--model", "gpt-oss-120b", "--tp", "8", "--gpu", "b300")
+    assert "tritonserver --model-repository=" in succeeds(*asked, "--output", repository)
+    written = yaml.safe_load((repository / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    plan = plan_for(LaunchSettings(runtime="tensorrt-llm", model="gpt-oss-120b", tp=8, gpu="b300"))
+    args = tensorrt_llm.llm_args(plan).model_dump(exclude_none=True)
+    assert written == {
+        **args,
+        "model": "openai/gpt-oss-120b",
+        "backend": "pytorch",
+        "triton_config": {"max_batch_size": 0, "decoupled": True},
+    }
+    config = (repository / "tensorrt_llm" / "config.pbtxt").read_text()
+    for name in ("text_input", "streaming", "sampling_param_max_tokens", "text_output", "acceptance_rate"):
+        assert f'name: "{name}"' in config
+    succeeds(*asked, "--output", repository)  # the same: nothing to do
+    assert "exists and differs" in refusal(*asked, "--draft-length", "4", "--output", repository)
+    succeeds(*asked, "--draft-length", "4", "--output", repository, "--force")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    assert "is not a model repository of this command's" in refusal(*asked, "--output", tmp_path / "mine", "--force")
+
+
+def test_the_deployed_model_is_the_one_in_the_servers_container(tmp_path):
+    repository = tmp_path / "repository"
+    succeeds("deploy", "--runtime", "tensorrt-llm", "--model", "tiny", "--gpu", "h200", "--output", repository)
+    container = tmp_path / "container"
+    container.mkdir()
+    (container / "helpers.py").write_text("NAME = 'beside it'\n")
+    (container / "model.py").write_text("from helpers import NAME\nclass TritonPythonModel:\n    name = NAME\n")
+    folder = repository / "tensorrt_llm" / "1"
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); import model; print(model.TritonPythonModel.name)"
+    environment = {**os.environ, "LLMAPI_MODEL_FOLDER": str(container)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "beside it"
+
+
+def test_deploy_on_a_runtime_takes_no_engine_and_no_other_runtime(tmp_path):
+    asked = ("deploy", "--output", tmp_path / "x", "--model", "qwen3-8b", "--gpu", "h200")
+    assert "--runtime vllm: Triton serves tensorrt-llm" in refusal(*asked, "--runtime", "vllm")
+    assert "--engine: is for an engine of ours" in refusal(*asked, "--runtime", "tensorrt-llm", "--engine", "e")
+    assert "--no-draft: is for an engine of ours" in refusal(*asked, "--runtime", "tensorrt-llm", "--no-draft")
+    assert "--model: belongs to --runtime tensorrt-llm" in refusal(*asked)
+    assert "--engine: say which engine" in refusal("deploy", "--output", tmp_path / "x")
+    assert run("deploy", "--help").exit_code == 0

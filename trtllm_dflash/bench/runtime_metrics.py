@@ -1,0 +1,181 @@
+"""Acceptance from what each server reports of itself: ours, vLLM, SGLang and TensorRT-LLM, all in one form.
+
+Read in their sources: vllm/v1/spec_decode/metrics.py (0.26.0), sglang/srt/observability/metrics_collector.py and
+managers/tokenizer_manager.py (0.5.23), and the iteration statistics of TensorRT-LLM's `/metrics` (1.4.0rc1;
+`enable_iter_perf_stats: true`).
+"""
+
+import json
+import re
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trtllm_dflash.errors import EngineError
+
+Server = Literal["trtllm-dflash", "vllm", "sglang", "tensorrt-llm"]
+
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([-+.\dA-Za-z]+)")
+_POSITION = re.compile(r'position="(\d+)"')
+_PREFIXES: dict[str, Server] = {"dflash_": "trtllm-dflash", "vllm:": "vllm", "sglang:": "sglang"}
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts that were verified, over some time.
+
+    Attributes:
+        steps: steps of one sequence each in which drafts were verified.
+        drafted, accepted: drafts in them.
+        accepted_at: steps by the position of a draft, from 1, in which it was accepted; empty where nobody says.
+    """
+
+    steps: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    accepted_at: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def length(self) -> float | None:
+        """Acceptance length: tokens a step, the bonus token among them; None without a step."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+    @property
+    def rate(self) -> float | None:
+        """Share of the drafts that were accepted; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    def __add__(self, other: "Drafts") -> "Drafts":
+        return self._with(other, 1)
+
+    def __sub__(self, before: "Drafts") -> "Drafts":
+        """What was counted since."""
+        return self._with(before, -1)
+
+    def _with(self, other: "Drafts", sign: int) -> "Drafts":
+        positions = sorted({*self.accepted_at, *other.accepted_at})
+        at = {i: self.accepted_at.get(i, 0.0) + sign * other.accepted_at.get(i, 0.0) for i in positions}
+        return Drafts(
+            self.steps + sign * other.steps,
+            self.drafted + sign * other.drafted,
+            self.accepted + sign * other.accepted,
+            at,
+        )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a server's metrics.
+
+    Attributes:
+        server: whose they are; None where they are nobody's that is known here.
+        drafts: what it counted since it began. TensorRT-LLM's are what it counted since the last look.
+        mean_length: an acceptance length that the server averages itself, over a time of its own; SGLang has no other.
+    """
+
+    server: Server | None
+    drafts: Drafts | None
+    mean_length: float | None = None
+
+    def since(self, before: "Reading") -> Drafts | None:
+        """What was counted between two looks; None where the server does not count."""
+        if self.drafts is None:
+            return None
+        if self.server == "tensorrt-llm" or before.drafts is None:
+            return self.drafts
+        return self.drafts - before.drafts
+
+
+def read_metrics(url: str, timeout: float = 10.0) -> Reading:
+    """Reads a metrics endpoint.
+
+    Raises:
+        EngineError: it cannot be read.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            text = answer.read().decode(errors="replace")
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{url}: cannot be read: {error}") from None
+    return parse_metrics(text)
+
+
+def parse_metrics(text: str) -> Reading:
+    """What a page says: Prometheus text of ours, vLLM's or SGLang's, or TensorRT-LLM's JSON."""
+    if text.lstrip().startswith("["):
+        return _parse_iterations(text)
+    server: Server | None = None
+    sums: dict[str, float] = {}
+    at: dict[int, float] = {}
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        name, labels, value = match[1].removesuffix("_total"), match[2] or "", float(match[3])
+        server = server or next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), None)
+        sums[name] = sums.get(name, 0.0) + value
+        position = _POSITION.search(labels)
+        if position is not None and name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            at[int(position[1]) + 1] = at.get(int(position[1]) + 1, 0.0) + value  # vLLM counts from 0
+        elif position is not None and name == "dflash_accepted_tokens":
+            at[int(position[1])] = at.get(int(position[1]), 0.0) + value
+        elif name == "dflash_drafted_tokens" and position is not None and position[1] == "1":
+            sums["first drafts"] = sums.get("first drafts", 0.0) + value  # each drafted step has one
+    return Reading(server, _counted(server, sums, at), sums.get("sglang:spec_accept_length") or None)
+
+
+def _counted(server: Server | None, sums: Mapping[str, float], at: Mapping[int, float]) -> Drafts | None:
+    if server == "vllm" and "vllm:spec_decode_num_drafts" in sums:
+        name = "vllm:spec_decode_num_"
+        drafted, accepted = sums.get(name + "draft_tokens", 0.0), sums.get(name + "accepted_tokens", 0.0)
+        return Drafts(sums[name + "drafts"], drafted, accepted, at)
+    if server == "trtllm-dflash":
+        drafted, accepted = sums.get("dflash_drafted_tokens", 0.0), sums.get("dflash_accepted_tokens", 0.0)
+        return Drafts(sums.get("first drafts", 0.0), drafted, accepted, at)
+    return None
+
+
+def _parse_iterations(text: str) -> Reading:
+    """TensorRT-LLM's statistics of iterations: each is told once, so these are those since the last look."""
+    try:
+        entries = [json.loads(entry) if isinstance(entry, str) else entry for entry in json.loads(text)]
+    except ValueError as error:
+        raise EngineError(f"the metrics are not valid JSON: {error}") from None
+    total, drafts = Drafts(), False
+    for entry in entries:
+        found = entry.get("specDecodingStats") if isinstance(entry, dict) else None
+        if found:
+            drafts = True
+            total += Drafts(
+                float(found.get("numRequestsWithDraftTokens", 0)),
+                float(found.get("numDraftTokens", 0)),
+                float(found.get("numAcceptedTokens", 0)),
+            )
+    return Reading("tensorrt-llm", total if drafts else None)
+
+
+def drafts_of_reply(body: Mapping[str, Any]) -> Drafts | None:
+    """What a reply itself says of its drafts; None where it says nothing.
+
+    Takes OpenAI's `usage` of our gateway, and SGLang's `meta_info` (of /generate) or `spec_tokens_details` (in
+    `sglext`, asked for with `return_spec_tokens_details`).
+    """
+    details = (body.get("sglext") or {}).get("spec_tokens_details") or body.get("meta_info")
+    if isinstance(details, list):
+        details = details[0] if details else None
+    if details and details.get("spec_verify_ct"):
+        histogram = details.get("spec_correct_drafts_histogram") or []
+        at = {i: float(sum(histogram[i:])) for i in range(1, len(histogram))}
+        accepted = details.get("spec_num_correct_drafts", 0)
+        return Drafts(
+            float(details["spec_verify_ct"]), float(details.get("spec_num_proposed_drafts", 0)), float(accepted), at
+        )
+    usage = body.get("usage") or {}
+    counts = usage.get("completion_tokens_details") or {}
+    accepted, rejected = counts.get("accepted_prediction_tokens"), counts.get("rejected_prediction_tokens")
+    if accepted is None or rejected is None or not accepted + rejected:
+        return None
+    # A step gives the drafts that it accepts and one token more; the first token is the prefill's.
+    steps = max(1, int(usage.get("completion_tokens", 0)) - 1 - accepted)
+    return Drafts(float(steps), float(accepted + rejected), float(accepted))

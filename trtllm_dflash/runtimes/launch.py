@@ -1,0 +1,238 @@
+"""`launch`: a runtime's command and files, as a script that can be read and pasted; checked, and started."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+from trtllm_dflash.errors import EngineError, SettingsError
+
+_GRACE = 30.0  # seconds that a runtime gets to end by itself
+_PAUSE = 0.1
+_MARK = "TRTLLM_DFLASH_LAUNCH"  # in the environment of all that a launch starts
+_CHECK_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag with its value, as words of the command line, and why it has that value."""
+
+    words: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What there is to know of a runtime besides its configuration.
+
+    Attributes:
+        title: its name, as its authors write it.
+        package: what is imported, and installed.
+        versions: those whose fields the schema was read from.
+        install: one line.
+        program, module: its command, and the module that is the same thing.
+        check: Python that its own parser validates with: words in sys.argv, an exception where it refuses.
+    """
+
+    title: str
+    package: str
+    versions: str
+    install: str
+    program: str
+    module: str
+    check: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A runtime's whole configuration.
+
+    Attributes:
+        head: remarks that precede the command.
+        files: text by name, to stand in the folder that the command runs in.
+        command: the words before the options.
+        checked: the words that the runtime's own parser is given.
+    """
+
+    runtime: Runtime
+    head: tuple[str, ...]
+    command: tuple[str, ...]
+    options: tuple[Option, ...]
+    checked: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """The command line."""
+        return [*self.command, *(word for option in self.options for word in option.words)]
+
+    def script(self) -> str:
+        """A bash script: the files, then the command with a remark for each option."""
+        lines = ["#!/usr/bin/env bash", *(f"# {remark}" for remark in self.head)]
+        for name, text in self.files.items():
+            lines += ["", f"cat > {shlex.quote(name)} <<'END'", text.rstrip("\n"), "END"]
+        lines += ["", "options=("]
+        for option in self.options:
+            lines += [f"  # {option.why}", "  " + shlex.join(option.words)]
+        lines += [")", f'{shlex.join(self.command)} "${{options[@]}}"']
+        return "\n".join(lines) + "\n"
+
+
+def start(launch: Launch, folder: Path | None = None) -> int:
+    """Validates with the runtime's own parser, then runs the server until it or Ctrl-C ends it; its exit code.
+
+    Ctrl-C and SIGTERM are handed on; what has not ended by itself then, wherever it has gone, is killed.
+
+    Args:
+        folder: where the files are written, and kept; else a temporary one.
+
+    Raises:
+        EngineError: the runtime is not installed, or refuses the configuration.
+        SettingsError: the files cannot be written.
+    """
+    python = find_python(launch)
+    with tempfile.TemporaryDirectory(prefix="trtllm-dflash-launch-") as temporary:
+        where = Path(temporary) if folder is None else folder
+        write_files(launch, where)
+        check(launch, python, where)
+        return _run(_as_installed(launch, python), where)
+
+
+def _as_installed(launch: Launch, python: str) -> list[str]:
+    """The command line, run by the interpreter that has the runtime, wherever its programs were put."""
+    runtime = launch.runtime
+    beside = Path(python).parent / runtime.program
+    program = [str(beside)] if beside.is_file() else [python, "-m", runtime.module]
+    command = [
+        part
+        for word in launch.command
+        for part in (program if word == runtime.program else [python] if word == "python" else [word])
+    ]
+    return command + launch.words[len(launch.command) :]
+
+
+def write_files(launch: Launch, folder: Path) -> None:
+    """Writes what the command reads.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in launch.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--output {folder}: cannot be written ({error.strerror})") from None
+
+
+def find_python(launch: Launch) -> str:
+    """The interpreter that has the runtime: this one, or that of its command on PATH.
+
+    Raises:
+        EngineError: there is none; says how to install it.
+    """
+    if find_spec(launch.runtime.package) is not None:
+        return sys.executable
+    found = shutil.which(launch.runtime.program)
+    if found is not None:
+        with suppress(OSError, UnicodeDecodeError):
+            first = Path(found).read_text(encoding="utf-8").partition("\n")[0]
+            if first.startswith("#!") and "python" in first and " " not in first:
+                return first.removeprefix("#!")
+    runtime = launch.runtime
+    raise EngineError(f"{runtime.title} is not installed here: {runtime.install}; or see what would run: --dry-run")
+
+
+def check(launch: Launch, python: str, folder: Path) -> None:
+    """Has the runtime's own parser read the options and files.
+
+    Raises:
+        EngineError: it refuses them; with its last line.
+    """
+    command = [python, "-c", launch.runtime.check, *launch.checked]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_CHECK_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"{launch.runtime.title}'s own parser took more than {_CHECK_SECONDS:g} s") from None
+    if done.returncode != 0:
+        said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        reason = said[-1] if said else f"exit code {done.returncode}"
+        raise EngineError(
+            f"{launch.runtime.title}'s own parser refuses this configuration, which was made for "
+            f"{launch.runtime.versions}: {reason}"
+        )
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def _run(words: list[str], folder: Path) -> int:
+    mark = f"{_MARK}={os.getpid()}-{time.monotonic_ns()}"
+    name, _, value = mark.partition("=")
+    asked: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        try:
+            # In a session of its own: Ctrl-C on the terminal is for us, who hand it on once.
+            process = subprocess.Popen(words, cwd=folder, env={**os.environ, name: value}, start_new_session=True)
+        except OSError as error:
+            raise EngineError(f"{words[0]}: cannot be started ({error.strerror})") from None
+        try:
+            while process.poll() is None and not asked:
+                time.sleep(_PAUSE)
+            if process.poll() is None:
+                _end(process, asked)
+        finally:
+            _kill(mark)
+        process.wait()
+        return 128 + asked[0] if asked else process.returncode if process.returncode >= 0 else 128 - process.returncode
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: "subprocess.Popen[bytes]", asked: list[int]) -> None:
+    """Lets the runtime end in order; a second Ctrl-C leaves it no more time."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, asked[0])
+    deadline = time.monotonic() + _GRACE
+    while process.poll() is None and len(asked) < 2 and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+
+
+def _kill(mark: str) -> None:
+    """Ends what bears the mark: runtimes start workers in sessions of their own, which their end may leave behind."""
+    deadline = time.monotonic() + _GRACE
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_PAUSE / 10)
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # it ends as we look
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if mark.encode() in environment and state not in "ZX":
+                    found.append(int(entry.name))
+    return found

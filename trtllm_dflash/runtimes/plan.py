@@ -1,0 +1,400 @@
+"""What is launched: a pair, a method, a GPU and the limits that follow, and what no runtime could run refused first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from trtllm_dflash.catalog import CatalogEntry, find_entry
+from trtllm_dflash.engine.memory import GB, GPUS, RESERVED
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.runtimes.shapes import (
+    DRAFTERS,
+    TARGETS,
+    DrafterFacts,
+    ModelShape,
+    find_folder,
+    read_drafter,
+    read_shape,
+)
+
+RuntimeName = Literal["tensorrt-llm", "vllm", "sglang"]
+Method = Literal["dflash", "eagle3", "none"]
+
+#: EAGLE-3 drafters by the catalog's names: the one in TensorRT-LLM's documentation, and those that vLLM 0.26 names in
+#: vllm/config/speculative.py.
+EAGLE3 = {
+    "gpt-oss-120b": "nvidia/gpt-oss-120b-Eagle3",
+    "qwen3-8b": "AngelSlim/Qwen3-8B_eagle3",
+    "llama-3.1-8b": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+}
+EAGLE3_DRAFT_LENGTH = 3  # its chain; a DFlash block costs one pass whatever its length
+
+#: Tokens of prompt and reply for which limits are planned where none are given.
+SEQUENCE = 16384
+
+#: Sequences at a time: drafting pays at small batches, and graphs are captured up to here. The same with every method,
+#: so that runs differ in the method alone.
+BATCHES = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+
+#: Where no shape is known, so that nothing can be planned.
+UNPLANNED_BATCH = 16
+
+#: Bytes left to activations and captured graphs: an allowance, not a measurement.
+SCRATCH = 4 * GB
+
+
+class LaunchSettings(BaseModel):
+    """What `launch` is asked for. Each field is a flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    runtime: RuntimeName
+    model: str | None = None  # a pair of the catalog
+    target: str | None = None  # a folder, or a Hugging Face name
+    drafter: str | None = None  # likewise
+    method: Method = "dflash"
+    gpu: str | None = None  # None: the one present
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    nodes: PositiveInt = 1
+    node_rank: NonNegativeInt = 0
+    head: str | None = None  # address of the first node
+    draft_length: PositiveInt | None = None  # default: the whole block; EAGLE-3: 3
+    max_batch: PositiveInt | None = None  # default: what fits
+    max_seq_len: PositiveInt | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by the name that `--gpu` takes."""
+
+    name: str
+    memory: int  # GB
+    capability: int  # 90: compute capability 9.0
+
+    @property
+    def datacenter_blackwell(self) -> bool:
+        """SM100 or SM103, for which there are kernels that other Blackwell GPUs lack."""
+        return self.capability in (100, 103)
+
+    @property
+    def hopper(self) -> bool:
+        """SM90."""
+        return self.capability == 90
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many sequences fit on a GPU at once, each at its full length.
+
+    Attributes:
+        weights: bytes of target and drafter on a GPU.
+        per_sequence: bytes of both caches.
+        available: bytes that the runtime may give to caches.
+        largest: the largest batch that fits; may be 0.
+    """
+
+    weights: int
+    per_sequence: int
+    available: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a runtime's configuration is written from.
+
+    Attributes:
+        name: of the pair.
+        target, drafter: what the runtime is given: a folder or a Hugging Face name.
+        draft_length: drafts a step (K); 0 without drafting.
+        block_size: of a DFlash drafter.
+        shape: the target's, where it is known.
+        max_batch, max_seq_len: limits, of sequences at a time and of tokens in each.
+        room: what they follow from; None where no shape is known.
+        entry: the catalog's.
+    """
+
+    settings: LaunchSettings
+    name: str
+    family: str
+    target: str
+    drafter: str | None
+    method: Method
+    gpu: Gpu
+    draft_length: int
+    block_size: int | None
+    shape: ModelShape | None
+    drafter_shape: ModelShape | None
+    max_batch: int
+    max_seq_len: int
+    room: Room | None
+    entry: CatalogEntry | None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted."""
+        return self.method != "none"
+
+    @property
+    def ranks(self) -> int:
+        """GPUs over all nodes."""
+        return self.settings.tp * self.settings.pp
+
+    @property
+    def sinks(self) -> bool:
+        """Whether the target's attention has learned sinks, which not every kernel computes."""
+        return self.family == "gpt_oss"
+
+    @property
+    def thinking_off(self) -> bool:
+        """Whether the pair's drafter was trained on replies without thinking; the same for every method."""
+        return self.entry is not None and self.entry.chat.get("enable_thinking") is False
+
+    def limits_reason(self) -> str:
+        """Why there are so many sequences, in one line."""
+        settings = self.settings
+        if self.room is None:
+            return "as asked" if settings.max_batch else "the pair's shape is not known here, so memory is not planned"
+        gpu = self.gpu
+        parts = f"{_gb(self.room.weights)} of weights, {_gb(self.room.per_sequence)} of caches a sequence"
+        fits = f"{gpu.name}, {gpu.memory} GB: {parts}; {self.room.largest} fit in {_gb(self.room.available)}"
+        if settings.max_batch is not None:
+            return f"as asked; {fits}"
+        if self.max_batch == BATCHES[0]:
+            return f"{fits}; beyond {BATCHES[0]} drafting pays less"
+        return fits
+
+
+#: Bytes that caches may take on a GPU, from its memory, its weights' bytes and what each runtime sets aside.
+Available = Callable[[Gpu, int], int]
+
+
+def plan(settings: LaunchSettings, available: Available) -> Plan:
+    """Finds the pair, chooses its limits, and refuses what would not run.
+
+    Raises:
+        SettingsError: a setting that the runtime would refuse, or that would draft nothing; names the knob and why.
+        CheckpointError: a folder is not a checkpoint's.
+    """
+    entry = find_entry(settings.model) if settings.model is not None else None
+    target, drafter = _names(settings, entry)
+    gpu = find_gpu(settings.gpu)
+    shape, facts = _shapes(settings, entry, target, drafter)
+    draft_length = _draft_length(settings, facts)
+    _check_parallelism(settings, shape, facts.shape)
+    max_seq_len = _sequence(settings, shape, facts.shape)
+    room = _room(settings, gpu, shape, facts.shape, max_seq_len, available)
+    max_batch = settings.max_batch or (UNPLANNED_BATCH if room is None else _fitting(room))
+    _check_room(settings, gpu, room, max_batch, max_seq_len)
+    family = shape.family if shape is not None else entry.family if entry is not None else ""
+    folder = find_folder(target)
+    return Plan(
+        settings=settings,
+        name=entry.name if entry is not None else target.rstrip("/").rpartition("/")[2],
+        family=family,
+        target=str(folder) if folder is not None and _is_local(target) else target,
+        drafter=None if drafter is None else _as_given(drafter),
+        method=settings.method,
+        gpu=gpu,
+        draft_length=draft_length,
+        block_size=facts.block_size,
+        shape=shape,
+        drafter_shape=facts.shape,
+        max_batch=max_batch,
+        max_seq_len=max_seq_len,
+        room=room,
+        entry=entry,
+    )
+
+
+def find_gpu(name: str | None) -> Gpu:
+    """The GPU of that name, else the one in this machine.
+
+    Raises:
+        SettingsError: it is not known, or there is none.
+    """
+    if name is not None:
+        if name.lower() not in GPUS:
+            raise SettingsError(f"--gpu {name} is not known; known: {', '.join(GPUS)}")
+        known = GPUS[name.lower()]
+        return Gpu(name.lower(), known.memory, known.capability)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SettingsError(f"--gpu: there is no GPU here to plan for; name one: {', '.join(GPUS)}")
+    found = torch.cuda.get_device_properties(0)
+    return Gpu(found.name.replace(" ", "-").lower(), found.total_memory // GB, found.major * 10 + found.minor)
+
+
+# -- the pair --------------------------------------------------------------------------------------------------------
+
+
+def _names(settings: LaunchSettings, entry: CatalogEntry | None) -> tuple[str, str | None]:
+    target = settings.target or (entry.target if entry is not None else None)
+    if target is None:
+        raise SettingsError("say what to launch: --model NAME, or --target DIR with --drafter DIR")
+    if settings.method == "none":
+        if settings.drafter is not None:
+            raise SettingsError(f"--drafter {settings.drafter}: --method none drafts nothing; leave it out")
+        return target, None
+    if settings.drafter is not None:
+        return target, settings.drafter
+    if entry is None or target != entry.target:
+        raise SettingsError(f"--target {target}: which drafter goes with it? give --drafter, or --method none")
+    if settings.method == "dflash":
+        return target, entry.drafter
+    if entry.name not in EAGLE3:
+        raise SettingsError(f"--method eagle3: no EAGLE-3 drafter is known for {entry.name}; give --drafter")
+    return target, EAGLE3[entry.name]
+
+
+def _shapes(
+    settings: LaunchSettings, entry: CatalogEntry | None, target: str, drafter: str | None
+) -> tuple[ModelShape | None, DrafterFacts]:
+    """From the folders, where they are here; else from the tables, which are of the catalog's checkpoints alone."""
+    folder = find_folder(target)
+    published = entry is not None and target == entry.target
+    shape = TARGETS.get(entry.name) if published and entry is not None else None
+    if folder is not None:
+        found = read_shape(folder)
+        shape = found if found.weight_bytes or shape is None else shape  # the cache may hold its tokenizer alone
+    if drafter is None:
+        return shape, DrafterFacts(None)
+    folder = find_folder(drafter)
+    if settings.method == "eagle3":
+        return shape, DrafterFacts(None, shape=read_shape(folder) if folder is not None else None)
+    if folder is not None:
+        return shape, read_drafter(folder)
+    if entry is None or drafter != entry.drafter:
+        raise SettingsError(
+            f"--drafter {drafter}: is not on this machine, so its block size is not known; give a folder"
+        )
+    return shape, DrafterFacts(entry.block_size, DRAFTERS.get(entry.name))
+
+
+def _is_local(name: str) -> bool:
+    return name.startswith(("package:", ".", "~", "/")) or name.count("/") > 1
+
+
+def _as_given(name: str) -> str:
+    """A folder by its whole path, a Hugging Face name as it is."""
+    return str(find_folder(name)) if _is_local(name) else name
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def _draft_length(settings: LaunchSettings, facts: DrafterFacts) -> int:
+    asked = settings.draft_length
+    if settings.method == "none":
+        if asked is not None:
+            raise SettingsError(f"--draft-length {asked}: --method none drafts nothing; leave it out")
+        return 0
+    if settings.method == "eagle3":
+        return asked or EAGLE3_DRAFT_LENGTH
+    assert facts.block_size is not None
+    longest = facts.block_size - 1
+    if asked is not None and asked > longest:
+        raise SettingsError(
+            f"--draft-length {asked}: the drafter was trained for blocks of {facts.block_size}, the bonus token and "
+            f"{longest} drafts; TensorRT-LLM refuses more, and the others would draft what it never learned"
+        )
+    return asked or longest
+
+
+def _check_parallelism(settings: LaunchSettings, target: ModelShape | None, drafter: ModelShape | None) -> None:
+    if settings.pp > 1 and settings.method != "none":
+        raise SettingsError(
+            f"--pp {settings.pp}: none of the runtimes drafts with pipeline parallelism, since the drafter reads "
+            "layers of every stage; use --tp, or --method none"
+        )
+    for whose, shape in (("target", target), ("drafter", drafter)):
+        if shape is None:
+            continue
+        if shape.heads % settings.tp:
+            raise SettingsError(f"--tp {settings.tp}: does not divide the {whose}'s {shape.heads} attention heads")
+        if shape.kv_heads % settings.tp and settings.tp % shape.kv_heads:
+            raise SettingsError(
+                f"--tp {settings.tp}: neither divides the {whose}'s {shape.kv_heads} key/value heads, nor they it"
+            )
+    ranks = settings.tp * settings.pp
+    if ranks % settings.nodes:
+        raise SettingsError(f"--nodes {settings.nodes}: does not divide the {ranks} GPUs of --tp and --pp")
+    if settings.nodes == 1 and ranks > 8:
+        raise SettingsError(f"--tp {settings.tp}: {ranks} GPUs are more than a node has; say over how many: --nodes")
+    if settings.node_rank >= settings.nodes:
+        raise SettingsError(f"--node-rank {settings.node_rank}: nodes count from 0 to {settings.nodes - 1}")
+    if settings.nodes > 1 and settings.runtime != "tensorrt-llm" and settings.head is None:
+        raise SettingsError(f"--nodes {settings.nodes}: say where the first node is: --head ADDRESS")
+
+
+def _sequence(settings: LaunchSettings, target: ModelShape | None, drafter: ModelShape | None) -> int:
+    limits = {"target": target, "drafter": drafter if settings.method == "dflash" else None}
+    known = {whose: shape.max_positions for whose, shape in limits.items() if shape is not None and shape.max_positions}
+    for whose, limit in known.items():
+        if settings.max_seq_len is not None and settings.max_seq_len > limit:
+            raise SettingsError(f"--max-seq-len {settings.max_seq_len}: the {whose} takes at most {limit} positions")
+    return settings.max_seq_len or min([SEQUENCE, *known.values()])
+
+
+def _room(
+    settings: LaunchSettings,
+    gpu: Gpu,
+    target: ModelShape | None,
+    drafter: ModelShape | None,
+    tokens: int,
+    available: Available,
+) -> Room | None:
+    if target is None or (settings.method == "dflash" and drafter is None):
+        return None
+    shapes = [target] if drafter is None or settings.method == "none" else [target, drafter]
+    weights = sum(shape.weight_bytes for shape in shapes) // (settings.tp * settings.pp)
+    per_sequence = sum(shape.cache_bytes(tokens, settings.tp) for shape in shapes) // settings.pp
+    free = max(0, available(gpu, weights))
+    return Room(weights, per_sequence, free, free // per_sequence)
+
+
+def _fitting(room: Room) -> int:
+    return next((batch for batch in BATCHES if batch <= room.largest), 0)
+
+
+def _check_room(settings: LaunchSettings, gpu: Gpu, room: Room | None, batch: int, tokens: int) -> None:
+    if room is None:
+        return
+    if room.largest == 0:
+        raise SettingsError(
+            f"--tp {settings.tp}: {_gb(room.weights)} of weights leave a {gpu.name} no room for one sequence of "
+            f"{tokens} tokens; use more GPUs (--tp), a smaller --max-seq-len or another --gpu"
+        )
+    if batch > room.largest:
+        raise SettingsError(
+            f"--max-batch {batch}: {room.largest} sequences of {tokens} tokens fit on a {gpu.name}; "
+            "use fewer, a smaller --max-seq-len or more GPUs (--tp)"
+        )
+
+
+def static_memory(fraction: float) -> Available:
+    """For runtimes that give weights and caches together a fraction of the GPU's memory."""
+
+    def available(gpu: Gpu, weights: int) -> int:
+        return int(gpu.memory * GB * fraction) - weights - SCRATCH
+
+    return available
+
+
+def free_memory(fraction: float) -> Available:
+    """For runtimes that give caches a fraction of what is free once the weights are there."""
+
+    def available(gpu: Gpu, weights: int) -> int:
+        return int((gpu.memory * GB - RESERVED - weights - SCRATCH) * fraction)
+
+    return available
+
+
+def _gb(count: int) -> str:
+    return f"{count / GB:.1f} GB"

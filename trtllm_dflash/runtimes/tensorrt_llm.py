@@ -1,0 +1,318 @@
+"""TensorRT-LLM's PyTorch backend: `trtllm-serve --config`, and the Triton model `llmapi`.
+
+Fields and types: those of TensorRT-LLM 1.4.0rc1, tensorrt_llm/llmapi/llm_args.py (TorchLlmArgs, DFlashDecodingConfig,
+Eagle3DecodingConfig, KvCacheConfig, CudaGraphConfig, MoeConfig). Refusals are those of tensorrt_llm/_torch/speculative/
+dflash.py (block size, context arena) and dflash_attention.py (kernels), flags those of tensorrt_llm/commands/serve.py.
+"""
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from trtllm_dflash.engine.memory import GB, RESERVED
+from trtllm_dflash.runtimes.launch import Launch, Option, Runtime
+from trtllm_dflash.runtimes.plan import SCRATCH, Plan, free_memory
+
+_FREE = 0.88  # of what is free after the weights, for both caches
+_MOST = 0.85  # for the target's, as in NVIDIA's recipes
+
+available = free_memory(_FREE)
+
+#: Targets whose drafting its own tests or its table of models name.
+TESTED = ("gpt_oss", "llama", "qwen3", "qwen3_5", "qwen3_5_moe")
+
+RUNTIME = Runtime(
+    title="TensorRT-LLM",
+    package="tensorrt_llm",
+    versions="TensorRT-LLM 1.4.0rc1",
+    install="take its container (nvidia/tensorrt-llm/release:1.4.0rc1 of NGC), or pip install tensorrt-llm==1.4.0rc1",
+    program="trtllm-serve",
+    module="tensorrt_llm.commands.serve",
+    check="""
+import sys, yaml
+from tensorrt_llm.llmapi import TorchLlmArgs
+with open(sys.argv[2]) as file:
+    TorchLlmArgs(model=sys.argv[1], **yaml.safe_load(file))
+""",
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class KvCacheConfig(_Strict):
+    """`kv_cache_config`."""
+
+    dtype: Literal["auto", "fp8", "nvfp4"]
+    free_gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)]
+    enable_block_reuse: bool
+
+
+class CudaGraphConfig(_Strict):
+    """`cuda_graph_config`."""
+
+    enable_padding: bool
+    max_batch_size: PositiveInt
+
+
+class MoeConfig(_Strict):
+    """`moe_config`."""
+
+    backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "TRITON"]
+
+
+class DFlashConfig(_Strict):
+    """`speculative_config` with `decoding_type: DFlash`."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    speculative_model: str
+    max_draft_len: PositiveInt
+    attention_backend: Literal["VANILLA", "TRTLLM", "FA4"]
+    mask_token_id: NonNegativeInt | None = None
+    target_layer_ids: list[NonNegativeInt] | None = None
+    draft_len_schedule: dict[int, int] | None = None
+    max_concurrency: PositiveInt | None = None
+    acceptance_rate_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    acceptance_rate_window_size: NonNegativeInt | None = None
+    context_recompute_tail: NonNegativeInt | None = None
+    use_rejection_sampling: bool | None = None
+    allow_advanced_sampling: bool | None = None
+    skip_ctx_buffer_budget_check: bool | None = None
+
+
+class Eagle3Config(_Strict):
+    """`speculative_config` with `decoding_type: Eagle3` (`Eagle` in older releases)."""
+
+    decoding_type: Literal["Eagle3"] = "Eagle3"
+    speculative_model: str
+    max_draft_len: PositiveInt
+
+
+class LlmArgs(_Strict):
+    """The YAML of `--config`: arguments of TensorRT-LLM's LLM."""
+
+    tensor_parallel_size: PositiveInt
+    pipeline_parallel_size: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    moe_expert_parallel_size: PositiveInt | None = None
+    max_batch_size: PositiveInt
+    max_seq_len: PositiveInt
+    max_num_tokens: PositiveInt
+    kv_cache_config: KvCacheConfig
+    cuda_graph_config: CudaGraphConfig
+    moe_config: MoeConfig | None = None
+    enable_iter_perf_stats: bool
+    speculative_config: DFlashConfig | Eagle3Config | None = None
+
+
+def llm_args(plan: Plan) -> LlmArgs:
+    """The YAML's content for a plan."""
+    settings = plan.settings
+    return LlmArgs(
+        tensor_parallel_size=settings.tp,
+        pipeline_parallel_size=settings.pp if settings.pp > 1 else None,
+        gpus_per_node=plan.ranks // settings.nodes if settings.nodes > 1 else None,
+        moe_expert_parallel_size=1 if _has_experts(plan) else None,
+        max_batch_size=plan.max_batch,
+        max_seq_len=plan.max_seq_len,
+        max_num_tokens=_step_tokens(plan),
+        kv_cache_config=KvCacheConfig(
+            dtype="fp8" if plan.sinks and plan.gpu.datacenter_blackwell else "auto",
+            free_gpu_memory_fraction=cache_fraction(plan),
+            enable_block_reuse=False,
+        ),
+        cuda_graph_config=CudaGraphConfig(enable_padding=True, max_batch_size=plan.max_batch),
+        moe_config=_moe(plan),
+        enable_iter_perf_stats=True,
+        speculative_config=_speculative(plan),
+    )
+
+
+def config_file(plan: Plan) -> str:
+    """The name of the YAML."""
+    return f"{plan.name}-{plan.method}.yaml"
+
+
+def launch(plan: Plan) -> Launch:
+    """The command and files for a plan."""
+    settings = plan.settings
+    name = config_file(plan)
+    files = {name: render(plan)}
+    several = settings.nodes > 1
+    serve: tuple[str, ...] = ("trtllm-serve", plan.target)
+    command = serve
+    if several:
+        each = plan.ranks // settings.nodes
+        mpirun = ("mpirun", "-n", str(plan.ranks), "--map-by", f"ppr:{each}:node", "--hostfile", "hosts")
+        command = (*mpirun, "trtllm-llmapi-launch", *serve)
+    options = (
+        Option(("--config", name), "the file above; in older releases the flag is --extra_llm_api_options"),
+        Option(("--served_model_name", plan.name), "what clients call it"),
+        Option(
+            ("--host", settings.host),
+            "who reaches it: this machine alone"
+            if settings.host in ("127.0.0.1", "localhost")
+            else "who reaches it: as asked; anyone who reaches this address may use it",
+        ),
+        Option(("--port", str(settings.port)), "where it listens; its statistics are at /metrics there, once each"),
+    )
+    if several:
+        words = " ".join((*serve, *(word for option in options for word in option.words)))
+        files[f"{plan.name}-{plan.method}.sbatch"] = _slurm(plan, words)
+    return Launch(RUNTIME, _head(plan), command, options, (plan.target, name), files)
+
+
+def cache_fraction(plan: Plan) -> float:
+    """`free_gpu_memory_fraction`: what the drafter's context arena leaves.
+
+    The arena is dense, (max_batch + 1) sequences of the whole length, and is allocated after the cache pool took its
+    fraction (DFlashWorker._check_ctx_arena_fits).
+    """
+    if plan.method != "dflash" or plan.room is None or plan.drafter_shape is None:
+        return _MOST
+    free = plan.gpu.memory * GB - RESERVED - SCRATCH - plan.room.weights
+    arena = (plan.max_batch + 1) * plan.drafter_shape.cache_bytes(plan.max_seq_len, plan.settings.tp)
+    return max(0.05, min(_MOST, int(100 * (0.95 - arena / free)) / 100))
+
+
+def attention_backend(plan: Plan) -> Literal["VANILLA", "TRTLLM", "FA4"]:
+    """Kernels of the drafter's attention (DFlashDecodingConfig.attention_backend)."""
+    return "TRTLLM" if plan.gpu.datacenter_blackwell else "FA4" if plan.gpu.hopper else "VANILLA"
+
+
+def _has_experts(plan: Plan) -> bool:
+    return bool(plan.shape is not None and plan.shape.experts) or plan.family in ("gpt_oss", "qwen3_moe", "qwen3_5_moe")
+
+
+def _moe(plan: Plan) -> MoeConfig | None:
+    if not plan.sinks:
+        return None
+    if plan.gpu.datacenter_blackwell:
+        return MoeConfig(backend="TRTLLM")
+    return MoeConfig(backend="TRITON") if plan.gpu.hopper else None
+
+
+def _speculative(plan: Plan) -> DFlashConfig | Eagle3Config | None:
+    if plan.drafter is None:
+        return None
+    if plan.method == "eagle3":
+        return Eagle3Config(speculative_model=plan.drafter, max_draft_len=plan.draft_length)
+    return DFlashConfig(
+        speculative_model=plan.drafter, max_draft_len=plan.draft_length, attention_backend=attention_backend(plan)
+    )
+
+
+def _step_tokens(plan: Plan) -> int:
+    """At least max_batch * (1 + K), which it demands, and a whole prompt, which it otherwise would cut."""
+    needed = max(plan.max_seq_len, plan.max_batch * (1 + plan.draft_length))
+    return 1 << (needed - 1).bit_length()
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def render(plan: Plan, extra: tuple[tuple[str, Any, str], ...] = ()) -> str:
+    """The YAML with a remark above each key. `extra`: keys that precede it, with their values and remarks."""
+    reasons = _reasons(plan)
+    lines: list[str] = []
+    for key, value, why in extra:
+        lines += [f"# {why}", *_lines(key, value)]
+    for key, value in llm_args(plan).model_dump(exclude_none=True).items():
+        if isinstance(value, dict):
+            lines.append(f"{key}:")
+            for inner, nested in value.items():
+                lines += [f"  # {reasons[f'{key}.{inner}']}", *("  " + line for line in _lines(inner, nested))]
+        else:
+            lines += [f"# {reasons[key]}", *_lines(key, value)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(key: str, value: Any) -> list[str]:
+    return str(yaml.safe_dump({key: value}, default_flow_style=False, width=10_000)).rstrip("\n").split("\n")
+
+
+def _head(plan: Plan) -> tuple[str, ...]:
+    settings = plan.settings
+    lines = [
+        f"{plan.name} on TensorRT-LLM, --method {plan.method}, {plan.ranks} x {plan.gpu.name}. "
+        f"Fields as in {RUNTIME.versions}."
+    ]
+    if settings.nodes > 1:
+        lines.append(
+            "The file `hosts` names the nodes, one a line; the YAML must lie at the same path on all of them. "
+            f"With Slurm: sbatch {plan.name}-{plan.method}.sbatch"
+        )
+    if plan.drafts and plan.family not in TESTED:
+        lines.append(f"TensorRT-LLM's tests do not draft for {plan.family or 'this family'}: watch its acceptance.")
+    if plan.thinking_off:
+        lines.append(
+            'Send "chat_template_kwargs": {"enable_thinking": false} with each request: the drafter was trained '
+            "without thinking, and trtllm-serve has no flag for it."
+        )
+    lines += [f"The catalog: {note}" for note in plan.entry.notes] if plan.entry is not None else []
+    return tuple(lines)
+
+
+def _slurm(plan: Plan, words: str) -> str:
+    nodes = plan.settings.nodes
+    each = plan.ranks // nodes
+    return (
+        "#!/bin/bash\n"
+        f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks={plan.ranks}\n#SBATCH --ntasks-per-node={each}\n"
+        f"#SBATCH --gpus-per-node={each}\n"
+        "# one MPI rank a GPU; trtllm-llmapi-launch makes rank 0 the server and the others its workers\n"
+        f"srun --mpi=pmix trtllm-llmapi-launch {words}\n"
+    )
+
+
+def _reasons(plan: Plan) -> dict[str, str]:
+    """Key -> one line."""
+    settings = plan.settings
+    length = plan.draft_length
+    kernels = {
+        "TRTLLM": "the drafter's kernels: TensorRT-LLM's own, which need FlashInfer and SM100 or SM103",
+        "FA4": "the drafter's kernels: FlashAttention 4, for SM90",
+        "VANILLA": "the drafter's kernels: those of the package flash-attn, which must be installed",
+    }
+    rows = f"{plan.max_batch} x {1 + length} rows" if plan.drafts else f"{plan.max_batch} rows"
+    learned = (
+        f"; with the bonus token a block of {1 + length}, of the {plan.block_size} that it learned"
+        if plan.block_size
+        else ""
+    )
+    moe = {
+        True: "experts in MXFP4, activations in MXFP8: TensorRT-LLM's kernels for data-center Blackwell",
+        False: "experts in MXFP4, activations in BF16: Triton's kernels, for Hopper",
+    }[plan.gpu.datacenter_blackwell]
+    return {
+        "tensor_parallel_size": f"--tp: GPUs that share every layer: {settings.tp}",
+        "pipeline_parallel_size": "--pp: stages of layers, without drafting",
+        "gpus_per_node": "ranks of a node",
+        "moe_expert_parallel_size": "experts are split like everything else, not handed out: the latency recipe",
+        "max_batch_size": "sequences at a time: " + plan.limits_reason(),
+        "max_seq_len": "prompt and reply together. Always set: the drafter's context arena is dense in it"
+        if plan.method == "dflash"
+        else f"prompt and reply together: planned for {plan.max_seq_len} tokens",
+        "max_num_tokens": f"tokens of a step: at least {rows}, and a whole prompt",
+        "kv_cache_config.dtype": "half the memory, as in NVIDIA's recipe for gpt-oss; the text is then an FP8 cache's"
+        if plan.sinks and plan.gpu.datacenter_blackwell
+        else "the model's own",
+        "kv_cache_config.free_gpu_memory_fraction": "of what the weights leave; the drafter's arena has the rest"
+        if plan.method == "dflash"
+        else "of what the weights leave",
+        "kv_cache_config.enable_block_reuse": "a reused prefix would leave the drafter without its context"
+        if plan.method == "dflash"
+        else "the same as with DFlash, so that runs differ in the method alone",
+        "cuda_graph_config.enable_padding": "batches between two captured sizes take the larger one's graph",
+        "cuda_graph_config.max_batch_size": "a graph for every batch there can be",
+        "moe_config.backend": moe,
+        "enable_iter_perf_stats": "drafts and how many were accepted, at /metrics",
+        "speculative_config.decoding_type": "DFlash: one pass drafts a block"
+        if plan.method == "dflash"
+        else "EAGLE-3: a chain of drafts; older releases call it Eagle",
+        "speculative_config.speculative_model": "the drafter; its config.json says the mask token and the taps",
+        "speculative_config.max_draft_len": f"drafts a step{learned}" if length else "",
+        "speculative_config.attention_backend": kernels[attention_backend(plan)],
+    }
