@@ -59,7 +59,11 @@ class TextCodec:
         return self._encode(text, special=True)
 
     def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the assistant's reply begins.
+        """Token ids of a conversation through the chat template. Arguments and errors as in `chat_text`."""
+        return self._encode(self.chat_text(messages, arguments), special=False)
+
+    def chat_text(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+        """A conversation through the chat template, up to where the assistant's reply begins.
 
         Args:
             arguments: given to the template besides the engine's own, and before them.
@@ -70,12 +74,12 @@ class TextCodec:
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **{**self._chat_arguments, **(arguments or {})}
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
-        return self._encode(text, special=False)
+        return text
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if any("\ud800" <= character <= "\udfff" for character in text):

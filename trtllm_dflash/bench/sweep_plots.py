@@ -1,0 +1,161 @@
+"""A sweep's pictures: throughput against speed for each user, and acceptance."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trtllm_dflash.bench.pareto import frontier
+from trtllm_dflash.bench.results import Results
+from trtllm_dflash.bench.summary import Point
+from trtllm_dflash.errors import SettingsError
+
+_COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
+_NAMES = {"plain": "plain", "draft": "drafted", "served": ""}
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "osD^"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan says of an arm: (batch, tokens/s/user, tokens/s/GPU) at each batch."""
+
+    arm: str
+    points: list[tuple[int, float, float]]
+
+
+def check_plots() -> None:
+    """Refuses before anything is measured what could not be drawn after it.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise SettingsError("plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
+
+
+def plot_pareto(runs: list[Results], file: Path, plan: Iterable[Predicted] = ()) -> None:
+    """Output tokens/s (of each GPU, where their number is known in every run) against tokens/s of each user."""
+    figure, axes = _figure()
+    per_gpu = all(run.gpus for run in runs)
+    for number, run in enumerate(runs):
+        for arm in run.arms:
+            points = [point for point in run.points if point.arm == arm and point.tokens_per_second_per_user]
+            name = _NAMES[arm] if len(runs) == 1 else f"{run.label} {_NAMES[arm]}".strip()
+            if run.imposed_acceptance and arm != "plain":
+                name += f" (imposed acceptance {run.imposed_acceptance['tokens_per_step']:g})"
+            style = {"color": _COLORS[arm], "linestyle": _STYLES[number % 4], "label": name or run.label}
+            _curve(axes, points, per_gpu, _MARKERS[number % 4], style)
+            unit = "" if run.load_unit == "clients" else "/s"
+            for point in points:
+                axes.annotate(
+                    f"{point.load:g}{unit}",
+                    _place(point, per_gpu),
+                    xytext=(6, 5),
+                    textcoords="offset points",
+                    fontsize=8,
+                    color=_COLORS[arm],
+                )
+    for prediction in plan:
+        _, speeds, rates = zip(*prediction.points, strict=True)
+        color = _COLORS.get(prediction.arm, "C4")
+        name = f"{_NAMES.get(prediction.arm, prediction.arm)}, predicted"
+        axes.plot(speeds, rates, "x:", color=color, alpha=0.8, markersize=6, label=name)
+    axes.margins(x=0.08, y=0.1)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("speed for each user (tokens/s/user = 1 / median TPOT)")
+    axes.set_ylabel(f"output throughput (tokens/s{'/GPU' if per_gpu else ''})")
+    units = {"clients": "numbers at the points: clients", "requests/s": "numbers at the points: requests/s"}
+    axes.set_title(_title(runs) + f"\n{units[runs[0].load_unit]}", fontsize=10)
+    _finish(figure, axes, file)
+
+
+def _place(point: Point, per_gpu: bool) -> tuple[float, float]:
+    rate = point.tokens_per_second_per_gpu if per_gpu else point.output_tokens_per_second
+    assert point.tokens_per_second_per_user is not None and rate is not None
+    return point.tokens_per_second_per_user, rate
+
+
+def _curve(axes: Any, points: list[Point], per_gpu: bool, marker: str, style: dict[str, Any]) -> None:
+    """The frontier as a line, every point as a mark."""
+    places = [_place(point, per_gpu) for point in points]
+    line = frontier(places)
+    axes.plot([x for x, _ in line], [y for _, y in line], linewidth=1.8, marker=marker, markersize=5, **style)
+    rest = [place for place in places if place not in line]
+    axes.plot([x for x, _ in rest], [y for _, y in rest], marker, markersize=5, color=style["color"], alpha=0.5)
+
+
+def plot_acceptance(runs: list[Results], file: Path) -> bool:
+    """Acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn."""
+    curves = [(run, point) for run in runs for point in _typical(run)]
+    if not any(point.acceptance_by_position for _, point in curves):
+        return False
+    bars = [(run, point) for run, point in curves if point.acceptance_length_by_category]
+    figure, axes = _figure(columns=2 if bars else 1)
+    left = axes[0] if bars else axes
+    for number, (run, point) in enumerate(curves):
+        shares = point.acceptance_by_position
+        label = f"{point.load:g} {run.load_unit}" if len(runs) == 1 else f"{run.label}, {point.load:g} {run.load_unit}"
+        if point.acceptance_length is not None:
+            label += f": {point.acceptance_length:.2f} tokens a step"
+        style = {"color": f"C{number}", "label": label, "marker": _MARKERS[number % 4]}
+        left.plot(range(1, len(shares) + 1), shares, markersize=4, linewidth=1.5, **style)
+    imposed = next((run.imposed_acceptance for run in runs if run.imposed_acceptance), None)
+    if imposed is not None:
+        survival, rows = imposed["survival"], int(imposed["rows"])
+        curve = [survival**i for i in range(1, rows)]
+        left.plot(range(1, rows), curve, "k:", label=f"imposed: {imposed['tokens_per_step']:g} tokens a step")
+    left.set_ylim(0, 1.02)
+    left.set_xlabel("position of the draft in its block")
+    left.set_ylabel("share of verified drafts that were accepted")
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    if bars:
+        _category_bars(axes[1], bars, len(runs) == 1)
+    figure.suptitle(_title(runs) + (", acceptance imposed" if imposed else ""), fontsize=10)
+    figure.savefig(file)
+    return True
+
+
+def _typical(run: Results) -> list[Point]:
+    """Of the points that drafted: those of the smallest, the middle and the largest load."""
+    points = [point for point in run.points if point.acceptance_length is not None]
+    return [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})] if points else []
+
+
+def _category_bars(axes: Any, bars: list[tuple[Results, Point]], one_run: bool) -> None:
+    names = sorted({name for _, point in bars for name in point.acceptance_length_by_category})
+    width = 0.8 / len(bars)
+    for number, (run, point) in enumerate(bars):
+        places = [i + (number - (len(bars) - 1) / 2) * width for i in range(len(names))]
+        label = f"{point.load:g} {run.load_unit}" if one_run else f"{run.label}, {point.load:g} {run.load_unit}"
+        heights = [point.acceptance_length_by_category.get(name, 0.0) for name in names]
+        axes.bar(places, heights, width, label=label, color=f"C{number}")
+    axes.set_xticks(
+        range(len(names)), names, rotation=30 if len(names) > 5 else 0, ha="right" if len(names) > 5 else "center"
+    )
+    axes.set_xlabel("category of the prompt")
+    axes.set_ylabel("acceptance length (tokens a decoding step)")
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+
+
+def _title(runs: list[Results]) -> str:
+    return runs[0].label + f"\n{runs[0].device}" if len(runs) == 1 else " and ".join(run.label for run in runs)
+
+
+def _figure(columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    figure = Figure(figsize=(8 if columns == 1 else 11, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns)
+
+
+def _finish(figure: Any, axes: Any, file: Path) -> None:
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    figure.savefig(file)
