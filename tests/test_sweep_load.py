@@ -67,11 +67,11 @@ def measure(target, load, amount, dataset=SAMPLES, traits=TRAITS):
     return traffic, summarize([Round.of("served", load.value, 0, traffic)], None, [""] * len(dataset.samples))
 
 
-@pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
 @pytest.mark.parametrize("amount", [Amount(requests=128), Amount(seconds=21.0)])
 def test_a_server_of_known_timing_is_measured_as_it_is(concurrency, amount):
     server = FixedServer(ttft=0.2, gap=0.05, responses=10, tokens=4)
-    traffic, point = measure(server, ClosedLoop(concurrency), amount)
+    _, point = measure(server, ClosedLoop(concurrency), amount)
     assert server.most == concurrency
     # 41 tokens in 0.2 + 10 * 0.05 s.
     assert point.ttft.p50 == point.ttft.p99 == pytest.approx(0.2, rel=1e-3)

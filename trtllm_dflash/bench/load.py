@@ -163,8 +163,9 @@ class Record:
 
 @dataclass
 class Traffic:
-    """What a round of load brought; times in seconds from its begin."""
+    """What a round of load brought; times in seconds from its begin, which is on the event loop's clock."""
 
+    begin: float
     records: list[Record]
     seconds: float  # what tokens are counted over: to the last reply, or the time that was asked for
 
@@ -232,7 +233,7 @@ class _Round:
         if seconds is None:
             seconds = max((record.reply.times[-1] for record in self._records if record.reply.times), default=0.0)
         self._records.sort(key=lambda record: (record.due, record.sample))
-        return Traffic(self._records, seconds)
+        return Traffic(self._begin, self._records, seconds)
 
     async def _client(self) -> None:
         for number in self._next:

@@ -165,7 +165,7 @@ class SweepSettings(BaseModel):
             return Amount(seconds=self.seconds / self.rounds_a_point)
         clients = 1 if self.open_loop else int(value)
         whole = self.requests or max(_LEAST_REQUESTS, _REQUESTS_PER_CLIENT * clients)
-        return Amount(requests=-(-whole // self.rounds_a_point))
+        return Amount(requests=max(clients, -(-whole // self.rounds_a_point)))  # fewer would not keep the clients busy
 
 
 def check_settings(settings: SweepSettings) -> None:
