@@ -68,7 +68,7 @@ def measure(target, load, amount, dataset=SAMPLES, traits=TRAITS):
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
-@pytest.mark.parametrize("amount", [Amount(requests=128), Amount(seconds=21.0)])
+@pytest.mark.parametrize("amount", [Amount(requests=128), Amount(seconds=14.0)])
 def test_a_server_of_known_timing_is_measured_as_it_is(concurrency, amount):
     server = FixedServer(ttft=0.2, gap=0.05, responses=10, tokens=4)
     _, point = measure(server, ClosedLoop(concurrency), amount)
@@ -79,8 +79,8 @@ def test_a_server_of_known_timing_is_measured_as_it_is(concurrency, amount):
     assert point.tokens_per_second_per_user == pytest.approx(80, rel=1e-3)
     assert point.itl.p50 == point.itl.p99 == pytest.approx(0.05, rel=0.005)
     assert point.e2e.mean == pytest.approx(0.7, rel=1e-3)
-    assert point.output_tokens_per_second == pytest.approx(concurrency * 41 / 0.7, rel=0.03)
-    assert point.requests_per_second == pytest.approx(concurrency / 0.7, rel=0.03)
+    assert point.output_tokens_per_second == pytest.approx(concurrency * 41 / 0.7, rel=0.06 if amount.seconds else 1e-3)
+    assert point.requests_per_second == pytest.approx(concurrency / 0.7, rel=0.06 if amount.seconds else 1e-3)
 
 
 @pytest.mark.parametrize("says_tokens", [True, False])
@@ -102,7 +102,7 @@ def test_arrivals_wait_for_nobody():
 def test_poisson_arrivals_have_their_rate_and_come_again_with_their_seed():
     def dues(seed):
         traits = Traits(SamplingParams(), "served", seed=seed)
-        traffic, _ = measure(FixedServer(), OpenLoop(50), Amount(requests=2000), traits=traits)
+        traffic, _ = measure(FixedServer(responses=0), OpenLoop(50), Amount(requests=800), traits=traits)
         return np.array([record.due for record in traffic.records])
 
     gaps = np.diff(dues(1))

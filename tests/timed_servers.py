@@ -13,7 +13,6 @@ import numpy as np
 from aiohttp import web
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-TTFT, GAP = 0.4, 0.08
 TOKENS = [1, 3, 5, 1, 3, 5, 1, 3]  # of each response
 DRAFTS = 7  # that each step after the first verifies
 
@@ -34,16 +33,18 @@ class TimedServer:
 
     url: str = ""
     served: list[Served] = field(default_factory=list)
+    ttft: float = 0.02
+    gap: float = 0.005
     fault: str = ""  # how it answers instead, while that is set
 
     async def pace(self, served: Served) -> AsyncIterator[int]:
         """The tokens of each response, when it is time."""
         loop = asyncio.get_running_loop()
         # Not all at the same moment, which no real server could do: that would measure this process' own queue.
-        begin = served.arrived + TTFT + 0.02 * (len(self.served) % 16)
+        begin = served.arrived + self.ttft * (1 + len(self.served) % 16 / 20)
         for i, tokens in enumerate(TOKENS):
             # From the arrival on, so that one late response does not make the next one late.
-            await asyncio.sleep(begin + i * GAP - loop.time())
+            await asyncio.sleep(begin + i * self.gap - loop.time())
             served.sent.append(loop.time())
             yield tokens
 
@@ -92,11 +93,12 @@ async def _start_openai(server: TimedServer) -> Any:
         await answer.prepare(request)
 
         async def event(**body: object) -> None:
-            await answer.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+            head = {"id": "chat-1", "object": "chat.completion.chunk", "created": 1, "model": "timed"}
+            await answer.write(b"data: " + json.dumps({**head, **body}).encode() + b"\n\n")
 
-        await event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+        await event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         async for tokens in server.pace(served):
-            await event(choices=[{"delta": {"content": "x " * tokens}}])
+            await event(choices=[{"index": 0, "delta": {"content": "x " * tokens}}])
             if server.fault == "break off":
                 return answer
             if server.fault == "fail":
@@ -107,7 +109,9 @@ async def _start_openai(server: TimedServer) -> Any:
         accepted = sum(TOKENS) - 1 - steps
         drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": DRAFTS * steps - accepted}
         if server.fault != "no usage":
-            await event(choices=[], usage={**counts, "completion_tokens_details": drafts})
+            await event(
+                choices=[], usage={"total_tokens": 9 + sum(TOKENS), **counts, "completion_tokens_details": drafts}
+            )
         await answer.write(b"data: [DONE]\n\n")
         return answer
 

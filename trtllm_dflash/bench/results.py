@@ -76,7 +76,7 @@ class Results(BaseModel):
     def device(self) -> str:
         """What plots say it ran on."""
         own = self.machine.get("gpu") or self.machine.get("cpu")
-        return str(own) if self.engine is not None else f"load from {own}"
+        return str(own) if self.engine is not None else f"load generator on {own}"
 
     def rounds_of(self, arm: Arm, load: float) -> list[Round]:
         """Those of one point."""

@@ -130,7 +130,10 @@ class Spread(BaseModel):
         if not values:
             return None
         p50, p90, p99 = (float(value) for value in np.percentile(values, PERCENTILES))
-        return cls(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
+        mean = float(np.mean(values))
+        return cls(
+            **{name: round(x, _DIGITS + 1) for name, x in zip(cls.model_fields, (mean, p50, p90, p99), strict=True)}
+        )
 
     def at(self, percentile: int) -> float:
         """One of the percentiles."""

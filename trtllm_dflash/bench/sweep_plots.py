@@ -97,7 +97,7 @@ def plot_acceptance(runs: list[Results], file: Path) -> bool:
     left = axes[0] if bars else axes
     for number, (run, point) in enumerate(curves):
         shares = point.acceptance_by_position
-        label = f"{point.load:g} {run.load_unit}" if len(runs) == 1 else f"{run.label}, {point.load:g} {run.load_unit}"
+        label = _load_label(run, point, len(runs) == 1)
         if point.acceptance_length is not None:
             label += f": {point.acceptance_length:.2f} tokens a step"
         style = {"color": f"C{number}", "label": label, "marker": _MARKERS[number % 4]}
@@ -130,7 +130,7 @@ def _category_bars(axes: Any, bars: list[tuple[Results, Point]], one_run: bool) 
     width = 0.8 / len(bars)
     for number, (run, point) in enumerate(bars):
         places = [i + (number - (len(bars) - 1) / 2) * width for i in range(len(names))]
-        label = f"{point.load:g} {run.load_unit}" if one_run else f"{run.label}, {point.load:g} {run.load_unit}"
+        label = _load_label(run, point, one_run)
         heights = [point.acceptance_length_by_category.get(name, 0.0) for name in names]
         axes.bar(places, heights, width, label=label, color=f"C{number}")
     axes.set_xticks(
@@ -140,6 +140,11 @@ def _category_bars(axes: Any, bars: list[tuple[Results, Point]], one_run: bool) 
     axes.set_ylabel("acceptance length (tokens a decoding step)")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
+
+
+def _load_label(run: Results, point: Point, one_run: bool) -> str:
+    unit = "client" if (point.load, run.load_unit) == (1, "clients") else run.load_unit
+    return f"{point.load:g} {unit}" if one_run else f"{run.label}, {point.load:g} {unit}"
 
 
 def _title(runs: list[Results]) -> str:
