@@ -1,6 +1,6 @@
 """A sweep's pictures: throughput against speed for each user, and acceptance."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,9 @@ _COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
 _NAMES = {"plain": "plain", "draft": "drafted", "served": ""}
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^"
+_WIDE = 10  # largest throughput over the smallest, from which on their axis is logarithmic
+_SIDES = (9, 7), (9, -7), (-9, 7), (-9, -7)  # where a point's text may stand, in points
+_TEXT = 14, 9  # width and height of a point's text, in points
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,15 @@ class Predicted:
 
     arm: str
     points: list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A point's place, and what is written at it."""
+
+    place: tuple[float, float]
+    text: str
+    color: str
 
 
 def check_plots() -> None:
@@ -35,10 +47,13 @@ def check_plots() -> None:
         raise SettingsError("plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
 
 
-def plot_pareto(runs: list[Results], file: Path, plan: Iterable[Predicted] = ()) -> None:
+def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ()) -> None:
     """Output tokens/s (of each GPU, where their number is known in every run) against tokens/s of each user."""
+    from matplotlib.ticker import LogLocator  # type: ignore[import-not-found, unused-ignore]
+
     figure, axes = _figure()
     per_gpu = all(run.gpus for run in runs)
+    marks: list[_Mark] = []
     for number, run in enumerate(runs):
         for arm in run.arms:
             points = [point for point in run.points if point.arm == arm and point.tokens_per_second_per_user]
@@ -48,28 +63,53 @@ def plot_pareto(runs: list[Results], file: Path, plan: Iterable[Predicted] = ())
             style = {"color": _COLORS[arm], "linestyle": _STYLES[number % 4], "label": name or run.label}
             _curve(axes, points, per_gpu, _MARKERS[number % 4], style)
             unit = "" if run.load_unit == "clients" else "/s"
-            for point in points:
-                axes.annotate(
-                    f"{point.load:g}{unit}",
-                    _place(point, per_gpu),
-                    xytext=(6, 5),
-                    textcoords="offset points",
-                    fontsize=8,
-                    color=_COLORS[arm],
-                )
+            marks += [_Mark(_place(point, per_gpu), f"{point.load:g}{unit}", _COLORS[arm]) for point in points]
     for prediction in plan:
         _, speeds, rates = zip(*prediction.points, strict=True)
         color = _COLORS.get(prediction.arm, "C4")
         name = f"{_NAMES.get(prediction.arm, prediction.arm)}, predicted"
         axes.plot(speeds, rates, "x:", color=color, alpha=0.8, markersize=6, label=name)
+    heights = [mark.place[1] for mark in marks]
+    if heights and max(heights) > _WIDE * min(heights):
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.08, y=0.1)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
     axes.set_xlabel("speed for each user (tokens/s/user = 1 / median TPOT)")
     axes.set_ylabel(f"output throughput (tokens/s{'/GPU' if per_gpu else ''})")
     units = {"clients": "numbers at the points: clients", "requests/s": "numbers at the points: requests/s"}
     axes.set_title(_title(runs) + f"\n{units[runs[0].load_unit]}", fontsize=10)
-    _finish(figure, axes, file)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    _annotate(figure, axes, marks, [point[1:] for prediction in plan for point in prediction.points])
+    figure.savefig(file)
+
+
+def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> None:
+    """Writes the marks' texts beside them, where they cover no mark, nothing at `others`, and not one another.
+
+    What is predicted lies above what is measured: then the texts go below.
+    """
+    figure.draw_without_rendering()  # the layout decides where things are
+    spots = [axes.transData.transform(place) for place in (*(mark.place for mark in marks), *others)]
+    taken: list[tuple[float, float]] = []  # centers of the texts
+    pixels = figure.dpi / 72
+    for mark, (x, y) in zip(marks, spots, strict=False):
+        for right, up in _SIDES[:: -1 if others else 1]:
+            center = x + right * pixels, y + up * pixels
+            clear = all(
+                abs(center[0] - other[0]) > _TEXT[0] * pixels or abs(center[1] - other[1]) > _TEXT[1] * pixels
+                for other in taken
+            )
+            free = all(abs(center[0] - spot[0]) > 8 * pixels or abs(center[1] - spot[1]) > 6 * pixels for spot in spots)
+            if clear and free:
+                taken.append(center)
+                style = {"fontsize": 8, "color": mark.color, "ha": "center", "va": "center"}
+                axes.annotate(mark.text, mark.place, (right, up), textcoords="offset points", **style)
+                break
 
 
 def _place(point: Point, per_gpu: bool) -> tuple[float, float]:
@@ -158,9 +198,3 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
     figure = Figure(figsize=(8 if columns == 1 else 11, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns)
-
-
-def _finish(figure: Any, axes: Any, file: Path) -> None:
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
-    figure.savefig(file)
