@@ -476,3 +476,12 @@ def test_a_file_without_prompts_is_refused_by_its_line(text, said, tmp_path):
     file.write_text(text)
     with pytest.raises(SettingsError, match=said):
         read_dataset((file,))
+
+
+def test_without_matplotlib_there_are_figures_and_word_of_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr("trtllm_dflash.bench.sweep_plots.can_plot", lambda: False)
+    result = run("sweep", *QUICK, "--concurrency", 1, "--draft-length", 7, "--output", tmp_path)
+    assert result.exit_code == 0
+    assert "pip install 'trtllm-dflash[sweep]'" in result.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["results.csv", "results.json"]
+    assert "matplotlib" in refusal("report", tmp_path, "--output", tmp_path / "page")

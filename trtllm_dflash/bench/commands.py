@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.bench.results import Results
     from trtllm_dflash.bench.sweep import SweepSettings
 
+_LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
 API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 
 
@@ -77,7 +78,7 @@ def sweep_command(
 ) -> None:
     """Measure throughput against latency, with and without drafting."""
     from trtllm_dflash.bench.sweep import SweepSettings, check_settings
-    from trtllm_dflash.bench.sweep_plots import check_plots
+    from trtllm_dflash.bench.sweep_plots import can_plot
     from trtllm_dflash.cli import validated
 
     given = {key: value for key, value in flags.items() if value is not None}
@@ -85,7 +86,8 @@ def sweep_command(
         given["draft_length"] = int(given["draft_length"])
     settings: SweepSettings = validated(SweepSettings, given, "--")
     check_settings(settings)
-    check_plots()
+    if not can_plot():
+        click.echo(f"warning: no plots and no page without matplotlib; {_LATER}", err=True)
     if resume and force:
         raise SettingsError("--resume and --force: give one of them")
     store = _Store(output, resume, force, as_json)
@@ -126,9 +128,12 @@ class _Store:
                 self._show(results)
 
     def _show(self, results: "Results") -> None:
-        from trtllm_dflash.bench.report import fixed_speed_table, limit_lines, notes, point_table, write_reports
+        from trtllm_dflash.bench.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
+        from trtllm_dflash.bench.sweep_plots import can_plot
 
-        write_reports(results, self.folder)
+        results.write_csv(self.folder / CSV)
+        if can_plot():
+            write_reports(results, self.folder)
         if self._as_json:
             document = results.model_dump(mode="json", exclude={"rounds", "categories"})
             click.echo(json.dumps(document, indent=1))
@@ -136,7 +141,7 @@ class _Store:
         _print(point_table(results), *notes(results), *limit_lines(results))
         if results.fixed_speed:
             _print(fixed_speed_table(results.fixed_speed))
-        click.echo(f"{self.folder}: results.json, results.csv, report.html, plots")
+        click.echo(f"{self.folder}: results.json, results.csv" + (", report.html, plots" if can_plot() else ""))
 
 
 def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path | None) -> None:
@@ -225,8 +230,10 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
     )
     from trtllm_dflash.bench.results import read_results
     from trtllm_dflash.bench.sweep import positive_numbers
-    from trtllm_dflash.bench.sweep_plots import check_plots
+    from trtllm_dflash.bench.sweep_plots import can_plot
 
+    if output is not None and not can_plot():
+        raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
     if plan is not None and len(runs) > 1:
         raise SettingsError("--plan: it is drawn over one sweep; give one")
     found = [read_results(run) for run in runs]
@@ -242,7 +249,6 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
     if readings:
         _print(fixed_speed_table(readings))
     if output is not None:
-        check_plots()
         write_comparison(found, readings, output, predicted)
         click.echo(f"{output}: report.html, plots")
 

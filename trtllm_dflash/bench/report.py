@@ -180,8 +180,7 @@ def notes(run: Results) -> list[str]:
 
 
 def write_reports(run: Results, folder: Path) -> None:
-    """Writes all that is made of a sweep's results into its folder."""
-    run.write_csv(folder / CSV)
+    """Writes a sweep's pictures and page into its folder."""
     plot_pareto([run], folder / PARETO)
     if not plot_acceptance([run], folder / ACCEPTANCE):
         (folder / ACCEPTANCE).unlink(missing_ok=True)

@@ -123,6 +123,7 @@ class Results(BaseModel):
             for point in self.points:
                 row: dict[str, Any] = {name: getattr(point, name) for name in plain}
                 row["acceptance_by_position"] = " ".join(f"{share:.4f}" for share in point.acceptance_by_position)
+                row["verified_by_position"] = " ".join(map(str, point.verified_by_position))
                 row["errors"] = sum(point.errors.values())
                 for name in spreads:
                     spread = getattr(point, name.rpartition("_")[0])

@@ -149,7 +149,8 @@ class Point(BaseModel):
         tokens_per_second_per_user: 1 / the median TPOT.
         late: how long after they were due requests were sent: the load generator's own delay.
         acceptance_length: tokens a decoding step; None where the server does not tell, or drafted nothing.
-        acceptance_by_position: of the drafts verified at each position of the block, the share accepted there.
+        verified_by_position: drafts verified at each position of the block.
+        acceptance_by_position: the share of those that was accepted.
         acceptance_length_by_category: of the dataset.
     """
 
@@ -171,6 +172,7 @@ class Point(BaseModel):
     e2e: Spread | None
     late: Spread | None
     acceptance_length: float | None
+    verified_by_position: list[int]
     acceptance_by_position: list[float]
     acceptance_length_by_category: dict[str, float]
 
@@ -219,6 +221,7 @@ def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> P
         e2e=Spread.of([value for requests in columns for value in requests.e2e]),
         late=Spread.of([value for requests in columns for value in requests.late]),
         acceptance_length=length if length is not None else _by_positions(drafted, accepted),
+        verified_by_position=[d for d in drafted if d],
         acceptance_by_position=[a / d for d, a in zip_longest(drafted, accepted, fillvalue=0) if d],
         acceptance_length_by_category=by_category,
     )

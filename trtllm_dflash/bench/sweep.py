@@ -101,8 +101,8 @@ class SweepSettings(BaseModel):
     dataset: tuple[Path, ...] = ()
     output_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
@@ -347,15 +347,22 @@ class Sweep:
         unit = self.results.load_unit
         warmup = settings.warmup if settings.warmup is not None else (4 if settings.open_loop else int(load))
         samples = len(self.dataset.samples)
+        what = f"{arm}, {load:g} {unit}"
         if warmup:
             # From the dataset's other end: a prompt that is measured must not find rows that its own warm-up left.
             traits = Traits(settings.params, arm, first_sample=max(0, samples - warmup))
             clients = ClosedLoop(min(warmup, int(load) if not settings.open_loop else 4))
-            await run_load(self._target, self.dataset, clients, Amount(requests=warmup), traits)
+            await run_load(
+                self._target,
+                self.dataset,
+                clients,
+                Amount(requests=warmup),
+                traits,
+                lambda done, total: self._progress(f"{what}: warming up", done, total),
+            )
         before = await self._counts()
         first = number * (amount.requests or samples // settings.rounds_a_point)
         traits = Traits(settings.params, arm, first_sample=first, seed=settings.seed + number)
-        what = f"{arm}, {load:g} {unit}"
         traffic = await run_load(
             self._target,
             self.dataset,

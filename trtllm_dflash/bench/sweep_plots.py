@@ -9,12 +9,12 @@ from typing import Any
 from trtllm_dflash.bench.pareto import frontier
 from trtllm_dflash.bench.results import Results
 from trtllm_dflash.bench.summary import Point
-from trtllm_dflash.errors import SettingsError
 
 _COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
 _NAMES = {"plain": "plain", "draft": "drafted", "served": ""}
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^"
+_LEAST_TRIED = 0.05  # of the first position's tries, for a position to be drawn
 _WIDE = 10  # largest throughput over the smallest, from which on their axis is logarithmic
 _SIDES = (9, 7), (9, -7), (-9, 7), (-9, -7)  # where a point's text may stand, in points
 _TEXT = 14, 9  # width and height of a point's text, in points
@@ -37,14 +37,9 @@ class _Mark:
     color: str
 
 
-def check_plots() -> None:
-    """Refuses before anything is measured what could not be drawn after it.
-
-    Raises:
-        SettingsError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise SettingsError("plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ()) -> None:
@@ -136,7 +131,13 @@ def plot_acceptance(runs: list[Results], file: Path) -> bool:
     figure, axes = _figure(columns=2 if bars else 1)
     left = axes[0] if bars else axes
     for number, (run, point) in enumerate(curves):
-        shares = point.acceptance_by_position
+        # Where the draft length follows the load, some positions are hardly ever tried.
+        enough = _LEAST_TRIED * max(point.verified_by_position, default=0)
+        shares = [
+            share
+            for share, tries in zip(point.acceptance_by_position, point.verified_by_position, strict=True)
+            if tries >= enough
+        ]
         label = _load_label(run, point, len(runs) == 1)
         if point.acceptance_length is not None:
             label += f": {point.acceptance_length:.2f} tokens a step"
