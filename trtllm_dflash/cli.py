@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from trtllm_dflash import __version__
+from trtllm_dflash.bench.commands import report_command, sweep_command
 from trtllm_dflash.errors import DFlashError, SettingsError
 from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
 
@@ -645,6 +646,10 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise SettingsError(f"{file}: cannot be written ({error.strerror})") from None
+
+
+main.add_command(sweep_command)
+main.add_command(report_command)
 
 
 # -- demo, doctor ----------------------------------------------------------------------------------------------------

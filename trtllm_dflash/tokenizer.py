@@ -70,7 +70,11 @@ class TextCodec:
         return self._encode(text, special=True)
 
     def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the assistant's reply begins.
+        """Token ids of a conversation through the chat template. Arguments and errors as in `chat_text`."""
+        return self._encode(self.chat_text(messages, arguments), special=False)
+
+    def chat_text(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+        """A conversation through the chat template, up to where the assistant's reply begins.
 
         gpt-oss's are made by OpenAI's library instead; see `Harmony`.
 
@@ -85,12 +89,12 @@ class TextCodec:
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **{**self._chat_arguments, **(arguments or {})}
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
-        return self._encode(text, special=False)
+        return text
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
         """The text of a reply to a conversation while it arrives: what is meant for the reader, without any thinking

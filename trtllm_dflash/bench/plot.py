@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from trtllm_dflash.bench.step import Arm, StepReport
 from trtllm_dflash.errors import SettingsError
@@ -33,7 +34,7 @@ def plot_steps(report: StepReport, file: Path) -> None:
         lines = [line for line in report.lines if line.arm == arm]
         batch = [line.batch for line in lines]
         label = f"drafted, {arm.rows} rows" if arm.name == "drafted" else arm.name
-        style = {"color": f"C{color}", "linewidth": 1.8}
+        style: dict[str, Any] = {"color": f"C{color}", "linewidth": 1.8}
         axes.plot(batch, [line.seconds * 1e3 for line in lines], "o-", markersize=5, label=label, **style)
         axes.plot(batch, [report.floor(line) * 1e3 for line in lines], "_--", markersize=9, alpha=0.7, **style)
     axes.plot([], [], "_--", color="gray", label="floor of each")

@@ -360,9 +360,9 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
     else:
         world = World(tp)
         with world.together():
-            device = _own_device(device, world)
+            device = own_device(device, world)
             check_room(plan.config, device)
-        session = _random_session(plan.config, device, world)
+        session = random_session(plan.config, device, world)
     try:
         _fill_caches(session)
         if session.communicator.rank != 0:
@@ -392,8 +392,12 @@ def check_room(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _own_device(device: torch.device, world: World) -> torch.device:
-    """A rank's own GPU."""
+def own_device(device: torch.device, world: World) -> torch.device:
+    """A rank's own GPU.
+
+    Raises:
+        EngineError: there are fewer GPUs than ranks.
+    """
     if device.type != "cuda":
         return device
     gpus = torch.cuda.device_count()
@@ -404,7 +408,12 @@ def _own_device(device: torch.device, world: World) -> torch.device:
     return device
 
 
-def _random_session(config: EngineConfig, device: torch.device, world: World) -> Session:
+def random_session(config: EngineConfig, device: torch.device, world: World) -> Session:
+    """A rank's session with random weights.
+
+    Raises:
+        EngineError: the device's memory ran out.
+    """
     if device.type == "cpu":
         limit_threads(config)
     kind = CudaSession if device.type == "cuda" else TorchSession

@@ -1,0 +1,487 @@
+"""The sweep: loads, arms, acceptance that is imposed, what is read off the frontier, files, and going on."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import refusal, run, succeeds
+from tests.test_sweep_load import FixedServer
+from tests.virtual_time import run_virtually
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.bench.acceptance import ImposedAcceptance
+from trtllm_dflash.bench.dataset import Dataset, Sample, read_dataset
+from trtllm_dflash.bench.imposed import draw_accepted
+from trtllm_dflash.bench.load import Reply
+from trtllm_dflash.bench.pareto import Measured, compare, frontier, rate_at
+from trtllm_dflash.bench.results import read_results
+from trtllm_dflash.bench.sweep import (
+    Sweep,
+    SweepSettings,
+    open_results,
+    plan_results,
+    search_integer,
+    search_real,
+    tidy_command,
+)
+from trtllm_dflash.errors import EngineError, SettingsError
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
+
+QUICK = ("--shape", "tiny", "--prompt-tokens", 8, "--output-tokens", 24, "--device", "cpu", "--requests", 8)
+SAMPLES = Dataset("test", tuple(Sample((f"prompt {i}",), category="ab"[i % 2]) for i in range(40)))
+
+
+# -- the frontier ----------------------------------------------------------------------------------------------------
+
+
+def test_the_frontier_is_what_no_other_point_beats():
+    points = [(100.0, 10.0), (80.0, 20.0), (70.0, 15.0), (50.0, 40.0), (40.0, 38.0)]
+    assert frontier(points) == [(50.0, 40.0), (80.0, 20.0), (100.0, 10.0)]
+
+
+def test_throughput_at_a_speed_is_read_off_the_frontier():
+    points = [(100.0, 10.0), (50.0, 40.0)]
+    assert rate_at(points, 75).value == pytest.approx(25)
+    assert rate_at(points, 100).value == 10
+    assert rate_at(points, 101).bound == "not reached"
+    assert (rate_at(points, 20).value, rate_at(points, 20).bound) == (40, "at least")
+    assert rate_at([], 20).bound == "not reached"
+
+
+def made(load, tpot, spread, seed, tokens=100, count=200):
+    """A load of a closed loop whose replies' TPOT vary."""
+    chance = np.random.default_rng(seed)
+    each = tpot * chance.lognormal(0, spread, count)
+    seconds = each * tokens
+    rate = load * tokens / seconds.mean()
+    key = [(0, i, 0) for i in range(count)]
+    return Measured(load, rate, key, np.full(count, float(tokens)), seconds, each, closed=True)
+
+
+def test_the_interval_holds_the_truth_and_narrows_with_more_requests():
+    def found_with(count):
+        arms = {
+            arm: [made(load, 0.01 * load**0.5 / speed, 0.3, 5, count=count) for load in (1, 2, 4)]
+            for arm, speed in (("plain", 1.0), ("draft", 2.0))
+        }
+        return compare(arms, (60.0,))[0]
+
+    one, many = found_with(50), found_with(800)
+    for found in (one, many):
+        for arm in ("plain", "draft"):
+            reading = found.arms[arm]
+            assert reading.low < reading.value < reading.high
+    assert many.arms["plain"].high - many.arms["plain"].low < one.arms["plain"].high - one.arms["plain"].low
+
+
+def test_what_differs_between_prompts_is_not_held_against_the_ratio():
+    """The same requests in both arms: each is twice as fast drafted, and so is every resample of them."""
+    plain = [made(load, 0.01 * load**0.5, 0.5, load) for load in (1, 2, 4)]
+    twice = [
+        Measured(one.load, 2 * one.rate, one.key, one.tokens, one.seconds / 2, one.tpot / 2, True) for one in plain
+    ]
+    speed = 80.0
+    (found,) = compare({"plain": plain, "draft": twice}, (speed,))
+    assert found.ratio.low < found.ratio.value < found.ratio.high
+    one = rate_at([(p.speed, p.rate) for p in plain], speed).value
+    two = rate_at([(p.speed, p.rate) for p in twice], speed).value
+    assert found.ratio.value == pytest.approx(two / one)
+    apart = [replace(p, key=[(0, i + 1, 0) for i in range(len(p.key))]) for p in twice]
+    (loose,) = compare({"plain": plain, "draft": apart}, (speed,))
+    assert found.ratio.high - found.ratio.low < loose.ratio.high - loose.ratio.low
+    (again,) = compare({"plain": plain, "draft": twice}, (speed,))
+    assert again == found
+
+
+def test_a_ratio_that_cannot_be_known_is_not_given():
+    plain, draft = [made(1, 0.01, 0.1, 1)], [made(1, 0.005, 0.1, 2)]
+    below, between, above = compare({"plain": plain, "draft": draft}, (20.0, 150.0, 900.0))
+    assert (below.ratio.value, below.ratio.bound) == (None, "unknown")
+    assert (between.arms["plain"].bound, between.ratio.bound) == ("not reached", "not reached")
+    assert above.arms["draft"].bound == "not reached"
+
+
+# -- sweeping a server of known timing ---------------------------------------------------------------------------------
+
+
+class TwoSpeeds(FixedServer):
+    """Plain replies take twice as long for each token, and more clients make all slower."""
+
+    async def send(self, request):
+        self.gap = 0.02 * (2 if request.arm == "plain" else 1) * (1 + self.running / 8)
+        return await super().send(request)
+
+
+def sweep(target, folder, resume=False, dataset=SAMPLES, **settings):
+    settings = SweepSettings.model_validate({"url": "test:1", **settings})
+    results = open_results(plan_results(settings, dataset, gpus=settings.gpus), folder, resume, force=False)
+    run_virtually(Sweep(settings, dataset, target, results, folder).run())
+    return results
+
+
+def test_arms_take_turns_on_the_same_prompts_and_warm_up_on_others(tmp_path):
+    server = TwoSpeeds()
+    results = sweep(server, tmp_path, concurrency="4", compare="plain,draft", requests=16, at="10,60", gpus=2)
+    arms = [request.arm for request in server.asked]
+    # Warm-up of 4 and 8 that count: plain, draft, and once more the other way round.
+    assert arms == ["plain"] * 12 + ["draft"] * 24 + ["plain"] * 12
+    prompts = [int(request.sample.turns[0].split()[1]) for request in server.asked]
+    assert sorted(prompts[:4]) == [36, 37, 38, 39]
+    assert sorted(prompts[4:12]) == sorted(prompts[16:24]) == list(range(8))
+    assert sorted(prompts[28:36]) == sorted(prompts[40:48]) == list(range(8, 16))
+    plain, draft = results.points
+    assert (plain.requests, draft.requests) == (16, 16)
+    assert draft.tokens_per_second_per_user == pytest.approx(2 * plain.tokens_per_second_per_user, rel=0.01)
+    assert draft.tokens_per_second_per_gpu == draft.output_tokens_per_second / 2
+    assert [row.at for row in results.fixed_speed] == [10, 60]
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
+    class Breaks(TwoSpeeds):
+        async def send(self, request):
+            if len(self.asked) == 40:
+                raise KeyboardInterrupt
+            return await super().send(request)
+
+    asked = {"concurrency": "1,2", "compare": "plain,draft", "requests": 16}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(Breaks(), tmp_path, **asked)
+    kept = read_results(tmp_path)
+    assert not kept.complete
+    assert 0 < len(kept.rounds) < 8
+    server = TwoSpeeds()
+    results = sweep(server, tmp_path, resume=True, **asked)
+    assert results.complete
+    assert len(results.rounds) == 8
+    assert results.rounds[: len(kept.rounds)] == kept.rounds
+    assert len(server.asked) < 8 * 10 - len(kept.rounds) * 8
+    assert read_results(tmp_path) == results
+    with pytest.raises(SettingsError, match="--resume: requests was 16, and is 8 now"):
+        sweep(server, tmp_path, resume=True, **{**asked, "requests": 8})
+    with pytest.raises(SettingsError, match="has results; give --resume"):
+        sweep(server, tmp_path, **asked)
+
+
+def test_a_longer_list_of_loads_may_go_on_from_a_shorter_one(tmp_path):
+    sweep(TwoSpeeds(), tmp_path, concurrency="1", requests=8)
+    results = sweep(TwoSpeeds(), tmp_path, resume=True, concurrency="1,2", requests=8)
+    assert [point.load for point in results.points] == [1, 2]
+
+
+@pytest.mark.parametrize("arms", ["draft", "plain,draft"])
+def test_the_largest_load_that_meets_a_target_is_found(tmp_path, arms):
+    results = sweep(TwoSpeeds(), tmp_path, compare=arms, slo_tps=50, max_concurrency=64, requests=16, warmup=0)
+    by_load = {(point.arm, point.load): point for point in results.points}
+    for limit in results.limits:
+        assert 1 < limit.load < limit.missed == limit.load + 1
+        assert by_load[limit.arm, limit.load].tokens_per_second_per_user >= 50
+        assert by_load[limit.arm, limit.missed].tokens_per_second_per_user < 50
+    assert [limit.arm for limit in results.limits] == arms.split(",")
+
+
+def test_a_target_for_the_first_token_bounds_the_load_too(tmp_path):
+    class Queues(FixedServer):
+        async def send(self, request):
+            self.ttft = 0.1 * (self.running + 1)
+            return await super().send(request)
+
+    results = sweep(Queues(), tmp_path, slo_ttft_ms=450, slo_percentile=99, max_concurrency=32, requests=64, warmup=0)
+    (limit,) = results.limits
+    assert (limit.load, limit.missed) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    "truth, most, found", [(5, 64, (5, 6)), (0, 64, (None, 1)), (64, 64, (64, None)), (1, 1, (1, None))]
+)
+def test_bisection_finds_the_last_that_meets(truth, most, found):
+    probes = []
+
+    async def meets(load):
+        probes.append(load)
+        return load <= truth
+
+    assert run_virtually(search_integer(meets, most)) == found
+    assert len(probes) <= 13
+    assert len(probes) == len(set(probes))
+
+
+@pytest.mark.parametrize("truth, found", [(7.3, True), (0.01, None), (100, "all")])
+def test_bisection_of_rates_comes_within_a_twentieth(truth, found):
+    async def meets(load):
+        return load <= truth
+
+    good, bad = run_virtually(search_real(meets, 1.0, 64.0, 1.05))
+    if found is True:
+        assert good <= truth < bad <= 1.0501 * good
+    else:
+        assert (good, bad) == ((64.0, None) if found == "all" else (None, 1.0))
+
+
+def test_where_nothing_succeeds_the_sweep_ends_with_the_server_s_words(tmp_path):
+    class Refuses(FixedServer):
+        async def send(self, request):
+            return Reply(error="the queue is full")
+
+    with pytest.raises(EngineError, match="served, 1 clients: no request succeeded: the queue is full"):
+        sweep(Refuses(), tmp_path, concurrency="1", requests=4)
+
+
+# -- in this process, with imposed acceptance --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1.0, 2.5, 6.49, 16.0])
+def test_drawn_acceptance_follows_its_curve(tokens):
+    imposed = ImposedAcceptance(tokens, 16)
+    seeds = torch.arange(40_000) % 173
+    start = torch.arange(40_000, dtype=torch.int32) // 173
+    drawn = draw_accepted(seeds, start, imposed.survival, 16)
+    assert drawn.dtype == torch.int32
+    assert 0 <= drawn.min() <= drawn.max() <= 15
+    assert drawn.double().mean() + 1 == pytest.approx(tokens, rel=0.02)
+    for depth in (1, 5, 15):
+        share = (drawn >= depth).double().mean().item()
+        assert share == pytest.approx(imposed.survival**depth, abs=0.01)
+    assert torch.equal(drawn, draw_accepted(seeds, start, imposed.survival, 16))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A small sweep of random weights in this process, and what it printed."""
+    folder = tmp_path_factory.mktemp("sweep")
+    loads = ("--concurrency", "1,3", "--compare", "plain,draft", "--draft-length", 7, "--at", "1,100000")
+    printed = succeeds("sweep", *QUICK, *loads, "--simulate-acceptance", 4, "--output", folder)
+    return folder, printed
+
+
+def test_imposed_acceptance_is_served_and_said_to_be_imposed(swept):
+    folder, printed = swept
+    results = read_results(folder)
+    assert [(point.load, point.arm) for point in results.points] == [
+        (load, arm) for load in (1, 3) for arm in ("plain", "draft")
+    ]
+    for point in results.points:
+        assert point.requests == 8
+        assert not point.errors
+        assert point.mean_output_tokens == 24
+        assert point.mean_prompt_tokens == 8
+    drafted = [point for point in results.points if point.arm == "draft"]
+    survival = results.imposed_acceptance["survival"]
+    for point in drafted:
+        # 8 replies of 23 tokens after the first: few steps, and the last of each is cut.
+        assert 2.6 < point.acceptance_length < 5
+        assert len(point.acceptance_by_position) == 7
+        assert point.acceptance_by_position[0] == pytest.approx(survival, abs=0.2)
+    assert results.points[0].acceptance_length is None
+    assert "imposed, not measured" in printed
+    assert "random tokens" in printed
+    page = (folder / "report.html").read_text()
+    assert "imposed, not measured" in page
+    assert "random tokens" in page
+
+
+def test_results_say_what_they_are_and_name_no_place_of_the_machine(swept):
+    folder, _ = swept
+    document = json.loads((folder / "results.json").read_text())
+    assert document["schema_version"] == 1
+    assert document["complete"]
+    assert {"torch", "python", "trtllm-dflash"} <= set(document["versions"])
+    assert document["machine"]["cores"] >= 1
+    assert len(document["dataset"]["sha256"]) == 64
+    assert document["engine"]["random_weights"]
+    assert document["command"].startswith("trtllm-dflash ")
+    assert str(folder.parent) not in (folder / "results.json").read_text()
+    assert document["gpus"] is None
+    assert [point["tokens_per_second_per_gpu"] for point in document["points"]] == [None] * 4
+    lines = (folder / "results.csv").read_text().splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("arm,load,")
+
+
+def test_pictures_and_page_are_there_and_the_page_needs_nothing_else(swept):
+    folder, _ = swept
+    for name in ("pareto.png", "acceptance.png"):
+        image = (folder / name).read_bytes()
+        assert image.startswith(b"\x89PNG")
+        assert 5_000 < len(image) < 200_000
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    links = re.findall(r'(?:src|href)="([^"]{0,20})', page)
+    assert len(links) == 2
+    assert all(link.startswith("data:image/png") for link in links)
+    assert "<script" not in page
+
+
+def test_a_command_is_kept_without_the_machine_s_folders():
+    shown = tidy_command(["sweep", "--output", "/home/me/out", "--engine=/data/mine", "--url", "localhost:8001"])
+    assert shown == "trtllm-dflash sweep --output out --engine=mine --url localhost:8001"
+
+
+def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, tmp_path):
+    folder, _ = swept
+    text = succeeds("report", folder)
+    assert "imposed, not measured" in text
+    assert text.count("plain") == 2
+    other = tmp_path / "other"
+    other.mkdir()
+    results = read_results(folder)
+    results.label, results.gpus = "twice", 2
+    for round_ in results.rounds:
+        round_.seconds /= 2
+    results.count(())
+    results.write(other)
+    text = succeeds("report", folder, other, "--at", 1, "--output", tmp_path / "both")
+    assert "twice: draft" in text
+    assert "twice drafted" not in text
+    assert (tmp_path / "both" / "pareto.png").exists()
+    assert "twice" in (tmp_path / "both" / "report.html").read_text()
+    plan = tmp_path / "plan.json"
+    points = [
+        {"arm": arm, "batch": n, "tokens_per_second_per_user": 200 / n, "tokens_per_second_per_gpu": 100 * n, "x": 1}
+        for arm in ("plain", "draft")
+        for n in (1, 4)
+    ]
+    plan.write_text(json.dumps({"points": points, "gpu": "b200"}))
+    succeeds("report", other, "--plan", plan, "--output", tmp_path / "planned")
+    assert (tmp_path / "planned" / "pareto.png").read_bytes() != (tmp_path / "both" / "pareto.png").read_bytes()
+    assert "--gpus" in refusal("report", folder, "--plan", plan)
+    assert "give one" in refusal("report", folder, other, "--plan", plan)
+    plan.write_text(json.dumps({"points": [{"arm": "other"}]}))
+    assert "--plan" in refusal("report", other, "--plan", plan)
+    assert "same label" in refusal("report", folder, folder)
+    (other / "results.json").write_text('{"schema_version": 9}')
+    assert "schema version 9" in refusal("report", other)
+
+
+def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_engine, tmp_path):
+    loads = ("--concurrency", 1, "--compare", "draft", "--draft-length", 15, "--requests", 4, "--max-tokens", 48)
+    text = succeeds("sweep", "--engine", tiny_engine, *loads, "--warmup", 0, "--device", "cpu", "--output", tmp_path)
+    assert "imposed" not in text
+    (point,) = read_results(tmp_path).points
+    with LLM.load(tiny_engine, "cpu") as llm:
+        samples = read_dataset().shuffled(0).samples[:4]
+        replies = llm.generate([sample.messages() for sample in samples], SamplingParams(max_tokens=48))
+    steps = sum(reply.steps for reply in replies)
+    assert point.acceptance_length == pytest.approx(sum(len(reply.token_ids) - 1 for reply in replies) / steps)
+    assert point.mean_output_tokens == sum(len(reply.token_ids) for reply in replies) / 4
+    reached = [sum(n > i for reply in replies for n in reply.accepted_per_step) / steps for i in range(15)]
+    assert point.acceptance_by_position == pytest.approx(reached)
+
+
+def test_open_loop_in_this_process(tmp_path):
+    succeeds("sweep", *QUICK, "--rate", "40", "--arrival", "constant", "--output", tmp_path, "--json")
+    (point,) = read_results(tmp_path).points
+    assert point.load == 40
+    assert point.requests == 8
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ((), "give one of --url"),
+        (("--url", "a:1", "--shape", "tiny"), "give one of --url"),
+        (("--url", "a:1", "--simulate-acceptance", 3), "--simulate-acceptance goes with --engine or --shape"),
+        (("--shape", "tiny", "--concurrency", "1", "--rate", "2"), "--concurrency and --rate: give one"),
+        (("--shape", "tiny", "--concurrency", "0,1"), "--concurrency 0,1"),
+        (("--shape", "tiny", "--rate", "x"), "--rate x: write positive numbers"),
+        (("--shape", "tiny", "--at", "-3"), "--at -3: write positive numbers"),
+        (("--shape", "tiny", "--compare", "plain,fast"), "--compare plain,fast: write plain,draft"),
+        (("--shape", "tiny", "--slo-tps", 5, "--concurrency", 2), "--concurrency: with --slo-tps"),
+        (("--shape", "tiny", "--slo-tps", 5, "--slo-percentile", 42), "--slo-percentile 42"),
+        (("--shape", "tiny", "--max-rate", 5), "give --slo-tps"),
+        (("--shape", "tiny", "--arrival", "poisson"), "--arrival goes with --rate"),
+        (("--shape", "tiny", "--max-tokens", 5), "--prompt-tokens and --output-tokens"),
+        (("--shape", "tiny", "--simulate-acceptance", 9), "a block of 8 rows commits 1 to 8"),
+        (("--shape", "tiny", "--draft-length", 9), "this engine drafts up to 7"),
+        (("--shape", "nope"), "--shape nope is not known"),
+        (("--url", "a:1", "--dataset", "/nope.jsonl"), "--dataset /nope.jsonl"),
+        (("--shape", "tiny", "--resume"), "--resume: there is no results.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments, said, tmp_path):
+    result = run("sweep", *arguments, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert len(errors) == 1
+    assert said in errors[0]
+
+
+# -- datasets --------------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, ("How many?",), ""),
+    "math-500": ({"problem": "Find x.", "solution": "1", "subject": "Algebra", "level": 2}, ("Find x.",), "Algebra"),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, ("def f():",), ""),
+    "mbpp": ({"task_id": 2, "text": "Write a function.", "code": "x", "test_list": []}, ("Write a function.",), ""),
+    "mbpp-sanitized": ({"task_id": 2, "prompt": "Write it.", "code": "x"}, ("Write it.",), ""),
+    "mt-bench": ({"question_id": 81, "category": "writing", "turns": ["One", "Two"]}, ("One", "Two"), "writing"),
+    "speed-bench": (
+        {"question_id": "a", "category": "coding", "sub_category": "x", "turns": ["One"], "multiturn": False},
+        ("One",),
+        "coding",
+    ),
+    "livecodebench": (
+        {"question_title": "T", "question_content": "Sum.", "starter_code": "class S:", "difficulty": "easy"},
+        ("Sum.\n\nBegin with this code:\n\nclass S:",),
+        "easy",
+    ),
+    "aime": ({"ID": "2024-I-1", "Problem": "Find n.", "Answer": 7}, ("Find n.",), ""),
+    "shipped": ({"kind": "json", "prompt": "Say {}.", "reference": "{}"}, ("Say {}.",), "json"),
+    "chat": (
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]},
+        ("Hi",),
+        "",
+    ),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "no"}]}, ("Hi",), ""),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_in_the_form_of_a_public_benchmark_is_read(form, tmp_path):
+    row, turns, category = FORMS[form]
+    file = tmp_path / f"{form}.jsonl"
+    file.write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
+    dataset = read_dataset((file,))
+    assert dataset.name == form
+    assert [(sample.turns, sample.category) for sample in dataset.samples] == [(turns, category)] * 2
+    file.write_text(json.dumps([row]))
+    assert len(read_dataset((file,)).samples) == 1
+
+
+def test_a_system_message_is_kept():
+    sample = Sample(("Hi",), system="Be kind.")
+    assert sample.messages()[0] == {"role": "system", "content": "Be kind."}
+
+
+def test_the_shipped_prompts_are_the_default_and_a_digest_knows_their_order():
+    dataset = read_dataset()
+    assert len(dataset.samples) == 256
+    assert {sample.category for sample in dataset.samples} == {"arithmetic", "python", "json", "story"}
+    assert dataset.digest == read_dataset().digest != dataset.shuffled(0).digest
+    assert dataset.shuffled(0).digest == dataset.shuffled(0).digest != dataset.shuffled(1).digest
+    assert len({sample.category for sample in dataset.shuffled(0).samples[:16]}) == 4
+
+
+@pytest.mark.parametrize(
+    "text, said", [("{}\n", "line 1 has no prompt"), ("x\n", "line 1 is not JSON"), ("\n", "no prompt")]
+)
+def test_a_file_without_prompts_is_refused_by_its_line(text, said, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=said):
+        read_dataset((file,))
+
+
+def test_without_matplotlib_there_are_figures_and_word_of_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr("trtllm_dflash.bench.sweep_plots.can_plot", lambda: False)
+    result = run("sweep", *QUICK, "--concurrency", 1, "--draft-length", 7, "--output", tmp_path)
+    assert result.exit_code == 0
+    assert "pip install 'trtllm-dflash[sweep]'" in result.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["results.csv", "results.json"]
+    assert "matplotlib" in refusal("report", tmp_path, "--output", tmp_path / "page")

@@ -1,0 +1,183 @@
+"""Both protocols over real connections, against servers that note when they really sent what."""
+
+import asyncio
+import json
+from statistics import median
+
+import pytest
+
+from tests.conftest import refusal, succeeds
+from trtllm_dflash import SamplingParams
+from trtllm_dflash.bench.dataset import Dataset, Sample
+from trtllm_dflash.bench.load import Amount, ClosedLoop, Traits, run_load
+from trtllm_dflash.bench.prometheus import parse_counts
+from trtllm_dflash.bench.summary import Round, summarize
+from trtllm_dflash.errors import EngineError
+
+servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
+
+PARAMS = SamplingParams(max_tokens=22)
+DATASET = Dataset("test", tuple(Sample((f"prompt {i}",)) for i in range(64)))
+
+
+@pytest.fixture(scope="module", params=["openai", "triton"])
+def server(request):
+    with getattr(servers, f"{request.param}_server")() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def healthy(server):
+    yield
+    server.fault, server.ttft, server.gap = "", 0.02, 0.005
+    server.served.clear()
+
+
+def target(server, model=None):
+    from trtllm_dflash.bench.openai_target import OpenAITarget
+    from trtllm_dflash.bench.triton_target import TritonTarget, chat_text
+
+    if server.url.startswith("http"):
+        return OpenAITarget(server.url, model)
+    return TritonTarget(server.url, model or "ensemble", *chat_text(None))
+
+
+def measure(server, concurrency, requests, arm="served", params=PARAMS):
+    async def whole():
+        async with target(server).opened() as opened:
+            await opened.check((arm,), params)
+            return await run_load(
+                opened, DATASET, ClosedLoop(concurrency), Amount(requests=requests), Traits(params, arm)
+            )
+
+    traffic = asyncio.run(whole())
+    return traffic, summarize([Round.of(arm, concurrency, 0, traffic)], None, [""] * 64)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+def test_latencies_and_throughput_are_the_server_s_own(server, concurrency):
+    """Within 3% of when the server really sent what, for requests that were due when they were."""
+    server.ttft, server.gap = 0.4, 0.08
+    requests = max(2, concurrency)
+    traffic, point = measure(server, concurrency, requests)
+    assert not point.errors
+    assert point.requests == len(server.served) == requests
+    dues = {DATASET.samples[record.sample].turns[0]: record.due + traffic.begin for record in traffic.records}
+    tokens = sum(servers.TOKENS)
+    # To the first token, to the last, between responses, and a token after the first.
+    first = [one.sent[0] - dues[one.prompt] for one in server.served]
+    whole = [one.sent[-1] - dues[one.prompt] for one in server.served]
+    gaps = [gap for one in server.served for gap in map(float.__sub__, one.sent[1:], one.sent)]
+    each = [(one.sent[-1] - one.sent[0]) / (tokens - 1) for one in server.served]
+    seconds = max(one.sent[-1] for one in server.served) - min(dues.values())
+    truth = {"ttft": median(first), "e2e": median(whole), "itl": median(gaps), "tpot": median(each)}
+    measured = {name: getattr(point, name).p50 for name in truth}
+    assert measured == pytest.approx(truth, rel=0.03)
+    assert point.tokens_per_second_per_user == pytest.approx(1 / median(each), rel=0.03)
+    assert point.output_tokens_per_second == pytest.approx(requests * tokens / seconds, rel=0.03)
+
+
+def test_what_the_server_says_of_drafts_is_kept(server):
+    _, point = measure(server, 1, 1)
+    steps, committed = len(servers.TOKENS) - 1, sum(servers.TOKENS) - 1
+    assert point.acceptance_length == pytest.approx(committed / steps)
+    assert point.mean_prompt_tokens == 9
+    if not server.url.startswith("http"):  # an OpenAI API does not say which drafts were accepted
+        at_least = [sum(n > i for n in servers.TOKENS[1:]) / steps for i in range(1, servers.DRAFTS + 1)]
+        assert point.acceptance_by_position == pytest.approx(at_least)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "break off"])
+def test_a_reply_that_is_not_whole_is_an_error(server, fault):
+    server.fault = fault
+    _, point = measure(server, 1, 1)
+    (error,) = point.errors
+    assert "the queue is full" in error if fault == "refuse" else "ended before" in error
+    assert point.requests == 0
+
+
+def test_arms_are_asked_for_by_name_and_only_then(server):
+    def drafts(arm):
+        server.served.clear()
+        measure(server, 1, 1, arm, SamplingParams(max_tokens=22, ignore_eos=arm != "served"))
+        body = server.served[0].body
+        assert ("ignore_eos" in body) or arm == "served"
+        return body.get("draft")
+
+    said = [drafts(arm) for arm in ("served", "plain", "draft")]
+    assert said in ([None, False, True], [None, b"\0", b"\1"])
+
+
+@pytest.mark.parametrize("server", ["openai"], indirect=True)
+@pytest.mark.parametrize("fault, error", [("fail", "a step failed"), ("no usage", "does not count tokens")])
+def test_an_openai_stream_that_goes_wrong_is_an_error(server, fault, error):
+    server.fault = fault
+    _, point = measure(server, 1, 1)
+    (said,) = point.errors
+    assert error in said
+
+
+@pytest.mark.parametrize("server", ["openai"], indirect=True)
+def test_what_is_not_openai_s_is_sent_only_where_it_is_asked_for(server):
+    measure(server, 1, 1)
+    assert set(server.served[0].body) == {
+        "model",
+        "messages",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "temperature",
+        "seed",
+    }
+    measure(server, 1, 1, params=SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5))
+    assert server.served[1].body["top_p"] == 0.9
+    assert server.served[1].body["top_k"] == 5
+
+
+def test_a_model_that_is_not_there_is_one_line(server, tmp_path):
+    said = refusal("sweep", "--url", server.url, "--model", "nope", "--output", tmp_path)
+    assert "--model" in said
+    assert "nope" in said
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9"])
+def test_no_server_is_one_line(url, tmp_path):
+    assert "127.0.0.1:9" in refusal("sweep", "--url", url, "--output", tmp_path / "out")
+
+
+# -- servers' metrics ------------------------------------------------------------------------------------------------
+
+OURS = """# HELP dflash_drafted_tokens_total Drafts verified
+dflash_drafted_tokens_total{model="tensorrt_llm",position="1",version="1"} 10
+dflash_drafted_tokens_total{model="tensorrt_llm",position="2",version="1"} 8
+dflash_accepted_tokens_total{model="tensorrt_llm",position="1",version="1"} 7
+dflash_accepted_tokens_total{model="tensorrt_llm",position="2",version="1"} 3
+"""
+VLLM = """vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 7.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
+"""
+
+
+@pytest.mark.parametrize("page, drafted", [(OURS, [10, 8]), (VLLM, [10, 10])])
+def test_acceptance_by_position_is_read_from_metrics(page, drafted):
+    none = parse_counts(page.replace("10", "0").replace(" 8", " 0").replace(" 7", " 0").replace(" 3", " 0"))
+    assert parse_counts(page).since(none) == (drafted, [7, 3])
+
+
+def test_metrics_of_something_else_are_refused():
+    with pytest.raises(EngineError, match="has neither"):
+        parse_counts("python_gc_objects_collected_total 3\n", "http://x/metrics")
+
+
+def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(server, tmp_path, monkeypatch):
+    if not server.url.startswith("http"):
+        pytest.skip("Triton's responses tell it themselves")
+    pages = iter([VLLM.replace("10.0", "0.0").replace(" 7", " 0").replace(" 3", " 0"), VLLM])
+    monkeypatch.setattr("trtllm_dflash.bench.sweep.read_counts", lambda url: parse_counts(next(pages)))
+    monkeypatch.setattr("trtllm_dflash.bench.sweep.SETTLE_SECONDS", 0)
+    quick = ("--concurrency", 1, "--requests", 1, "--warmup", 0, "--metrics-url", "http://x/metrics")
+    succeeds("sweep", "--url", server.url, *quick, "--output", tmp_path)
+    (point,) = json.loads((tmp_path / "results.json").read_text())["points"]
+    assert point["acceptance_by_position"] == pytest.approx([0.7, 0.3])

@@ -1,0 +1,274 @@
+"""The commands `sweep` and `report`."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from trtllm_dflash.errors import SettingsError
+
+if TYPE_CHECKING:
+    from trtllm_dflash.bench.dataset import Dataset
+    from trtllm_dflash.bench.load import Target
+    from trtllm_dflash.bench.results import Results
+    from trtllm_dflash.bench.sweep import SweepSettings
+
+_LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
+API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
+
+
+@click.command("sweep")
+@click.option("--url", help="A server: HOST:PORT is Triton's gRPC, http://HOST:PORT an OpenAI API.")
+@click.option("--engine", type=click.Path(path_type=Path), help="Engine directory, served in this process instead.")
+@click.option("--shape", help="Random weights of a model's shape in this process: qwen3-8b, tiny, ...")
+@click.option("--model", help="--url: which of the server's.  [default: ensemble, or the only one]")
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
+)
+@click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Key of the OpenAI API; or {API_KEY} holds it.")
+@click.option("--compare", metavar="plain,draft", help="Ask for these by turns.  [default: as the server likes]")
+@click.option("--metrics-url", help="The server's Prometheus page, for acceptance by position (ours, vLLM's).")
+@click.option("--gpus", type=int, help="--url: GPUs of the server, for tokens/s/GPU.")
+@click.option("--concurrency", metavar="N,N,...", help="Clients that each wait for their reply.  [default: 1,2,4,8]")
+@click.option("--rate", metavar="R,R,...", help="Or requests a second, which wait for nothing.")
+@click.option("--arrival", help="--rate: poisson or constant.  [default: poisson]")
+@click.option("--requests", type=int, help="At each point and arm.  [default: 8 a client, at least 32]")
+@click.option("--seconds", type=float, help="Or seconds in which requests are begun, at each point and arm.")
+@click.option("--warmup", type=int, help="Requests before each round, not counted.  [default: one a client]")
+@click.option("--rounds", type=int, help="Turns of each arm at a point.  [default: 2 of two arms, 1 of one]")
+@click.option(
+    "--dataset", type=click.Path(path_type=Path), multiple=True, help="JSON lines.  [default: the shipped prompts]"
+)
+@click.option("--output-tokens", type=int, help="Exactly so many tokens a reply, past the model's end.")
+@click.option("--max-tokens", type=int, help="Or at most so many, to the model's end.  [default: 256]")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: 0]")
+@click.option("--top-k", type=int, help="0 keeps all.  [default: 0]")
+@click.option("--top-p", type=float, help="[default: 1]")
+@click.option("--seed", type=int, help="Of sampling, arrivals and the order of prompts.  [default: 0]")
+@click.option("--at", metavar="X,X,...", help="Read throughput, and the arms' ratio, at these tokens/s/user.")
+@click.option("--slo-tps", type=float, help="Search for the largest load with so many tokens/s/user.")
+@click.option("--slo-ttft-ms", type=float, help="And a first token within this time.")
+@click.option("--slo-percentile", type=int, help="Of both: 50, 90 or 99.  [default: 50]")
+@click.option("--max-concurrency", type=int, help="Largest load of a search.  [default: 256]")
+@click.option("--max-rate", type=float, help="Or a search in requests a second up to this.")
+@click.option("--device", help="In this process: cpu, cuda or auto.  [default: auto]")
+@click.option("--draft-length", metavar="auto|N", help="In this process: tokens to draft a step.  [default: auto]")
+@click.option("--prompt-tokens", type=int, help="In this process: prompts of so many random tokens.")
+@click.option("--simulate-acceptance", type=float, help="In this process: tokens a step to impose on the whole block.")
+@click.option("--precision", help="--shape: auto, fp32, bf16 or fp16.")
+@click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
+@click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.")
+@click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.")
+@click.option("--draft-vocab", type=int, help="--shape: tokens that can be drafted.  [default: all]")
+@click.option("--label", help="What plots call it.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for results and report.")
+@click.option("--resume", is_flag=True, help="Go on with what --output has.")
+@click.option("--force", is_flag=True, help="Begin anew over what --output has.")
+@click.option("--json", "as_json", is_flag=True, help="Print the points as JSON.")
+def sweep_command(
+    output: Path, resume: bool, force: bool, as_json: bool, api_key_file: Path | None, **flags: Any
+) -> None:
+    """Measure throughput against latency, with and without drafting."""
+    from trtllm_dflash.bench.sweep import SweepSettings, check_settings
+    from trtllm_dflash.bench.sweep_plots import can_plot
+    from trtllm_dflash.cli import validated
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    if str(given.get("draft_length", "auto")).isdecimal():
+        given["draft_length"] = int(given["draft_length"])
+    settings: SweepSettings = validated(SweepSettings, given, "--")
+    check_settings(settings)
+    if not can_plot():
+        click.echo(f"warning: no plots and no page without matplotlib; {_LATER}", err=True)
+    if resume and force:
+        raise SettingsError("--resume and --force: give one of them")
+    store = _Store(output, resume, force, as_json)
+    if settings.url is not None:
+        _sweep_server(settings, store, api_key_file)
+    else:
+        _sweep_local(settings, store)
+
+
+class _Store:
+    """Where a sweep's results go, and how it is shown."""
+
+    def __init__(self, folder: Path, resume: bool, force: bool, as_json: bool) -> None:
+        self.folder, self._resume, self._force, self._as_json = folder, resume, force, as_json
+
+    def measure(
+        self, settings: "SweepSettings", dataset: "Dataset", make: "Callable[[], Target]", **about: Any
+    ) -> None:
+        """Runs the sweep on a target that is made on its event loop, and writes what came of it in any case."""
+        from trtllm_dflash.bench.results import Results
+        from trtllm_dflash.bench.sweep import Sweep, open_results, plan_results
+
+        results: Results = open_results(
+            plan_results(settings, dataset, **about), self.folder, self._resume, self._force
+        )
+        for warning in results.warnings:
+            click.echo(f"warning: {warning}", err=True)
+
+        async def run(sweep: Callable[["Target"], Any]) -> None:
+            async with make().opened() as target:
+                await sweep(target)
+
+        try:
+            with _bars() as progress:
+                asyncio.run(run(lambda target: Sweep(settings, dataset, target, results, self.folder, progress).run()))
+        finally:  # interrupted: what was finished by then
+            if results.rounds:
+                self._show(results)
+
+    def _show(self, results: "Results") -> None:
+        from trtllm_dflash.bench.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
+        from trtllm_dflash.bench.sweep_plots import can_plot
+
+        results.write_csv(self.folder / CSV)
+        if can_plot():
+            write_reports(results, self.folder)
+        if self._as_json:
+            document = results.model_dump(mode="json", exclude={"rounds", "categories"})
+            click.echo(json.dumps(document, indent=1))
+            return
+        _print(point_table(results), *notes(results), *limit_lines(results))
+        if results.fixed_speed:
+            _print(fixed_speed_table(results.fixed_speed))
+        click.echo(f"{self.folder}: results.json, results.csv" + (", report.html, plots" if can_plot() else ""))
+
+
+def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path | None) -> None:
+    from trtllm_dflash.bench.dataset import read_dataset
+
+    dataset = read_dataset(settings.dataset).shuffled(settings.seed)
+    url = settings.url or ""
+    try:
+        if url.startswith(("http://", "https://")):
+            if settings.tokenizer is not None:
+                raise SettingsError("--tokenizer: an OpenAI API has its own; leave it out")
+            from trtllm_dflash.bench.openai_target import OpenAITarget
+
+            key = _read_key(api_key_file)
+            store.measure(settings, dataset, lambda: OpenAITarget(url, settings.model, key), gpus=settings.gpus)
+            return
+        if api_key_file is not None:
+            raise SettingsError("--api-key-file: Triton has no keys; this goes with an http:// URL")
+        from trtllm_dflash.bench.triton_target import TritonTarget, chat_text
+
+        address = url.removeprefix("grpc://")
+        render, count = chat_text(settings.tokenizer)
+        model = settings.model or "ensemble"
+        store.measure(settings, dataset, lambda: TritonTarget(address, model, render, count), gpus=settings.gpus)
+    except ImportError as error:
+        raise SettingsError(f"--url needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
+
+
+def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
+    from trtllm_dflash.bench.local_engine import open_local_engine, ranks_of, with_shape_defaults
+    from trtllm_dflash.bench.local_target import LocalTarget
+    from trtllm_dflash.bench.machine import machine
+    from trtllm_dflash.bench.sweep import imposed_curve
+    from trtllm_dflash.engine.ranks import end_on_interrupt, launch_ranks, launched_rank
+
+    settings = with_shape_defaults(settings)
+    tp = ranks_of(settings)
+    if tp > 1 and launched_rank() is None:
+        launch_ranks(tp, sys.argv[1:])
+    if tp > 1:
+        end_on_interrupt()
+    with open_local_engine(settings) as local:
+        if local is None:
+            return
+        acceptance = local.acceptance
+        store.measure(
+            settings,
+            local.dataset,
+            lambda: LocalTarget(local.llm, local.service),
+            gpus=local.gpus,
+            machine=machine(local.llm.session.device),
+            engine=local.about(random_weights=settings.shape is not None),
+            imposed_acceptance=None if acceptance is None else imposed_curve(acceptance),
+        )
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get(API_KEY) or None
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api-key-file {file}: cannot be read: {error}") from None
+    if not key:
+        raise SettingsError(f"--api-key-file {file}: is empty")
+    return key
+
+
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SWEEP...")
+@click.option("--at", metavar="X,X,...", help="Read throughput, and the ratio of two, at these tokens/s/user.")
+@click.option(
+    "--plan", type=click.Path(path_type=Path), help="What `build --plan` predicted (JSON), drawn over one sweep."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
+def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None) -> None:
+    """Show sweeps again, and against one another: folders that `sweep` wrote, or their results.json."""
+    from trtllm_dflash.bench.report import (
+        compare_runs,
+        fixed_speed_table,
+        limit_lines,
+        notes,
+        point_table,
+        read_plan,
+        write_comparison,
+    )
+    from trtllm_dflash.bench.results import read_results
+    from trtllm_dflash.bench.sweep import positive_numbers
+    from trtllm_dflash.bench.sweep_plots import can_plot
+
+    if output is not None and not can_plot():
+        raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
+    if plan is not None and len(runs) > 1:
+        raise SettingsError("--plan: it is drawn over one sweep; give one")
+    found = [read_results(run) for run in runs]
+    predicted = read_plan(plan) if plan is not None else []
+    if predicted and not found[0].gpus:
+        raise SettingsError("--plan: it predicts tokens/s/GPU, and the sweep was not told its --gpus")
+    if len({run.load_unit for run in found}) > 1:
+        raise SettingsError("one sweep counts clients and another requests/s; their points cannot be shown together")
+    speeds = () if at is None else positive_numbers("at", at)
+    readings = compare_runs(found, speeds)
+    for run in found:
+        _print(f"{run.label}: {run.device}", point_table(run), *notes(run), *limit_lines(run))
+    if readings:
+        _print(fixed_speed_table(readings))
+    if output is not None:
+        write_comparison(found, readings, output, predicted)
+        click.echo(f"{output}: report.html, plots")
+
+
+def _print(*what: RenderableType) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:  # rich would end with 1 where the reader has gone
+        console.print(*what, sep="\n", highlight=False)
+    click.echo(capture.get(), nl=False)
+
+
+@contextmanager
+def _bars() -> "Iterator[Callable[[str, int, int], None]]":
+    """One bar for the sweep and one for what is measured now, on standard error; none where that is no terminal."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        whole, part = progress.add_task("sweep", total=None), progress.add_task("warming up", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(whole if what == "sweep" else part, description=what, completed=done, total=total)
+
+        yield show

@@ -1,0 +1,292 @@
+"""A load on a server: closed loops of clients, or arrivals that wait for nobody; and what each request saw of it.
+
+Times are those of the running event loop's clock. In an open loop a request's latencies count from the moment when it
+should have been sent, not from when the generator or the server got round to it.
+"""
+
+import asyncio
+import itertools
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trtllm_dflash.bench.dataset import Dataset, Sample
+from trtllm_dflash.runtime.request import SamplingParams
+
+Arm = Literal["served", "plain", "draft"]
+
+#: Of the cumulative number of requests that are under way when something has changed, and the number planned.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn of a sample.
+
+    Attributes:
+        replies: what the server said in the turns before.
+        arm: "served": as the server likes; "plain" and "draft" ask for it.
+    """
+
+    sample: Sample
+    replies: tuple[str, ...]
+    params: SamplingParams
+    arm: Arm
+
+
+@dataclass
+class Reply:
+    """What came of a request.
+
+    Attributes:
+        times: of each response that brought tokens or text, on the event loop's clock.
+        tokens: of the whole reply.
+        tokens_by_response: tokens of each of `times`; empty where the server does not tell.
+        drafted, accepted: drafts; None where the server does not tell.
+        steps: decoding steps, the prefill not counted; None likewise.
+        drafted_at, accepted_at: steps by the position of a draft, from 1: verified there, accepted there; or empty.
+        error: why there is no whole reply.
+    """
+
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    tokens_by_response: list[int] = field(default_factory=list)
+    text: str = ""
+    prompt_tokens: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    steps: int | None = None
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    def count_step(self, drafted: int, accepted: int) -> None:
+        """Counts a step's drafts by position."""
+        for counts, depth in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            counts += [0] * (depth - len(counts))
+            for position in range(depth):
+                counts[position] += 1
+
+
+class Target(ABC):
+    """What is measured."""
+
+    @abstractmethod
+    async def send(self, request: Request) -> Reply:
+        """The reply to a request; an error is in the reply."""
+
+    @abstractmethod
+    async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
+        """Looks once whether it is there and can be asked in this way.
+
+        Raises:
+            DFlashError: it is not.
+        """
+
+    async def close(self) -> None:  # noqa: B027
+        """Lets go of connections."""
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator["Target"]:
+        """Closed at the end."""
+        try:
+            yield self
+        finally:
+            await self.close()
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """So many clients, each sending its next request when it has its reply."""
+
+    concurrency: int
+
+    @property
+    def value(self) -> float:
+        return self.concurrency
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """Arrivals at a rate, whatever the server does.
+
+    Args:
+        rate: requests a second.
+        arrival: "poisson": at random; "constant": evenly.
+    """
+
+    rate: float
+    arrival: Literal["poisson", "constant"] = "poisson"
+
+    @property
+    def value(self) -> float:
+        return self.rate
+
+    def gaps(self, seed: int) -> Iterator[float]:
+        """Seconds between arrivals, the first one at once."""
+        chance = random.Random(seed)
+        yield 0.0
+        while True:
+            yield 1 / self.rate if self.arrival == "constant" else chance.expovariate(self.rate)
+
+
+Load = ClosedLoop | OpenLoop
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of it: a number of samples, or seconds in which requests are begun."""
+
+    requests: int | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Record:
+    """A request as it was measured; times in seconds from the round's begin.
+
+    Attributes:
+        sample: its index in the dataset.
+        due: when it was to be sent.
+        sent: when it was.
+    """
+
+    sample: int
+    turn: int
+    due: float
+    sent: float
+    reply: Reply
+
+
+@dataclass
+class Traffic:
+    """What a round of load brought; times in seconds from its begin, which is on the event loop's clock."""
+
+    begin: float
+    records: list[Record]
+    seconds: float  # what tokens are counted over: to the last reply, or the time that was asked for
+
+    @property
+    def tokens(self) -> float:
+        """Output tokens that came within `seconds`."""
+        return sum(_tokens_until(record.reply, self.seconds) for record in self.records)
+
+
+def _tokens_until(reply: Reply, end: float) -> float:
+    if not reply.times or reply.times[-1] <= end:
+        return reply.tokens
+    if reply.tokens_by_response:
+        return sum(n for time, n in zip(reply.times, reply.tokens_by_response, strict=True) if time <= end)
+    return reply.tokens * sum(time <= end for time in reply.times) / len(reply.times)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How every request of a round is asked."""
+
+    params: SamplingParams
+    arm: Arm
+    first_sample: int = 0
+    seed: int = 0
+
+
+async def run_load(
+    target: Target,
+    dataset: Dataset,
+    load: Load,
+    amount: Amount,
+    traits: Traits,
+    progress: Progress = lambda done, total: None,
+) -> Traffic:
+    """Puts a load on a target until its amount is done and every reply is there.
+
+    Samples are taken in order from `traits.first_sample` on, and from the first again after the last. A sample of
+    several turns is one after the other; a turn is due when the reply before it has come.
+    """
+    return await _Round(target, dataset, load, amount, traits, progress).run()
+
+
+class _Round:
+    def __init__(
+        self, target: Target, dataset: Dataset, load: Load, amount: Amount, traits: Traits, progress: Progress
+    ) -> None:
+        self._target, self._dataset, self._load, self._amount = target, dataset, load, amount
+        self._traits, self._progress = traits, progress
+        self._loop = asyncio.get_running_loop()
+        self._records: list[Record] = []
+        self._done = 0
+        self._begin = 0.0
+        self._next = iter(range(amount.requests) if amount.requests is not None else itertools.count())
+
+    async def run(self) -> Traffic:
+        self._begin = self._loop.time()
+        if isinstance(self._load, ClosedLoop):
+            await _all_or_none([self._client() for _ in range(self._load.concurrency)])
+        else:
+            await self._arrivals(self._load)
+        for record in self._records:
+            record.reply.times = [time - self._begin for time in record.reply.times]
+        seconds = self._amount.seconds
+        if seconds is None:
+            seconds = max((record.reply.times[-1] for record in self._records if record.reply.times), default=0.0)
+        self._records.sort(key=lambda record: (record.due, record.sample))
+        return Traffic(self._begin, self._records, seconds)
+
+    async def _client(self) -> None:
+        for number in self._next:
+            if self._over(self._loop.time()):
+                return
+            await self._converse(number, self._loop.time())
+
+    async def _arrivals(self, load: OpenLoop) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        due = self._begin
+        try:
+            for number, gap in zip(self._next, load.gaps(self._traits.seed), strict=False):
+                due += gap
+                if self._over(due):
+                    break
+                # Of what is late already, all at once: the clock does not wait for the generator either.
+                await asyncio.sleep(max(0.0, due - self._loop.time()))
+                tasks.add(asyncio.create_task(self._converse(number, due)))
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _over(self, now: float) -> bool:
+        return self._amount.seconds is not None and now - self._begin >= self._amount.seconds
+
+    async def _converse(self, number: int, due: float) -> None:
+        index = (self._traits.first_sample + number) % len(self._dataset.samples)
+        sample = self._dataset.samples[index]
+        # Each request has random numbers of its own, the same ones in every arm.
+        params = self._traits.params.model_copy(update={"seed": self._traits.params.seed + index})
+        replies: tuple[str, ...] = ()
+        for turn in range(max(1, len(sample.turns))):
+            sent = self._loop.time()
+            reply = await self._target.send(Request(sample, replies, params, self._traits.arm))
+            self._records.append(Record(index, turn, due - self._begin, sent - self._begin, reply))
+            if reply.error is not None:
+                break
+            replies += (reply.text,)
+            due = self._loop.time()
+        self._done += 1
+        elapsed = self._loop.time() - self._begin
+        if self._amount.requests is not None:
+            self._progress(self._done, self._amount.requests)
+        elif self._amount.seconds is not None:
+            self._progress(round(min(elapsed, self._amount.seconds)), round(self._amount.seconds))
+
+
+async def _all_or_none(coroutines: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs them together; where one fails, or this is cancelled, none goes on."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,139 @@
+"""The engine that a sweep in this process runs on: an engine directory, or random weights of a model's shape."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from trtllm_dflash.bench.acceptance import ImposedAcceptance
+from trtllm_dflash.bench.dataset import Dataset, random_dataset, read_dataset
+from trtllm_dflash.bench.imposed import impose_acceptance
+from trtllm_dflash.bench.shapes import find_shape, shape_config
+from trtllm_dflash.bench.step import check_room, own_device, random_session
+from trtllm_dflash.bench.sweep import SweepSettings
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.ranks import World
+from trtllm_dflash.engine.threads import limit_threads
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.runtime.service import Service, ServiceSettings
+
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 256
+_RANDOM_SAMPLES = 512
+_CHUNK = 512  # prompt tokens in a prefill step, as `build` has it
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """An engine that serves in this process."""
+
+    llm: LLM
+    service: Service
+    dataset: Dataset
+    acceptance: ImposedAcceptance | None
+
+    @property
+    def gpus(self) -> int | None:
+        """None on a CPU."""
+        return self.llm.config.tp if self.llm.session.device.type == "cuda" else None
+
+    def about(self, random_weights: bool) -> dict[str, object]:
+        """For `Results`."""
+        config = self.llm.config
+        fields = {"name", "backend", "precision", "tp", "max_batch", "max_seq_len", "block_size"}
+        session = type(self.llm.session).__name__
+        return {**config.model_dump(mode="json", include=fields), "session": session, "random_weights": random_weights}
+
+
+def with_shape_defaults(settings: SweepSettings) -> SweepSettings:
+    """What `--shape` needs and was not said."""
+    if settings.shape is None:
+        return settings
+    values = {"prompt_tokens": settings.prompt_tokens or _PROMPT_TOKENS}
+    return settings.model_copy(update={**values, "output_tokens": settings.output_tokens or _OUTPUT_TOKENS})
+
+
+@contextmanager
+def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
+    """The engine of these settings until the context is left; None on a rank that has followed the first one.
+
+    Raises:
+        SettingsError: a setting contradicts the engine.
+        EngineError: the engine, the device or its memory is not what is needed.
+    """
+    device = pick_device(settings.device)
+    if settings.engine is not None:
+        limit_threads(read_config(settings.engine))
+        llm = LLM.load(settings.engine, settings.device)
+    else:
+        llm = _random_llm(settings, device)
+    try:
+        if llm.session.communicator.rank != 0:
+            _impose(settings, llm)
+            llm.session.follow()
+            yield None
+            return
+        acceptance = _impose(settings, llm)
+        queue = 4 * settings.largest_concurrency if not settings.open_loop else 1 << 16
+        service = Service(llm, ServiceSettings(draft_length=_draft_length(settings, llm.config), max_queue=queue))
+        try:
+            yield LocalEngine(llm, service, _dataset(settings, llm.config), acceptance)
+        finally:
+            service.close()
+    finally:
+        llm.close()
+
+
+def ranks_of(settings: SweepSettings) -> int:
+    """How many processes the engine needs."""
+    return settings.tp or 1 if settings.engine is None else read_config(settings.engine).tp
+
+
+def _random_llm(settings: SweepSettings, device: torch.device) -> LLM:
+    assert settings.shape is not None and settings.prompt_tokens is not None and settings.output_tokens is not None
+    spare = find_shape(settings.shape).block_size
+    length = settings.prompt_tokens + settings.output_tokens + spare
+    precision = settings.precision
+    if precision in (None, "auto"):
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    config = shape_config(
+        settings.shape,
+        layers=settings.layers,
+        draft_vocab=settings.draft_vocab,
+        drafter_precision=settings.drafter_precision,
+        precision=precision,
+        tp=settings.tp or 1,
+        max_batch=settings.largest_concurrency,
+        max_seq_len=length,
+        chunk=min(_CHUNK, length),
+    )
+    world = World(config.tp)
+    with world.together():
+        device = own_device(device, world)
+        check_room(config, device)
+    return LLM(random_session(config, device, world), None)
+
+
+def _impose(settings: SweepSettings, llm: LLM) -> ImposedAcceptance | None:
+    if settings.simulate_acceptance is None:
+        return None
+    acceptance = ImposedAcceptance(settings.simulate_acceptance, llm.config.block_size)
+    impose_acceptance(llm.session, acceptance)
+    return acceptance
+
+
+def _draft_length(settings: SweepSettings, config: EngineConfig) -> int | Literal["auto"]:
+    longest = config.block_size - 1
+    if settings.draft_length != "auto" and settings.draft_length > longest:
+        raise SettingsError(f"--draft-length {settings.draft_length}: this engine drafts up to {longest}")
+    return settings.draft_length
+
+
+def _dataset(settings: SweepSettings, config: EngineConfig) -> Dataset:
+    if settings.prompt_tokens is not None:
+        vocabulary = config.target.vocab_size
+        return random_dataset(_RANDOM_SAMPLES, settings.prompt_tokens, vocabulary, settings.seed)
+    return read_dataset(settings.dataset).shuffled(settings.seed)

@@ -1,0 +1,142 @@
+"""Any server with OpenAI's API: our gateway, vLLM, SGLang, TensorRT-LLM's server; replies as server-sent events."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+from trtllm_dflash.bench.load import Arm, Reply, Request, Target
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.serving.client import UnavailableError
+
+
+class OpenAITarget(Target):
+    """Streams chat completions. To be made and used on one event loop.
+
+    What is not OpenAI's is sent only where it is asked for: `ignore_eos` and `top_k`, which vLLM, SGLang and
+    TensorRT-LLM's server know, too, and `draft`, which is our gateway's alone.
+
+    Args:
+        url: as http://HOST:PORT, with or without /v1.
+        model: by default the only one that the server has.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._model = model
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # As many connections as there are clients, and no limit of time: a long queue is a finding, not a fault.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), headers=headers
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
+        try:
+            async with self._http.get(f"{self._url}/models", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+                status, body = answer.status, await answer.text()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise UnavailableError(f"--url {self._url}: no OpenAI API answers there: {error or 'timeout'}") from None
+        if status != 200:
+            raise UnavailableError(f"--url {self._url}: {_refusal(status, body)}")
+        try:
+            names = [model["id"] for model in json.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError):
+            raise UnavailableError(f"--url {self._url}: /models is not OpenAI's list of models") from None
+        if self._model is None and len(names) != 1:
+            raise SettingsError(f"--model: say which; the server has: {', '.join(names) or 'none'}")
+        if self._model is not None and self._model not in names:
+            raise SettingsError(f"--model {self._model}: the server has: {', '.join(names) or 'none'}")
+        self._model = self._model or names[0]
+
+    async def send(self, request: Request) -> Reply:
+        reply = Reply()
+        try:
+            async with self._http.post(f"{self._url}/chat/completions", json=self._body(request)) as answer:
+                if answer.status != 200:
+                    reply.error = _refusal(answer.status, await answer.text())
+                    return reply
+                await _read_events(reply, answer)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            reply.error = f"{type(error).__name__}: {error}"
+        return reply
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        params = request.params
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": request.sample.messages(request.replies),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+        }
+        if params.temperature > 0:
+            body["top_p"] = params.top_p
+            body |= {"top_k": params.top_k} if params.top_k else {}
+        if params.ignore_eos:
+            body["ignore_eos"] = True
+        if request.arm != "served":
+            body["draft"] = request.arm == "draft"
+        return body
+
+
+async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
+    loop = asyncio.get_running_loop()
+    usage: dict[str, Any] | None = None
+    done = False
+    async for line in answer.content:  # each event is one line of data and an empty line
+        now = loop.time()
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            done = True
+            continue
+        event = json.loads(data)
+        if event.get("error"):
+            error = event["error"]
+            reply.error = str(error.get("message", error) if isinstance(error, dict) else error)
+            return
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or ():
+            said = choice.get("delta") or {}
+            # A reasoning model's thoughts are tokens like any other.
+            text = said.get("content") or said.get("reasoning_content") or said.get("reasoning") or ""
+            if text:
+                reply.times.append(now)
+                reply.text += said.get("content") or ""
+    if not done:
+        reply.error = "the stream ended before [DONE]"
+    elif not reply.times:
+        reply.error = "the reply has no text"
+    elif usage is None or not usage.get("completion_tokens"):
+        reply.error = "the server does not count tokens (stream_options.include_usage)"
+    else:
+        _count(reply, usage)
+
+
+def _count(reply: Reply, usage: dict[str, Any]) -> None:
+    reply.tokens = int(usage["completion_tokens"])
+    reply.prompt_tokens = usage.get("prompt_tokens")
+    details = usage.get("completion_tokens_details") or {}
+    accepted, rejected = details.get("accepted_prediction_tokens"), details.get("rejected_prediction_tokens")
+    if accepted is not None and rejected is not None and accepted + rejected:
+        reply.drafted, reply.accepted = accepted + rejected, accepted
+        # Each step gives the drafts that it accepts and one token more, but the last one where the reply is cut; the
+        # first token is the prefill's.
+        reply.steps = max(1, len(reply.times) - 1, reply.tokens - 1 - accepted)
+
+
+def _refusal(status: int, body: str) -> str:
+    try:
+        error = json.loads(body)["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        text = " ".join(body.split())[:200]
+    return f"HTTP {status}: {text}"

@@ -1,0 +1,258 @@
+"""A sweep for people: a table on the terminal, and one HTML file that needs nothing beside it."""
+
+import base64
+import html
+import json
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
+from rich.table import Table
+
+from trtllm_dflash.bench.pareto import Comparison, Reading, compare
+from trtllm_dflash.bench.results import Results
+from trtllm_dflash.bench.summary import Point, Spread
+from trtllm_dflash.bench.sweep_plots import Predicted, plot_acceptance, plot_pareto
+from trtllm_dflash.checkpoint.validation import first_problem
+from trtllm_dflash.errors import SettingsError
+
+PARETO, ACCEPTANCE, REPORT, CSV = "pareto.png", "acceptance.png", "report.html", "results.csv"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0; font-size: 13px } th, td { padding: .25em .7em; text-align: right }
+th { border-bottom: 2px solid #888; vertical-align: bottom } td { border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left } img { max-width: 100% }
+.warning { background: #fff3cd; padding: .5em 1em } pre { background: #f4f4f4; padding: .7em; overflow-x: auto }
+"""
+
+
+_TERMS = (
+    "TTFT: from when a request was due to its first response. E2E: to its last. TPOT: (E2E - TTFT) / (tokens - 1). "
+    "ITL: between two responses of a reply, each of which may bring several tokens. tokens/s: output tokens of all "
+    "requests. tokens/s/user: 1 / median TPOT. tokens a step: acceptance length, the bonus token included."
+)
+
+
+class _PlanPoint(BaseModel):
+    batch: PositiveInt
+    tokens_per_second_per_user: PositiveFloat
+    tokens_per_second_per_gpu: PositiveFloat
+    arm: Literal["plain", "draft"]
+
+
+class _Plan(BaseModel):
+    points: list[_PlanPoint]
+
+
+def read_plan(file: Path) -> list[Predicted]:
+    """What was predicted, by arm.
+
+    The file is JSON with `points`, each of `batch`, `tokens_per_second_per_user`, `tokens_per_second_per_gpu` and `arm`
+    ("plain" or "draft"); other fields are left alone.
+
+    Raises:
+        SettingsError: the file is not of that form.
+    """
+    try:
+        plan = _Plan.model_validate(json.loads(file.read_text()))
+    except ValidationError as error:
+        raise SettingsError(f"--plan {file}: {first_problem(error)}") from None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--plan {file}: cannot be read as JSON: {error}") from None
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for point in plan.points:
+        place = point.batch, point.tokens_per_second_per_user, point.tokens_per_second_per_gpu
+        found.setdefault(point.arm, []).append(place)
+    if not found:
+        raise SettingsError(f"--plan {file}: has no points")
+    return [Predicted(arm, sorted(points)) for arm, points in found.items()]
+
+
+def compare_runs(runs: list[Results], speeds: tuple[float, ...]) -> list[Comparison]:
+    """Readings at fixed speeds of all arms of all runs; a ratio where there are two."""
+    arms = {f"{run.label}: {arm}": loads for run in runs for arm, loads in run.measured().items()}
+    if len(arms) < sum(len(run.arms) for run in runs):
+        raise SettingsError("two runs have the same label; give each its own: sweep --label")
+    return compare(arms, speeds)
+
+
+# -- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def point_table(run: Results) -> Table:
+    """A row for each load and arm."""
+    table = Table(run.load_unit)
+    table.add_column("arm")
+    for column in _columns(run)[2:]:
+        table.add_column(column, justify="right")
+    loads = [point.load for point in run.points]
+    for point, following in zip(run.points, [*loads[1:], None], strict=True):
+        table.add_row(*_cells(run, point), end_section=point.load != following)
+    return table
+
+
+def fixed_speed_table(found: list[Comparison]) -> Table:
+    """A row for each speed."""
+    table = Table("tokens/s/user")
+    for name in found[0].arms:
+        table.add_column(f"{name}\ntokens/s", justify="right")
+    if found[0].ratio is not None:
+        table.add_column("ratio", justify="right")
+    for row in found:
+        cells = [reading_text(reading) for reading in row.arms.values()]
+        table.add_row(f"{row.at:g}", *cells, *([reading_text(row.ratio, digits=2)] if row.ratio is not None else []))
+    return table
+
+
+def reading_text(reading: Reading, digits: int = 0) -> str:
+    """A reading with its interval."""
+    if reading.value is None:
+        return reading.bound
+    text = f"{reading.value:,.{digits}f}"
+    if reading.low is not None and reading.high is not None:
+        text += f" ({reading.low:,.{digits}f} to {reading.high:,.{digits}f})"
+    return f"at least {text}" if reading.bound else text
+
+
+def limit_lines(run: Results) -> list[str]:
+    """What the search for a load found."""
+    lines = []
+    for limit in run.limits:
+        if limit.load is None:
+            lines.append(f"{limit.arm}: no load meets the target; the smallest was {limit.missed:g} {run.load_unit}")
+            continue
+        point = next(point for point in run.points if (point.arm, point.load) == (limit.arm, limit.load))
+        more = "the largest allowed" if limit.missed is None else f"{limit.missed:g} misses it"
+        lines.append(
+            f"{limit.arm}: {limit.load:g} {run.load_unit} meet the target, {more}: "
+            f"{point.output_tokens_per_second:,.0f} tokens/s at "
+            f"{point.tokens_per_second_per_user or 0:,.1f} tokens/s/user"
+        )
+    return lines
+
+
+def _columns(run: Results) -> list[str]:
+    columns = [run.load_unit, "arm", "tokens/s", "tokens/s/GPU"]
+    columns += ["tokens/s/user", "TTFT ms\np50 / p90 / p99", "TPOT ms\np50 / p90 / p99", "ITL ms\np50 / p90 / p99"]
+    columns += ["E2E s\np50 / p90 / p99", "tokens\na step", "requests", "errors"]
+    return columns if run.gpus else [column for column in columns if column != "tokens/s/GPU"]
+
+
+def _cells(run: Results, point: Point) -> list[str]:
+    cells = [f"{point.load:g}", point.arm, f"{point.output_tokens_per_second:,.0f}"]
+    if run.gpus:
+        cells.append(f"{point.tokens_per_second_per_gpu or 0:,.0f}")
+    speed, length = point.tokens_per_second_per_user, point.acceptance_length
+    cells.append("" if speed is None else f"{speed:,.1f}")
+    cells += [_spread(spread, 1e3, 1) for spread in (point.ttft, point.tpot, point.itl)]
+    cells.append(_spread(point.e2e, 1, 2))
+    step = "" if length is None else f"{length:.2f}" + ("*" if run.imposed_acceptance else "")
+    return [*cells, step, str(point.requests), str(sum(point.errors.values()))]
+
+
+def _spread(spread: Spread | None, unit: float, digits: int) -> str:
+    if spread is None:
+        return ""
+    return " / ".join(f"{value * unit:,.{digits}f}" for value in (spread.p50, spread.p90, spread.p99))
+
+
+def notes(run: Results) -> list[str]:
+    """What a reader must know of the figures."""
+    found = list(run.warnings)
+    if run.imposed_acceptance is not None:
+        tokens = run.imposed_acceptance["tokens_per_step"]
+        found.append(f"* the acceptance, {tokens:g} tokens a step with the whole block, is imposed, not measured")
+    failed = sum(sum(point.errors.values()) for point in run.points)
+    if failed:
+        first = next(error for point in run.points for error in point.errors)
+        found.append(f"{failed} requests failed; the first: {first}")
+    if not run.complete:
+        found.append("the sweep was interrupted: --resume measures what is missing")
+    late = max((point.late.p99 for point in run.points if point.late is not None), default=0.0)
+    if run.load_unit == "requests/s" and late > 0.01:
+        found.append(f"the load generator was late by {late * 1e3:.0f} ms (p99); latencies count that in")
+    return found
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_reports(run: Results, folder: Path) -> None:
+    """Writes a sweep's pictures and page into its folder."""
+    plot_pareto([run], folder / PARETO)
+    if not plot_acceptance([run], folder / ACCEPTANCE):
+        (folder / ACCEPTANCE).unlink(missing_ok=True)
+    (folder / REPORT).write_text(render_html([run], run.fixed_speed), encoding="utf-8")
+
+
+def write_comparison(runs: list[Results], found: list[Comparison], folder: Path, plan: list[Predicted]) -> None:
+    """Writes the pictures and the page of several runs, or of one against a plan."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_pareto(runs, folder / PARETO, plan)
+    if not plot_acceptance(runs, folder / ACCEPTANCE):
+        (folder / ACCEPTANCE).unlink(missing_ok=True)
+    (folder / REPORT).write_text(render_html(runs, found, plan), encoding="utf-8")
+
+
+def render_html(runs: list[Results], found: list[Comparison], plan: list[Predicted] | None = None) -> str:
+    """The page, its pictures inside."""
+    title = " and ".join(run.label for run in runs)
+    parts = [f"<h1>{_e(title)}</h1>", _pictures(runs, plan or [])]
+    if found:
+        parts += ["<h2>Throughput at a fixed speed</h2>", _fixed_speed_html(found)]
+        parts.append("<p>Read off the frontier; in brackets the bootstrap's 95% interval over requests.</p>")
+    for run in runs:
+        parts.append(f"<h2>{_e(run.label)}</h2>")
+        parts += [f'<p class="warning">{_e(note)}</p>' for note in notes(run)]
+        parts += [f"<p>{_e(line)}</p>" for line in limit_lines(run)]
+        parts += [_table_html(_columns(run), [_cells(run, point) for point in run.points]), _facts_html(run)]
+    parts.append(f"<p>{_e(_TERMS)}</p>")
+    head = f'<meta charset="utf-8"><title>{_e(title)}</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _pictures(runs: list[Results], plan: list[Predicted]) -> str:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plot_pareto(runs, folder / PARETO, plan)
+        files = {PARETO: "Output tokens/s against tokens/s/user"}
+        if plot_acceptance(runs, folder / ACCEPTANCE):
+            files[ACCEPTANCE] = "Acceptance by position and by category"
+        images = {file: base64.b64encode((folder / file).read_bytes()).decode() for file in files}
+    return "".join(f'<p><img alt="{files[file]}" src="data:image/png;base64,{images[file]}"></p>' for file in files)
+
+
+def _fixed_speed_html(found: list[Comparison]) -> str:
+    ratio = found[0].ratio is not None
+    columns = ["tokens/s/user", *(f"{name}\ntokens/s" for name in found[0].arms), *(["ratio"] if ratio else [])]
+    rows = []
+    for row in found:
+        cells = [reading_text(reading) for reading in row.arms.values()]
+        rows.append([f"{row.at:g}", *cells, *([reading_text(row.ratio, digits=2)] if row.ratio else [])])
+    return _table_html(columns, rows)
+
+
+def _table_html(columns: list[str], rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{_e(column).replace(chr(10), '<br>')}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{_e(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _facts_html(run: Results) -> str:
+    dataset, machine = run.dataset, run.machine
+    whose = "engine and load generator" if run.engine is not None else "load generator"
+    facts = [
+        f"dataset {dataset['name']}: {dataset['samples']} prompts, sha256 {dataset['sha256'][:16]}",
+        f"{whose}: {machine['gpu'] or machine['cpu']}, {machine['cores']} cores",
+        ", ".join(f"{name} {version}" for name, version in run.versions.items()),
+    ]
+    if run.engine is not None:
+        facts.append("engine: " + ", ".join(f"{name} {value}" for name, value in run.engine.items()))
+    lines = "<br>".join(map(_e, facts))
+    return f"<p>{lines}</p><pre>{_e(run.command)}</pre>"
+
+
+def _e(text: str) -> str:
+    return html.escape(text)

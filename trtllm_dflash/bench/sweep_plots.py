@@ -1,0 +1,201 @@
+"""A sweep's pictures: throughput against speed for each user, and acceptance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trtllm_dflash.bench.pareto import frontier
+from trtllm_dflash.bench.results import Results
+from trtllm_dflash.bench.summary import Point
+
+_COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
+_NAMES = {"plain": "plain", "draft": "drafted", "served": ""}
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "osD^"
+_LEAST_TRIED = 0.05  # of the first position's tries, for a position to be drawn
+_WIDE = 10  # largest throughput over the smallest, from which on their axis is logarithmic
+_SIDES = (9, 7), (9, -7), (-9, 7), (-9, -7)  # where a point's text may stand, in points
+_TEXT = 14, 9  # width and height of a point's text, in points
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan says of an arm: (batch, tokens/s/user, tokens/s/GPU) at each batch."""
+
+    arm: str
+    points: list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A point's place, and what is written at it."""
+
+    place: tuple[float, float]
+    text: str
+    color: str
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ()) -> None:
+    """Output tokens/s (of each GPU, where their number is known in every run) against tokens/s of each user."""
+    from matplotlib.ticker import LogLocator  # type: ignore[import-not-found, unused-ignore]
+
+    figure, axes = _figure()
+    per_gpu = all(run.gpus for run in runs)
+    marks: list[_Mark] = []
+    for number, run in enumerate(runs):
+        for arm in run.arms:
+            points = [point for point in run.points if point.arm == arm and point.tokens_per_second_per_user]
+            name = _NAMES[arm] if len(runs) == 1 else f"{run.label} {_NAMES[arm]}".strip()
+            if run.imposed_acceptance and arm != "plain":
+                name += f" (imposed acceptance {run.imposed_acceptance['tokens_per_step']:g})"
+            style = {"color": _COLORS[arm], "linestyle": _STYLES[number % 4], "label": name or run.label}
+            _curve(axes, points, per_gpu, _MARKERS[number % 4], style)
+            unit = "" if run.load_unit == "clients" else "/s"
+            marks += [_Mark(_place(point, per_gpu), f"{point.load:g}{unit}", _COLORS[arm]) for point in points]
+    for prediction in plan:
+        _, speeds, rates = zip(*prediction.points, strict=True)
+        color = _COLORS.get(prediction.arm, "C4")
+        name = f"{_NAMES.get(prediction.arm, prediction.arm)}, predicted"
+        axes.plot(speeds, rates, "x:", color=color, alpha=0.8, markersize=6, label=name)
+    heights = [mark.place[1] for mark in marks]
+    if heights and max(heights) > _WIDE * min(heights):
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0.08, y=0.1)
+    axes.set_xlim(left=0)
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel("speed for each user (tokens/s/user = 1 / median TPOT)")
+    axes.set_ylabel(f"output throughput (tokens/s{'/GPU' if per_gpu else ''})")
+    units = {"clients": "numbers at the points: clients", "requests/s": "numbers at the points: requests/s"}
+    axes.set_title(_title(runs) + f"\n{units[runs[0].load_unit]}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    _annotate(figure, axes, marks, [point[1:] for prediction in plan for point in prediction.points])
+    figure.savefig(file)
+
+
+def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> None:
+    """Writes the marks' texts beside them, where they cover no mark, nothing at `others`, and not one another.
+
+    What is predicted lies above what is measured: then the texts go below.
+    """
+    figure.draw_without_rendering()  # the layout decides where things are
+    spots = [axes.transData.transform(place) for place in (*(mark.place for mark in marks), *others)]
+    taken: list[tuple[float, float]] = []  # centers of the texts
+    pixels = figure.dpi / 72
+    for mark, (x, y) in zip(marks, spots, strict=False):
+        for right, up in _SIDES[:: -1 if others else 1]:
+            center = x + right * pixels, y + up * pixels
+            clear = all(
+                abs(center[0] - other[0]) > _TEXT[0] * pixels or abs(center[1] - other[1]) > _TEXT[1] * pixels
+                for other in taken
+            )
+            free = all(abs(center[0] - spot[0]) > 8 * pixels or abs(center[1] - spot[1]) > 6 * pixels for spot in spots)
+            if clear and free:
+                taken.append(center)
+                style = {"fontsize": 8, "color": mark.color, "ha": "center", "va": "center"}
+                axes.annotate(mark.text, mark.place, (right, up), textcoords="offset points", **style)
+                break
+
+
+def _place(point: Point, per_gpu: bool) -> tuple[float, float]:
+    rate = point.tokens_per_second_per_gpu if per_gpu else point.output_tokens_per_second
+    assert point.tokens_per_second_per_user is not None and rate is not None
+    return point.tokens_per_second_per_user, rate
+
+
+def _curve(axes: Any, points: list[Point], per_gpu: bool, marker: str, style: dict[str, Any]) -> None:
+    """The frontier as a line, every point as a mark."""
+    places = [_place(point, per_gpu) for point in points]
+    line = frontier(places)
+    axes.plot([x for x, _ in line], [y for _, y in line], linewidth=1.8, marker=marker, markersize=5, **style)
+    rest = [place for place in places if place not in line]
+    axes.plot([x for x, _ in rest], [y for _, y in rest], marker, markersize=5, color=style["color"], alpha=0.5)
+
+
+def plot_acceptance(runs: list[Results], file: Path) -> bool:
+    """Acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn."""
+    curves = [(run, point) for run in runs for point in _typical(run)]
+    if not any(point.acceptance_by_position for _, point in curves):
+        return False
+    bars = [(run, point) for run, point in curves if point.acceptance_length_by_category]
+    figure, axes = _figure(columns=2 if bars else 1)
+    left = axes[0] if bars else axes
+    for number, (run, point) in enumerate(curves):
+        # Where the draft length follows the load, some positions are hardly ever tried.
+        enough = _LEAST_TRIED * max(point.verified_by_position, default=0)
+        shares = [
+            share
+            for share, tries in zip(point.acceptance_by_position, point.verified_by_position, strict=True)
+            if tries >= enough
+        ]
+        label = _load_label(run, point, len(runs) == 1)
+        if point.acceptance_length is not None:
+            label += f": {point.acceptance_length:.2f} tokens a step"
+        style = {"color": f"C{number}", "label": label, "marker": _MARKERS[number % 4]}
+        left.plot(range(1, len(shares) + 1), shares, markersize=4, linewidth=1.5, **style)
+    imposed = next((run.imposed_acceptance for run in runs if run.imposed_acceptance), None)
+    if imposed is not None:
+        survival, rows = imposed["survival"], int(imposed["rows"])
+        curve = [survival**i for i in range(1, rows)]
+        left.plot(range(1, rows), curve, "k:", label=f"imposed: {imposed['tokens_per_step']:g} tokens a step")
+    left.set_ylim(0, 1.02)
+    left.set_xlabel("position of the draft in its block")
+    left.set_ylabel("share of verified drafts that were accepted")
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    if bars:
+        _category_bars(axes[1], bars, len(runs) == 1)
+    figure.suptitle(_title(runs) + (", acceptance imposed" if imposed else ""), fontsize=10)
+    figure.savefig(file)
+    return True
+
+
+def _typical(run: Results) -> list[Point]:
+    """Of the points that drafted: those of the smallest, the middle and the largest load."""
+    points = [point for point in run.points if point.acceptance_length is not None]
+    return [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})] if points else []
+
+
+def _category_bars(axes: Any, bars: list[tuple[Results, Point]], one_run: bool) -> None:
+    names = sorted({name for _, point in bars for name in point.acceptance_length_by_category})
+    width = 0.8 / len(bars)
+    for number, (run, point) in enumerate(bars):
+        places = [i + (number - (len(bars) - 1) / 2) * width for i in range(len(names))]
+        label = _load_label(run, point, one_run)
+        heights = [point.acceptance_length_by_category.get(name, 0.0) for name in names]
+        axes.bar(places, heights, width, label=label, color=f"C{number}")
+    axes.set_xticks(
+        range(len(names)), names, rotation=30 if len(names) > 5 else 0, ha="right" if len(names) > 5 else "center"
+    )
+    axes.set_xlabel("category of the prompt")
+    axes.set_ylabel("acceptance length (tokens a decoding step)")
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+
+
+def _load_label(run: Results, point: Point, one_run: bool) -> str:
+    unit = "client" if (point.load, run.load_unit) == (1, "clients") else run.load_unit
+    return f"{point.load:g} {unit}" if one_run else f"{run.label}, {point.load:g} {unit}"
+
+
+def _title(runs: list[Results]) -> str:
+    return runs[0].label + f"\n{runs[0].device}" if len(runs) == 1 else " and ".join(run.label for run in runs)
+
+
+def _figure(columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    figure = Figure(figsize=(8 if columns == 1 else 11, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns)

@@ -1,0 +1,173 @@
+"""A Triton server, through its text-in, text-out model and gRPC streams: ours, or TensorRT-LLM's of the same names."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferRequestedOutput, InferResult
+from tritonclient.grpc.aio import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from trtllm_dflash.bench.dataset import Message
+from trtllm_dflash.bench.load import Arm, Reply, Request, Target
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.serving.client import UnavailableError
+from trtllm_dflash.tokenizer import TextCodec
+
+#: The last one is ours: TensorRT-LLM's ensemble has none.
+_OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens", "total_draft_tokens", "total_accepted_draft_tokens")
+_CHANNEL = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+Render = Callable[[list[Message]], str]
+Count = Callable[[str], int]
+
+
+def chat_text(folder: Path | None) -> tuple[Render, Count | None]:
+    """How conversations become text, and how tokens are counted: by the tokenizer in a folder, an engine directory say.
+
+    Without one the last turn goes as it is, and the server counts.
+
+    Raises:
+        SettingsError: there is no tokenizer.
+    """
+    if folder is None:
+        return lambda messages: messages[-1]["content"], None
+    config = folder / "config.json"
+    arguments = json.loads(config.read_text()).get("chat_arguments", {}) if config.is_file() else {}
+    codec = TextCodec.load(folder, arguments)
+    if codec is None:
+        raise SettingsError(f"--tokenizer {folder}: there is no tokenizer.json")
+    return codec.chat_text, lambda text: len(codec.encode(text))
+
+
+class TritonTarget(Target):
+    """Streams from `model`. To be made and used on one event loop.
+
+    Args:
+        url: HOST:PORT of gRPC.
+        render: a conversation as the text that the model is to go on with.
+        count: tokens of a text, for servers that do not count them.
+    """
+
+    def __init__(self, url: str, model: str, render: Render, count: Count | None = None) -> None:
+        self._url, self._model, self._render, self._count = url, model, render, count
+        self._grpc = InferenceServerClient(url, channel_args=_CHANNEL)
+        self._known: frozenset[str] = frozenset()  # names of inputs and outputs
+
+    async def close(self) -> None:
+        await self._grpc.close()
+
+    async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
+        try:
+            if not await self._grpc.is_model_ready(self._model, client_timeout=10):
+                raise UnavailableError(f"--url {self._url}: Triton has no model {self._model!r} ready (--model)")
+            about = await self._grpc.get_model_metadata(self._model)
+        except (InferenceServerException, grpc.aio.AioRpcError) as error:
+            reason = str(error).splitlines()[0]
+            raise UnavailableError(f"--url {self._url}: no Triton server answers there: {reason}") from None
+        self._known = frozenset(tensor.name for tensor in (*about.inputs, *about.outputs))
+        if "text_input" not in self._known:
+            raise SettingsError(f"--model {self._model}: it has no text_input; name the ensemble, or tensorrt_llm_bls")
+        if arms != ("served",) and "draft" not in self._known:
+            raise SettingsError(f"--compare: the model {self._model!r} has no input `draft`; leave --compare out")
+        if params.ignore_eos and "ignore_eos" not in self._known:
+            raise SettingsError(f"--output-tokens: the model {self._model!r} always ends at EOS; give --max-tokens")
+        if "num_output_tokens" not in self._known and self._count is None:
+            raise SettingsError(f"--tokenizer: the model {self._model!r} does not count tokens; give its tokenizer")
+
+    async def send(self, request: Request) -> Reply:
+        reply = Reply()
+        loop = asyncio.get_running_loop()
+        text = self._render(request.sample.messages(request.replies))
+
+        async def once() -> AsyncIterator[dict[str, object]]:
+            yield {
+                "model_name": self._model,
+                "inputs": self._inputs(request, text),
+                "outputs": [InferRequestedOutput(name) for name in (*_OUTPUTS, "finish_reason") if name in self._known],
+            }
+
+        responses = self._grpc.stream_infer(once())
+        reason = ""
+        try:
+            async for result, error in responses:
+                if error is not None:
+                    reply.error = error.message()
+                    continue
+                _add(reply, result, loop.time())
+                reason = reason or _text(result, "finish_reason")
+        except grpc.aio.AioRpcError as error:
+            reply.error = error.details() or error.code().name
+        except InferenceServerException as error:
+            reply.error = error.message()
+        finally:
+            responses.cancel()
+        if reply.error is None and not reply.times:
+            reply.error = "the stream ended without a response"
+        elif reply.error is None and "finish_reason" in self._known and not reason:
+            reply.error = "the stream ended before the reply was whole"
+        if "num_output_tokens" not in self._known and self._count is not None:
+            reply.tokens, reply.tokens_by_response = self._count(reply.text), []
+        return reply
+
+    def _inputs(self, request: Request, text: str) -> list[InferInput]:
+        params = request.params
+        wanted: dict[str, np.ndarray[Any, Any]] = {
+            "text_input": np.array([text.encode()], object),
+            "max_tokens": np.array([params.max_tokens], np.int32),
+            "stream": np.array([True]),
+            "temperature": np.array([params.temperature], np.float32),
+            "top_k": np.array([params.top_k if params.temperature > 0 else 1], np.int32),
+            "top_p": np.array([params.top_p], np.float32),
+            "seed": np.array([params.seed], np.uint64),
+            "return_num_input_tokens": np.array([True]),
+            "return_num_output_tokens": np.array([True]),
+            "ignore_eos": np.array([params.ignore_eos]),
+        }
+        if request.arm != "served":
+            wanted["draft"] = np.array([request.arm == "draft"])
+        tensors = []
+        for name, value in wanted.items():
+            if name in self._known:
+                tensor = InferInput(name, [1, 1], np_to_triton_dtype(value.dtype))
+                tensor.set_data_from_numpy(value.reshape(1, 1))
+                tensors.append(tensor)
+        return tensors
+
+
+def _add(reply: Reply, result: InferResult, now: float) -> None:
+    """Adds a response. Its numbers count from the reply's begin."""
+    text = _text(result, "text_output")
+    tokens = _number(result, "num_output_tokens")
+    new = (tokens or 0) - reply.tokens
+    if not text and not new:
+        return
+    drafted, accepted = _number(result, "total_draft_tokens"), _number(result, "total_accepted_draft_tokens")
+    if tokens is not None and drafted is not None and accepted is not None:
+        if reply.times:  # the first response is the prefill's
+            reply.steps = (reply.steps or 0) + 1
+            reply.count_step(drafted - (reply.drafted or 0), accepted - (reply.accepted or 0))
+        else:
+            reply.steps = 0
+        reply.drafted, reply.accepted = drafted, accepted
+    reply.prompt_tokens = _number(result, "num_input_tokens") or reply.prompt_tokens
+    reply.times.append(now)
+    reply.text += text
+    if tokens is not None:
+        reply.tokens = tokens
+        reply.tokens_by_response.append(new)
+
+
+def _number(result: InferResult, name: str) -> int | None:
+    value = result.as_numpy(name)
+    return None if value is None or not value.size else int(value.reshape(-1)[0])
+
+
+def _text(result: InferResult, name: str) -> str:
+    value = result.as_numpy(name)
+    return "" if value is None or not value.size else str(value.reshape(-1)[0].decode())
