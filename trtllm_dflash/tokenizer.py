@@ -71,6 +71,8 @@ class TextCodec:
 
     def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the chat template. Arguments and errors as in `chat_text`."""
+        if self._harmony is not None:
+            return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})})
         return self._encode(self.chat_text(messages, arguments), special=False)
 
     def chat_text(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
@@ -85,7 +87,8 @@ class TextCodec:
             RequestError: there is no chat template, or it refuses these messages.
         """
         if self._harmony is not None:
-            return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})})
+            ids = self.encode_chat(messages, arguments)
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:
