@@ -99,7 +99,11 @@ def models(as_json: bool) -> None:
 @click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
 @click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
-@click.option("--precision", help="auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
+@click.option(
+    "--precision",
+    help="fp32, bf16, fp16, fp8 or nvfp4; auto: the fewest bits that the GPU multiplies and the checkpoint allows.  "
+    "[default: a quantized checkpoint's own, else bf16 with a GPU, fp32 without]",
+)
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
 @click.option("--max-batch", type=int, help="Slots: sequences at a time.")
 @click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.")
@@ -107,7 +111,8 @@ def models(as_json: bool) -> None:
 @click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
 @click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
 @click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
-@click.option("--drafter-precision", help="fp8: the drafter's matrices in FP8; the text stays the same.")
+@click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
+@click.option("--kv", help="fp8: caches in FP8; not there yet.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: torch]")
@@ -122,8 +127,11 @@ def build(model: str | None, output: Path | None, assignments: tuple[str, ...], 
 
     settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if value is not None})
     output = output or ENGINES / settings.name
+    said: list[str] = []
     with _progress_bar() as progress:
-        built = builder.build(settings, output, force, progress=progress)
+        built = builder.build(settings, output, force, progress=progress, say=said.append)
+    for line in said:
+        click.echo(line)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
 
 
@@ -213,7 +221,7 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     rows = {
         "engine": f"{config.name} ({config.backend})",
         "pair": pair,
-        "precision": config.precision,
+        "precision": found.precision,
         "tp": str(config.tp),
         "limits": f"{config.max_batch} slots, {config.max_seq_len} tokens, prefill chunks of {config.chunk}",
         "GPU": config.gpu or "any",

@@ -5,6 +5,7 @@ the shape that TensorRT itself inferred for it. What the bindings do not show is
 its shape is an all-reduce by sum, and one that grows its first dimension an all-gather.
 """
 
+import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,12 @@ TYPES = {
     trt.int32: torch.int32,
     trt.int64: torch.int64,
     trt.bool: torch.bool,
+    trt.fp8: torch.float8_e4m3fn,
+    trt.fp4: torch.uint8,  # here one number a byte, as its four bits
 }
+
+E4M3_MOST = 448.0
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -74,13 +80,15 @@ class _Rank:
             layer = self.network.get_layer(i)
             kind = str(layer.type).rpartition(".")[2]
             if kind == "DIST_COLLECTIVE":
-                result = _collective(layer, (yield self._inputs(layer)[0]))
+                results: tuple[Tensor, ...] = (_collective(layer, (yield self._inputs(layer)[0])),)
             else:
                 result = _LAYERS[kind](layer, self._inputs(layer))
-            output = layer.get_output(0)
-            assert layer.num_outputs == 1
-            self.values[output.name] = result
-            self._check(output)
+                results = result if isinstance(result, tuple) else (result,)
+            assert layer.num_outputs == len(results)
+            for i, value in enumerate(results):
+                output = layer.get_output(i)
+                self.values[output.name] = value
+                self._check(output)
 
     def outputs(self) -> dict[str, Tensor]:
         names = [self.network.get_output(i).name for i in range(self.network.num_outputs)]
@@ -118,7 +126,66 @@ def _collective(layer: Any, everyone: Tensor) -> Tensor:
 
 def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
     weights = _as(layer, "IConstantLayer").weights
+    if isinstance(weights, trt.Weights):
+        return _without_numpy(weights).reshape(tuple(layer.shape))
     return torch.from_numpy(weights.copy()).reshape(tuple(layer.shape))
+
+
+def _without_numpy(weights: Any) -> Tensor:
+    """Weights of a type that numpy has not, where the bindings give no address: it is in the C++ object they wrap.
+
+    A pybind11 object holds its pointer after Python's own head; nvinfer1::Weights is a type, an address and a count.
+    """
+    held = ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value
+    assert held is not None and ctypes.c_int64.from_address(held + 16).value == weights.size
+    address = ctypes.c_void_p.from_address(held + 8).value
+    assert address is not None
+    size = weights.size // 2 if weights.dtype == trt.fp4 else weights.size * TYPES[weights.dtype].itemsize
+    stored = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8).clone()
+    if weights.dtype == trt.fp4:
+        return torch.stack([stored & 15, stored >> 4], dim=-1)
+    return stored.view(TYPES[weights.dtype])
+
+
+def _quantize(layer: Any, inputs: list[Tensor]) -> Tensor:
+    x, scale = inputs
+    assert _as(layer, "IQuantizeLayer").to_type == trt.fp8 and scale.dim() == 0
+    return (x.float() / scale).clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn)
+
+
+def _dequantize(layer: Any, inputs: list[Tensor]) -> Tensor:
+    """By a scale of everything, of an index along `axis`, or of a block: of `block_shape`, or as the shapes say."""
+    layer = _as(layer, "IDequantizeLayer")
+    x, scale = inputs
+    kind = TYPES[layer.to_type]
+    values = E2M1[x.int()] if x.dtype == torch.uint8 else x.float()
+    if scale.dim() == 0:
+        return (values * scale).to(kind)
+    if scale.dim() == 1:
+        return (values * scale.view([-1 if i == layer.axis else 1 for i in range(x.dim())])).to(kind)
+    try:
+        block = list(layer.block_shape)
+    except RuntimeError:  # not set
+        block = [size // count for size, count in zip(x.shape, scale.shape, strict=True)]
+    for i, size in enumerate(block):
+        scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, x.shape[i])
+    return (values * scale.float()).to(kind)
+
+
+def _dynamic_quantize(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """E2M1 numbers and their E4M3 scales, by blocks along the last axis, under a global scale."""
+    layer = _as(layer, "IDynamicQuantizeLayer")
+    x, global_scale = inputs
+    assert (layer.to_type, layer.scale_type) == (trt.fp4, trt.fp8) and layer.axis == x.dim() - 1
+    blocks = x.float().unflatten(-1, (-1, layer.block_size))
+    scale = (blocks.abs().amax(dim=-1) / 6 / global_scale).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
+    divisor = scale.float() * global_scale
+    scaled = (blocks / torch.where(divisor == 0, 1, divisor)[..., None]).flatten(-2)
+    # Nearest, and of two as near the even one: E2M1's magnitudes by their three bits.
+    distance = (scaled.abs()[..., None] - E2M1[:8]).abs()
+    even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    code = even_first[distance[..., even_first].argmin(dim=-1)]
+    return (code + 8 * (scaled < 0)).to(torch.uint8), scale
 
 
 def _elementwise(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -269,7 +336,7 @@ def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
     return (scores.softmax(dim=-1) @ values).to(q.dtype)
 
 
-_LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {
+_LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] = {
     "ACTIVATION": _activation,
     "ATTENTION_INPUT": _attention,
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
@@ -277,11 +344,14 @@ _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {
     "CONCATENATION": _concatenation,
     "CONSTANT": _constant,
     "CUMULATIVE": _cumulative,
+    "DEQUANTIZE": _dequantize,
+    "DYNAMIC_QUANTIZE": _dynamic_quantize,
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,
     "KV_CACHE_UPDATE": _kv_cache_update,
     "MATRIX_MULTIPLY": _matrix_multiply,
+    "QUANTIZE": _quantize,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotary_embedding,
     "SELECT": _select,

@@ -9,6 +9,7 @@ from math import prod
 
 from trtllm_dflash.bench.machine import Rates
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import multiplied_precision
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
@@ -104,12 +105,8 @@ def _head(model: DecoderConfig) -> Weight:
 
 
 def _bytes(weights: list[Weight], config: EngineConfig) -> int:
-    total = 0
-    for weight in weights:
-        shape = weight.shape(config.tp, 0)
-        is_fp8 = weight.precision is WeightPrecision.FP8
-        total += prod(shape) + 4 * shape[0] if is_fp8 else prod(shape) * config.dtype.itemsize
-    return total
+    stored = [(multiplied_precision(config, weight), weight.shape(config.tp, 0)) for weight in weights]
+    return sum(precision.stored_bytes(shape, config.dtype.itemsize) for precision, shape in stored)
 
 
 def _flops(weights: list[Weight], tp: int) -> int:

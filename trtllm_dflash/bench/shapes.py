@@ -12,7 +12,8 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision
-from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, quantize_rows
+from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, Fp8Weight, quantize_rows
+from trtllm_dflash.ops.linear_weight import stored_tensors
 
 #: Of random matrices, as models are initialised: activations stay far from what BF16 and FP16 hold.
 _STD = 0.02
@@ -144,15 +145,16 @@ def shape_config(
     shape = find_shape(name)
     target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
     taps = default_tap_layers(target.layers, shape.drafter_layers)
+    own = {"family": "dflash", "layers": shape.drafter_layers, "tied_embeddings": False}
+    own |= {"linear_precision": drafter_precision, "plain_linears": ()}
     drafter = DrafterConfig(
-        **{**target.model_dump(), "family": "dflash", "layers": shape.drafter_layers, "tied_embeddings": False},
+        **{**target.model_dump(), **own},
         block_size=shape.block_size,
         mask_token_id=shape.mask_token_id,
         target_layers=target.layers,
         # A target cut to a few layers has fewer than there are taps: some are tapped twice.
         tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in taps),
         draft_vocab_size=draft_vocab,
-        linear_precision=drafter_precision,
     )
     config = EngineConfig(name=name, block_size=shape.block_size, target=target, drafter=drafter, **settings)
     check_tp(config.tp, target, drafter)
@@ -181,7 +183,8 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         else:
             tensor.fill_(0 if weight.name.endswith("bias") else 1)
         if weight.precision is WeightPrecision.FP8:
-            tensor, scale = quantize_rows(tensor)
-            tensors[weight.scale_name] = scale.flatten()
-        tensors[weight.name] = tensor
+            values, scale = quantize_rows(tensor)
+            tensors |= stored_tensors(weight.linear, Fp8Weight(values, scale.flatten()))
+        else:
+            tensors[weight.name] = tensor
     return tensors

@@ -55,16 +55,24 @@ class CheckpointFolder:
         config = {key: value for key, value in read_json(path / "config.json").items() if value is not None}
         return cls(path, config, _read_headers(path))
 
-    def check(self, parts: Iterable[Part], ignored: Iterable[str] = (), keys: Mapping[str, str] | None = None) -> None:
+    def check(
+        self,
+        parts: Iterable[Part],
+        ignored: Iterable[str] = (),
+        keys: Mapping[str, str] | None = None,
+        quantized: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         """Compares the tensors with the parts that a model is made of: names, shapes, and floating-point types.
 
-        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.read_weight`.
+        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.read_weight`. `quantized`:
+        shapes of tensors that are stored in few bits, and of their scales, whose types are known to be right.
 
         Raises:
             CheckpointError: one line that lists what is missing, unexpected, misshapen, or of another type.
         """
         names = keys or {}
-        expected = {names.get(part.key, part.key): part.shape for part in parts}
+        stored = quantized or {}
+        expected = {names.get(part.key, part.key): part.shape for part in parts} | dict(stored)
         patterns = (*IGNORED, *ignored)
         present = {name: self.tensors[name] for name in expected if name in self.tensors}
         troubles = {
@@ -80,7 +88,9 @@ class CheckpointFolder:
                 if info.shape != expected[name]
             ],
             f"dtype other than {', '.join(FLOATING_DTYPES)}": [
-                f"{name} {info.dtype}" for name, info in present.items() if info.dtype not in FLOATING_DTYPES
+                f"{name} {info.dtype}"
+                for name, info in present.items()
+                if name not in stored and info.dtype not in FLOATING_DTYPES
             ],
         }
         listed = [f"{trouble}: {_some(names)}" for trouble, names in troubles.items() if names]

@@ -106,14 +106,17 @@ def weight_count(config: EngineConfig) -> int:
 
 
 def weight_bytes(config: EngineConfig) -> int:
-    """Bytes of those parameters and tables; as FP8 where that is how they are stored and multiplied."""
+    """Bytes of those parameters and tables, as they are multiplied; see `multiplied_precision`."""
     size = config.dtype.itemsize
-    total = _completed(config) * size
-    for weight in _weights(config):
-        shape = weight.shape(config.tp, 0)
-        is_fp8 = weight.precision is WeightPrecision.FP8
-        total += _count(shape) + 4 * shape[0] if is_fp8 else _count(shape) * size
-    return total
+    weights = [(multiplied_precision(config, weight), weight.shape(config.tp, 0)) for weight in _weights(config)]
+    return sum(precision.stored_bytes(shape, size) for precision, shape in weights) + _completed(config) * size
+
+
+def multiplied_precision(config: EngineConfig, weight: Weight) -> WeightPrecision:
+    """How a weight lies in a GPU's memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load."""
+    if config.backend == "torch" and weight.precision is not WeightPrecision.FP8:
+        return WeightPrecision.ENGINE
+    return weight.precision
 
 
 def _weights(config: EngineConfig) -> list[Weight]:
