@@ -42,7 +42,7 @@ def make_quantized(path: Path, layout: str, **how: Any) -> tuple[Path, Path, dic
 
 
 def planned(pair: Pair, **settings: Any) -> tuple[Pair, Any]:
-    limits = {"max_batch": 2, "max_seq_len": 64, "chunk": 16}
+    limits: dict[str, Any] = {"max_batch": 2, "max_seq_len": 64, "chunk": 16}
     config = plan_engine(pair, BuildSettings(name="a", target="", drafter="", **limits, **settings))
     return as_planned(pair, config), config
 

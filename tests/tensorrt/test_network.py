@@ -98,7 +98,9 @@ class Both:
         views = {name: cache[slots] for name, cache in self.caches.items()}
         drafting = Drafting.BLOCK if self.config.drafter is not None else Drafting.OFF
         expected = self.step(self.ops(self.weights, views), inputs, drafting)
-        bound = [_bound(inputs) | {name: cache[slots] for name, cache in caches.items()} for caches in self.rank_caches]
+        bound = [
+            bound_inputs(inputs) | {name: cache[slots] for name, cache in caches.items()} for caches in self.rank_caches
+        ]
         results = evaluate([network.network for network in self.emitted], bound)
         for rank, found in enumerate(results):
             for name in ("target_ids", "accepted", "next_start", "next_tokens"):
@@ -124,7 +126,7 @@ class Both:
                 )
 
 
-def _bound(inputs: StepInputs[Tensor]) -> dict[str, Tensor]:
+def bound_inputs(inputs: StepInputs[Tensor]) -> dict[str, Tensor]:
     names = ("token_ids", "start", "row_count", "logit_rows", "block_offsets")
     bound = {name: getattr(inputs, name) for name in names}
     if inputs.sampling is not None:

@@ -129,6 +129,7 @@ def shape_config(
     *,
     layers: int | None = None,
     draft_vocab: int | None = None,
+    target_precision: Literal["fp8"] | None = None,
     drafter_precision: Literal["fp8"] | None = None,
     **settings: Any,
 ) -> EngineConfig:
@@ -136,7 +137,7 @@ def shape_config(
 
     Args:
         layers: of the target, where not the shape's.
-        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`.
+        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`; target_precision: its `--precision`.
         settings: what `EngineConfig` needs besides the models: precision, tp, max_batch, max_seq_len, chunk.
 
     Raises:
@@ -144,6 +145,8 @@ def shape_config(
     """
     shape = find_shape(name)
     target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
+    if target_precision is not None:
+        target = target.model_copy(update={"linear_precision": WeightPrecision.FP8, "plain_linears": ("lm_head",)})
     taps = default_tap_layers(target.layers, shape.drafter_layers)
     own = {"family": "dflash", "layers": shape.drafter_layers, "tied_embeddings": False}
     own |= {"linear_precision": drafter_precision, "plain_linears": ()}

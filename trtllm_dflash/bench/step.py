@@ -55,7 +55,7 @@ class StepBenchSettings(BaseModel):
 
     engine: Path | None = None
     shape: str | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None  # of the target
     drafter_precision: Literal["fp8"] | None = None
@@ -296,13 +296,14 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
     else:
         assert settings.shape is not None
         precision = settings.precision
-        if precision in (None, "auto"):
+        if precision in (None, "auto", "fp8"):
             precision = "bf16" if device.type == "cuda" else "fp32"
         spare = find_shape(settings.shape).block_size
         config = shape_config(
             settings.shape,
             layers=settings.layers,
             draft_vocab=settings.draft_vocab,
+            target_precision="fp8" if settings.precision == "fp8" else None,
             drafter_precision=settings.drafter_precision,
             precision=precision,
             tp=settings.tp or 1,

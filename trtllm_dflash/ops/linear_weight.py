@@ -43,8 +43,8 @@ class Nvfp4Weight:
 def unpack(values: Tensor) -> Tensor:
     """The E2M1 numbers in bytes [O, I / 2], before any scale: FP32 [O, I]."""
     codes = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(1)
-    numbers: Tensor = torch.tensor(E2M1, device=values.device)[codes.int()]
-    return numbers
+    numbers = torch.tensor(E2M1, device=values.device)
+    return numbers[codes.int()]
 
 
 QuantizedWeight: TypeAlias = Fp8Weight | Nvfp4Weight

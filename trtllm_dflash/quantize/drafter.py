@@ -4,7 +4,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -12,6 +12,7 @@ from torch import nn
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
 from trtllm_dflash.checkpoint.quantized import MODELOPT_FILE
+from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -21,6 +22,7 @@ from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
 
 Tensor = torch.Tensor
+O = TypeVar("O", bound=TorchOps)
 
 #: Blocks that are drafted in each sample.
 _BLOCKS = 4
@@ -89,7 +91,7 @@ def quantize_drafter(
     linears = DrafterLinears(checkpoint, llm.config.dtype, llm.session.device)
 
     def calibrate(linears: Any) -> None:
-        ops = ModuleOps(llm.session.weights, one_slot(llm))
+        ops = ops_over(llm, ModuleOps)
         ops.linears = linears
         for done, sample in enumerate(samples, start=1):
             for _ in draft_blocks(ops, llm, sample):
@@ -114,9 +116,11 @@ def quantize_drafter(
     (output / MODELOPT_FILE).write_text(json.dumps(summary, indent=4) + "\n", encoding="utf-8")
 
 
-def one_slot(llm: LLM) -> dict[str, Tensor]:
-    """The caches of an engine's first slot."""
-    return {name: cache[:1] for name, cache in llm.session.caches.items()}
+def ops_over(llm: LLM, kind: type[O]) -> O:
+    """Operations of that kind over an engine's weights and the caches of its first slot."""
+    session = llm.session
+    assert isinstance(session, TorchSession), "loaded from checkpoints"
+    return kind(session.weights, {name: cache[:1] for name, cache in session.caches.items()})
 
 
 def draft_blocks(ops: TorchOps, llm: LLM, sample: Sample) -> Iterator[Tensor]:

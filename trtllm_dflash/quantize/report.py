@@ -13,7 +13,7 @@ from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.quantize.drafter import draft_blocks, one_slot
+from trtllm_dflash.quantize.drafter import draft_blocks, ops_over
 from trtllm_dflash.quantize.text import Sample
 from trtllm_dflash.runtime.request import SamplingParams
 
@@ -79,7 +79,7 @@ class ProductOps(TorchOps):
 @torch.inference_mode()
 def observe(llm: LLM, samples: list[Sample]) -> Observed:
     """Runs samples through the target and, where there is one, the drafter; they fit the engine's length."""
-    ops = ProductOps(llm.session.weights, one_slot(llm))
+    ops = ops_over(llm, ProductOps)
     ops.products = {}
     target = build_target(llm.config.target)
     loss, count = 0.0, 0
