@@ -36,7 +36,7 @@ class Nvfp4Weight:
     def dequantize(self) -> Tensor:
         """The numbers that it stands for, FP32 [O, I]."""
         scale = self.scale.float() * self.global_scale[:, None]
-        blocks = unpack(self.values).unflatten(1, (-1, NVFP4_BLOCK))
+        blocks: Tensor = unpack(self.values).unflatten(1, (-1, NVFP4_BLOCK))
         return (blocks * scale[..., None]).flatten(1)
 
 

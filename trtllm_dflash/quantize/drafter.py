@@ -22,7 +22,7 @@ from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
 
 Tensor = torch.Tensor
-O = TypeVar("O", bound=TorchOps)
+OpsKind = TypeVar("OpsKind", bound=TorchOps)
 
 #: Blocks that are drafted in each sample.
 _BLOCKS = 4
@@ -116,7 +116,7 @@ def quantize_drafter(
     (output / MODELOPT_FILE).write_text(json.dumps(summary, indent=4) + "\n", encoding="utf-8")
 
 
-def ops_over(llm: LLM, kind: type[O]) -> O:
+def ops_over(llm: LLM, kind: type[OpsKind]) -> OpsKind:
     """Operations of that kind over an engine's weights and the caches of its first slot."""
     session = llm.session
     assert isinstance(session, TorchSession), "loaded from checkpoints"
