@@ -219,7 +219,7 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def quantize(model: str | None, output: Path | None, force: bool, as_json: bool, **flags: Any) -> None:
-    """Quantize a pair's checkpoints with NVIDIA ModelOpt, and report what that costs."""
+    """Quantize a pair with NVIDIA ModelOpt and report what that costs."""
     from trtllm_dflash.catalog import find_entry
     from trtllm_dflash.quantize import quantizer, report
 
