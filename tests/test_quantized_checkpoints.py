@@ -102,6 +102,16 @@ def test_it_says_what_the_same_numbers_unquantized_say(layout, tmp_path):
             assert [reply.token_ids for reply in llm.generate(prompts, params, draft=draft)] == said
 
 
+@pytest.mark.parametrize("layout", ["tensor", "nvfp4"])
+def test_a_shortlist_s_head_is_the_target_s_and_stays_as_it_is(layout, tmp_path):
+    target, drafter, _ = make_quantized(tmp_path, layout)
+    pair, config = planned(open_pair(target, drafter), draft_vocab=128)
+    pair = as_planned(pair, config)
+    assert config.drafter.plain_linears == ("drafter.fc", "drafter.lm_head")
+    head = read_rank_weights(pair, 1, 0, torch.float32)["drafter.lm_head.weight"]
+    assert torch.equal(head, load_file(target / "model.safetensors")["lm_head.weight"].float())
+
+
 def test_what_is_asked_for_decides_over_the_checkpoint(tmp_path):
     target, drafter, expected = make_quantized(tmp_path, "channel")
     pair, config = planned(open_pair(target, drafter), precision="bf16")

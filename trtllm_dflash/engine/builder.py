@@ -37,7 +37,7 @@ from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
@@ -216,6 +216,9 @@ def _lighter(
     if settings.draft_vocab is not None:
         _check_draft_vocab(settings.draft_vocab, settings, drafter)
         changes["draft_vocab_size"] = settings.draft_vocab
+        if drafter.linear_precision is not None:  # the head is the target's, and not in its checkpoint's format
+            kept = changes.get("plain_linears", drafter.plain_linears)
+            changes["plain_linears"] = (*kept, HEAD.removesuffix(".weight"))
     _draft_text(settings, pair)
     return drafter.model_copy(update=changes)
 
