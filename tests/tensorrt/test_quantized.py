@@ -161,9 +161,7 @@ def compiled(pair: Pair, gpu: str, tp: int, **settings: Any) -> Plan:
     [
         *(("tensor", gpu, tp) for gpu in ("sm89", "sm120") for tp in (1, 8)),
         ("channel", "sm89", 8),
-        ("channel", "sm120", 1),
-        ("blocks", "sm89", 2),
-        ("blocks", "sm120", 1),
+        ("blocks", "sm120", 2),
         ("nvfp4", "sm120", 1),
         ("nvfp4", "sm120", 8),
         ("nvfp4 weights", "sm120", 8),

@@ -6,7 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -45,12 +45,17 @@ def recipe(modelopt: ModuleType, format: str, kv: str | None) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what the libraries print, and their bars, from standard output and from the terminal."""
-    before = logging.root.manager.disable
+    """Keeps what the libraries say from standard output, and their bars from the terminal, where ours are."""
+    from transformers.utils import logging as transformers_logging
+
+    before, bars = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
+    transformers_logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        if bars:
+            transformers_logging.enable_progress_bar()
