@@ -218,7 +218,7 @@ def _read_key(file: Path | None) -> str | None:
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
 def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None) -> None:
-    """Show sweeps again, and against one another: their folders, or their results.json."""
+    """Show sweeps again, and compare them (folders or results.json)."""
     from trtllm_dflash.bench.report import (
         compare_runs,
         fixed_speed_table,
