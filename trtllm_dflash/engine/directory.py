@@ -18,6 +18,9 @@ from trtllm_dflash.errors import EngineError
 
 CONFIG_FILE = "config.json"
 
+#: The library of the TensorRT plugin that an engine's plans run.
+PLUGIN_FILE = "libdflash_plugin.so"
+
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
