@@ -238,14 +238,13 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
     is_here = build.target.startswith(PACKAGE) or Path(build.target).expanduser().is_dir()
     config = _engine_of_checkpoint(build) if is_here else _engine_of_shape(build)
     tensorrt = build.backend == "tensorrt"
-    return config.model_copy(
-        update={"backend": build.backend, "sampling": build.sampling, "gpu": gpu if tensorrt else None}
-    )
+    asked = {"gpu": gpu, "plugin": build.plugin} if tensorrt else {}
+    return config.model_copy(update={"backend": build.backend, "sampling": build.sampling, **asked})
 
 
 def _engine_of_checkpoint(build: BuildSettings) -> EngineConfig:
     # For torch: no compiler is asked what it can compile here.
-    compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers")
+    compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
     plainly = {name: BuildSettings.model_fields[name].default for name in compilers}
     build = build.model_copy(update={**plainly, "precision": _precision(build)})
     return plan_engine(open_checkpoints(build), build)
