@@ -201,7 +201,7 @@ def test_an_output_that_cannot_be_written_is_named(pair, tmp_path):
         (["--tp", 0], "--tp 0: "),
         (["--max-batch", 0], "--max-batch 0: "),
         (["--chunk", -1], "--chunk -1: "),
-        (["--precision", "fp8"], "--precision fp8: "),
+        (["--precision", "fp4"], "--precision fp4: "),
     ],
 )
 def test_a_flag_that_contradicts_the_checkpoint_is_refused_by_name(flags, says, pair, tmp_path):

@@ -136,9 +136,11 @@ def test_the_exported_pair_is_launched(tmp_path, tiny_engine):
 
 def test_what_these_folders_cannot_hold_is_refused(tmp_path):
     fp8 = build_tiny(tmp_path / "fp8", drafter_precision="fp8")
-    assert "is stored as FP8, which is not written back" in refusal(
-        "export", "--engine", fp8, "--output", tmp_path / "x"
-    )
+    target = build_tiny(tmp_path / "fp8-target", precision="fp8")
+    for engine in (fp8, target):
+        assert "is stored as FP8, which is not written back" in refusal(
+            "export", "--engine", engine, "--output", tmp_path / "x"
+        )
     old = build_tiny(tmp_path / "old")
     config = json.loads((old / "config.json").read_text())
     del config["files"]["target_config.json"]

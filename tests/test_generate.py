@@ -443,4 +443,4 @@ def test_arguments_that_do_not_fit_are_refused(tiny):
     with pytest.raises(RequestError, match="a list of prompts"):
         tiny.generate("one text would be taken for a prompt a letter")
     with pytest.raises(DFlashError, match="precision"):
-        LLM.from_pretrained(str(TINY / "target"), None, precision="fp8")
+        LLM.from_pretrained(str(TINY / "target"), None, precision="fp4")

@@ -306,10 +306,6 @@ def test_the_shipped_pair_has_a_text_of_its_own_and_others_must_name_one(tmp_pat
         (["--draft-vocab", 2048, "--draft-text", PROMPT_FILE], "takes every token"),
         (["--draft-vocab", 64, "--draft-text", "nowhere.txt"], "--draft-text nowhere.txt: is not a file"),
         (["--drafter-precision", "fp4"], "--drafter-precision fp4: Input should be 'fp8'"),
-        (
-            ["--drafter-precision", "fp8", "--backend", "tensorrt", "--gpu", "sm120"],
-            "--drafter-precision fp8 with --backend tensorrt is not there yet; use --backend torch",
-        ),
     ],
 )
 def test_what_cannot_be_made_lighter_is_refused_by_name(flags, says, tmp_path):

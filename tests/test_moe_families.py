@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from tests.checkpoints import (
@@ -25,6 +26,7 @@ from tests.checkpoints import (
     split_into_shards,
 )
 from tests.conftest import TINY, refusal, succeeds
+from tests.quantized import quantize_folder
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import all_logits, greedy
 from trtllm_dflash import LLM, SamplingParams
@@ -34,10 +36,12 @@ from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
 from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.builder import BuildSettings, build
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.engine.memory import plan_memory
+from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.moe import MoEDecoder
+from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -419,6 +423,31 @@ def test_an_engine_of_gpt_oss_generates_from_the_command_line(tmp_path):
     straight = LLM.from_pretrained(target, drafter, precision="fp32", device="cpu")
     params = SamplingParams(max_tokens=20)
     assert llm.generate([[1, 2, 3]], params)[0].token_ids == straight.generate([[1, 2, 3]], params)[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_rounded_to_fp8_experts_routers_and_the_head_stay_as_they_are(family, tmp_path):
+    target = make_qwen3_moe(tmp_path / "target") if family == "qwen3-moe" else gpt_oss_pair(tmp_path)[0]
+    succeeds("build", "--target", target, "--precision", "fp8", "--output", tmp_path / "engine")
+    llm = LLM.load(tmp_path / "engine", "cpu")
+    rounded = [weight.linear for weight in build_target(llm.config.target).weights() if weight.precision == "fp8"]
+    layers = llm.config.target.layers
+    linears = ("self_attn.qkv_proj", "self_attn.o_proj")
+    assert rounded == [f"model.layers.{i}.{name}" for i in range(layers) for name in linears]
+    stored = load_file(tmp_path / "engine" / "rank0.safetensors")
+    plain = read_rank_weights(open_pair(target), 1, 0, torch.float32)
+    assert {name for name, tensor in stored.items() if tensor.dtype == FP8} == {name + ".weight" for name in rounded}
+    for name in plain.keys() - {name + ".weight" for name in rounded}:
+        assert torch.equal(stored[name], plain[name])
+    assert plan_memory(llm.config).weights == sum(x.nbytes for x in complete_weights(stored, llm.config, 0).values())
+    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+
+
+def test_quantized_experts_are_refused(tmp_path):
+    path = make_qwen3_moe(tmp_path / "target", layers=1)
+    quantize_folder(path, "channel")
+    message = "model.layers.0.mlp.experts.gate_up_proj.weight is quantized, which embeddings and experts may not be"
+    assert message in gpt_oss_refusal(path)
 
 
 def test_random_weights_for_timing_have_the_tensors_of_an_engine(tmp_path):

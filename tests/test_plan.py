@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import make_target
 from tests.conftest import refusal, succeeds
+from tests.quantized import quantize_folder
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.floor import StepCount, experts_touched, step_work
 from trtllm_dflash.bench.shapes import SHAPES, shape_config
@@ -257,9 +259,50 @@ def test_a_checkpoint_that_is_here_is_planned_from_its_own_configuration(tiny_en
     assert sum(parts) == pytest.approx(stored / 2, rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b", "gpt-oss-120b", "qwen3-coder-30b-a3b"])
+@pytest.mark.usefixtures("no_checkpoints")
+def test_a_target_in_fp8_reads_its_projections_in_half_the_bytes(name):
+    command = ("build", "--plan", "--model", name, "--gpu", "h200", "--tp", 2, "--json")
+    bf16, fp8, auto = (
+        BuildPlan.model_validate_json(succeeds(*command, *more))
+        for more in ((), ("--precision", "fp8"), ("--precision", "auto"))
+    )
+    assert [plan.linear_precision for plan in (bf16, fp8, auto)] == [None, "fp8", "fp8"]
+    halved = ("attention", "feed_forward") if name == "qwen3-8b" else ("attention",)
+    for part in halved:
+        assert getattr(fp8.memory, part) == pytest.approx(getattr(bf16.memory, part) / 2, rel=0.01)
+    for part in {"experts", "embedding", "lm_head", "rest", "drafter"}:
+        assert getattr(fp8.memory, part) == getattr(bf16.memory, part)
+    assert auto.memory.drafter == pytest.approx(bf16.memory.drafter / 2, rel=0.01)
+    saved = sum(getattr(bf16.memory, part) - getattr(fp8.memory, part) for part in halved)
+    # Both plain steps of one slot wait for memory.
+    saved_seconds = saved / (fp8.limits.bandwidth * fp8.limits.copy_share)
+    assert bf16.points[0].floor_seconds - fp8.points[0].floor_seconds == pytest.approx(saved_seconds, rel=1e-3)
+    assert any("no step of such a target has been measured" in note for note in fp8.assumptions)
+
+
+@pytest.mark.parametrize(("layout", "bits"), [("blocks", 8), ("nvfp4", 4.5)])
+def test_a_quantized_checkpoint_is_planned_as_its_backend_multiplies_it(layout, bits, tmp_path):
+    target = make_target(tmp_path / "target", hidden=256, intermediate=512, heads=4, kv_heads=4, head_size=64)
+    quantize_folder(target, layout)
+    command = ("build", "--plan", "--target", target, "--json", "--gpu")
+    torch, plan = (
+        BuildPlan.model_validate_json(succeeds(*command, "b300", "--backend", backend))
+        for backend in ("torch", "tensorrt")
+    )
+    assert plan.linear_precision == torch.linear_precision
+    assert plan.memory.feed_forward == pytest.approx(torch.memory.feed_forward * bits / 16, rel=0.03)
+    assert any("dequantized to BF16 at load" in note for note in torch.assumptions)
+    if layout == "nvfp4":
+        assert "sm90 has fp8" in refusal(*command, "h200", "--backend", "tensorrt")
+        found = Comparison.model_validate_json(succeeds(*command[:-1], "--backend", "tensorrt"))
+        assert "sm90 has fp8" in found.refused["h200"] and "b300" not in found.refused
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ((*MODEL, "--precision", "nvfp4"), "--precision nvfp4: the target's checkpoint is not quantized"),
         ((*MODEL, "--gpu", "rtx-4090"), "more than rtx-4090 has: use --tp 4"),
         ((*MODEL, "--gpu", "h100", "--max-batch", 64), "more than h100 has: use --max-batch 27 or --max-seq-len"),
         ((*MODEL, "--gpu", "sm120"), "--gpu sm120: --plan knows b300,"),

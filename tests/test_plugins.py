@@ -13,6 +13,9 @@ import torch
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import AttentionLayer, cuda_kernels, tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
+from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
+from trtllm_dflash.ops.torch_ops import TorchOps
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
@@ -145,3 +148,48 @@ def test_cuda_ops_need_the_library(load, tmp_path):
         load(tmp_path / "nothing.so")
     with pytest.raises(EngineError, match="make kernels"):
         CudaOps({}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "taken"),
+    [
+        *((kind, rows, rows <= 16 and kind in ("plain", "rows")) for kind in ("plain", "rows") for rows in (16, 17)),
+        ("blocks", 1, False),
+        ("nvfp4", 1, False),
+    ],
+)
+def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(kind, rows, taken, monkeypatch):
+    matrix = 0.1 * torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    values, scale = quantize_rows(matrix)
+    weight = {
+        "plain": matrix.bfloat16(),
+        "rows": Fp8Weight(values, scale.flatten()),
+        "blocks": Fp8Weight(matrix.to(torch.float8_e4m3fn), torch.ones(2, 1)),
+        "nvfp4": Nvfp4Weight(
+            torch.full((256, 64), 0x21, dtype=torch.uint8),
+            torch.ones(256, 8).to(torch.float8_e4m3fn),
+            torch.ones(256),
+        ),
+    }[kind]
+    weights = {"a.bias": torch.ones(256, dtype=torch.bfloat16)}
+    weights |= {"a.weight": weight} if isinstance(weight, torch.Tensor) else stored_tensors("a", weight)
+    calls = []
+
+    def skinny_gemm(x, values, scale, bias, swiglu):
+        calls.append((values, scale, swiglu))
+        y = x.float() @ (values.float() * (1 if scale is None else scale[:, None])).t() + bias.float()
+        return (torch.nn.functional.silu(y[..., :128]) * y[..., 128:] if swiglu else y).to(x.dtype)
+
+    monkeypatch.setattr(cuda_kernels, "load", lambda: None)
+    monkeypatch.setattr(cuda_kernels, "_major", lambda device: 9)
+    monkeypatch.setattr(cuda_kernels, "skinny_gemm", skinny_gemm)
+    monkeypatch.setattr(cuda_kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
+    x = torch.randn(1, rows, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for name in ("linear", "linear_swiglu"):
+        found, expected = (getattr(ops(weights, {}), name)("a", x) for ops in (CudaOps, TorchOps))
+        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
+    if taken:
+        assert [swiglu for *_, swiglu in calls] == [False, True]
+        assert all(values is weights["a.weight"] and scale is weights.get("a.scale") for values, scale, _ in calls)
+    else:
+        assert not calls

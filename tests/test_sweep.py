@@ -371,6 +371,12 @@ def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_en
     assert point.acceptance_by_position == pytest.approx(reached)
 
 
+def test_a_target_in_fp8_is_swept_and_said_to_be(tmp_path):
+    succeeds("sweep", *QUICK, "--concurrency", 1, "--precision", "fp8", "--output", tmp_path)
+    engine = read_results(tmp_path).engine
+    assert (engine["precision"], engine["target_matrices"], engine["drafter_matrices"]) == ("fp32", "fp8", "fp32")
+
+
 def test_open_loop_in_this_process(tmp_path):
     succeeds("sweep", *QUICK, "--rate", "40", "--arrival", "constant", "--output", tmp_path, "--json")
     (point,) = read_results(tmp_path).points

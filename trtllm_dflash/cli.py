@@ -101,7 +101,11 @@ def models(as_json: bool) -> None:
 @click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
 @click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
-@click.option("--precision", help="auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
+@click.option(
+    "--precision",
+    help="fp32, bf16, fp16, fp8 or nvfp4; auto: the fewest bits that the GPU multiplies and the checkpoint allows.  "
+    "[default: a quantized checkpoint's own, else bf16 with a GPU, fp32 without]",
+)
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
 @click.option("--ep", is_flag=True, default=None, help="Whole experts on each rank, not a slice of each.")
 @click.option("--max-batch", type=int, help="Slots: sequences at a time.")
@@ -110,7 +114,8 @@ def models(as_json: bool) -> None:
 @click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
 @click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
 @click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
-@click.option("--drafter-precision", help="fp8: the drafter's matrices in FP8; the text stays the same.")
+@click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
+@click.option("--kv", help="fp8: caches in FP8; not there yet.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: torch]")
@@ -159,8 +164,11 @@ def build(
             raise SettingsError(f"--{name.replace('_', '-')}: goes with --plan")
     settings = _build_settings(model, assignments, given)
     output = output or ENGINES / settings.name
+    said: list[str] = []
     with _progress_bar() as progress:
-        built = builder.build(settings, output, force, progress=progress)
+        built = builder.build(settings, output, force, progress=progress, say=said.append)
+    for line in said:
+        click.echo(line)
     click.echo(f"{output}: {'built' if built else 'up to date'}")
     if transcoded := read_config(output).transcoded:
         click.echo(f"{output}: {transcoded}")
@@ -251,6 +259,50 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
+# -- quantize --------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--model", help="A known pair (see `models`), or a target's folder.")
+@click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
+@click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
+@click.option("--format", required=True, help="fp8 or nvfp4.")
+@click.option("--kv", help="fp8: find the scales of FP8 caches too.")
+@click.option("--only", help="target or drafter.  [default: both]")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder.  [default: quantized/NAME-FORMAT]")
+@click.option("--text", type=click.Path(path_type=Path), help="To calibrate on: text, or .jsonl.  [default: shipped]")
+@click.option("--samples", type=int, help="To calibrate with.  [default: 128]")
+@click.option("--held-back", type=int, help="Other samples, to measure with.  [default: 8]")
+@click.option("--length", type=int, help="Tokens of a sample, at most.  [default: 512]")
+@click.option("--max-tokens", type=int, help="Of the replies that acceptance is measured on.  [default: 128]")
+@click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--force", is_flag=True, help="Replace what stands at --output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def quantize(model: str | None, output: Path | None, force: bool, as_json: bool, **flags: Any) -> None:
+    """Quantize a pair with NVIDIA ModelOpt and report what that costs."""
+    from trtllm_dflash.catalog import find_entry
+    from trtllm_dflash.quantize import quantizer, report
+
+    values = {key: value for key, value in flags.items() if value is not None}
+    if model is not None and Path(model).is_dir():
+        values.setdefault("target", model)
+    elif model is not None:
+        entry = find_entry(model)
+        values = {"target": entry.target, "drafter": entry.drafter, **values}
+    if "target" not in values:
+        raise SettingsError("say what to quantize: --model NAME or DIR, or --target with --drafter")
+    settings = validated(quantizer.QuantizeSettings, values, "--")
+    name = model if model is not None and not Path(model).is_dir() else Path(str(values["target"])).resolve().name
+    output = output or Path("quantized") / f"{name}-{settings.format}"
+    with _progress_bar() as progress:
+        made = quantizer.quantize(settings, output, force, progress)
+    if as_json:
+        click.echo(json.dumps(report.as_json(made), indent=2))
+        return
+    click.echo(report.as_markdown(made))
+    click.echo(f"\n{output}: written; build with --target and --drafter, and what was quantized from there")
+
+
 # -- inspect ---------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +326,7 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     rows = {
         "engine": f"{config.name} ({config.backend})",
         "pair": pair,
-        "precision": config.precision,
+        "precision": found.precision,
         "tp": str(config.tp),
         "limits": f"{config.max_batch} slots, {config.max_seq_len} tokens, prefill chunks of {config.chunk}",
         "GPU": config.gpu or "any",
@@ -595,7 +647,7 @@ def bench() -> None:
 @bench.command("step")
 @click.option("--engine", type=click.Path(path_type=Path), help="Engine directory.")
 @click.option("--shape", help="Random weights of a model's shape instead: qwen3-8b, llama-3.1-8b, tiny, ...")
-@click.option("--precision", help="--shape: auto, fp32, bf16 or fp16; auto is bf16 with a GPU, fp32 without.")
+@click.option("--precision", help="--shape: auto, fp32, bf16, fp16 or fp8; auto is bf16 with a GPU, fp32 without.")
 @click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
 @click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.  [default: the shape's]")
 @click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.  [default: the target's]")

@@ -37,6 +37,7 @@ def examine() -> list[Finding]:
         _triton,
         _gateway,
         _mpi,
+        _modelopt,
         _huggingface_token,
     ]
     return [check() for check in checks]
@@ -130,6 +131,17 @@ def _mpi() -> Finding:
         last = done.stderr.strip().splitlines()[-1:] or ["it ends without a word"]
         return Finding("MPI", False, f"mpi4py does not load: {last[0]}", cost, remedy)
     return Finding("MPI", True, f"{done.stdout.strip()[:60]} ({launcher})")
+
+
+def _modelopt() -> Finding:
+    version = _version("nvidia-modelopt")
+    return Finding(
+        "ModelOpt",
+        version is not None,
+        version or "",
+        "no quantize command",
+        "pip install 'trtllm-dflash[quantization]'",
+    )
 
 
 def _huggingface_token() -> Finding:

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from trtllm_dflash.checkpoint.validation import first_problem
-from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
+from trtllm_dflash.engine.builder import BuildSettings, as_planned, open_checkpoints, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.cuda_session import CudaSession
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
@@ -90,7 +90,7 @@ class LLM:
         cls,
         target: str | os.PathLike[str],
         drafter: str | os.PathLike[str] | None,
-        precision: str = "auto",
+        precision: str | None = None,
         device: str = "auto",
         max_batch: int = 1,
         max_seq_len: int | None = None,
@@ -121,7 +121,7 @@ class LLM:
             raise SettingsError(first_problem(error)) from None
         pair = open_checkpoints(settings)
         config = plan_engine(pair, settings)
-        weights = read_rank_weights(pair, 1, 0, config.dtype)
+        weights = read_rank_weights(as_planned(pair, config), 1, 0, config.dtype)
         session = _torch_session(config, weights, pick_device(device), Solo())
         return cls(session, TextCodec.load(pair.target_folder.path, config.chat_arguments))
 

@@ -33,6 +33,9 @@ TYPES = {
     trt.e8m0: torch.float8_e8m0fnu,
 }
 
+E4M3_MOST = 448.0
+_E2M1 = torch.tensor(E2M1)
+
 ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "SUB": torch.sub,
@@ -149,16 +152,6 @@ def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
     return data.view(TYPES[dtype]).reshape(tuple(layer.shape))
 
 
-def _dequantize(layer: Any, inputs: list[Tensor]) -> Tensor:
-    layer = _as(layer, "IDequantizeLayer")
-    codes, scales = inputs
-    numbers = torch.tensor(E2M1)[codes.long()] if codes.dtype == torch.uint8 else codes.float()
-    scales = scales.float()
-    if scales.dim():  # one for each block along the last dimension
-        scales = scales.repeat_interleave(codes.shape[-1] // scales.shape[-1], dim=-1)
-    return (numbers * scales).to(TYPES[layer.to_type])
-
-
 def _top_k(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     layer = _as(layer, "ITopKLayer")
     axis = layer.axes.bit_length() - 1
@@ -187,6 +180,47 @@ def _mixture_of_experts(layer: Any, inputs: list[Tensor]) -> Tensor:
     up = projected(rows, ups, up_bias).clamp(-limit, limit)
     h = gate * torch.sigmoid(alpha * gate) * (up + beta)
     return (projected(h, downs, down_bias) * shares[..., None].float()).sum(dim=2).to(x.dtype)
+
+
+def _quantize(layer: Any, inputs: list[Tensor]) -> Tensor:
+    x, scale = inputs
+    assert _as(layer, "IQuantizeLayer").to_type == trt.fp8 and scale.dim() == 0
+    return (x.float() / scale).clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn)
+
+
+def _dequantize(layer: Any, inputs: list[Tensor]) -> Tensor:
+    """By a scale of everything, of an index along `axis`, or of a block: of `block_shape`, or as the shapes say."""
+    layer = _as(layer, "IDequantizeLayer")
+    x, scale = inputs[0], inputs[1].float()
+    kind = TYPES[layer.to_type]
+    values = _E2M1[x.int()] if x.dtype == torch.uint8 else x.float()
+    if scale.dim() == 0:
+        return (values * scale).to(kind)
+    if scale.dim() == 1:
+        return (values * scale.view([-1 if i == layer.axis else 1 for i in range(x.dim())])).to(kind)
+    try:
+        block = list(layer.block_shape)
+    except RuntimeError:  # not set
+        block = [size // count for size, count in zip(x.shape, scale.shape, strict=True)]
+    for i, size in enumerate(block):
+        scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, x.shape[i])
+    return (values * scale).to(kind)
+
+
+def _dynamic_quantize(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """E2M1 numbers and their E4M3 scales, by blocks along the last axis, under a global scale."""
+    layer = _as(layer, "IDynamicQuantizeLayer")
+    x, global_scale = inputs
+    assert (layer.to_type, layer.scale_type) == (trt.fp4, trt.fp8) and layer.axis == x.dim() - 1
+    blocks = x.float().unflatten(-1, (-1, layer.block_size))
+    scale = (blocks.abs().amax(dim=-1) / 6 / global_scale).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
+    divisor = scale.float() * global_scale
+    scaled = (blocks / torch.where(divisor == 0, 1, divisor)[..., None]).flatten(-2)
+    # Nearest, and of two as near the even one: E2M1's magnitudes by their three bits.
+    distance = (scaled.abs()[..., None] - _E2M1[:8]).abs()
+    even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    code = even_first[distance[..., even_first].argmin(dim=-1)]
+    return (code + 8 * (scaled < 0)).to(torch.uint8), scale
 
 
 def _elementwise(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -412,6 +446,7 @@ _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] =
     "CONSTANT": _constant,
     "CUMULATIVE": _cumulative,
     "DEQUANTIZE": _dequantize,
+    "DYNAMIC_QUANTIZE": _dynamic_quantize,
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,
@@ -419,6 +454,7 @@ _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] =
     "MATRIX_MULTIPLY": _matrix_multiply,
     "MOE": _mixture_of_experts,
     "PLUGIN_V3": _plugin,
+    "QUANTIZE": _quantize,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotary_embedding,
     "SELECT": _select,

@@ -70,6 +70,7 @@ class Both:
     pair: Pair
     config: EngineConfig
     capability: int | None = None
+    ops: type[TorchOps] = TorchOps
     compared: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -106,8 +107,10 @@ class Both:
         slots = slice(first_slot, first_slot + len(inputs.token_ids))
         views = {name: cache[slots] for name, cache in self.caches.items()}
         drafting = Drafting.BLOCK if self.config.drafter is not None else Drafting.OFF
-        expected = self.step(TorchOps(self.weights, views), inputs, drafting)
-        bound = [_bound(inputs) | {name: cache[slots] for name, cache in caches.items()} for caches in self.rank_caches]
+        expected = self.step(self.ops(self.weights, views), inputs, drafting)
+        bound = [
+            bound_inputs(inputs) | {name: cache[slots] for name, cache in caches.items()} for caches in self.rank_caches
+        ]
         before = [{name: cache.clone() for name, cache in caches.items()} for caches in self.rank_caches]
         results = evaluate([network.network for network in self.emitted], bound)
         for rank, found in enumerate(results):
@@ -138,7 +141,7 @@ class Both:
                 )
 
 
-def _bound(inputs: StepInputs[Tensor]) -> dict[str, Tensor]:
+def bound_inputs(inputs: StepInputs[Tensor]) -> dict[str, Tensor]:
     names = ("token_ids", "start", "row_count", "logit_rows", "block_offsets")
     bound = {name: getattr(inputs, name) for name in names}
     if inputs.sampling is not None:
@@ -204,7 +207,7 @@ def _with_true_drafts(both: Both, token_ids: Tensor, position: Tensor, logit_row
     zero = torch.zeros(len(token_ids), 1, dtype=torch.int32)
     for i in range(token_ids.shape[1] - 1):
         inputs = StepInputs(token_ids[:, i : i + 1], position + i, torch.ones_like(position), zero, ints([0]))
-        token_ids[:, i + 1] = step(TorchOps(both.weights, views), inputs, Drafting.OFF).target_ids[:, 0]
+        token_ids[:, i + 1] = step(both.ops(both.weights, views), inputs, Drafting.OFF).target_ids[:, 0]
     return token_ids
 
 

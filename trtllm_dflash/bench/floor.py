@@ -155,9 +155,7 @@ class _Matrices:
     def of(cls, weights: list[Weight], config: EngineConfig) -> "_Matrices":
         works = {True: Work(0, 0), False: Work(0, 0)}
         for weight in weights:
-            works[is_expert(weight)] += Work(
-                stored_bytes(weight, config.tp, config.dtype.itemsize), _flops(weight, config.tp)
-            )
+            works[is_expert(weight)] += Work(stored_bytes(config, weight), _flops(weight, config.tp))
         if works[True].bytes:
             works[True] += Work(plan_adds(config), 0)
         if computes_all_experts(config):

@@ -10,7 +10,7 @@ import torch
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.dataset import Dataset, random_dataset, read_dataset
 from trtllm_dflash.bench.imposed import impose_acceptance
-from trtllm_dflash.bench.shapes import find_shape, shape_config
+from trtllm_dflash.bench.shapes import asked_precision, find_shape, shape_config
 from trtllm_dflash.bench.step import check_room, own_device, random_session
 from trtllm_dflash.bench.sweep import SweepSettings
 from trtllm_dflash.engine.config import EngineConfig
@@ -44,8 +44,13 @@ class LocalEngine:
         """For `Results`."""
         config = self.llm.config
         fields = {"name", "backend", "precision", "tp", "max_batch", "max_seq_len", "block_size"}
+        matrices = {
+            f"{role}_matrices": model.linear_precision.value if model and model.linear_precision else config.precision
+            for role, model in (("target", config.target), ("drafter", config.drafter))
+        }
         session = type(self.llm.session).__name__
-        return {**config.model_dump(mode="json", include=fields), "session": session, "random_weights": random_weights}
+        about = {**config.model_dump(mode="json", include=fields), **matrices, "session": session}
+        return {**about, "random_weights": random_weights}
 
 
 def with_shape_defaults(settings: SweepSettings) -> SweepSettings:
@@ -96,15 +101,12 @@ def _random_llm(settings: SweepSettings, device: torch.device) -> LLM:
     assert settings.shape is not None and settings.prompt_tokens is not None and settings.output_tokens is not None
     spare = find_shape(settings.shape).block_size
     length = settings.prompt_tokens + settings.output_tokens + spare
-    precision = settings.precision
-    if precision in (None, "auto"):
-        precision = "bf16" if device.type == "cuda" else "fp32"
     config = shape_config(
         settings.shape,
         layers=settings.layers,
         draft_vocab=settings.draft_vocab,
         drafter_precision=settings.drafter_precision,
-        precision=precision,
+        **asked_precision(settings.precision, device),
         tp=settings.tp or 1,
         max_batch=settings.largest_concurrency,
         max_seq_len=length,

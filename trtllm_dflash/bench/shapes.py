@@ -9,11 +9,13 @@ import torch
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.precision import rounded
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision
-from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, quantize_rows
+from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, Fp8Weight, quantize_rows
+from trtllm_dflash.ops.linear_weight import stored_tensors
 from trtllm_dflash.ops.mxfp4 import ONE
 
 #: Of random matrices, as models are initialised: activations stay far from what BF16 and FP16 hold.
@@ -187,11 +189,20 @@ def find_shape(name: str) -> Shape:
     return SHAPES[name]
 
 
+def asked_precision(precision: str | None, device: torch.device) -> dict[str, Any]:
+    """`shape_config`'s `precision` and `target_precision` for what a flag says, on a device."""
+    if precision in (None, "auto", "fp8"):
+        own = "bf16" if device.type == "cuda" else "fp32"
+        return {"precision": own, "target_precision": "fp8" if precision == "fp8" else None}
+    return {"precision": precision, "target_precision": None}
+
+
 def shape_config(
     name: str,
     *,
     layers: int | None = None,
     draft_vocab: int | None = None,
+    target_precision: Literal["fp8"] | None = None,
     drafter_precision: Literal["fp8"] | None = None,
     **settings: Any,
 ) -> EngineConfig:
@@ -199,7 +210,7 @@ def shape_config(
 
     Args:
         layers: of the target, where not the shape's.
-        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`.
+        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`; target_precision: its `--precision`.
         settings: what `EngineConfig` needs besides the models: precision, tp, max_batch, max_seq_len, chunk.
 
     Raises:
@@ -207,6 +218,8 @@ def shape_config(
     """
     shape = find_shape(name)
     target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
+    if target_precision is not None:
+        target = target.model_copy(update=rounded(target))
     taps = shape.tap_layers or default_tap_layers(target.layers, shape.drafter_layers)
     drafter = DrafterConfig(
         **{
@@ -215,6 +228,8 @@ def shape_config(
             "layers": shape.drafter_layers,
             "intermediate_size": shape.drafter_intermediate or target.intermediate_size,
             "tied_embeddings": False,
+            "linear_precision": drafter_precision,
+            "plain_linears": (),
         },
         block_size=shape.block_size,
         mask_token_id=shape.mask_token_id,
@@ -222,7 +237,6 @@ def shape_config(
         # A target cut to a few layers has fewer than there are taps: some are tapped twice.
         tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in taps),
         draft_vocab_size=draft_vocab,
-        linear_precision=drafter_precision,
     )
     config = EngineConfig(name=name, block_size=shape.block_size, target=target, drafter=drafter, **settings)
     check_tp(config.tp, target, drafter)
@@ -254,9 +268,10 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         else:
             tensor.fill_(0 if weight.name.endswith("bias") else 1)
         if weight.precision is WeightPrecision.FP8:
-            tensor, scale = quantize_rows(tensor)
-            tensors[weight.scale_name] = scale.flatten()
-        tensors[weight.name] = tensor
+            values, scale = quantize_rows(tensor)
+            tensors |= stored_tensors(weight.linear, Fp8Weight(values, scale.flatten()))
+        else:
+            tensors[weight.name] = tensor
     return tensors
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.floor import Work, floor_seconds, step_work
 from trtllm_dflash.bench.machine import Rates, free_memory, machine, measure_rates, versions
-from trtllm_dflash.bench.shapes import SHAPES, find_shape, random_weights, shape_config
+from trtllm_dflash.bench.shapes import SHAPES, asked_precision, find_shape, random_weights, shape_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.cuda_session import CudaSession
 from trtllm_dflash.engine.directory import read_config
@@ -55,7 +55,7 @@ class StepBenchSettings(BaseModel):
 
     engine: Path | None = None
     shape: str | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None  # of the target
     drafter_precision: Literal["fp8"] | None = None
@@ -295,16 +295,13 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
         batch, length = _within(settings, config, batch, length)
     else:
         assert settings.shape is not None
-        precision = settings.precision
-        if precision in (None, "auto"):
-            precision = "bf16" if device.type == "cuda" else "fp32"
         spare = find_shape(settings.shape).block_size
         config = shape_config(
             settings.shape,
             layers=settings.layers,
             draft_vocab=settings.draft_vocab,
             drafter_precision=settings.drafter_precision,
-            precision=precision,
+            **asked_precision(settings.precision, device),
             tp=settings.tp or 1,
             max_batch=max(batch),
             max_seq_len=length + settings.steps + spare,

@@ -80,7 +80,7 @@ class SweepSettings(BaseModel):
     # An engine in this process.
     device: str = "auto"
     draft_length: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None
     drafter_precision: Literal["fp8"] | None = None

@@ -10,14 +10,14 @@ def head_lines(report: StepReport) -> list[str]:
     config = report.config
     weights = ", random weights" if report.random_weights else ""
     ranks = f", tp {config.tp}" if config.tp > 1 else ""
+    formats = config.target.linear_precision
+    precision = config.precision if formats is None else f"{formats.value} (the rest {config.precision})"
     drafter = ""
     if config.drafter is not None and config.drafter.linear_precision is not None:
-        drafter += f", drafter in {config.drafter.linear_precision}"
+        drafter += f", drafter in {config.drafter.linear_precision.value}"
     if config.drafter is not None and config.drafter.draft_vocab_size is not None:
         drafter += f", {config.drafter.draft_vocab_size} tokens drafted"
-    what = (
-        f"{report.name}, {config.target.layers} layers, {config.precision}{drafter}{ranks}{weights}; {report.session}"
-    )
+    what = f"{report.name}, {config.target.layers} layers, {precision}{drafter}{ranks}{weights}; {report.session}"
     device = report.machine["gpu"] or report.machine["cpu"]
     rates = report.rates
     return [what, f"{device}: copy {_tera(rates.copy)} TB/s (read + written), GEMM {_tera(rates.gemm)} TFLOP/s"]

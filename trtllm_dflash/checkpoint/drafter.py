@@ -6,13 +6,14 @@ the embedding's output, and perhaps a reduced vocabulary with a head of its own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
+from trtllm_dflash.checkpoint.quantized import CACHE_SCALES, QuantizedMatrix, common_precision, find_quantized
 from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import read_decoder_config
@@ -44,6 +45,7 @@ class DrafterCheckpoint:
     keys: Mapping[str, str]  # the model's tensor name -> this checkpoint's
     draft_to_target: torch.Tensor | None  # int32 [draft vocabulary]: the target's id of each draft id
     borrows_head: bool = False  # the reduced vocabulary's head is those rows of the target's
+    quantized: Mapping[str, QuantizedMatrix] = field(default_factory=dict)  # of its tensors, by name
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
     with reading_config(path):
         config = _read_config(folder.config, target_layers)
         _check_taps(config, folder, prefix + "fc.weight")
-    parts = [part for weight in Drafter(config).weights() for part in weight.parts]
+    weights = Drafter(config).weights()
+    parts = [part for weight in weights for part in weight.parts]
     keys = {part.key: prefix + part.key for part in parts}
-    folder.check(parts, _ignored(folder, config), keys)
+    quantized = find_quantized(folder, parts, keys)
+    config = config.model_copy(update=common_precision(folder, weights, quantized, keys))
+    stored = {name: shape for matrix in quantized.values() for name, shape in matrix.tensors.items()}
+    folder.check(parts, [*_ignored(folder, config), *CACHE_SCALES], keys, stored)
     draft_to_target = None if config.draft_vocab_size is None else _read_map(folder, config)
-    return DrafterCheckpoint(config, folder, keys, draft_to_target)
+    return DrafterCheckpoint(config, folder, keys, draft_to_target, quantized=quantized)
 
 
 def default_tap_layers(target_layers: int, layers: int) -> list[int]:

@@ -57,17 +57,25 @@ class CheckpointFolder:
         config = {key: value for key, value in read_json(path / "config.json").items() if value is not None}
         return cls(path, config, _read_headers(path))
 
-    def check(self, parts: Iterable[Part], ignored: Iterable[str] = (), keys: Mapping[str, str] | None = None) -> None:
+    def check(
+        self,
+        parts: Iterable[Part],
+        ignored: Iterable[str] = (),
+        keys: Mapping[str, str] | None = None,
+        quantized: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         """Compares the tensors with the parts that a model is made of: names, shapes, and floating-point types.
 
-        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.read_weight`.
+        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.read_weight`. `quantized`:
+        shapes of tensors that are stored in few bits, and of their scales, whose types are known to be right.
 
         Raises:
             CheckpointError: one line that lists what is missing, unexpected, misshapen, or of another type.
         """
         names = keys or {}
+        stored = quantized or {}
         wanted = {names.get(part.key, part.key): part for part in parts}
-        expected = {name: part.shape for name, part in wanted.items()}
+        expected = {name: part.shape for name, part in wanted.items()} | dict(stored)
         patterns = (*IGNORED, *ignored)
         present = {name: self.tensors[name] for name in expected if name in self.tensors}
         troubles = {
@@ -87,7 +95,7 @@ class CheckpointFolder:
             troubles[f"dtype other than {', '.join(dtypes)}"] = [
                 f"{name} {info.dtype}"
                 for name, info in present.items()
-                if wanted[name].content in content and info.dtype not in dtypes
+                if name not in stored and wanted[name].content in content and info.dtype not in dtypes
             ]
         listed = [f"{trouble}: {_some(names)}" for trouble, names in troubles.items() if names]
         if listed:

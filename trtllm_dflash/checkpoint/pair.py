@@ -1,10 +1,12 @@
 """A target and its drafter, opened together and known to belong together."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, open_drafter
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
+from trtllm_dflash.checkpoint.quantized import CACHE_SCALES, QuantizedMatrix, common_precision, find_quantized
 from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.errors import PairError
 from trtllm_dflash.models import build_target, read_target_config
@@ -18,6 +20,7 @@ class Pair:
     target_folder: CheckpointFolder
     target_config: DecoderConfig
     drafter: DrafterCheckpoint | None
+    quantized: Mapping[str, QuantizedMatrix] = field(default_factory=dict)  # of the target's tensors, by name
 
 
 def open_pair(target: Path, drafter: Path | None = None) -> Pair:
@@ -30,14 +33,19 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
     folder = CheckpointFolder.open(target)
     with reading_config(target):
         config = read_target_config(folder.config)
-    parts = [part for weight in build_target(config).weights() for part in weight.parts]
+    weights = build_target(config).weights()
+    parts = [part for weight in weights for part in weight.parts]
+    quantized = find_quantized(folder, parts)
+    config = config.model_copy(update=common_precision(folder, weights, quantized))
     # Some exports of tied embeddings save the table a second time as the head.
-    folder.check(parts, ["lm_head.weight"] if config.tied_embeddings else [])
+    ignored = ["lm_head.weight"] if config.tied_embeddings else []
+    stored = {name: shape for matrix in quantized.values() for name, shape in matrix.tensors.items()}
+    folder.check(parts, [*ignored, *CACHE_SCALES], quantized=stored)
     if drafter is None:
-        return Pair(folder, config, None)
+        return Pair(folder, config, None, quantized)
     opened = open_drafter(drafter, config.layers)
     _check_match(target, config, drafter, opened)
-    return Pair(folder, config, opened)
+    return Pair(folder, config, opened, quantized)
 
 
 def _check_match(target: Path, config: DecoderConfig, drafter: Path, opened: DrafterCheckpoint) -> None:

@@ -19,7 +19,7 @@ from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.config import Backend, EngineConfig, Precision, Progress
+from trtllm_dflash.engine.config import Backend, EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
     DRAFTER_CONFIG_FILE,
@@ -33,15 +33,17 @@ from trtllm_dflash.engine.directory import (
     written_aside,
 )
 from trtllm_dflash.engine.memory import GPUS, check_fits
+from trtllm_dflash.engine.precision import DrafterPrecision, PrecisionChoice, TargetPrecision, choose_precision
 from trtllm_dflash.engine.tensorrt_compiler import compile_target
 from trtllm_dflash.engine.tensorrt_ranks import compile_ranks
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
+from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import Drafter, DrafterConfig
+from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.cuda_kernels import HEAD_SIZES
-from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.tokenizer import TOKENIZER_FILES
@@ -59,7 +61,7 @@ class BuildSettings(BaseModel):
     target: str  # a folder, or a Hugging Face name
     drafter: str | None = None  # likewise; None builds plain decoding alone
     backend: Backend = "torch"
-    precision: Precision | Literal["auto"] = "auto"
+    precision: TargetPrecision | None = None  # default: a quantized checkpoint's, and bf16 (fp32 without a GPU)
     tp: PositiveInt = 1
     ep: bool = False  # ranks hold whole experts instead of a slice of each
     max_batch: PositiveInt = 8
@@ -68,7 +70,8 @@ class BuildSettings(BaseModel):
     block_size: PositiveInt | None = None  # default: the drafter's
     draft_vocab: Annotated[int, Field(ge=2)] | None = None  # tokens that are drafted; default: all
     draft_text: str | None = None  # a file to count them in; default: the shipped pair's prompts, for it alone
-    drafter_precision: Literal["fp8"] | None = None  # of its matrices; default: the engine's
+    drafter_precision: DrafterPrecision | None = None  # of its matrices; default: its checkpoint's
+    kv: Literal["fp8"] | None = None  # of caches; default: the engine's type
     chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
     facts: Annotated[PairFacts | None, Field(exclude=True)] = None  # what the catalog says of these checkpoints
     # TensorRT's alone:
@@ -86,8 +89,11 @@ def open_checkpoints(settings: BuildSettings) -> Pair:
     return open_pair(resolve(settings.target), drafter)
 
 
-def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
+def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | None = None) -> EngineConfig:
     """The engine that these settings make of a pair; digests are not in it yet.
+
+    Args:
+        choice: of the parts' precisions; None: `build_precision`'s.
 
     Raises:
         SettingsError: a setting contradicts the checkpoints.
@@ -95,10 +101,11 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
     target = divide_experts(pair.target_config, settings)
     drafter = pair.drafter.config if pair.drafter is not None else None
     _check_facts(settings, target, drafter)
-    drafter = _lighter(drafter, settings, pair)
+    choice = choice or build_precision(pair.target_config, drafter, settings)
+    target = target.model_copy(update=choice.target)
+    drafter = _lighter(drafter, settings, pair, choice)
     check_tp(settings.tp, target, drafter)
-    if drafter is not None:
-        check_sides(drafter, settings.tp)
+    check_sides(target, drafter, settings.tp)
     max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
     if max_seq_len > target.max_positions:
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
@@ -113,16 +120,13 @@ def plan_engine(pair: Pair, settings: BuildSettings) -> EngineConfig:
         raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
     tensorrt = settings.backend == "tensorrt"
     _check_tensorrt_settings(settings)
-    precision = settings.precision
-    if precision == "auto":
-        precision = "bf16" if tensorrt or torch.cuda.is_available() else "fp32"
     chat_arguments = settings.chat_arguments
     if chat_arguments is None:
         chat_arguments = chat_arguments_of(settings.target)
     config = EngineConfig(
         name=settings.name,
         backend=settings.backend,
-        precision=precision,
+        precision=choice.engine,
         tp=settings.tp,
         max_batch=settings.max_batch,
         max_seq_len=max_seq_len,
@@ -152,16 +156,22 @@ def build(
     force: bool = False,
     refresh: bool = False,
     progress: Progress = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> bool:
     """Writes the engine directory `output`; returns False where the same engine stands there already.
 
-    An engine that differs is replaced with `refresh`; with `force` any engine is built anew.
+    An engine that differs is replaced with `refresh`; with `force` any engine is built anew. `say` is told which
+    precision was chosen, where that was left to us.
 
     Raises:
         DFlashError: the checkpoints, the settings or the output cannot be used; nothing is left half-written.
     """
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings)
+    drafter = pair.drafter.config if pair.drafter is not None else None
+    said = build_precision(pair.target_config, drafter, settings).said
+    if said is not None:
+        say(said)
     text = _draft_text(settings, pair)
     config = config.model_copy(update={"sources": _source_digests(pair, text)})
     if output.exists() and not force:
@@ -173,11 +183,8 @@ def build(
             )
     if output.exists() and not is_engine(output):
         raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
-    pair = _lighten(
-        replace(pair, target_config=config.target),
-        config,
-        text,
-        lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000),
+    pair = as_planned(
+        pair, config, text, lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000)
     )
     with written_aside(output) as folder:
         for name in TOKENIZER_FILES:
@@ -211,7 +218,22 @@ def divide_experts(target: DecoderConfig, settings: BuildSettings) -> DecoderCon
     return target.model_copy(update={"moe": target.moe.model_copy(update={"expert_parallel": True})})
 
 
-def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, pair: Pair) -> DrafterConfig | None:
+def build_precision(
+    target: DecoderConfig, drafter: DrafterConfig | None, settings: BuildSettings, gpu: str | None = None
+) -> PrecisionChoice:
+    """What `choose_precision` makes of these settings, for the GPU that they or the caller name."""
+    if settings.kv is not None:
+        raise SettingsError(
+            f"--kv {settings.kv}: caches in FP8 are not there yet, in neither backend; leave it out (a checkpoint's "
+            "k_scale and v_scale are not needed without it)"
+        )
+    asked = settings.precision, settings.drafter_precision
+    return choose_precision(target, drafter, settings.backend, *asked, gpu or settings.gpu)
+
+
+def _lighter(
+    drafter: DrafterConfig | None, settings: BuildSettings, pair: Pair, choice: PrecisionChoice
+) -> DrafterConfig | None:
     """The drafter that these settings make of the checkpoint's."""
     asked = [name for name in ("draft_vocab", "drafter_precision") if getattr(settings, name) is not None]
     if drafter is None:
@@ -221,14 +243,14 @@ def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, pair: Pair)
                 f"--{knob} {getattr(settings, asked[0])}: there is no drafter to make lighter; give --drafter"
             )
         return None
-    changes: dict[str, Any] = {}
-    if settings.drafter_precision == "fp8":
-        if settings.backend == "tensorrt":
-            raise SettingsError("--drafter-precision fp8 with --backend tensorrt is not there yet; use --backend torch")
-        changes["linear_precision"] = "fp8"
+    changes = dict(choice.drafter)
     if settings.draft_vocab is not None:
         _check_draft_vocab(settings.draft_vocab, settings, drafter)
         changes["draft_vocab_size"] = settings.draft_vocab
+        if drafter.linear_precision is not None and changes.get("linear_precision", True):
+            # The head is the target's, and not in its checkpoint's format.
+            kept = changes.get("plain_linears", drafter.plain_linears)
+            changes["plain_linears"] = (*kept, HEAD.removesuffix(".weight"))
     _draft_text(settings, pair)
     return drafter.model_copy(update=changes)
 
@@ -247,15 +269,23 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
         raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
 
 
-def check_sides(drafter: DrafterConfig, tp: int) -> None:
-    """What FP8 products need of a rank's matrices."""
-    for weight in Drafter(drafter).weights():
+def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -> None:
+    """What products in few bits need of a rank's matrices, and blocks of what is joined and divided."""
+    weights = build_target(target).weights() + (Drafter(drafter).weights() if drafter is not None else [])
+    for weight in weights:
         shape = weight.shape(tp, 0)
-        if weight.precision is WeightPrecision.FP8 and any(side % FP8_MULTIPLE for side in shape):
+        kind = weight.precision
+        if kind in (WeightPrecision.FP8, WeightPrecision.NVFP4) and any(side % FP8_MULTIPLE for side in shape):
             sides = " by ".join(map(str, shape))
             raise SettingsError(
-                f"--drafter-precision fp8: {weight.name} of a rank is {sides} with --tp {tp}, "
-                f"and FP8 needs multiples of {FP8_MULTIPLE}"
+                f"{'--drafter-' if weight.name.startswith(PREFIX) else '--'}precision {kind.value}: {weight.name} of a "
+                f"rank is {sides} with --tp {tp}, and {kind.name} needs multiples of {FP8_MULTIPLE}"
+            )
+        held = [part.held(tp, 0) for part in weight.parts]
+        joined = len(held) > 1 or held[0] != weight.parts[0].shape
+        if kind is WeightPrecision.FP8_BLOCKS and joined and any(side % FP8_BLOCK for s in held for side in s):
+            raise SettingsError(
+                f"--tp {tp}: {weight.name} of a rank is no whole number of the checkpoint's FP8 blocks of {FP8_BLOCK}"
             )
 
 
@@ -283,8 +313,14 @@ def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
     return text
 
 
-def _lighten(pair: Pair, config: EngineConfig, text: Path | None, progress: Callable[[int, int], None]) -> Pair:
-    """The pair with the drafter of `config`, whose shortlist is counted here."""
+def as_planned(
+    pair: Pair,
+    config: EngineConfig,
+    text: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Pair:
+    """The pair as `config` has it: in its precision, and with its drafter, whose shortlist is counted here."""
+    pair = replace(pair, target_config=config.target)
     drafter = config.drafter
     checkpoint = pair.drafter
     if checkpoint is None or drafter is None:

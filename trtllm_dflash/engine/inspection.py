@@ -21,6 +21,12 @@ class Inspection:
     sizes: dict[str, int]  # each rank's file, bytes
 
     @property
+    def precision(self) -> str:
+        """Of the target's matrices, and of the rest."""
+        kind = self.config.target.linear_precision
+        return self.config.precision if kind is None else f"{kind.value} matrices, the rest in {self.config.precision}"
+
+    @property
     def drafter(self) -> str | None:
         """What drafts, in words."""
         drafter = self.config.drafter
@@ -29,7 +35,7 @@ class Inspection:
         taps = ", ".join(map(str, drafter.tap_layers))
         words = f"drafter of {drafter.layers} layers, block {self.config.block_size}, tap layers {taps}"
         if drafter.linear_precision is not None:
-            words += f", {drafter.linear_precision} matrices"
+            words += f", {drafter.linear_precision.value} matrices"
         if drafter.draft_vocab_size is not None:
             words += f", drafts among {drafter.draft_vocab_size} of {drafter.vocab_size} tokens"
         return words

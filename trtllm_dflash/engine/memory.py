@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
@@ -125,9 +125,9 @@ def weight_count(config: EngineConfig) -> int:
 
 
 def weight_bytes(config: EngineConfig) -> int:
-    """Bytes of those parameters and tables; as FP8 or MXFP4 where that is how they are stored and multiplied."""
+    """Bytes of those parameters and tables, as they are multiplied."""
     size = config.dtype.itemsize
-    stored = _stored_bytes(config.target, config.drafter, config.tp, size)
+    stored = _stored_bytes(config.target, config.drafter, config.backend, config.tp, size)
     return _completed(config) * size + stored + plan_adds(config)
 
 
@@ -147,18 +147,24 @@ def plan_adds(config: EngineConfig) -> int:
 
 
 @lru_cache  # a search for what fits asks for the same again and again
-def _stored_bytes(target: DecoderConfig, drafter: DrafterConfig | None, tp: int, size: int) -> int:
-    return sum(stored_bytes(weight, tp, size) for weight in _weights(target, drafter))
+def _stored_bytes(
+    target: DecoderConfig, drafter: DrafterConfig | None, backend: Backend, tp: int, itemsize: int
+) -> int:
+    weights = _weights(target, drafter)
+    return sum(_multiplied(weight, backend).stored_bytes(weight.shape(tp, 0), itemsize) for weight in weights)
 
 
-def stored_bytes(weight: Weight, tp: int, size: int) -> int:
-    """Of what the first rank holds of it, in an engine whose numbers have `size` bytes."""
-    shape = weight.shape(tp, 0)
-    return {
-        WeightPrecision.ENGINE: _count(shape) * size,
-        WeightPrecision.FP8: _count(shape) + 4 * shape[0],
-        WeightPrecision.BYTES: _count(shape),
-    }[weight.precision]
+def stored_bytes(config: EngineConfig, weight: Weight) -> int:
+    """Of what the first rank holds of a weight, as it lies in a GPU's memory."""
+    precision = _multiplied(weight, config.backend)
+    return precision.stored_bytes(weight.shape(config.tp, 0), config.dtype.itemsize)
+
+
+def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
+    """How a weight lies in a GPU's memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load."""
+    if backend == "torch" and weight.precision in (WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4):
+        return WeightPrecision.ENGINE
+    return weight.precision
 
 
 def _weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:

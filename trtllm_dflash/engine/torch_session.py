@@ -4,7 +4,7 @@ import torch
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.session import Session
-from trtllm_dflash.engine.weights import complete_weights
+from trtllm_dflash.engine.weights import complete_weights, multiplied_weights
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.communicator import Communicator, Solo
@@ -25,7 +25,7 @@ class TorchSession(Session):
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__(config, device, communicator or Solo())
-        moved = {name: tensor.to(device) for name, tensor in weights.items()}
+        moved = multiplied_weights(weights, config.dtype, device)
         self.weights = complete_weights(moved, config, self.communicator.rank)
         self._step = DraftVerifyStep(build_target(config.target), Drafter(config.drafter) if config.drafter else None)
 

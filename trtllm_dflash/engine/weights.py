@@ -1,17 +1,20 @@
 """A rank's tensors: read and fused from the checkpoints, and completed with what need not be stored."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import Pair
+from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_quantized
 from trtllm_dflash.checkpoint.slicing import read_weight
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, HEAD, PREFIX, Drafter
 from trtllm_dflash.models.rope import rope_tables
 from trtllm_dflash.models.weights import Weight, WeightPrecision
-from trtllm_dflash.ops.fp8 import FP8, dequantize_rows, multiplies_fp8, quantize_rows
+from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8, quantize_rows
+from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight, stored_tensors
 
 
 def read_rank_weights(
@@ -21,41 +24,63 @@ def read_rank_weights(
     target = build_target(pair.target_config).weights()
     drafter = Drafter(pair.drafter.config).weights() if pair.drafter is not None else []
     total = len(target) + len(drafter)
-    tensors: dict[str, torch.Tensor | None] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for done, weight in enumerate(target, start=1):
-        tensors[weight.name] = read_weight(pair.target_folder, weight, tp, rank, dtype)
+        tensors |= _read(pair.target_folder, weight, pair.quantized, tp, rank, dtype)
         progress(done, total)
     if pair.drafter is not None:
+        checkpoint = pair.drafter
         for done, weight in enumerate(drafter, start=len(target) + 1):
-            is_fp8 = weight.precision is WeightPrecision.FP8
-            tensor = _read_drafter_weight(pair, weight, tp, rank, torch.float32 if is_fp8 else dtype)
-            if tensor is not None and is_fp8:
-                tensor, scale = quantize_rows(tensor)
-                tensors[weight.scale_name] = scale.flatten()
-            tensors[weight.name] = tensor
+            if weight.name == HEAD and checkpoint.borrows_head:
+                tensors |= _stored(weight, _borrowed_head(pair, weight, tp, rank), dtype)
+            else:
+                tensors |= _read(checkpoint.folder, weight, checkpoint.quantized, tp, rank, dtype, checkpoint.keys)
             progress(done, total)
-        tensors[DRAFT_TO_TARGET] = pair.drafter.draft_to_target
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if checkpoint.draft_to_target is not None:
+            tensors[DRAFT_TO_TARGET] = checkpoint.draft_to_target
+    return tensors
 
 
-def _read_drafter_weight(pair: Pair, weight: Weight, tp: int, rank: int, dtype: torch.dtype) -> torch.Tensor | None:
-    drafter = pair.drafter
-    assert drafter is not None
-    if weight.name != HEAD or not drafter.borrows_head:
-        return read_weight(drafter.folder, weight, tp, rank, dtype, drafter.keys)
-    assert drafter.draft_to_target is not None
+def _read(
+    folder: CheckpointFolder,
+    weight: Weight,
+    quantized: Mapping[str, QuantizedMatrix],
+    tp: int,
+    rank: int,
+    dtype: torch.dtype,
+    keys: Mapping[str, str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors that an engine stores for a weight: as the checkpoint has it, dequantized, or rounded to FP8."""
+    key = weight.parts[0].key
+    if (keys or {}).get(key, key) in quantized:
+        found = read_quantized(folder, weight, quantized, tp, rank, keys)
+        if weight.precision is WeightPrecision.ENGINE:
+            return {weight.name: found.dequantize().to(dtype)}
+        return stored_tensors(weight.linear, found)
+    wide = torch.float32 if weight.precision is WeightPrecision.FP8 else dtype
+    tensor = read_weight(folder, weight, tp, rank, wide, keys)
+    return {} if tensor is None else _stored(weight, tensor, dtype)
+
+
+def _stored(weight: Weight, tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if weight.precision is WeightPrecision.BYTES:
+        return {weight.name: tensor}
+    if weight.precision is not WeightPrecision.FP8:
+        return {weight.name: tensor.to(dtype)}
+    values, scale = quantize_rows(tensor.float())
+    return stored_tensors(weight.linear, Fp8Weight(values, scale.flatten()))
+
+
+def _borrowed_head(pair: Pair, weight: Weight, tp: int, rank: int) -> torch.Tensor:
+    assert pair.drafter is not None and pair.drafter.draft_to_target is not None
     first, last = weight.parts[0].bounds(tp, rank)
     tied = pair.target_config.tied_embeddings
     head = pair.target_folder.read("model.embed_tokens.weight" if tied else "lm_head.weight")
-    return head[drafter.draft_to_target[first:last]].to(dtype)
+    return head[pair.drafter.draft_to_target[first:last]]
 
 
 def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
-    """Adds the RoPE tables and, where the head is tied, this rank's view of the embedding.
-
-    Where the device does not multiply FP8 (no CPU does), what is stored as FP8 becomes the same numbers in the engine's
-    own type.
-    """
+    """Adds the RoPE tables and, where the head is tied, this rank's view of the embedding."""
     complete = dict(weights)
     target = config.target
     if target.tied_embeddings:
@@ -67,9 +92,35 @@ def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, ran
         cos, sin = rope_tables(model.rope, model.head_size, config.cache_length)
         complete[name + ".cos"] = cos.to(device, config.dtype)
         complete[name + ".sin"] = sin.to(device, config.dtype)
-    if not multiplies_fp8(device):
-        for name, tensor in weights.items():
-            if tensor.dtype == FP8:
-                scale = complete.pop(name.removesuffix(".weight") + ".scale")
-                complete[name] = dequantize_rows(tensor, scale).to(config.dtype)
     return complete
+
+
+def multiplied_weights(
+    weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The weights on a device, where matrices that it does not multiply as they are stored have become `dtype`.
+
+    One after the other, so that no more than one of them is there twice.
+    """
+    moved: dict[str, torch.Tensor] = {}
+    scales: set[str] = set()
+    for name, tensor in weights.items():
+        linear = name.removesuffix(".weight")
+        weight = tensor if linear == name else linear_weight(weights, linear)
+        if isinstance(weight, torch.Tensor):
+            moved[name] = tensor.to(device)
+            continue
+        parts = {key: part.to(device) for key, part in stored_tensors(linear, weight).items()}
+        if _multiplies(device, weight):
+            moved |= parts
+            continue
+        there = linear_weight(parts, linear)
+        assert not isinstance(there, torch.Tensor)
+        moved[name] = there.dequantize().to(dtype)
+        scales |= parts.keys() - {name}
+    return {name: tensor for name, tensor in moved.items() if name not in scales}
+
+
+def _multiplies(device: torch.device, weight: QuantizedWeight) -> bool:
+    """Whether `TorchOps` has a product of that weight: FP8 with a scale a row, on GPUs that multiply FP8."""
+    return isinstance(weight, Fp8Weight) and not weight.by_block and multiplies_fp8(device)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
-from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
+from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
 from trtllm_dflash.ops import AttentionLayer, ClampedSwiglu, Ops
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class DecoderConfig(BaseModel):
     windows: tuple[PositiveInt | None, ...] | None = None  # keys that a row sees, by layer; None: all
     attention_sinks: bool = False
     moe: MoEConfig | None = None  # None: dense
+    linear_precision: WeightPrecision | None = None  # of its matrices; None: the engine's
+    plain_linears: tuple[str, ...] = ()  # but for these linears, which have the engine's
 
 
 def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
@@ -121,7 +123,7 @@ class Decoder:
         if not c.tied_embeddings:
             part = Part("lm_head.weight", table, Split.ROWS, c.vocab_size)
             weights.append(Weight("lm_head.weight", (part,)))
-        return weights
+        return in_precision(weights, c.linear_precision, c.plain_linears)
 
     def layer_weights(self, prefix: str) -> list[Weight]:
         """The tensors of one layer."""

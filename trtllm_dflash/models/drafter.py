@@ -6,8 +6,7 @@ the block is not causal, and one pass drafts it whole. Embedding and LM head are
 vocabulary brings its own head and a table from its ids to the target's.
 """
 
-from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import PositiveInt
 
@@ -20,7 +19,7 @@ from trtllm_dflash.models.decoder import (
     mlp,
     mlp_weights,
 )
-from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
+from trtllm_dflash.models.weights import Part, Split, Weight, in_precision
 from trtllm_dflash.ops import AttentionLayer, Ops
 
 T = TypeVar("T")
@@ -38,7 +37,6 @@ class DrafterConfig(DecoderConfig):
     target_layers: PositiveInt
     tap_layers: tuple[int, ...]
     draft_vocab_size: PositiveInt | None = None
-    linear_precision: Literal["fp8"] | None = None  # of its matrices; None: the engine's
 
 
 class Drafter:
@@ -70,9 +68,7 @@ class Drafter:
             size = c.draft_vocab_size
             head = Part("lm_head.weight", (size, c.hidden_size), Split.ROWS, size)
             weights.append(Weight(HEAD, (head,)))
-        if c.linear_precision == "fp8":
-            weights = [_in_fp8(weight) if len(weight.parts[0].shape) == 2 else weight for weight in weights]
-        return weights
+        return in_precision(weights, c.linear_precision, c.plain_linears)
 
     def _context_weights(self) -> list[Weight]:
         """All layers' K and V projections once more as one tensor: context rows need nothing else, so one GEMM."""
@@ -133,7 +129,3 @@ class Drafter:
 
 def _whole(source: str, shape: tuple[int, ...]) -> Weight:
     return Weight(PREFIX + source, (Part(source, shape),))
-
-
-def _in_fp8(weight: Weight) -> Weight:
-    return replace(weight, precision=WeightPrecision.FP8)

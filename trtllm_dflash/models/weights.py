@@ -1,8 +1,12 @@
 """What an engine's tensors are made of: which checkpoint tensors, joined how, and which part of them a rank holds."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 
+from trtllm_dflash.ops.fp8 import FP8_BLOCK
+from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK
 from trtllm_dflash.ops.mxfp4 import ONE
 
 
@@ -34,12 +38,28 @@ class Content(Enum):
         return ONE if self is Content.E8M0 else 0
 
 
-class WeightPrecision(Enum):
-    """How an engine stores a weight's numbers."""
+class WeightPrecision(str, Enum):
+    """How an engine stores a weight's numbers; see `ops/linear_weight.py`."""
 
-    ENGINE = "in the engine's own type"
-    FP8 = "a matrix as E4M3, with one FP32 scale a row of what the rank holds: `NAME.scale` beside `NAME.weight`"
-    BYTES = "as the checkpoint's bytes"
+    ENGINE = "engine"  # in the engine's own type
+    FP8 = "fp8"  # a matrix as E4M3, with one FP32 scale a row of what the rank holds
+    FP8_BLOCKS = "fp8-blocks"  # with one a block of 128 by 128
+    NVFP4 = "nvfp4"
+    BYTES = "bytes"  # as the checkpoint's
+
+    def stored_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Bytes of a weight of that shape with its scales, in an engine whose own type has `itemsize`."""
+        count = prod(shape)
+        if self is WeightPrecision.ENGINE:
+            return count * itemsize
+        if self is WeightPrecision.BYTES:
+            return count
+        rows, columns = shape
+        if self is WeightPrecision.FP8:
+            return count + 4 * rows
+        if self is WeightPrecision.FP8_BLOCKS:
+            return count + 4 * (-(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK))
+        return count // 2 + count // NVFP4_BLOCK + 4 * rows
 
 
 @dataclass(frozen=True)
@@ -99,9 +119,15 @@ class Weight:
     divided: bool = False
 
     @property
-    def scale_name(self) -> str:
-        """The tensor that holds its scales, where it has any."""
-        return self.name.removesuffix(".weight") + ".scale"
+    def linear(self) -> str:
+        """The name of the linear whose weight it is, where it is one's."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it may be a linear's weight: tables are looked up and experts stacked, and stay as they are."""
+        is_weight = self.name.endswith(".weight") and not self.name.endswith("embed_tokens.weight")
+        return is_weight and self.stack is None and len(self.parts[0].shape) == 2
 
     def parts_of(self, tp: int, rank: int) -> tuple[Part, ...]:
         """The parts that `rank` of `tp` reads."""
@@ -121,6 +147,13 @@ class Weight:
             return (rows, *rest)
         matrices = self.stack * len(parts) // len(self.parts)
         return (matrices, rows // matrices, *rest)
+
+
+def in_precision(weights: Iterable[Weight], precision: WeightPrecision | None, plain: Collection[str]) -> list[Weight]:
+    """These weights with the matrices in that precision (None: the engine's), but for the linears named in `plain`."""
+    if precision is None:
+        return list(weights)
+    return [replace(w, precision=precision) if w.is_matrix and w.linear not in plain else w for w in weights]
 
 
 def unit_range(units: int, tp: int, rank: int) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import Acceptance, AttentionLayer
 from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -53,19 +55,25 @@ class CudaOps(TorchOps):
         kernels.load()
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        if not kernels.takes_skinny(x, self.weights[name + ".weight"]):
-            return super().linear(name, x)
-        return self._skinny_gemm(name, x, swiglu=False)
+        y = self._skinny_gemm(name, x, swiglu=False)
+        return super().linear(name, x) if y is None else y
 
     def linear_swiglu(self, name: str, x: Tensor) -> Tensor:
-        if not kernels.takes_skinny(x, self.weights[name + ".weight"]):
-            return super().linear_swiglu(name, x)
-        return self._skinny_gemm(name, x, swiglu=True)
+        y = self._skinny_gemm(name, x, swiglu=True)
+        return super().linear_swiglu(name, x) if y is None else y
 
-    def _skinny_gemm(self, name: str, x: Tensor, swiglu: bool) -> Tensor:
-        weight, scale, bias = (self.weights.get(f"{name}.{part}") for part in ("weight", "scale", "bias"))
-        assert weight is not None
-        return kernels.skinny_gemm(x, weight, scale, bias, swiglu)
+    def _skinny_gemm(self, name: str, x: Tensor, swiglu: bool) -> Tensor | None:
+        """The product, where the kernel takes it; with an FP8 weight (a scale a row) x stays as it is. Else None."""
+        weight = linear_weight(self.weights, name)
+        if isinstance(weight, Tensor):
+            values, scale = weight, None
+        elif isinstance(weight, Fp8Weight) and not weight.by_block:
+            values, scale = weight.values, weight.scale
+        else:
+            return None
+        if not kernels.takes_skinny(x, values):
+            return None
+        return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, self.weights[name + ".weight"], eps)

@@ -1,4 +1,6 @@
-"""FP8 (E4M3) numbers with one FP32 scale a row: of a weight, and of the rows that are multiplied by it."""
+"""FP8 (E4M3) numbers and their FP32 scales: of weights, and of the rows that are multiplied by them."""
+
+from dataclasses import dataclass
 
 import torch
 
@@ -7,8 +9,35 @@ Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn
 #: What the sides of a matrix must be multiples of, or the hardware's products cannot take it.
 FP8_MULTIPLE = 16
+#: Sides of the blocks that share a scale, where it is not a row that does.
+FP8_BLOCK = 128
 
 _LARGEST = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight:
+    """A linear's weight as E4M3, with one scale a row or one a block of 128 by 128.
+
+    What a checkpoint scales as a whole has the same scale in all of its rows: tensors of several scales are fused here.
+    """
+
+    values: Tensor  # [O, I] E4M3
+    scale: Tensor  # FP32 [O], or by block [ceil(O / 128), ceil(I / 128)]
+    input_scale: Tensor | None = None  # FP32 []: what calibration found that rows should be divided by before rounding
+
+    @property
+    def by_block(self) -> bool:
+        """Whether a block has a scale, and not a row."""
+        return self.scale.ndim == 2
+
+    def dequantize(self) -> Tensor:
+        """The numbers that it stands for, FP32 [O, I]."""
+        if not self.by_block:
+            return dequantize_rows(self.values, self.scale)
+        outputs, inputs = self.values.shape
+        scale = self.scale.repeat_interleave(FP8_BLOCK, 0)[:outputs].repeat_interleave(FP8_BLOCK, 1)[:, :inputs]
+        return self.values.float() * scale
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

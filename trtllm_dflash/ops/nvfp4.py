@@ -15,8 +15,6 @@ from trtllm_dflash.ops.mxfp4 import E2M1, ONE
 
 Tensor = torch.Tensor
 
-#: Numbers that share a scale.
-BLOCK = 16
 #: The powers of two that E4M3 holds.
 LEAST, MOST = -9, 8
 #: MXFP4's scale byte of blocks that are not numbers.

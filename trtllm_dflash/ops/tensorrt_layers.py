@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import torch
 
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.fp8 import FP8
 
 ITensor: TypeAlias = Any  # TensorRT's bindings carry no type stubs
 
@@ -27,6 +28,7 @@ class TensorRTLayers:
             torch.float32: trt.float32,
             torch.float16: trt.float16,
             torch.bfloat16: trt.bfloat16,
+            FP8: trt.fp8,
             torch.int32: trt.int32,
             torch.int64: trt.int64,
         }
@@ -58,6 +60,17 @@ class TensorRTLayers:
         self._kept.append(tensor)
         values = self.trt.Weights(self._types[tensor.dtype], tensor.data_ptr(), tensor.numel())
         return self._layer(self.network.add_constant(shape, values), "constant")
+
+    def _packed(self, tensor: torch.Tensor, dtype: ITensor, label: str) -> ITensor:
+        """Bytes [..., n] as a constant of a type that torch or the bindings do not name; FP4 is two numbers a byte."""
+        tensor = tensor.contiguous()
+        shape = list(tensor.shape)
+        if dtype == self.trt.fp4:
+            shape[-1] *= 2
+        self._kept.append(tensor)
+        count = torch.Size(shape).numel()
+        values = self.trt.Weights(dtype, tensor.data_ptr(), count)
+        return self._layer(self.network.add_constant(tuple(shape), values), label)
 
     def _fill(self, value: float, rank: int, dtype: Any = None) -> ITensor:
         """One number, FP32 unless said, as a constant of `rank` dimensions."""
@@ -155,6 +168,10 @@ class TensorRTLayers:
 
     def _cast(self, x: ITensor, dtype: Any) -> ITensor:
         return x if x.dtype == dtype else self._layer(self.network.add_cast(x, dtype), "cast")
+
+    def _product(self, x: ITensor, weight: ITensor, label: str = "") -> ITensor:
+        none, transpose = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
+        return self._layer(self.network.add_matrix_multiply(x, none, weight, transpose), label)
 
     def _concat(self, xs: Sequence[ITensor], axis: int) -> ITensor:
         if len(xs) == 1:

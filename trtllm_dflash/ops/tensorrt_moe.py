@@ -106,10 +106,6 @@ class TensorRTMoE(TensorRTLayers):
         sigmoid = self._layer(self.network.add_activation(slope, self.trt.ActivationType.SIGMOID), "sigmoid")
         return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
 
-    def _product(self, x: ITensor, weight: ITensor, label: str) -> ITensor:
-        none, transpose = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
-        return self._layer(self.network.add_matrix_multiply(x, none, weight, transpose), label)
-
     def _matrix(self, name: str, dtype: ITensor, side_by_side: bool = False) -> ITensor:
         """Every expert's matrix [O, I] as one: [1, E * O, I], or, side by side, [1, O, E * I]."""
 
@@ -189,14 +185,3 @@ class TensorRTMoE(TensorRTLayers):
         )
         numbers = self._layer(self.network.add_dequantize(values, block_scales, dtype), "dequantize")
         return self._reshape(numbers, (0, 0, 0), first=(0, 2, 1))
-
-    def _packed(self, tensor: Tensor, dtype: ITensor, label: str) -> ITensor:
-        """Bytes [..., n] as a constant of a type that torch or the bindings do not name; FP4 is two numbers a byte."""
-        tensor = tensor.contiguous()
-        shape = list(tensor.shape)
-        if dtype == self.trt.fp4:
-            shape[-1] *= 2
-        self._kept.append(tensor)
-        count = torch.Size(shape).numel()
-        values = self.trt.Weights(dtype, tensor.data_ptr(), count)
-        return self._layer(self.network.add_constant(tuple(shape), values), label)

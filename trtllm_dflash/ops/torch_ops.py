@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from trtllm_dflash.ops import Acceptance, MoELayer, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
-from trtllm_dflash.ops.fp8 import FP8, quantize_rows
+from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8, quantize_rows
+from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 
 Tensor = torch.Tensor
 
@@ -46,10 +47,10 @@ class TorchOps(Ops[Tensor]):
         return F.embedding(ids, self.weights[name + ".weight"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
+        weight, bias = linear_weight(self.weights, name), self.weights.get(name + ".bias")
         slots, rows, _ = x.shape
-        if weight.dtype == FP8:
-            y = self._fp8_product(x.flatten(0, 1), weight, self.weights[name + ".scale"]).view(slots, rows, -1)
+        if not isinstance(weight, Tensor):
+            y = self.quantized_product(x, weight)
             return y if bias is None else y + bias
         if x.is_cuda or slots * rows == 1 or x.dtype != torch.float32:
             return F.linear(x, weight, bias)
@@ -58,13 +59,19 @@ class TorchOps(Ops[Tensor]):
         y = torch.mm(weight, x.flatten(0, 1).t()).t().view(slots, rows, -1)
         return y if bias is None else y + bias
 
-    @staticmethod
-    def _fp8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """x [N, I] times an E4M3 weight [O, I], transposed, with scales [O]: [N, O] in x's type. CUDA alone."""
-        rows, row_scale = quantize_rows(x)
+    def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """x [B, N, I] times a quantized weight [O, I], transposed: [B, N, O] in x's type.
+
+        Where the device multiplies FP8 and each row of the weight has its scale, x is rounded to FP8 too, with a scale
+        a row of its own. Else x is multiplied by the numbers that the weight stands for.
+        """
+        if not isinstance(weight, Fp8Weight) or weight.by_block or not multiplies_fp8(x.device):
+            return F.linear(x, weight.dequantize().to(x.dtype))
+        rows, row_scale = quantize_rows(x.flatten(0, 1))
+        scales = row_scale, weight.scale[None]
         # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
-        y = torch._scaled_mm(rows, weight.t(), row_scale, scale[None], out_dtype=torch.bfloat16, use_fast_accum=True)
-        return y.to(x.dtype)
+        y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return y.to(x.dtype).view(*x.shape[:2], -1)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]

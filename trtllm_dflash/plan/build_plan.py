@@ -12,7 +12,14 @@ from trtllm_dflash.bench.floor import StepCount, experts_touched, is_expert
 from trtllm_dflash.bench.shapes import SHAPES, shape_config
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.builder import BuildSettings, check_sides, divide_experts, open_checkpoints, plan_engine
+from trtllm_dflash.engine.builder import (
+    BuildSettings,
+    build_precision,
+    check_sides,
+    divide_experts,
+    open_checkpoints,
+    plan_engine,
+)
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.memory import (
     GB,
@@ -21,15 +28,15 @@ from trtllm_dflash.engine.memory import (
     capability,
     check_fits,
     computes_all_experts,
+    plan_adds,
     plan_memory,
     stored_bytes,
-    weight_bytes,
 )
 from trtllm_dflash.engine.step_times import batch_sizes
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.models.weights import Weight
+from trtllm_dflash.models.weights import Weight, WeightPrecision
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 from trtllm_dflash.plan.gpus import COPY_SHARE, GEMM_SHARE, PUBLISHED
 from trtllm_dflash.plan.prediction import ERROR_BOUND, Limit, predict_step, sum_bytes
@@ -126,6 +133,7 @@ class BuildPlan(BaseModel):
     gpu: str
     limits: Limits
     precision: str
+    linear_precision: str | None  # of the target's matrices, experts aside; None: `precision`
     expert_precision: str | None
     tp: int
     expert_parallel: bool
@@ -158,12 +166,17 @@ def compare_gpus(build: BuildSettings, settings: PlanSettings) -> Comparison:
     Raises:
         SettingsError: as `make_plan`'s.
     """
-    plans, refused = [], {}
+    plans, refused, wrong = [], {}, []
     for gpu in GPUS:
         try:
             plans.append(make_plan(build, settings.model_copy(update={"gpu": gpu}), COMPARED))
         except EngineError as error:
             refused[gpu] = str(error)
+        except SettingsError as error:  # a GPU may lack a precision
+            refused[gpu] = str(error)
+            wrong.append(error)
+    if len(wrong) == len(GPUS):
+        raise wrong[0]
     return Comparison(plans=plans, refused=refused)
 
 
@@ -205,6 +218,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
             nvlink=published.nvlink,
         ),
         precision=config.precision,
+        linear_precision=config.target.linear_precision,
         expert_precision=_expert_precision(config),
         tp=config.tp,
         expert_parallel=moe is not None and moe.expert_parallel,
@@ -236,21 +250,23 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
         SettingsError: neither is there, or a setting does not fit the model.
     """
     is_here = build.target.startswith(PACKAGE) or Path(build.target).expanduser().is_dir()
-    config = _engine_of_checkpoint(build) if is_here else _engine_of_shape(build)
+    config = _engine_of_checkpoint(build, gpu) if is_here else _engine_of_shape(build, gpu)
     tensorrt = build.backend == "tensorrt"
     asked = {"gpu": gpu, "plugin": build.plugin} if tensorrt else {}
     return config.model_copy(update={"backend": build.backend, "sampling": build.sampling, **asked})
 
 
-def _engine_of_checkpoint(build: BuildSettings) -> EngineConfig:
+def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
+    pair = open_checkpoints(build)
+    drafter = pair.drafter.config if pair.drafter is not None else None
+    choice = build_precision(pair.target_config, drafter, build, gpu)
     # For torch: no compiler is asked what it can compile here.
     compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
     plainly = {name: BuildSettings.model_fields[name].default for name in compilers}
-    build = build.model_copy(update={**plainly, "precision": _precision(build)})
-    return plan_engine(open_checkpoints(build), build)
+    return plan_engine(pair, build.model_copy(update=plainly), choice)
 
 
-def _engine_of_shape(build: BuildSettings) -> EngineConfig:
+def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
     if build.name not in SHAPES:
         known = ", ".join(SHAPES)
         raise SettingsError(f"--plan: the shape of {build.target} is not known without its checkpoint; known: {known}")
@@ -261,25 +277,23 @@ def _engine_of_shape(build: BuildSettings) -> EngineConfig:
     config = shape_config(
         build.name,
         draft_vocab=build.draft_vocab,
-        drafter_precision=build.drafter_precision,
-        precision=_precision(build),
+        precision="bf16",
         tp=build.tp,
         max_batch=build.max_batch,
         max_seq_len=max_seq_len,
         chunk=min(build.chunk, max_seq_len),
     )
-    target, most = divide_experts(config.target, build), config.block_size
-    check_tp(config.tp, target, config.drafter)
-    if config.drafter is not None:
-        check_sides(config.drafter, config.tp)
+    choice = build_precision(config.target, config.drafter, build, gpu)
+    target = divide_experts(config.target, build).model_copy(update=choice.target)
+    drafter = None if config.drafter is None else config.drafter.model_copy(update=choice.drafter)
+    most = config.block_size
+    check_tp(config.tp, target, drafter)
+    check_sides(target, drafter, config.tp)
     block_size = build.block_size or most
     if not 2 <= block_size <= most:
         raise SettingsError(f"--block-size {block_size}: the drafter was trained for blocks of 2 to {most}")
-    return config.model_copy(update={"target": target, "block_size": block_size})
-
-
-def _precision(build: BuildSettings) -> str:
-    return "bf16" if build.precision == "auto" else build.precision
+    changes = {"precision": choice.engine, "target": target, "drafter": drafter, "block_size": block_size}
+    return config.model_copy(update=changes)
 
 
 def _check(config: EngineConfig, settings: PlanSettings) -> None:
@@ -305,13 +319,13 @@ def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:
     sizes = dict.fromkeys(("attention", "feed_forward", "experts", "embedding", "lm_head", "rest", "drafter"), 0)
     size = config.dtype.itemsize
     for weight in build_target(config.target).weights():
-        sizes[_part(weight)] += stored_bytes(weight, config.tp, size)
+        sizes[_part(weight)] += stored_bytes(config, weight)
     if config.drafter is not None:
-        sizes["drafter"] = sum(stored_bytes(weight, config.tp, size) for weight in Drafter(config.drafter).weights())
+        sizes["drafter"] = sum(stored_bytes(config, weight) for weight in Drafter(config.drafter).weights())
     if config.target.tied_embeddings and config.tp > 1:  # a rank's slice is a tensor of its own
         sizes["lm_head"] = config.target.vocab_size // config.tp * config.target.hidden_size * size
     # A TensorRT plan may hold experts otherwise than they are stored.
-    sizes["experts"] += total - weight_bytes(config.model_copy(update={"backend": "torch"}))
+    sizes["experts"] += plan_adds(config)
     sizes["rest"] += total - sum(sizes.values())
     return sizes
 
@@ -424,7 +438,8 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
         if computes_all_experts(config):
             chosen = f"A TensorRT plan for this GPU reads all {moe.experts} in every step."
         notes.append(
-            f"Experts: {stored}, multiplied in {precision}, read once a step if touched; the rest {precision}."
+            f"Experts: {stored}, multiplied in {precision}, read once a step if touched; the rest "
+            f"{precision if target.linear_precision is None else target.linear_precision.value.upper()}."
         )
         unpacked = " The torch backend unpacks experts' weights in memory, and so is slower than this."
         notes += [
@@ -438,7 +453,9 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
             f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only, yet their caches are "
             "linear: they hold every slot's whole length, as the others' do."
         )
-    if drafter is not None and drafter.linear_precision == "fp8":
+    if target.linear_precision is not None:
+        notes.append(_quantized_note(config, target.linear_precision))
+    if drafter is not None and drafter.linear_precision is WeightPrecision.FP8:
         notes.append(
             "Drafter: FP8, read in half the time; measured steps of such drafters were up to 13% slower than predicted."
         )
@@ -450,3 +467,12 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
         )
     notes.append("Tokens/s: of decoding alone, with all slots at work; prompts and the queue are not in it.")
     return notes
+
+
+def _quantized_note(config: EngineConfig, kind: WeightPrecision) -> str:
+    """What a step is taken to make of a target's matrices in few bits."""
+    said = f"Target: matrices in {kind.value.upper()}"
+    if config.backend == "torch" and kind is not WeightPrecision.FP8:
+        return f"{said}, dequantized to {config.precision.upper()} at load by the torch backend."
+    rate = "at twice BF16's rate" if kind is WeightPrecision.FP8 else "at BF16's rate"
+    return f"{said}, read as they are and multiplied {rate}; no step of such a target has been measured."

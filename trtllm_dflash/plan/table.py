@@ -40,7 +40,8 @@ def _head_lines(plan: BuildPlan) -> list[str]:
 def _what(plan: BuildPlan) -> str:
     ranks = "" if plan.tp == 1 else f", {'expert' if plan.expert_parallel else 'tensor'} parallel {plan.tp}"
     experts = "" if plan.expert_precision in (None, plan.precision) else f", experts in {plan.expert_precision.upper()}"
-    return f"{plan.model}: {plan.precision.upper()}{experts}{ranks}"
+    matrices = "" if plan.linear_precision is None else f", matrices in {plan.linear_precision.upper()}"
+    return f"{plan.model}: {plan.precision.upper()}{matrices}{experts}{ranks}"
 
 
 def _memory_table(plan: BuildPlan) -> Table:

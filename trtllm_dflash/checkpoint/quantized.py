@@ -1,0 +1,252 @@
+"""Quantized checkpoints: which matrices are stored in FP8 or NVFP4, in which layout, and a rank's slice of one.
+
+Read are NVIDIA ModelOpt's unified exports (FP8, NVFP4) and FP8 as it is published: scaled as a whole or by output
+channel (`weight_scale`; compressed-tensors), or by blocks of 128 by 128 (`weight_scale_inv`, which multiplies as well).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_dflash.checkpoint.folder import FLOATING_DTYPES, CheckpointFolder, read_json
+from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
+from trtllm_dflash.ops.fp8 import FP8_BLOCK, Fp8Weight
+from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
+
+#: ModelOpt's summary of what it did, beside config.json.
+MODELOPT_FILE = "hf_quant_config.json"
+
+#: Scales of FP8 caches: caches are kept in the engine's own type, and these are not needed.
+CACHE_SCALES = ("*.k_scale", "*.v_scale")
+
+#: quant_method in config.json -> the layouts of it that are read; None: whatever the tensors are. MXFP4 is a family's.
+_READ: dict[str, tuple[str, ...] | None] = {
+    "modelopt": ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"),
+    "compressed-tensors": ("float-quantized", "naive-quantized"),
+    "fp8": None,
+    "mxfp4": None,
+}
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """How a checkpoint stores one matrix [O, I], by its tensors' names and shapes."""
+
+    precision: WeightPrecision
+    tensors: Mapping[str, tuple[int, ...]]
+    scale: str
+    global_scale: str | None = None
+    input_scale: str | None = None
+
+
+def find_quantized(
+    folder: CheckpointFolder, parts: Iterable[Part], keys: Mapping[str, str] | None = None
+) -> dict[str, QuantizedMatrix]:
+    """The quantized ones among the tensors that a model is made of, by their names in this checkpoint.
+
+    Raises:
+        CheckpointError: it is quantized in a way that is not read, or a scale is missing or of no known shape.
+    """
+    _check_method(folder)
+    found = {}
+    for part in parts:
+        name = (keys or {}).get(part.key, part.key)
+        info = folder.tensors.get(name)
+        if info is not None and len(part.shape) == 2 and info.dtype in ("F8_E4M3", "U8"):
+            layout = _fp8 if info.dtype == "F8_E4M3" else _nvfp4
+            found[name] = layout(folder, name, part.shape)
+    return found
+
+
+def common_precision(
+    folder: CheckpointFolder,
+    weights: Iterable[Weight],
+    found: Mapping[str, QuantizedMatrix],
+    keys: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A model's `linear_precision` and `plain_linears`, as its checkpoint has them.
+
+    Raises:
+        CheckpointError: matrices that are multiplied as one are stored differently, or there are several formats.
+    """
+    if not found:
+        return {}
+    names = keys or {}
+    kinds: dict[WeightPrecision, str] = {}
+    plain = []
+    for weight in weights:
+        own = {
+            found[name].precision if (name := names.get(part.key, part.key)) in found else None for part in weight.parts
+        }
+        if own != {None} and not weight.is_matrix:
+            raise CheckpointError(f"{folder.path}: {weight.name} is quantized, which embeddings and experts may not be")
+        if len(own) > 1:
+            raise CheckpointError(f"{folder.path}: the parts of {weight.name} are not quantized alike")
+        kind = own.pop()
+        if kind is not None:
+            kinds.setdefault(kind, weight.name)
+        elif weight.is_matrix:
+            plain.append(weight.linear)
+    if len(kinds) > 1:
+        listed = ", ".join(f"{name} in {kind.value}" for kind, name in kinds.items())
+        raise CheckpointError(f"{folder.path}: several formats in one checkpoint are not supported: {listed}")
+    return {"linear_precision": next(iter(kinds)), "plain_linears": tuple(plain)}
+
+
+def read_quantized(
+    folder: CheckpointFolder,
+    weight: Weight,
+    found: Mapping[str, QuantizedMatrix],
+    tp: int,
+    rank: int,
+    keys: Mapping[str, str] | None = None,
+) -> QuantizedWeight:
+    """A quantized engine weight of `rank` of `tp`: the parts' slices joined, as they are stored.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or holds NaN or infinity.
+    """
+    names = keys or {}
+    slices = [_read_part(folder, part, found, names.get(part.key, part.key), tp, rank) for part in weight.parts]
+    values = torch.cat([part.values for part in slices])
+    scale = torch.cat([part.scale for part in slices])
+    # What goes in is one and the same, so the largest is its true range.
+    inputs = [part.input_scale for part in slices if part.input_scale is not None]
+    input_scale = torch.stack(inputs).amax() if len(inputs) == len(slices) else None
+    scales = [part.global_scale for part in slices if isinstance(part, Nvfp4Weight)]
+    if scales:
+        return Nvfp4Weight(values, scale, torch.cat(scales), input_scale)
+    return Fp8Weight(values, scale, input_scale)
+
+
+def _check_method(folder: CheckpointFolder) -> None:
+    said = folder.config.get("quantization_config")
+    if said is None and (folder.path / MODELOPT_FILE).is_file():
+        said = read_json(folder.path / MODELOPT_FILE).get("quantization")
+    if said is None:
+        return
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{folder.path}: config.json: quantization_config is not an object")
+    method = said.get("quant_method", "modelopt")
+    kind = said.get("quant_algo") if method == "modelopt" else said.get("format")
+    read = _READ.get(method, ())
+    if read is not None and kind not in read:
+        raise CheckpointError(
+            f"{folder.path}: quantized by {method} as {kind}, which is not read; make FP8 or NVFP4 of the unquantized "
+            "checkpoint: trtllm-dflash quantize --format fp8|nvfp4"
+        )
+
+
+def _fp8(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
+    outputs, inputs = shape
+    scale = _companion(folder, name, "weight_scale", "weight_scale_inv")
+    if scale is None:
+        raise CheckpointError(f"{folder.path}: tensor {name} is FP8 and has no {_beside(name, 'weight_scale')}")
+    scaled = folder.tensors[scale].shape
+    blocks = -(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)
+    if scaled in ((), (1,), (outputs,), (outputs, 1)):
+        precision = WeightPrecision.FP8
+    elif scaled == blocks:
+        precision = WeightPrecision.FP8_BLOCKS
+    else:
+        raise CheckpointError(
+            f"{folder.path}: tensor {scale} is {list(scaled)}; scales are read of the whole tensor, [{outputs}] by row "
+            f"or {list(blocks)} by blocks of {FP8_BLOCK}"
+        )
+    _check_dtype(folder, scale, FLOATING_DTYPES)
+    return _matrix(folder, name, shape, precision, scale, {scale: scaled})
+
+
+def _nvfp4(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
+    outputs, inputs = shape
+    scale, global_scale = _companion(folder, name, "weight_scale"), _companion(folder, name, "weight_scale_2")
+    for suffix, found in (("weight_scale", scale), ("weight_scale_2", global_scale)):
+        if found is None:
+            raise CheckpointError(f"{folder.path}: tensor {name} is NVFP4 and has no {_beside(name, suffix)}")
+    assert scale is not None and global_scale is not None
+    _check_dtype(folder, scale, ("F8_E4M3",))
+    tensors = {scale: (outputs, inputs // NVFP4_BLOCK), global_scale: folder.tensors[global_scale].shape}
+    if tensors[global_scale] not in ((), (1,)):
+        raise CheckpointError(f"{folder.path}: tensor {global_scale} is {list(tensors[global_scale])} instead of []")
+    return _matrix(folder, name, (outputs, inputs // 2), WeightPrecision.NVFP4, scale, tensors, global_scale)
+
+
+def _matrix(
+    folder: CheckpointFolder,
+    name: str,
+    stored: tuple[int, ...],
+    precision: WeightPrecision,
+    scale: str,
+    scales: dict[str, tuple[int, ...]],
+    global_scale: str | None = None,
+) -> QuantizedMatrix:
+    tensors = {name: stored, **scales}
+    input_scale = _companion(folder, name, "input_scale", "activation_scale")
+    if input_scale is not None:
+        tensors[input_scale] = folder.tensors[input_scale].shape
+        if tensors[input_scale] not in ((), (1,)):
+            raise CheckpointError(f"{folder.path}: tensor {input_scale} is {list(tensors[input_scale])} instead of []")
+    return QuantizedMatrix(precision, tensors, scale, global_scale, input_scale)
+
+
+def _read_part(
+    folder: CheckpointFolder, part: Part, found: Mapping[str, QuantizedMatrix], name: str, tp: int, rank: int
+) -> QuantizedWeight:
+    matrix = found[name]
+    dimension, first, last = None, 0, 0
+    if part.split in (Split.ROWS, Split.COLUMNS):
+        dimension = 0 if part.split is Split.ROWS else 1
+        first, last = part.bounds(tp, rank)
+
+    def read(key: str, row_unit: int = 1, column_unit: int = 1) -> torch.Tensor:
+        """The slice of a tensor that has one number for so many rows, and so many columns, of the matrix."""
+        if dimension is None:
+            return folder.read(key).clone()
+        unit = row_unit if dimension == 0 else column_unit
+        return folder.read(key, dimension, first // unit, -(-last // unit)).clone()
+
+    input_scale = None if matrix.input_scale is None else _number(folder, matrix.input_scale)
+    if matrix.precision is WeightPrecision.NVFP4:
+        assert matrix.global_scale is not None
+        values, scale = read(name, column_unit=2), read(matrix.scale, column_unit=NVFP4_BLOCK)
+        _check_finite(folder, matrix.scale, scale)
+        global_scale = _number(folder, matrix.global_scale).expand(len(values))
+        return Nvfp4Weight(values, scale, global_scale, input_scale)
+    values = read(name)
+    _check_finite(folder, name, values)
+    if matrix.precision is WeightPrecision.FP8_BLOCKS:
+        scale = read(matrix.scale, FP8_BLOCK, FP8_BLOCK).float()
+    else:
+        scale = folder.read(matrix.scale).float().flatten().expand(part.shape[0])
+        scale = scale[first:last] if dimension == 0 else scale
+    _check_finite(folder, matrix.scale, scale)
+    return Fp8Weight(values, scale.contiguous(), input_scale)
+
+
+def _number(folder: CheckpointFolder, key: str) -> torch.Tensor:
+    """A tensor of one number, FP32 []."""
+    number = folder.read(key).float().reshape(())
+    _check_finite(folder, key, number)
+    return number.clone()
+
+
+def _check_finite(folder: CheckpointFolder, key: str, tensor: torch.Tensor) -> None:
+    if not torch.isfinite(tensor.float()).all():
+        raise CheckpointError(f"{folder.path}: tensor {key} holds NaN or infinity; download the checkpoint again")
+
+
+def _check_dtype(folder: CheckpointFolder, key: str, dtypes: tuple[str, ...]) -> None:
+    dtype = folder.tensors[key].dtype
+    if dtype not in dtypes:
+        raise CheckpointError(f"{folder.path}: tensor {key} is {dtype} instead of {', '.join(dtypes)}")
+
+
+def _companion(folder: CheckpointFolder, name: str, *suffixes: str) -> str | None:
+    return next((found for suffix in suffixes if (found := _beside(name, suffix)) in folder.tensors), None)
+
+
+def _beside(name: str, suffix: str) -> str:
+    return name.removesuffix("weight") + suffix

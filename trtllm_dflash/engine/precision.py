@@ -1,0 +1,162 @@
+"""Which precision an engine's matrices get: what was asked for, what the checkpoints hold, what the GPU multiplies."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from trtllm_dflash.engine.config import Backend, Precision
+from trtllm_dflash.engine.memory import capability
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.models import build_target
+from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.weights import WeightPrecision
+
+#: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
+Format: TypeAlias = Literal["fp8", "nvfp4"]
+CAPABILITY: dict[str, int] = {"fp8": 89, "nvfp4": 100}
+
+#: What `--precision` and `--drafter-precision` take besides; None: as the checkpoint is.
+TargetPrecision: TypeAlias = Precision | Format | Literal["auto"]
+DrafterPrecision: TypeAlias = Format | Literal["auto"]
+
+_FORMATS = {WeightPrecision.FP8: "fp8", WeightPrecision.FP8_BLOCKS: "fp8", WeightPrecision.NVFP4: "nvfp4"}
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """What was chosen: the engine's own type, what changes in the models' configurations, and what to say of it."""
+
+    engine: Precision
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    said: str | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an engine is to run."""
+
+    backend: Backend
+    engine: Precision
+    gpu: int | None  # compute capability; None: no GPU is named, and none present
+
+    @property
+    def has(self) -> list[str]:
+        """The precisions of it, the fewest bits first."""
+        formats = [name for name, least in CAPABILITY.items() if self.gpu is None or self.gpu >= least]
+        return [*reversed(formats), "bf16", "fp16", "fp32"]
+
+    def check(self, knob: str, wanted: str) -> None:
+        if wanted not in self.has:
+            raise SettingsError(f"{knob}: sm{self.gpu} has {', '.join(self.has)}, and no {wanted}")
+
+
+def choose_precision(
+    target: DecoderConfig,
+    drafter: DrafterConfig | None,
+    backend: Backend,
+    precision: TargetPrecision | None,
+    drafter_precision: DrafterPrecision | None,
+    gpu: str | None,
+) -> PrecisionChoice:
+    """The precision of an engine's parts; see the flags of `trtllm-dflash build`.
+
+    Args:
+        target, drafter: as their checkpoints have them.
+
+    Raises:
+        SettingsError: the GPU lacks what is asked for, or it cannot be made of the checkpoint; names what would do.
+    """
+    on_gpu = backend == "tensorrt" or gpu is not None or torch.cuda.is_available()
+    engine: Precision = "bf16" if on_gpu else "fp32"
+    if precision == "fp32" or precision == "bf16" or precision == "fp16":
+        engine = precision
+    place = _Place(backend, engine, _capability(gpu))
+    to_engine = precision == engine
+    target_format = None if to_engine else _format(place, "--precision", precision, "target", target)
+    changes = _changes(target, target_format, rounded(target))
+    drafter_changes: dict[str, Any] = {}
+    chosen = {"target": target_format}
+    if drafter is not None:
+        asked = "auto" if drafter_precision is None and precision == "auto" else drafter_precision
+        chosen["drafter"] = _format(place, "--drafter-precision", asked, "drafter", drafter)
+        whole = {"linear_precision": WeightPrecision.FP8, "plain_linears": ()}
+        drafter_changes = _changes(drafter, chosen["drafter"], whole)
+    is_auto = "auto" in (precision, drafter_precision)
+    notes = [_dequantized(place, role, model) for role, model in (("target", target), ("drafter", drafter)) if model]
+    kept = [note for (_, chosen_format), note in zip(chosen.items(), notes, strict=True) if note and chosen_format]
+    said = [_said(place, chosen)] if is_auto else []
+    return PrecisionChoice(engine, changes, drafter_changes, "; ".join(said + kept) or None)
+
+
+def _format(
+    place: _Place, knob: str, asked: TargetPrecision | DrafterPrecision | None, role: str, model: DecoderConfig
+) -> str | None:
+    """The format of a model's matrices; None: the engine's own type."""
+    held = None if model.linear_precision is None else _FORMATS[model.linear_precision]
+    if asked is None:
+        if held is not None and place.backend == "tensorrt" and held not in place.has:
+            hint = "--precision bf16 dequantizes it" if role == "target" else "give the drafter that is not quantized"
+            raise SettingsError(f"the {role}'s checkpoint is {held}, and sm{place.gpu} has {_list(place.has)}: {hint}")
+        return held
+    if asked == "auto":
+        if place.gpu is None:
+            return None
+        best = held or "fp8"
+        return best if best in place.has else None
+    place.check(f"{knob} {asked}", asked)
+    if asked == held or (asked == "fp8" and held is None):
+        return asked
+    of = f"the {role}'s checkpoint is {held}" if held else f"the {role}'s checkpoint is not quantized"
+    raise SettingsError(
+        f"{knob} {asked}: {of}; make a calibrated {asked} checkpoint of the unquantized one: "
+        f"trtllm-dflash quantize --format {asked}"
+    )
+
+
+def _changes(model: DecoderConfig, chosen: str | None, when_rounded: dict[str, Any]) -> dict[str, Any]:
+    """What of a model's configuration changes: nothing, where its checkpoint is kept as it is."""
+    if chosen is None:
+        return {"linear_precision": None, "plain_linears": ()}
+    if model.linear_precision is not None:
+        return {}
+    return when_rounded
+
+
+def rounded(target: DecoderConfig) -> dict[str, Any]:
+    """What changes in a target's configuration that is rounded to FP8; its LM head, routers and experts are not."""
+    weights = build_target(target).weights()
+    plain = tuple(w.linear for w in weights if w.is_matrix and not w.linear.endswith("_proj"))
+    return {"linear_precision": WeightPrecision.FP8, "plain_linears": plain}
+
+
+def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
+    """What becomes of a format that this backend multiplies on no GPU."""
+    if place.backend == "tensorrt" or model.linear_precision in (None, WeightPrecision.FP8):
+        return None
+    assert model.linear_precision is not None
+    return f"{role}: {model.linear_precision.value} is dequantized to {place.engine} at load by --backend torch"
+
+
+def _said(place: _Place, chosen: dict[str, str | None]) -> str:
+    parts = [f"{role} in {chosen_format or place.engine}" for role, chosen_format in chosen.items()]
+    where = "there is no GPU" if place.gpu is None else f"sm{place.gpu} has {_list(place.has)}"
+    said = f"precision auto: {', '.join(parts)} ({where})"
+    if place.gpu is not None and "nvfp4" in place.has and "nvfp4" not in chosen.values():
+        said += "; for nvfp4 make a checkpoint of it: trtllm-dflash quantize --format nvfp4"
+    return said
+
+
+def _capability(gpu: str | None) -> int | None:
+    if gpu is not None:
+        return capability(gpu)
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return major * 10 + minor
+    return None
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names)

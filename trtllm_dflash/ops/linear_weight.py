@@ -1,0 +1,70 @@
+"""The weight of a linear as an engine stores it: a tensor of the engine's own type, or one in few bits with its scales.
+
+`NAME.weight` holds the numbers, `NAME.scale` their scales, `NAME.global_scale` (NVFP4) the scales of those, and
+`NAME.input_scale`, where a calibration found one, the scale of what goes in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
+from trtllm_dflash.ops.mxfp4 import E2M1
+
+Tensor = torch.Tensor
+
+#: Numbers of a row that share a scale.
+NVFP4_BLOCK = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Nvfp4Weight:
+    """A linear's weight in NVFP4.
+
+    A checkpoint has one global scale for each of its tensors; here each row has its tensor's, as several are fused.
+    """
+
+    values: Tensor  # uint8 [O, I / 2]: two numbers a byte, the first in the low bits
+    scale: Tensor  # E4M3 [O, I / 16]
+    global_scale: Tensor  # FP32 [O]
+    input_scale: Tensor | None = None  # FP32 []: the global scale that calibration found for what it is multiplied by
+
+    def dequantize(self) -> Tensor:
+        """The numbers that it stands for, FP32 [O, I]."""
+        scale = self.scale.float() * self.global_scale[:, None]
+        blocks: Tensor = unpack(self.values).unflatten(1, (-1, NVFP4_BLOCK))
+        return (blocks * scale[..., None]).flatten(1)
+
+
+def unpack(values: Tensor) -> Tensor:
+    """The E2M1 numbers in bytes [O, I / 2], before any scale: FP32 [O, I]."""
+    codes = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(1)
+    numbers = torch.tensor(E2M1, device=values.device)
+    return numbers[codes.int()]
+
+
+QuantizedWeight: TypeAlias = Fp8Weight | Nvfp4Weight
+LinearWeight: TypeAlias = Tensor | QuantizedWeight
+
+
+def linear_weight(weights: Mapping[str, Tensor], name: str) -> LinearWeight:
+    """The weight of the linear `name` among an engine's tensors."""
+    values = weights[name + ".weight"]
+    if values.dtype == FP8:
+        return Fp8Weight(values, weights[name + ".scale"], weights.get(name + ".input_scale"))
+    if values.dtype == torch.uint8:
+        scales = weights[name + ".scale"], weights[name + ".global_scale"]
+        return Nvfp4Weight(values, *scales, weights.get(name + ".input_scale"))
+    return values
+
+
+def stored_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors, by name, that `linear_weight` reads it from."""
+    tensors = {name + ".weight": weight.values, name + ".scale": weight.scale}
+    if isinstance(weight, Nvfp4Weight):
+        tensors[name + ".global_scale"] = weight.global_scale
+    if weight.input_scale is not None:
+        tensors[name + ".input_scale"] = weight.input_scale
+    return tensors

@@ -1,0 +1,1 @@
+"""Quantized checkpoints of a pair, with NVIDIA ModelOpt, and what they cost."""

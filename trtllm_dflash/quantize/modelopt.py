@@ -1,0 +1,61 @@
+"""NVIDIA ModelOpt: found, quiet, and told what to leave alone."""
+
+import copy
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import ModuleType
+from typing import Any
+
+from trtllm_dflash.errors import SettingsError
+
+#: ModelOpt's own recipe of each format: what is rounded, by which scales, found how.
+_RECIPES = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
+
+#: What stays as it is besides what the recipes leave alone (LM head, router): the drafter's projection of all taps.
+_LEFT_ALONE = ("fc.*", "model.fc.*", "*embed_tokens*")
+
+
+def load_modelopt() -> ModuleType:
+    """`modelopt.torch.quantization`.
+
+    Raises:
+        SettingsError: it is not installed, or does not load.
+    """
+    try:
+        with quiet():
+            return importlib.import_module("modelopt.torch.quantization")
+    except ImportError as error:
+        raise SettingsError(
+            f"quantize needs NVIDIA ModelOpt: pip install 'trtllm-dflash[quantization]' ({error})"
+        ) from None
+
+
+def recipe(modelopt: ModuleType, format: str, kv: str | None) -> dict[str, Any]:
+    """What ModelOpt is asked for."""
+    config: dict[str, Any] = copy.deepcopy(getattr(modelopt, _RECIPES[format]))
+    if kv is not None:
+        config["quant_cfg"] += copy.deepcopy(modelopt.FP8_KV_CFG["quant_cfg"])
+    config["quant_cfg"] += [{"quantizer_name": name, "enable": False} for name in _LEFT_ALONE]
+    return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what the libraries say from standard output, and their bars from the terminal, where ours are."""
+    from transformers.utils import logging as transformers_logging
+
+    before, bars = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+        if bars:
+            transformers_logging.enable_progress_bar()

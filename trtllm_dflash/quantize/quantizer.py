@@ -1,0 +1,140 @@
+"""`quantize`: checkpoints of a pair in, quantized checkpoints and a report out."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+import trtllm_dflash
+from trtllm_dflash.checkpoint.hub import resolve
+from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.engine.config import Progress
+from trtllm_dflash.engine.directory import written_aside
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.quantize.drafter import quantize_drafter
+from trtllm_dflash.quantize.modelopt import load_modelopt
+from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
+from trtllm_dflash.quantize.target import quantize_target
+from trtllm_dflash.quantize.text import Samples, read_samples
+from trtllm_dflash.tokenizer import TextCodec
+
+SHIPPED_TEXT = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
+
+REPORT_FILE = "report.json"
+
+
+class QuantizeSettings(BaseModel):
+    """What `quantize` is asked for; each field is a flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str  # a folder, or a Hugging Face name
+    drafter: str | None = None  # likewise
+    format: Literal["fp8", "nvfp4"]
+    kv: Literal["fp8"] | None = None  # scales of the target's caches, too
+    only: Literal["target", "drafter"] | None = None
+    text: Path = SHIPPED_TEXT
+    samples: PositiveInt = 128
+    held_back: Annotated[int, Field(ge=1)] = 8
+    length: Annotated[int, Field(ge=16)] = 512  # tokens of a sample, at most
+    max_tokens: PositiveInt = 128  # of a reply, for acceptance
+    device: str = "auto"
+
+
+def quantize(
+    settings: QuantizeSettings, output: Path, force: bool = False, progress: Progress = lambda *_: None
+) -> QuantizeReport:
+    """Writes `output/target`, `output/drafter` (those that are quantized) and `output/report.json`.
+
+    Raises:
+        DFlashError: checkpoints, settings or the output cannot be used; nothing is left half-written.
+    """
+    load_modelopt()
+    folders = {"target": resolve(settings.target)}
+    if settings.drafter is not None:
+        folders["drafter"] = resolve(settings.drafter)
+    pair = open_pair(folders["target"], folders.get("drafter"))
+    roles = _roles(settings, pair)
+    codec = TextCodec.load(folders["target"], {})
+    if codec is None:
+        raise SettingsError(f"--target {settings.target}: there is no tokenizer.json to read a text with")
+    length = min(settings.length, pair.target_config.max_positions - settings.max_tokens)
+    samples = read_samples(settings.text, codec, settings.samples, settings.held_back, length)
+    if output.exists() and not (force and (output / REPORT_FILE).is_file()):
+        hint = "use another --output, or --force to replace it" if (output / REPORT_FILE).is_file() else "remove it"
+        raise EngineError(f"{output}: exists{'' if force else ' already'}; {hint}")
+    report = QuantizeReport(
+        settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
+    )
+    with written_aside(output, "quantized checkpoint") as aside:
+        made = _quantize(settings, pair, folders, roles, samples, aside, progress)
+        measure(report, folders, made, samples.held_back, settings.max_tokens, settings.device, progress)
+        for file in aside.rglob("*.safetensors"):
+            file.chmod(aside.stat().st_mode & 0o666)
+        (aside / REPORT_FILE).write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _quantize(
+    settings: QuantizeSettings,
+    pair: Pair,
+    folders: dict[str, Path],
+    roles: list[str],
+    samples: Samples,
+    aside: Path,
+    progress: Progress,
+) -> dict[str, Path]:
+    """The folders of target and drafter afterwards."""
+    made = dict(folders)
+    device = pick_device(settings.device)
+    if "target" in roles:
+        made["target"] = aside / "target"
+        quantize_target(
+            folders["target"],
+            made["target"],
+            settings.format,
+            settings.kv,
+            samples.calibration,
+            device,
+            lambda done, total: progress("calibrating the target", done, total),
+        )
+    if "drafter" in roles:
+        assert pair.drafter is not None
+        # On the features of the target that it will draft for: the quantized one, where there is one.
+        length = max(len(sample.token_ids) for sample in samples.calibration) + pair.drafter.config.block_size
+        source = made["target"], folders["drafter"]
+        with LLM.from_pretrained(*source, device=settings.device, max_seq_len=length) as llm:
+            quantize_drafter(
+                pair.drafter,
+                aside / "drafter",
+                settings.format,
+                samples.calibration,
+                llm,
+                lambda done, total: progress("calibrating the drafter", done, total),
+            )
+        made["drafter"] = aside / "drafter"
+    torch.cuda.empty_cache()
+    return made
+
+
+def _roles(settings: QuantizeSettings, pair: Pair) -> list[str]:
+    """What is to be quantized."""
+    models = {"target": pair.target_config, **({"drafter": pair.drafter.config} if pair.drafter is not None else {})}
+    if settings.only is not None and settings.only not in models:
+        raise SettingsError("--only drafter: there is no drafter; give --drafter")
+    if settings.kv is not None and settings.only == "drafter":
+        raise SettingsError(f"--kv {settings.kv}: is of the target's caches; leave out --only drafter")
+    roles = [role for role in models if settings.only in (None, role)]
+    for role in roles:
+        held = models[role].linear_precision
+        if held is not None:
+            raise SettingsError(f"--{role} {getattr(settings, role)}: is quantized already, to {held.value}")
+    if "target" in roles and pair.target_config.moe is not None:
+        raise SettingsError(
+            f"--target {settings.target}: experts are not quantized; give --only drafter, or round what is beside them "
+            "at a build: build --precision fp8"
+        )
+    return roles
