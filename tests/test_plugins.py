@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import AttentionLayer, cuda_kernels, tensorrt_plugin
+from trtllm_dflash.ops import AttentionLayer, cuda_kernels, tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
@@ -74,6 +73,25 @@ def test_the_plugin_compiles_and_its_harness_passes(built):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "equal float64" in done.stdout or not torch.cuda.is_available()
+
+
+@needs_compiler
+@pytest.mark.skipif("TENSORRT_INCLUDE" not in os.environ, reason="TENSORRT_INCLUDE names no TensorRT headers")
+def test_tensorrts_registry_makes_plugins_of_the_fields_that_python_gives(built, monkeypatch):
+    """The library itself, in the registry that TensorRT-RTX has too: only its networks have no plugin layers."""
+    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: there is no registry")
+    monkeypatch.setattr(tensorrt_plugin, "load_tensorrt", lambda: trt)
+    monkeypatch.setattr(tensorrt_ops, "load_tensorrt", lambda: trt)
+    tensorrt_plugin.load_plugin(built / "libdflash_plugin.so")
+    ops = tensorrt_plugin.TensorRTPluginOps(None, {}, {})
+    for layer in (
+        AttentionLayer("l.", "rope", 8, 2, 64, 1e-6),
+        AttentionLayer("l.", "rope", 8, 8, 128, None, window=128, has_sinks=True),
+    ):
+        assert ops._plugin(layer, True, -1) is not None
+        assert ops._plugin(layer, False, 3) is not None
+    with pytest.raises(EngineError, match="has no 8 heads of 80"):
+        ops._plugin(AttentionLayer("l.", "rope", 8, 2, 80, None), True, -1)
 
 
 @needs_compiler
@@ -163,6 +181,7 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
         return (torch.nn.functional.silu(y[..., :128]) * y[..., 128:] if swiglu else y).to(x.dtype)
 
     monkeypatch.setattr(cuda_kernels, "load", lambda: None)
+    monkeypatch.setattr(cuda_kernels, "_major", lambda device: 9)
     monkeypatch.setattr(cuda_kernels, "skinny_gemm", skinny_gemm)
     monkeypatch.setattr(cuda_kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
     x = torch.randn(1, rows, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -174,104 +193,3 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
         assert all(values is weights["a.weight"] and scale is weights.get("a.scale") for values, scale, _ in calls)
     else:
         assert not calls
-
-
-# -- emitting the plugin -----------------------------------------------------------------------------------------------
-
-
-class FakeTensor:
-    def __init__(self, name, shape=()):
-        self.name, self.shape = name, shape
-
-
-class FakeTensorRT:
-    """Of the datacenter edition's module and network, what emitting a plugin touches."""
-
-    float32, float16, bfloat16, int32, int64 = range(5)
-    __name__ = "tensorrt"
-    PluginFieldType = SimpleNamespace(INT32="int32", FLOAT32="float32")
-    TensorRTPhase = SimpleNamespace(BUILD="build")
-    PluginField = staticmethod(lambda name, data, kind: (name, data[0], kind))
-    PluginFieldCollection = list
-
-    def __init__(self, has_library=True):
-        self.libraries, self.layers, self.outputs = [], [], []
-        self.has_library = has_library
-
-    def get_plugin_registry(self):
-        return self
-
-    def load_library(self, path):
-        self.libraries.append(path)
-
-    def get_creator(self, *asked):
-        assert asked == tensorrt_plugin.PLUGIN
-        return self if self.libraries and self.has_library else None
-
-    def create_plugin(self, name, fields, phase):
-        return {field: value for field, value, _ in fields}
-
-    def Weights(self, *arguments):
-        return arguments
-
-    def add_constant(self, shape, weights):
-        made = FakeTensor("constant", shape)
-        return SimpleNamespace(name="", get_output=lambda i: made)
-
-    def add_plugin_v3(self, inputs, shape_inputs, plugin):
-        outputs = [FakeTensor(f"out{i}") for i in range(3)]
-        layer = SimpleNamespace(name="", inputs=inputs, plugin=plugin, get_output=lambda i: outputs[i])
-        self.layers.append(layer)
-        return layer
-
-    def mark_output(self, tensor):
-        self.outputs.append(tensor.name)
-
-
-def plugin_ops(monkeypatch, trt):
-    monkeypatch.setattr("trtllm_dflash.ops.tensorrt_ops.load_tensorrt", lambda: trt)
-    weights = {name: torch.zeros(4, 4) for name in ("rope.cos", "rope.sin")}
-    weights |= {f"l.self_attn.{name}_norm.weight": torch.zeros(64) for name in ("q", "k")}
-    caches = {name: FakeTensor(name) for name in ("l.key", "l.value")}
-    return tensorrt_plugin.TensorRTPluginOps(trt, weights, caches, Path("libdflash_plugin.so"))
-
-
-def test_a_drafters_layer_is_one_plugin_with_its_caches_in_and_out(monkeypatch):
-    trt = FakeTensorRT()
-    ops = plugin_ops(monkeypatch, trt)
-    layer = AttentionLayer("l.", "rope", 8, 2, 64, 1e-6)
-    qkv, kv, start, committed = (FakeTensor(name) for name in ("qkv", "kv", "start", "committed"))
-    context = ops.context_rows(layer, kv, 3, None)
-    out = ops.block_attention(layer, context, qkv, None, start, committed, None)
-    (emitted,) = trt.layers
-    assert out.name == "out0"
-    names = [x.name for x in emitted.inputs]
-    assert names[:4] == ["qkv", "start", "l.key", "l.value"]
-    assert names[-2:] == ["kv", "committed"]
-    assert len(names) == 10
-    assert emitted.plugin["context_index"] == 3
-    assert emitted.plugin["causal"] == 0
-    assert emitted.plugin["has_norms"] == 1
-    assert emitted.plugin["norm_eps"] == pytest.approx(1e-6)
-    assert trt.outputs == ["l.key.present", "l.value.present"]
-
-
-def test_a_targets_layer_is_causal_and_has_no_context(monkeypatch):
-    trt = FakeTensorRT()
-    ops = plugin_ops(monkeypatch, trt)
-    layer = AttentionLayer("l.", "rope", 8, 2, 64, None)
-    ops.self_attention(layer, FakeTensor("qkv"), None, FakeTensor("start"), None)
-    (emitted,) = trt.layers
-    assert len(emitted.inputs) == 6
-    assert (emitted.plugin["causal"], emitted.plugin["context_index"], emitted.plugin["has_norms"]) == (1, -1, 0)
-
-
-def test_a_library_without_the_plugin_is_refused(monkeypatch):
-    with pytest.raises(EngineError, match="make plugin"):
-        plugin_ops(monkeypatch, FakeTensorRT(has_library=False))
-
-
-def test_tensorrt_rtx_has_no_plugins(monkeypatch):
-    rtx = SimpleNamespace(**{name: name for name in ("float32", "float16", "bfloat16", "int32", "int64")})
-    with pytest.raises(EngineError, match="--plugin needs the datacenter edition"):
-        plugin_ops(monkeypatch, rtx)

@@ -124,6 +124,13 @@ def models(as_json: bool) -> None:
 @click.option("--optimization-level", type=int, help="tensorrt: 0 (fast to build) to 5.  [default: 3]")
 @click.option("--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may take.")
 @click.option("--workers", type=int, help="tensorrt: ranks compiled at a time.  [default: 1]")
+@click.option(
+    "--plugin",
+    is_flag=False,
+    flag_value=str(Path(__file__).parents[1] / "plugins" / "build" / "libdflash_plugin.so"),
+    metavar="[FILE]",
+    help="tensorrt, datacenter edition: attention is our plugin.  [FILE: plugins/build/libdflash_plugin.so]",
+)
 @click.option("--plan", is_flag=True, help="Build nothing: print memory and speed on --gpu. Needs no checkpoint.")
 @click.option("--acceptance", type=float, help="--plan: tokens a step with the drafter's whole block, for tokens/s.")
 @click.option(
@@ -305,6 +312,7 @@ def quantize(model: str | None, output: Path | None, force: bool, as_json: bool,
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     """Say what an engine directory holds, and the memory it needs."""
+    from trtllm_dflash.engine.directory import PLUGIN_FILE
     from trtllm_dflash.engine.inspection import inspect_engine
 
     found = inspect_engine(engine)
@@ -326,6 +334,8 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     }
     for rank, plan in enumerate(config.plans):
         rows[f"plan {rank}"] = f"{plan.layers} layers, {plan.weights} weights, compiled in {plan.seconds:.1f} s"
+    if config.plugin is not None:
+        rows["attention"] = f"plugin, {PLUGIN_FILE} {config.plugin[:12]}"
     if config.transcoded is not None:
         rows["experts"] = str(config.transcoded)
     rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}

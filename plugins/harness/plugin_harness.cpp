@@ -607,6 +607,7 @@ int main(int count, char** arguments)
         {"verify, window and sinks (gpt-oss)", kBf16, 16, 2, 64, 10, 0, 128, false, true, true},
         {"one row", kHalf, 8, 2, 128, 1, 0, 0, true, false, true},
         {"a chunk of 90 rows", kBf16, 8, 2, 64, 90, 0, 0, true, false, true},
+        {"a chunk of 90 rows, window and sinks", kBf16, 16, 2, 64, 90, 0, 32, false, true, true},
         {"draft, BF16, 16 context rows", kBf16, 32, 8, 128, 16, 16, 0, true, false, true},
         {"draft, FP16, 70 context rows", kHalf, 8, 4, 64, 16, 70, 0, true, false, true},
         {"draft, window", kBf16, 8, 2, 64, 16, 16, 100, true, false, true},

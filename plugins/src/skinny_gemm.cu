@@ -39,16 +39,15 @@ struct Layout
     // Shared memory: each warp's ring of units and inputs, the sums, and what the other block sends. It is more than
     // half of a multiprocessor's: two blocks of one product must not share one, or they would take twice the others'
     // time.
-    static constexpr int kLimit = 220 * 1024;
-    static constexpr int kPitch = kInputBytes + 16; // from one token's inputs to the next one's: few meet in one bank
-    static constexpr int kInputs = kTokens * kPitch; // bytes of a run
-    static constexpr int kBuffers = 512 / kInputBytes; // a warp's; runs that are no more stay there
-    static constexpr int kInputsBytes = kWarps * kBuffers * kInputs;
+    static constexpr int kLimit = 200 * 1024;
+    static constexpr int kPitch = kInputBytes + 64; // from one token's inputs to the next one's: few meet in one bank
+    static constexpr int kInputs = kTokens * kPitch; // bytes of a run; a warp has two, used by turns
+    static constexpr int kInputsBytes = kWarps * 2 * kInputs;
     static constexpr int kPadded = kTokens + 2; // of a row of sums; likewise
     static constexpr int kSumBytes = kSlots * kRows * kPadded * static_cast<int>(sizeof(float));
     static constexpr int kInbox = kRows / 2 * kTokens; // numbers; there are two, used by turns
     static constexpr int kInboxBytes = 2 * kInbox * static_cast<int>(sizeof(float));
-    static constexpr int kBarrierBytes = kWarps * kBuffers * 8;
+    static constexpr int kBarrierBytes = kWarps * 2 * 8;
     static constexpr int kOther = kInputsBytes + kSumBytes + kInboxBytes + kBarrierBytes;
     static constexpr int kUnits = (kLimit - kOther) / (kWarps * kUnit); // of a warp's ring
     static constexpr int kRingBytes = kWarps * kUnits * kUnit;
@@ -280,29 +279,25 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         load_unit();
     }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block has begun
-    uint32_t const own_barriers = static_cast<uint32_t>(__cvta_generic_to_shared(barriers)) + warp * L::kBuffers * 8;
+    uint32_t const own_barriers = static_cast<uint32_t>(__cvta_generic_to_shared(barriers)) + warp * 16;
     if (lane == 0)
     {
-#pragma unroll
-        for (int i = 0; i < L::kBuffers; ++i)
-        {
-            init_barrier(own_barriers + i * 8);
-        }
+        init_barrier(own_barriers);
+        init_barrier(own_barriers + 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
     wait();
 
-    // -- the tokens' inputs, run by run, some runs ahead: lane l takes those of token l / 4 that meet its part of a row
+    // -- the tokens' inputs, run by run, two runs ahead: lane l takes those of token l / 4 that meet its part of a row
     int const quad = lane / 4, part = lane % 4;
     int const passes = (count + kGranules - 1) / kGranules;
-    bool const all_stay = runs <= L::kBuffers;
-    int const input_runs = all_stay ? runs : runs * passes;
-    unsigned char* const own_inputs = inputs + warp * L::kBuffers * L::kInputs;
+    int const input_runs = runs > 1 ? runs * passes : runs; // a single one stays in registers
+    unsigned char* const own_inputs = inputs + warp * 2 * L::kInputs;
     int load_run = 0;
     auto const load_inputs = [&](int run) // of input_runs
     {
-        uint32_t const barrier = own_barriers + run % L::kBuffers * 8;
+        uint32_t const barrier = own_barriers + run % 2 * 8;
         if (lane == 0)
         {
             expect_bytes(barrier, p.rows * kInputBytes);
@@ -312,22 +307,21 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         {
             char const* from = static_cast<char const*>(p.x) + static_cast<int64_t>(lane) * p.inputs * sizeof(T)
                 + (column_warp + load_run * kRunWarps) * kInputBytes;
-            uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs))
-                + run % L::kBuffers * L::kInputs
+            uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs)) + run % 2 * L::kInputs
                 + lane * L::kPitch;
             copy_bulk(to, from, kInputBytes, barrier);
         }
         load_run = load_run + 1 == runs ? 0 : load_run + 1;
     };
-    for (int run = 0; run < min(input_runs, L::kBuffers); ++run)
+    for (int run = 0; run < min(input_runs, 2); ++run)
     {
         load_inputs(run);
     }
     uint32_t b[2][kTiles][kPairs]; // both halves of a run
     auto const take_inputs = [&](int run)
     {
-        wait_for_phase(own_barriers + run % L::kBuffers * 8, run / L::kBuffers % 2);
-        unsigned char const* const from = own_inputs + run % L::kBuffers * L::kInputs + quad * L::kPitch + part * (kPairs * 4);
+        wait_for_phase(own_barriers + run % 2 * 8, run / 2 % 2);
+        unsigned char const* const from = own_inputs + run % 2 * L::kInputs + quad * L::kPitch + part * (kPairs * 4);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
         {
@@ -413,7 +407,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         {
             if (runs > 1 || pass == 0)
             {
-                take_inputs(all_stay ? run : pass * runs + run);
+                take_inputs(pass * runs + run);
             }
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
@@ -454,10 +448,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             }
             // Not sooner: the products have the inputs by now, while a read of them could still wait behind copies, and
             // the bulk copy that overwrites them passes all of those.
-            int const next_run = pass * runs + run + L::kBuffers;
-            if (!all_stay && next_run < input_runs)
+            int const next_run = pass * runs + run + 2;
+            __syncwarp();
+            if (next_run < input_runs)
             {
-                __syncwarp();
                 load_inputs(next_run);
             }
         }

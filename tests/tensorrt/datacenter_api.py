@@ -25,7 +25,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "trtllm_dflash"
 SOURCES = [
-    *sorted(set((PACKAGE / "ops").glob("tensorrt_*.py")) - {PACKAGE / "ops" / "tensorrt_plugin.py"}),
+    *sorted((PACKAGE / "ops").glob("tensorrt_*.py")),
     *sorted((PACKAGE / "engine").glob("tensorrt_*.py")),
 ]
 RECORD = Path(__file__).with_name("datacenter_api.txt")
@@ -41,6 +41,9 @@ OBJECTS = {
     "engine": "ICudaEngine",
     "_engine": "ICudaEngine",
     "context": "IExecutionContext",
+    "registry": "IPluginRegistry",
+    "creator": "IPluginCreatorV3One",
+    "_creator": "IPluginCreatorV3One",
 }
 #: Used only where TensorRT-RTX is what was found.
 RTX_ONLY = {
@@ -49,6 +52,8 @@ RTX_ONLY = {
     "IBuilderConfig.num_compute_capabilities",
     "IBuilderConfig.set_compute_capability",
 }
+#: Used only where the datacenter edition is what was found.
+DATACENTER_ONLY = {"INetworkDefinition.add_plugin_v3"}
 #: Set by the bindings' own __init__.py, which the record does not load; and what every module has.
 PACKAGE_NAMES = {"__version__", "__name__"}
 #: TensorRTOps names these enumerations' members by string.

@@ -111,16 +111,17 @@ class Both:
         bound = [
             bound_inputs(inputs) | {name: cache[slots] for name, cache in caches.items()} for caches in self.rank_caches
         ]
+        before = [{name: cache.clone() for name, cache in caches.items()} for caches in self.rank_caches]
         results = evaluate([network.network for network in self.emitted], bound)
         for rank, found in enumerate(results):
             for name in ("target_ids", "accepted", "next_start", "next_tokens"):
                 assert torch.equal(found[name], getattr(expected, name)), name
-            self._compare_caches(rank, expected.next_start, slots)
+            self._compare_caches(rank, before[rank], expected.next_start, slots)
         self.compared += 1
         return expected
 
-    def _compare_caches(self, rank: int, lengths: Tensor, slots: slice) -> None:
-        """Every committed row of the called slots, and every row of all others."""
+    def _compare_caches(self, rank: int, before: dict[str, Tensor], lengths: Tensor, slots: slice) -> None:
+        """Every committed row of the called slots; all others must be what they were."""
         models = {"model": self.config.target, "drafter": self.config.drafter}
         tolerance = 1e-4 if self.config.dtype == torch.float32 else 3e-2
         for name, cache in self.caches.items():
@@ -130,9 +131,11 @@ class Both:
             sink_rows = self.rank_caches[rank][name].shape[2] - cache.shape[2]
             found = self.rank_caches[rank][name][:, :, sink_rows:, : model.head_size]
             expected = cache[:, first:last]
-            called = range(slots.start, slots.stop)
             for slot in range(len(cache)):
-                rows = int(lengths[slot - slots.start]) if slot in called else cache.shape[2]
+                if slot not in range(slots.start, slots.stop):
+                    assert torch.equal(self.rank_caches[rank][name][slot], before[name][slot])
+                    continue
+                rows = int(lengths[slot - slots.start])
                 torch.testing.assert_close(
                     found[slot, :, :rows], expected[slot, :, :rows], atol=tolerance, rtol=tolerance
                 )

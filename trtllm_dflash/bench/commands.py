@@ -211,14 +211,14 @@ def _read_key(file: Path | None) -> str | None:
 
 
 @click.command("report")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="SWEEP...")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUNS")
 @click.option("--at", metavar="X,X,...", help="Read throughput, and the ratio of two, at these tokens/s/user.")
 @click.option(
     "--plan", type=click.Path(path_type=Path), help="What `build --plan` predicted (JSON), drawn over one sweep."
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
 def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None) -> None:
-    """Show sweeps again, and against one another: folders that `sweep` wrote, or their results.json."""
+    """Show sweeps again, and compare them (folders or results.json)."""
     from trtllm_dflash.bench.report import (
         compare_runs,
         fixed_speed_table,

@@ -18,7 +18,7 @@ from trtllm_dflash.runtime.request import SamplingParams
 
 Arm = Literal["served", "plain", "draft"]
 
-#: Of the cumulative number of requests that are under way when something has changed, and the number planned.
+#: Told how many samples are done, and of how many; or how many seconds, of how many.
 Progress = Callable[[int, int], None]
 
 

@@ -2,7 +2,7 @@
 
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +23,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
     DRAFTER_CONFIG_FILE,
+    PLUGIN_FILE,
     TARGET_CONFIG_FILE,
     check_file,
     digest,
@@ -41,8 +42,10 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.ops.cuda_kernels import HEAD_SIZES
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.tokenizer import TOKENIZER_FILES
 
 #: What a shortlist is counted in where no text is given, for checkpoints that lie beside it: the shipped pair's.
@@ -77,6 +80,7 @@ class BuildSettings(BaseModel):
     optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
     workspace: PositiveInt | None = None  # MiB of scratch that a kernel may take; None: all there is
     workers: PositiveInt = 1  # ranks compiled at a time
+    plugin: str | None = None  # libdflash_plugin.so: attention is that plugin; None: TensorRT's own layers
 
 
 def open_checkpoints(settings: BuildSettings) -> Pair:
@@ -136,6 +140,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         gpu=settings.gpu.lower() if settings.gpu else None,
         optimization_level=settings.optimization_level if tensorrt else None,
         workspace=settings.workspace,
+        plugin=_plugin_digest(settings, [target, drafter] if drafter is not None else [target]),
         versions=_versions(settings.backend),
     )
     if config.gpu in GPUS:
@@ -188,6 +193,8 @@ def build(
         shutil.copyfile(pair.target_folder.path / CONFIG_FILE, folder / TARGET_CONFIG_FILE)
         if pair.drafter is not None:
             shutil.copyfile(pair.drafter.folder.path / CONFIG_FILE, folder / DRAFTER_CONFIG_FILE)
+        if settings.plugin is not None:
+            shutil.copyfile(settings.plugin, folder / PLUGIN_FILE)
         if config.backend == "tensorrt":
             plans = compile_ranks(pair, config, folder, output.parent, settings.workers, progress)
             config = config.model_copy(update={"plans": plans})
@@ -393,9 +400,27 @@ def _check_tensorrt_settings(settings: BuildSettings) -> None:
         if settings.precision == "fp32":
             raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
         return
-    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers"):
+    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers", "plugin"):
         if getattr(settings, name) != BuildSettings.model_fields[name].default:
             raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
+
+
+def _plugin_digest(settings: BuildSettings, models: Sequence[DecoderConfig]) -> str | None:
+    """SHA-256 of the plugin's library, once it computes these models' attention in this TensorRT."""
+    if settings.plugin is None:
+        return None
+    if not has_plugin_layers(load_tensorrt()):
+        raise SettingsError(
+            "--plugin needs the datacenter edition of TensorRT (pip install tensorrt, on the GPU to build for): "
+            "TensorRT-RTX has no plugin layers"
+        )
+    for model in models:
+        if model.head_size not in HEAD_SIZES:
+            known = " and ".join(map(str, HEAD_SIZES))
+            raise SettingsError(f"--plugin: it has head sizes {known}, not {model.head_size}; leave it out")
+    if not Path(settings.plugin).is_file():
+        raise SettingsError(f"--plugin {settings.plugin}: is not a file; `make plugin` builds libdflash_plugin.so")
+    return digest(Path(settings.plugin))
 
 
 def _versions(backend: Backend) -> dict[str, str]:

@@ -55,6 +55,7 @@ class EngineConfig(BaseModel):
     gpu: str | None = None  # what a TensorRT plan was compiled for, such as "sm120"
     optimization_level: int | None = None  # TensorRT's
     workspace: PositiveInt | None = None  # MiB of scratch that TensorRT may give a kernel
+    plugin: str | None = None  # sha256 of the plugin library whose attention the plans run; None: TensorRT's own
     plans: tuple[PlanSummary, ...] = ()  # TensorRT's, by rank
     versions: dict[str, str] = {}  # of the libraries that built it
     sources: dict[str, str] = {}  # checkpoint file, or the draft_text that tokens were counted in -> sha256
@@ -65,6 +66,11 @@ class EngineConfig(BaseModel):
         """What became of the MXFP4 blocks of all ranks that were made NVFP4; None: none were."""
         each = [plan.transcoded for plan in self.plans if plan.transcoded is not None]
         return sum(each, Transcoded()) if each else None
+
+    @property
+    def has_sink_keys(self) -> bool:
+        """Whether the target's sinks are keys in its caches; see `ops.tensorrt_attention`."""
+        return self.target.attention_sinks and self.backend == "tensorrt" and self.plugin is None
 
     @property
     def dtype(self) -> torch.dtype:

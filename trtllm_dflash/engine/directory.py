@@ -20,6 +20,8 @@ CONFIG_FILE = "config.json"
 
 #: The checkpoints' own configurations, as they were: what an export of the pair is written with.
 TARGET_CONFIG_FILE, DRAFTER_CONFIG_FILE = "target_config.json", "drafter_config.json"
+#: The library of the TensorRT plugin that an engine's plans run.
+PLUGIN_FILE = "libdflash_plugin.so"
 
 
 def digest(path: Path) -> str:

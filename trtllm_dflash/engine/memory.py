@@ -184,14 +184,14 @@ def _completed(config: EngineConfig) -> int:
 def cache_shapes(config: EngineConfig) -> dict[str, tuple[int, int, int, int]]:
     """Shape [slots, heads, S, D] of every K/V cache on one rank, by name.
 
-    In TensorRT, attention sinks take a row and dimensions of their own; see `ops.tensorrt_attention`.
+    In TensorRT's own layers, attention sinks take a row and dimensions; see `ops.tensorrt_attention`.
     """
     models: list[tuple[str, DecoderConfig]] = [("model.", config.target)]
     if config.drafter is not None:
         models.append((PREFIX, config.drafter))
     shapes: dict[str, tuple[int, int, int, int]] = {}
     for prefix, model in models:
-        has_sink_keys = model.attention_sinks and config.backend == "tensorrt"
+        has_sink_keys = model is config.target and config.has_sink_keys
         shape = (
             config.max_batch,
             units_per_rank(model.kv_heads, config.tp),

@@ -15,6 +15,7 @@ from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.nvfp4 import Transcoded
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
+from trtllm_dflash.ops.tensorrt_plugin import TensorRTPluginOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
 Shape = tuple[int, ...]
@@ -84,14 +85,15 @@ def build_network(
 ) -> StepNetwork:
     """Emits a rank's step into a new network of `builder`.
 
-    Without `config.sampling` it is greedy, and saves the search for the cuts of top-k and top-p.
+    Without `config.sampling` it is greedy, and saves the search for the cuts of top-k and top-p. With `config.plugin`
+    its attention is the plugin, whose library is to be loaded before (`load_plugin`).
 
     Args:
         weights: the rank's tensors with RoPE tables (`complete_weights`), on CPU.
         capability: of the GPU that it is for, such as 120; None: any that there is.
 
     Raises:
-        EngineError: TensorRT refused a layer.
+        EngineError: TensorRT refused a layer, or the plugin's library is not loaded.
     """
     # The cache update must be shorter than the cache, and the drafter's is a chunk and a block long.
     assert config.chunk + config.block_size < config.cache_length
@@ -100,7 +102,8 @@ def build_network(
     network.name = f"{config.name} rank {rank}"
     io = step_io(config, config.sampling)
     tensors = {name: _add_input(trt, network, name, binding) for name, binding in io.inputs.items()}
-    ops = TensorRTOps(network, weights, tensors, config.tp, rank, capability)
+    kind = TensorRTOps if config.plugin is None else TensorRTPluginOps
+    ops = kind(network, weights, tensors, config.tp, rank, capability)
     drafter = Drafter(config.drafter) if config.drafter else None
     step = DraftVerifyStep(build_target(config.target), drafter)
     out = step(ops, _step_inputs(tensors), Drafting.BLOCK if drafter else Drafting.OFF)
@@ -137,6 +140,8 @@ def check_engine(engine: Any, config: EngineConfig) -> IO:
         if wrong:
             a, b = found.get(wrong[0]), wanted.get(wrong[0])
             raise EngineError(f"the plan has {wrong[0]} as {a}, config.json asks for {b}; build the engine again")
+    if config.plugin is not None:  # what a plugin updates in place, the plan does not tell
+        return expected
     for name in cache_shapes(config):
         if engine.get_aliased_input_tensor(name + PRESENT) != name:
             raise EngineError(f"the plan does not update {name} in place; build the engine again")

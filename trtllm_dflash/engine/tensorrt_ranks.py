@@ -10,11 +10,12 @@ from pathlib import Path
 
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.engine.config import EngineConfig, PlanSummary, Progress
-from trtllm_dflash.engine.directory import plan_file
+from trtllm_dflash.engine.directory import PLUGIN_FILE, plan_file
 from trtllm_dflash.engine.memory import GB, weight_bytes
 from trtllm_dflash.engine.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.ops.tensorrt_plugin import load_plugin
 
 TIMING_CACHE = "timing.cache"
 
@@ -28,6 +29,8 @@ def compile_ranks(
     pair: Pair, config: EngineConfig, folder: Path, cache_folder: Path, workers: int, progress: Progress
 ) -> tuple[PlanSummary, ...]:
     """Writes every rank's plan and build log into `folder`; the timing cache is kept in `cache_folder`.
+
+    With `config.plugin`, the plugin's library already lies in `folder`.
 
     Raises:
         SettingsError: this host has not the memory for so many workers.
@@ -90,6 +93,8 @@ def _compile(
     pair: Pair, config: EngineConfig, rank: int, folder: Path, cache: Path, progress: Progress = lambda *_: None
 ) -> PlanSummary:
     begin = time.perf_counter()
+    if config.plugin is not None:
+        load_plugin(folder / PLUGIN_FILE)
     weights = complete_weights(read_rank_weights(pair, config.tp, rank, config.dtype), config, rank)
     settings = CompileSettings(
         gpu=config.gpu,

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.directory import PLUGIN_FILE, check_file
 from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+from trtllm_dflash.ops.tensorrt_plugin import load_plugin
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
@@ -36,7 +38,7 @@ class TensorRTSession(Session):
     ) -> None:
         super().__init__(config, device, communicator or Solo())
         for name, cache in self.caches.items():
-            if config.target.attention_sinks and name.startswith("model.") and name.endswith("key"):
+            if config.has_sink_keys and name.startswith("model.") and name.endswith("key"):
                 write_sink_key(cache)
         self.io = check_engine(engine, config)
         self._engine = engine
@@ -79,8 +81,7 @@ class TensorRTSession(Session):
         )
 
     def _cache_rows(self, name: str, tokens: int) -> int:
-        has_sink_key = self.config.target.attention_sinks and name.startswith("model.")
-        return tokens + 1 if has_sink_key else tokens
+        return tokens + 1 if self.config.has_sink_keys and name.startswith("model.") else tokens
 
     def _stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._own_stream) if self._own_stream else nullcontext()
@@ -146,13 +147,15 @@ class TensorRTSession(Session):
 
 
 def load_engine(path: Path, config: EngineConfig) -> Any:
-    """A plan as an ICudaEngine on the current GPU.
+    """A plan as an ICudaEngine on the current GPU. Where it runs our plugin, the library beside it is loaded first.
 
     Raises:
-        EngineError: another TensorRT compiled it, or this one does not take it.
+        EngineError: another TensorRT compiled it, this one does not take it, or the plugin's library changed.
     """
     trt = load_tensorrt()
     check_version(config, trt.__name__, trt.__version__)
+    if config.plugin is not None:
+        load_plugin(check_file(path.parent, config, PLUGIN_FILE))
     runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
     engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:

@@ -22,6 +22,8 @@ HEAD_SIZES = (64, 128)
 MAX_ROWS = 32
 #: Rows that `skinny_gemm` takes: the weight's own bytes are what a product of few rows costs.
 SKINNY_ROWS = 16
+#: Compute capabilities (major) whose blocks have the 200 KB of shared memory that it needs; the others' have half.
+SKINNY_GPUS = (9, 10)
 #: How many ranks `AllReduce` sums over, the most bytes that it takes, and those of each rank's shared memory.
 ALL_REDUCE_RANKS = (2, 4, 8)
 ALL_REDUCE_BYTES = 1 << 20
@@ -298,10 +300,11 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def takes_skinny(x: Tensor, weight: Tensor) -> bool:
-    """Whether `skinny_gemm` multiplies x [..., I] and weight [O, I]."""
+    """Whether `skinny_gemm` multiplies x [..., I] and weight [O, I], on x's GPU."""
     outputs, inputs = weight.shape
     line = inputs * weight.element_size()
-    return x.dtype in _HALVES and x.numel() <= SKINNY_ROWS * inputs and line % 128 == 0 and outputs % 16 == 0
+    fits = x.numel() <= SKINNY_ROWS * inputs and line % 128 == 0 and outputs % 16 == 0
+    return fits and x.dtype in _HALVES and _major(x.device) in SKINNY_GPUS
 
 
 def skinny_gemm(
@@ -415,6 +418,12 @@ class AllReduce:
         )
         _run("dflash_all_reduce", params, _stream())
         return out
+
+
+@functools.cache
+def _major(device: torch.device) -> int:
+    """Of the compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _run(name: str, params: ctypes.Structure, *rest: object) -> None:

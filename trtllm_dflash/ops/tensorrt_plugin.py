@@ -3,6 +3,7 @@
 import array
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,22 +11,52 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import AttentionLayer
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.ops.tensorrt_layers import ITensor
-from trtllm_dflash.ops.tensorrt_ops import TensorRTOps
+from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 
 #: As the plugin's creator calls itself: name, version, namespace.
 PLUGIN = ("DFlashBlockAttention", "1", "dflash")
 
 
+def has_plugin_layers(trt: Any) -> bool:
+    """Whether a network of this TensorRT can have plugins. TensorRT-RTX has the registry, and not the layer."""
+    return hasattr(trt.INetworkDefinition, "add_plugin_v3")
+
+
+def load_plugin(library: Path) -> None:
+    """Makes the plugin known to TensorRT: before a network with it is built, or a plan with it deserialized.
+
+    Once a process: the first library serves all engines, since what a plan holds of the plugin goes by its version.
+
+    Raises:
+        EngineError: the library has not the plugin, or not in this version.
+    """
+    registry = load_tensorrt().get_plugin_registry()
+    if _find_creator(registry) is None:
+        registry.load_library(str(library))
+    if _find_creator(registry) is None:
+        name, version, _ = PLUGIN
+        raise EngineError(f"{library}: has no plugin {name} of version {version}; build it with `make plugin`")
+
+
+def _find_creator(registry: Any) -> Any:
+    # Not by get_creator, which logs an error where there is none.
+    for creator in registry.all_creators:
+        if (creator.name, creator.plugin_version, creator.plugin_namespace) == PLUGIN:
+            return creator
+    return None
+
+
 class TensorRTPluginOps(TensorRTOps):
     """Emits one plugin layer for norm of heads, RoPE, append and attention; all else as TensorRTOps.
 
-    The caches' inputs and outputs are not aliased in the plan: a session binds each `NAME.present` to its input's
-    address, and loads the same library before it deserializes the plan.
+    A call's rows may be any number: a block, or a prompt's chunk. The caches' inputs and outputs are not aliased in the
+    plan: a session binds each `NAME.present` to its input's address, and loads the same library before it deserializes
+    the plan. Windows and sinks are the plugin's too: caches have the model's own shapes.
 
-    Args: as TensorRTOps, and `library`: libdflash_plugin.so.
+    Args: as TensorRTOps.
 
     Raises:
-        EngineError: this edition of TensorRT has no plugins, or the library cannot be loaded.
+        EngineError: the plugin is not loaded; see `load_plugin`.
     """
 
     def __init__(
@@ -33,20 +64,14 @@ class TensorRTPluginOps(TensorRTOps):
         network: object,
         weights: Mapping[str, torch.Tensor],
         caches: Mapping[str, ITensor],
-        library: Path,
         tp: int = 1,
         rank: int = 0,
+        capability: int | None = None,
     ) -> None:
-        super().__init__(network, weights, caches, tp, rank)
-        if not hasattr(self.trt, "get_plugin_registry"):
-            raise EngineError("--plugin needs the datacenter edition of TensorRT: TensorRT-RTX has no plugins")
-        registry = self.trt.get_plugin_registry()
-        self._creator = registry.get_creator(*PLUGIN)
-        if self._creator is None:  # loaded once a process
-            registry.load_library(str(library))
-            self._creator = registry.get_creator(*PLUGIN)
+        super().__init__(network, weights, caches, tp, rank, capability)
+        self._creator = _find_creator(self.trt.get_plugin_registry())
         if self._creator is None:
-            raise EngineError(f"{library} has no plugin {PLUGIN[0]}: build it with `make plugin`")
+            raise EngineError(f"the plugin {PLUGIN[0]} is not loaded")
 
     def self_attention(
         self, layer: AttentionLayer, qkv: ITensor, positions: ITensor, start: ITensor, lengths: ITensor
@@ -76,43 +101,48 @@ class TensorRTPluginOps(TensorRTOps):
 
     def _emit(
         self,
-        layer: AttentionLayer,
+        attention: AttentionLayer,
         qkv: ITensor,
         start: ITensor,
         causal: bool,
         context_index: int,
         context: list[ITensor],
     ) -> ITensor:
-        names = [layer.prefix + "key", layer.prefix + "value"]
+        self._scope = attention.prefix + "self_attn"
+        names = [attention.prefix + "key", attention.prefix + "value"]
         inputs = [qkv, start, *(self.caches[name] for name in names)]
-        inputs += [self._weight(f"{layer.rope}.{table}") for table in ("cos", "sin")]
-        if layer.norm_eps is not None:
-            inputs += [self._weight(f"{layer.prefix}self_attn.{which}_norm.weight") for which in ("q", "k")]
-        plugin = self._plugin(layer, causal, context_index)
+        inputs += [self._weight(f"{attention.rope}.{table}") for table in ("cos", "sin")]
+        if attention.norm_eps is not None:
+            inputs += [self._weight(f"{attention.prefix}self_attn.{which}_norm.weight") for which in ("q", "k")]
+        if attention.sinks is not None:
+            inputs.append(self._constant(self.weights[attention.sinks].float()))
+        plugin = self._plugin(attention, causal, context_index)
         emitted = self.network.add_plugin_v3(inputs + context, [], plugin)
         if emitted is None:
-            raise EngineError(f"{layer.prefix}: TensorRT refused the plugin")
-        emitted.name = self._unique_name(layer.prefix + "self_attn.plugin")
+            raise EngineError(f"{attention.prefix}: TensorRT refused the plugin")
+        emitted.name = self._unique("plugin")
         for i, name in enumerate(names):
             present = emitted.get_output(1 + i)
             present.name = name + PRESENT
             self.network.mark_output(present)
         return emitted.get_output(0)
 
-    def _plugin(self, layer: AttentionLayer, causal: bool, context_index: int) -> ITensor:
+    def _plugin(self, attention: AttentionLayer, causal: bool, context_index: int) -> ITensor:
         numbers = {
-            "heads": layer.heads,
-            "kv_heads": layer.kv_heads,
-            "head_size": layer.head_size,
+            "heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "head_size": attention.head_size,
             "causal": int(causal),
-            "has_norms": int(layer.norm_eps is not None),
+            "window": attention.window or 0,
+            "has_norms": int(attention.norm_eps is not None),
+            "has_sinks": int(attention.has_sinks),
             "context_index": context_index,
         }
-        kinds = self.trt.PluginFieldType
-        fields = [self.trt.PluginField(name, array.array("i", [n]), kinds.INT32) for name, n in numbers.items()]
-        fields.append(self.trt.PluginField("norm_eps", array.array("f", [layer.norm_eps or 0.0]), kinds.FLOAT32))
+        integer, real = self.trt.PluginFieldType.INT32, self.trt.PluginFieldType.FLOAT32
+        fields = [self.trt.PluginField(name, array.array("i", [n]), integer) for name, n in numbers.items()]
+        fields.append(self.trt.PluginField("norm_eps", array.array("f", [attention.norm_eps or 0.0]), real))
         collection = self.trt.PluginFieldCollection(fields)
-        plugin = self._creator.create_plugin(layer.prefix, collection, self.trt.TensorRTPhase.BUILD)
+        plugin = self._creator.create_plugin(attention.prefix, collection, self.trt.TensorRTPhase.BUILD)
         if plugin is None:
-            raise EngineError(f"{layer.prefix}: the plugin has no {layer.heads} heads of {layer.head_size}")
+            raise EngineError(f"{attention.prefix}: the plugin has no {attention.heads} heads of {attention.head_size}")
         return plugin

@@ -252,9 +252,8 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
     is_here = build.target.startswith(PACKAGE) or Path(build.target).expanduser().is_dir()
     config = _engine_of_checkpoint(build, gpu) if is_here else _engine_of_shape(build, gpu)
     tensorrt = build.backend == "tensorrt"
-    return config.model_copy(
-        update={"backend": build.backend, "sampling": build.sampling, "gpu": gpu if tensorrt else None}
-    )
+    asked = {"gpu": gpu, "plugin": build.plugin} if tensorrt else {}
+    return config.model_copy(update={"backend": build.backend, "sampling": build.sampling, **asked})
 
 
 def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
@@ -262,7 +261,7 @@ def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     drafter = pair.drafter.config if pair.drafter is not None else None
     choice = build_precision(pair.target_config, drafter, build, gpu)
     # For torch: no compiler is asked what it can compile here.
-    compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers")
+    compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
     plainly = {name: BuildSettings.model_fields[name].default for name in compilers}
     return plan_engine(pair, build.model_copy(update=plainly), choice)
 
