@@ -78,7 +78,7 @@ def test_sglangs_metrics_hold_a_mean_and_no_counts():
 def test_our_counters_give_steps_from_the_first_position():
     reading = parse_metrics(OURS)
     assert reading.server == "trtllm-dflash"
-    assert reading.drafts == Drafts(40, 78, 42, {1: 30, 2: 12})
+    assert reading.drafts == Drafts(40, 78, 42, {1: 30, 2: 12}, {1: 40, 2: 38})
 
 
 @pytest.mark.parametrize("wrap", [lambda entry: entry, json.dumps])

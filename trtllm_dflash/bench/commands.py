@@ -35,7 +35,7 @@ API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 )
 @click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Key of the OpenAI API; or {API_KEY} holds it.")
 @click.option("--compare", metavar="plain,draft", help="Ask for these by turns.  [default: as the server likes]")
-@click.option("--metrics-url", help="The server's Prometheus page, for acceptance by position (ours, vLLM's).")
+@click.option("--metrics-url", help="Where the server counts its drafts.  [default: /metrics of an OpenAI API]")
 @click.option("--gpus", type=int, help="--url: GPUs of the server, for tokens/s/GPU.")
 @click.option("--concurrency", metavar="N,N,...", help="Clients that each wait for their reply.  [default: 1,2,4,8]")
 @click.option("--rate", metavar="R,R,...", help="Or requests a second, which wait for nothing.")
@@ -156,7 +156,12 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
             from trtllm_dflash.bench.openai_target import OpenAITarget
 
             key = _read_key(api_key_file)
-            store.measure(settings, dataset, lambda: OpenAITarget(url, settings.model, key), gpus=settings.gpus)
+            store.measure(
+                settings,
+                dataset,
+                lambda: OpenAITarget(url, settings.model, key, settings.metrics_url),
+                gpus=settings.gpus,
+            )
             return
         if api_key_file is not None:
             raise SettingsError("--api-key-file: Triton has no keys; this goes with an http:// URL")
@@ -165,7 +170,12 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
         address = url.removeprefix("grpc://")
         render, count = chat_text(settings.tokenizer)
         model = settings.model or "ensemble"
-        store.measure(settings, dataset, lambda: TritonTarget(address, model, render, count), gpus=settings.gpus)
+        store.measure(
+            settings,
+            dataset,
+            lambda: TritonTarget(address, model, render, count, settings.metrics_url),
+            gpus=settings.gpus,
+        )
     except ImportError as error:
         raise SettingsError(f"--url needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
 

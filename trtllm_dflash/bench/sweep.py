@@ -13,10 +13,10 @@ from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.dataset import Dataset
 from trtllm_dflash.bench.load import Amount, Arm, ClosedLoop, Load, OpenLoop, Target, Traits, run_load
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.prometheus import SETTLE_SECONDS, DraftCounts, read_counts
 from trtllm_dflash.bench.results import FILE, Limit, Results, read_results
+from trtllm_dflash.bench.runtime_metrics import SETTLE_SECONDS, Reading
 from trtllm_dflash.bench.step import Numbers
-from trtllm_dflash.bench.summary import Point, Round, summarize
+from trtllm_dflash.bench.summary import Counted, Point, Round, summarize
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 
@@ -360,7 +360,10 @@ class Sweep:
                 traits,
                 lambda done, total: self._progress(f"{what}: warming up", done, total),
             )
-        before = await self._counts()
+        before = await self._target.look(arm)
+        if before is not None:  # what the warm-up drafted is in it only later
+            await asyncio.sleep(SETTLE_SECONDS)
+            before = await self._target.look(arm)
         first = number * (amount.requests or samples // settings.rounds_a_point)
         traits = Traits(settings.params, arm, first_sample=first, seed=settings.seed + number)
         traffic = await run_load(
@@ -372,20 +375,16 @@ class Sweep:
             lambda done, total: self._progress(what, done, total),
         )
         round_ = Round.of(arm, load, number, traffic)
-        if before is not None and not round_.drafted_at and arm != "plain":
+        if before is not None and not round_.drafted_at:
             await asyncio.sleep(SETTLE_SECONDS)
-            after = await self._counts()
+            after = await self._target.look(arm)
             assert after is not None
-            round_.drafted_at, round_.accepted_at = after.since(before)
+            _count(round_, before, after)
         if not round_.requests.tokens:
             reason = next(iter(round_.errors), "no request was begun in that time (--seconds)")
             raise EngineError(f"{what}: no request succeeded: {reason}")
         rounds.append(round_)
         self._write()
-
-    async def _counts(self) -> DraftCounts | None:
-        url = self.settings.metrics_url
-        return None if url is None else await asyncio.to_thread(read_counts, url)
 
     def _write(self) -> None:
         self.results.count(self.settings.at if self.results.complete else ())
@@ -411,6 +410,18 @@ class Sweep:
 
     def _keep_limit(self, limit: Limit) -> None:
         self.results.limits = [kept for kept in self.results.limits if kept.arm != limit.arm] + [limit]
+
+
+def _count(round_: Round, before: Reading, after: Reading) -> None:
+    """Keeps what a server counted in a round, or, where it counts nothing, what it averages."""
+    drafts = after.since(before)
+    if drafts is None:
+        round_.mean_length = after.mean_length
+    elif drafts.steps:
+        round_.counted = Counted(steps=drafts.steps, drafted=drafts.drafted, accepted=drafts.accepted)
+        round_.drafted_at, round_.accepted_at = drafts.by_position()
+    if round_.counted is not None or round_.mean_length is not None:
+        round_.metrics = f"{after.server}: {after.url}"
 
 
 def meets_target(point: Point, settings: SweepSettings) -> bool:
