@@ -36,6 +36,7 @@ class TimedServer:
     ttft: float = 0.02
     gap: float = 0.005
     fault: str = ""  # how it answers instead, while that is set
+    fault_after: int = 0  # requests that it answers well nevertheless
     page: str | Callable[[int], str] = ""  # its metrics, by the number of replies begun; none while that is empty
     drafts_in_replies: bool = True
     details: dict[str, Any] = field(default_factory=dict)  # of a reply's drafts, as SGLang tells them to who asks
@@ -90,7 +91,7 @@ async def _start_openai(server: TimedServer) -> Any:
         served.body = await request.json()
         served.prompt = served.body["messages"][-1]["content"]
         server.served.append(served)
-        if server.fault == "refuse":
+        if server.fault == "refuse" and len(server.served) > server.fault_after:
             return web.json_response({"error": {"message": "the queue is full"}}, status=429)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)

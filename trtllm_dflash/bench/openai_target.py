@@ -65,7 +65,8 @@ class OpenAITarget(Target):
         if self._model is not None and self._model not in names:
             raise SettingsError(f"--model {self._model}: {self._name} has: {', '.join(names) or 'none'}")
         self._model = self._model or names[0]
-        self._seen = await asyncio.to_thread(find_metrics, self._metrics, self._url) or self._seen
+        seen = await asyncio.to_thread(find_metrics, self._metrics, self._url)
+        self._seen = seen or self._seen
 
     async def look(self, arm: Arm) -> Reading | None:
         return await asyncio.to_thread(read_metrics, self._seen.url) if self._seen.server is not None else None

@@ -1,6 +1,7 @@
-"""`sweep`: throughput at every load, or the largest load that meets a target, of one arm or of two by turns."""
+"""`sweep`: throughput at every load, or the largest load that meets a target, of one arm or of several by turns."""
 
 import asyncio
+import re
 import shlex
 import sys
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,8 @@ _CONCURRENCY = (1, 2, 4, 8)
 _LEAST_REQUESTS, _REQUESTS_PER_CLIENT = 32, 8
 _RATE_TOLERANCE = 1.05  # between the largest rate that meets a target and the smallest that does not
 _SMALLEST_RATE = 1 / 64  # of the largest
+_ARM = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_SERVER = re.compile(r"https?://[^\s/]+(/\S*)?|(grpc://)?[^\s/=]+:\d+")
 
 
 def positive_numbers(flag: str, text: str) -> tuple[float, ...]:
@@ -51,14 +54,33 @@ def _reals(value: Any, info: ValidationInfo) -> Any:
 def _arms(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    names = tuple(part.strip() for part in value.split(","))
-    if not names or not set(names) <= {"plain", "draft"} or len(set(names)) != len(names):
-        raise SettingsError(f"--compare {value}: write plain,draft, or one of them")
-    return names
+    parts = [part.strip() for part in value.split(",")]
+    arms: dict[str, str | None] = {}
+    for part in parts:
+        name, equals, server = part.partition("=")
+        good = _ARM.fullmatch(name) and _SERVER.fullmatch(server) if equals else name in ("plain", "draft")
+        if not good:
+            forms = "write plain,draft, or one of them; or servers: NAME=http://HOST:PORT,NAME=HOST:PORT"
+            raise SettingsError(f"--compare {value}: {forms}")
+        arms[name] = server or None
+    if len(arms) != len(parts):
+        raise SettingsError(f"--compare {value}: give each arm once, under a name of its own")
+    if None in arms.values() and any(arms.values()):
+        raise SettingsError(
+            f"--compare {value}: plain and draft are asked of --url; name a server for each, or for none"
+        )
+    return arms
+
+
+def _by_arm(text: str) -> dict[str, str] | None:
+    """Of "NAME=VALUE,NAME=VALUE"; None of one value."""
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    named = all(equals and _ARM.fullmatch(name) for name, equals, _ in parts)
+    return {name: value for name, _, value in parts} if named else None
 
 
 Reals = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_reals)]
-Arms = Annotated[tuple[Literal["plain", "draft"], ...], BeforeValidator(_arms)]
+Arms = Annotated[dict[str, str | None], BeforeValidator(_arms)]  # each with its server, if it has one of its own
 
 
 class SweepSettings(BaseModel):
@@ -117,7 +139,18 @@ class SweepSettings(BaseModel):
     @property
     def arms(self) -> tuple[Arm, ...]:
         """In the order of the first turn."""
-        return self.compare or ("served",)
+        return tuple(self.compare or ("served",))
+
+    @property
+    def servers(self) -> dict[Arm, str]:
+        """URLs by arm, where arms are servers; else none."""
+        return {arm: url for arm, url in (self.compare or {}).items() if url is not None}
+
+    def of_arm(self, flag: Literal["model", "metrics_url"], arm: Arm) -> str | None:
+        """What a flag says for an arm: NAME=VALUE,..., or one value for all."""
+        value: str | None = getattr(self, flag)
+        named = _by_arm(value) if value is not None and self.servers else None
+        return value if named is None else named.get(arm)
 
     @property
     def params(self) -> SamplingParams:
@@ -175,12 +208,17 @@ def check_settings(settings: SweepSettings) -> None:
         SettingsError: names the flags.
     """
     given = [name for name in ("url", "engine", "shape") if getattr(settings, name) is not None]
+    if settings.servers:
+        if given:
+            raise SettingsError(f"--{given[0]} and --compare NAME=URL: the servers are named already; leave one out")
+        given = ["compare"]
+        _check_named(settings)
     if len(given) != 1:
         raise SettingsError("give one of --url (a server), --engine DIR and --shape NAME (both in this process)")
     needs: dict[str, tuple[str, ...]] = {
-        "model": ("url",),
-        "tokenizer": ("url",),
-        "metrics_url": ("url",),
+        "model": ("url", "compare"),
+        "tokenizer": ("url", "compare"),
+        "metrics_url": ("url", "compare"),
         "precision": ("shape",),
         "tp": ("shape",),
         "layers": ("shape",),
@@ -215,6 +253,17 @@ def check_settings(settings: SweepSettings) -> None:
         raise SettingsError("--shape: random weights know no text and no end; give --prompt-tokens and --output-tokens")
 
 
+def _check_named(settings: SweepSettings) -> None:
+    arms = settings.servers
+    for flag, value in (("model", settings.model), ("metrics-url", settings.metrics_url)):
+        named = _by_arm(value) if value is not None else None
+        if flag == "metrics-url" and value is not None and named is None:
+            raise SettingsError(f"--metrics-url {value}: say whose: NAME=URL,NAME=URL of {', '.join(arms)}")
+        for name in named or ():
+            if name not in arms:
+                raise SettingsError(f"--{flag} {name}=: --compare has no {name}, but {', '.join(arms)}")
+
+
 def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Results:
     """Results without rounds yet.
 
@@ -241,7 +290,7 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
     target |= {"tokens_per_second_per_user": settings.slo_tps} if settings.slo_tps else {}
     target |= {"ttft_seconds": settings.slo_ttft_ms / 1e3} if settings.slo_ttft_ms else {}
     return Results(
-        label=settings.label or asked["target"],
+        label=settings.label or (", ".join(settings.servers) or asked["target"]),
         versions=versions(),
         command=tidy_command(sys.argv[1:]),
         dataset={"name": dataset.name, "samples": len(dataset.samples), "sha256": dataset.digest},
@@ -255,6 +304,8 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
 
 
 def _target_name(settings: SweepSettings) -> str:
+    if settings.servers:
+        return ", ".join(f"{arm} at {url}" for arm, url in settings.servers.items())
     if settings.url is not None:
         return f"{settings.model or 'served model'} at {settings.url}"
     return f"{settings.shape}, random weights" if settings.shape else str((settings.engine or Path()).name)

@@ -1,0 +1,38 @@
+"""Several servers under the same load by turns: each is an arm."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trtllm_dflash.bench.load import Arm, Reply, Request, Target
+from trtllm_dflash.bench.runtime_metrics import Reading
+from trtllm_dflash.errors import DFlashError, EngineError
+from trtllm_dflash.runtime.request import SamplingParams
+
+
+class ServerArms(Target):
+    """Asks the server of a request's arm, each as it likes.
+
+    Args:
+        servers: by arm.
+    """
+
+    def __init__(self, servers: Mapping[Arm, Target]) -> None:
+        self._servers = servers
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
+
+    async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
+        for arm in arms:
+            try:
+                await self._servers[arm].check(("served",), params)
+            except DFlashError as error:
+                text = str(error)
+                raise EngineError(text if f" {arm}=" in text else f"--compare {arm}: {text}") from None
+
+    async def look(self, arm: Arm) -> Reading | None:
+        return await self._servers[arm].look("served")
+
+    async def send(self, request: Request) -> Reply:
+        return await self._servers[request.arm].send(replace(request, arm="served"))
