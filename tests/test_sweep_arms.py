@@ -15,6 +15,7 @@ from trtllm_dflash.bench.report import compare_runs
 from trtllm_dflash.bench.results import read_results
 from trtllm_dflash.bench.server_arms import ServerArms
 from trtllm_dflash.bench.sweep import Sweep, SweepSettings, plan_results
+from trtllm_dflash.bench.sweep_plots import arm_colors, plot_pareto
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
@@ -210,13 +211,38 @@ def test_ratios_are_to_plain_or_to_the_last(arms, reference, tmp_path):
     results = paced_sweep(tmp_path, arms.split())
     assert read_results(tmp_path) == results
     for reading in (*results.fixed_speed, *compare_runs([results], (50.0,))):
-        assert reading.reference.removeprefix(f"{results.label}: ") == reference
+        assert reading.reference == reference
         assert len(reading.ratios) == len(reading.arms) - 1
         for name, ratio in reading.ratios.items():
             assert ratio.value == pytest.approx(reading.arms[name].value / reading.arms[reading.reference].value)
             assert ratio.value > 1.3
     shown = succeeds("report", tmp_path, "--at", 50)
-    assert f"/ {results.label}: {reference}" in shown
+    assert shown.count(f"/ {reference} ") == len(results.arms) - 1
+
+
+def drawn_texts(monkeypatch, results, file):
+    """What a picture of the frontier says beside its points, and in its legend."""
+    from matplotlib.axes import Axes
+
+    said, legends, annotate, legend = [], [], Axes.annotate, Axes.legend
+    with monkeypatch.context() as patch:
+        patch.setattr(Axes, "annotate", lambda self, text, *a, **k: said.append(text) or annotate(self, text, *a, **k))
+        patch.setattr(Axes, "legend", lambda self, *a, **k: legends.append(self) or legend(self, *a, **k))
+        plot_pareto([results], file)
+    return said, legends
+
+
+def test_each_curve_is_named_where_it_ends_and_by_a_legend_where_there_is_no_room(tmp_path, monkeypatch):
+    (tmp_path / "same").mkdir()
+    said, legends = drawn_texts(monkeypatch, paced_sweep(tmp_path, list(PACES)), tmp_path / "a.png")
+    assert set(PACES) <= set(said)
+    assert not legends
+    colors = arm_colors([read_results(tmp_path)])
+    assert len(set(colors.values())) == 3
+    monkeypatch.setattr("tests.test_sweep_arms.PACES", dict.fromkeys("abcdefg", 0.02))
+    said, legends = drawn_texts(monkeypatch, paced_sweep(tmp_path / "same", list("abcdefg")), tmp_path / "b.png")
+    assert not set("abcdefg") <= set(said)
+    assert legends
 
 
 def test_a_sweep_that_an_earlier_version_recorded_is_read(tmp_path):

@@ -72,14 +72,12 @@ def read_plan(file: Path) -> list[Predicted]:
 
 def compare_runs(runs: list[Results], speeds: tuple[float, ...]) -> list[Comparison]:
     """Readings at fixed speeds of all arms of all runs; ratios within one run, or of two arms of two to the first."""
+    if len(runs) == 1:
+        return compare(runs[0].measured(), speeds, runs[0].reference)
     arms = {f"{run.label}: {arm}": loads for run in runs for arm, loads in run.measured().items()}
     if len(arms) < sum(len(run.arms) for run in runs):
         raise SettingsError("two runs have the same label; give each its own: sweep --label")
-    if len(runs) == 1:
-        reference = f"{runs[0].label}: {runs[0].reference}"
-    else:
-        reference = next(iter(arms)) if len(arms) == 2 else ""
-    return compare(arms, speeds, reference if reference in arms else None)
+    return compare(arms, speeds, next(iter(arms)) if len(arms) == 2 else None)
 
 
 # -- the terminal ----------------------------------------------------------------------------------------------------

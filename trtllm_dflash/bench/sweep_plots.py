@@ -12,7 +12,7 @@ from trtllm_dflash.bench.summary import Point
 
 _COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
 _OTHER_COLORS = ("C2", "C0", "C1", "C4", "C3", "C5", "C6", "C8", "C9")
-_NAMES = {"plain": "plain", "draft": "drafted", "served": ""}
+_NAMES = {"draft": "drafted"}
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP*X"
 _LEAST_TRIED = 0.05  # of the first position's tries, for a position to be drawn
@@ -62,7 +62,7 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
     for number, run in enumerate(runs):
         for turn, arm in enumerate(run.arms):
             points = [point for point in run.points if point.arm == arm and point.tokens_per_second_per_user]
-            said = _NAMES.get(arm, arm)
+            said = "" if run.arms == ["served"] else _NAMES.get(arm, arm)
             name = said if len(runs) == 1 else f"{run.label} {said}".strip()
             if run.imposed_acceptance and arm != "plain":
                 name += f" (imposed acceptance {run.imposed_acceptance['tokens_per_step']:g})"
@@ -97,24 +97,25 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
     units = {"clients": "numbers at the points: clients", "requests/s": "numbers at the points: requests/s"}
     axes.set_title(_title(runs) + f"\n{units[runs[0].load_unit]}", fontsize=10)
     axes.grid(alpha=0.3)
-    if not named:
+    written = _annotate(figure, axes, marks, [point[1:] for prediction in plan for point in prediction.points])
+    if not {mark.text for mark in marks if mark.named} <= set(written) or not named:
         axes.legend(fontsize=9)
-    _annotate(figure, axes, marks, [point[1:] for prediction in plan for point in prediction.points])
     figure.savefig(file)
 
 
-def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> None:
+def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> list[str]:
     """Writes the marks' texts beside them, where they cover no mark, nothing at `others`, and not one another.
 
-    What is predicted lies above what is measured: then the texts go below.
+    Returns the texts for which there was room. What is predicted lies above what is measured: then the texts go below.
     """
     figure.draw_without_rendering()  # the layout decides where things are
     spots = [axes.transData.transform(place) for place in (*(mark.place for mark in marks), *others)]
+    written: list[str] = []
     taken: list[tuple[float, float, float]] = []  # centers of the texts, and their widths
     pixels = figure.dpi / 72
     for mark, (x, y) in zip(marks, spots, strict=False):
         aside = mark.width / 2 + 9
-        sides = ((aside, 0.0), (aside, 9.0), (aside, -9.0), (0.0, 12.0)) if mark.named else _SIDES
+        sides = ((aside, -6.0), (aside, 6.0), (aside, -16.0), (0.0, 14.0)) if mark.named else _SIDES
         for right, up in sides[:: -1 if others else 1]:
             center = x + right * pixels, y + up * pixels
             clear = all(
@@ -125,10 +126,12 @@ def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[flo
             free = all(abs(center[0] - spot[0]) > near or abs(center[1] - spot[1]) > 6 * pixels for spot in spots)
             if clear and free:
                 taken.append((*center, mark.width))
+                written.append(mark.text)
                 style = {"fontsize": 8, "color": mark.color, "ha": "center", "va": "center"}
                 style |= {"fontsize": 10, "fontweight": "bold"} if mark.named else {}
                 axes.annotate(mark.text, mark.place, (right, up), textcoords="offset points", **style)
                 break
+    return written
 
 
 def arm_colors(runs: list[Results]) -> dict[str, str]:
@@ -215,12 +218,8 @@ def _plot_arms_acceptance(run: Results, file: Path) -> None:
         if arm not in silent:
             shares = _tried_shares(middle)
             left.plot(range(1, len(shares) + 1), shares, label=f"{arm}, {_load_label(run, middle, True)}", **style)
-        loads = [point.load for point in points[arm]]
-        lengths = [point.acceptance_length for point in points[arm]]
-        right.plot(loads, lengths, label=arm, **style)
-        at = (loads[-1], lengths[-1])
-        text = {"color": colors[arm], "fontsize": 10, "fontweight": "bold", "va": "center"}
-        right.annotate(f"{arm} {lengths[-1]:.2f}", at, (8, 0), textcoords="offset points", **text)
+        right.plot([p.load for p in points[arm]], [p.acceptance_length for p in points[arm]], **style)
+    _name_lengths(right, {arm: points[arm][-1] for arm in points if points[arm]}, colors)
     left.set_ylim(0, 1.02)
     left.set_xlabel("position of the draft in its block")
     left.set_ylabel("share of verified drafts that were accepted")
@@ -228,14 +227,27 @@ def _plot_arms_acceptance(run: Results, file: Path) -> None:
         left.set_title(f"not told by {', '.join(silent)}", fontsize=9)
     if len(silent) < len(_drafting(run)):
         left.legend(fontsize=9)
-    right.set_ylim(bottom=1)
-    right.margins(x=0.3)
     right.set_xlabel(run.load_unit)
     right.set_ylabel("acceptance length (tokens a decoding step)")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.suptitle(_title([run]), fontsize=10)
     figure.savefig(file)
+
+
+def _name_lengths(axes: Any, last: dict[str, Point], colors: dict[str, str]) -> None:
+    """Writes each arm's name and acceptance length at the right of its last point, none over another."""
+    lengths = {arm: point.acceptance_length or 1.0 for arm, point in last.items()}
+    texts = {arm: f"{arm} {length:.2f}" for arm, length in lengths.items()}
+    top = 1 + 1.1 * (max(axes.dataLim.y1, 1.5) - 1)
+    letters = max(map(len, texts.values()))
+    axes.set_ylim(1, top)
+    axes.set_xlim(0, axes.dataLim.x1 / (1 - min(0.5, 0.04 + 0.021 * letters)))
+    height = top
+    for arm in sorted(lengths, key=lambda arm: -lengths[arm]):
+        height = min(lengths[arm], height - 0.05 * (top - 1))
+        style = {"color": colors[arm], "fontsize": 10, "fontweight": "bold", "va": "center"}
+        axes.annotate(texts[arm], (last[arm].load, height), (8, 0), textcoords="offset points", **style)
 
 
 def _tried_shares(point: Point) -> list[float]:
