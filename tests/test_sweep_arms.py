@@ -174,6 +174,16 @@ def test_a_server_that_goes_away_is_named_and_what_was_finished_is_kept(four, tm
     assert len(whole.rounds) == 16
 
 
+def test_metrics_that_go_away_are_named_too(four, tmp_path):
+    four["dflash"].page = lambda replies: vllm_page(replies) if replies <= 5 else ""
+    two = {arm: four[arm] for arm in ("plain", "dflash")}
+    result = run("sweep", "--compare", named(two), "--concurrency", 1, "--requests", 8, "--output", tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: --compare dflash: {four['dflash'].url}/metrics: cannot be read: HTTP")
+    assert result.stderr.count("\n") == 1
+    assert [round_.arm for round_ in read_results(tmp_path).rounds] == ["plain", "dflash"]
+
+
 # -- ratios ----------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,9 @@ API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
 )
-@click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Key of the OpenAI API; or {API_KEY} holds it.")
+@click.option(
+    "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {API_KEY} holds it."
+)
 @click.option("--compare", metavar="plain,draft|NAME=URL,...", help="By turns: with and without, or servers.")
 @click.option("--metrics-url", help="Where drafts are counted; or NAME=URL,...  [default: /metrics of the API]")
 @click.option("--gpus", type=int, help="GPUs of the server, or of each, for tokens/s/GPU.")
@@ -166,7 +168,7 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
 
         store.measure(settings, dataset, make, gpus=settings.gpus)
     except ImportError as error:
-        raise SettingsError(f"--url needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
+        raise SettingsError(f"a server's sweep needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
 
 
 def _is_openai(url: str) -> bool:

@@ -1,7 +1,8 @@
 """Several servers under the same load by turns: each is an arm."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from trtllm_dflash.bench.load import Arm, Reply, Request, Target
@@ -25,14 +26,22 @@ class ServerArms(Target):
 
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
         for arm in arms:
-            try:
+            with _named(arm):
                 await self._servers[arm].check(("served",), params)
-            except DFlashError as error:
-                text = str(error)
-                raise EngineError(text if f" {arm}=" in text else f"--compare {arm}: {text}") from None
 
     async def look(self, arm: Arm) -> Reading | None:
-        return await self._servers[arm].look("served")
+        with _named(arm):
+            return await self._servers[arm].look("served")
 
     async def send(self, request: Request) -> Reply:
         return await self._servers[request.arm].send(replace(request, arm="served"))
+
+
+@contextmanager
+def _named(arm: Arm) -> Iterator[None]:
+    """Errors say whose they are."""
+    try:
+        yield
+    except DFlashError as error:
+        text = str(error)
+        raise EngineError(text if f" {arm}=" in text else f"--compare {arm}: {text}") from None

@@ -426,14 +426,14 @@ class Sweep:
             lambda done, total: self._progress(what, done, total),
         )
         round_ = Round.of(arm, load, number, traffic)
+        if not round_.requests.tokens:
+            reason = next(iter(round_.errors), "no request was begun in that time (--seconds)")
+            raise EngineError(f"{what}: no request succeeded: {reason}")
         if before is not None and not round_.drafted_at:
             await asyncio.sleep(SETTLE_SECONDS)
             after = await self._target.look(arm)
             assert after is not None
             _count(round_, before, after)
-        if not round_.requests.tokens:
-            reason = next(iter(round_.errors), "no request was begun in that time (--seconds)")
-            raise EngineError(f"{what}: no request succeeded: {reason}")
         rounds.append(round_)
         self._write()
 
