@@ -267,3 +267,5 @@ def test_a_sweep_that_an_earlier_version_recorded_is_read(tmp_path):
     assert "plain" in succeeds("report", tmp_path, "--at", 50, "--output", tmp_path / "page")
     results.write(tmp_path)
     assert read_results(tmp_path) == results
+    (tmp_path / "results.json").write_text('{"schema_version": 1, "fixed_speed": [3]}')
+    assert "fixed_speed" in refusal("report", tmp_path)

@@ -150,12 +150,14 @@ def read_results(place: Path) -> Results:
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version not in (1, SCHEMA_VERSION):
         raise SettingsError(f"{file}: schema version {version}; this version reads 1 and {SCHEMA_VERSION}")
-    if version == 1:
-        document = _from_version_1(document)
     try:
+        if version == 1:
+            document = _from_version_1(document)
         return Results.model_validate(document)
     except ValidationError as error:
         raise SettingsError(f"{file}: {first_problem(error)}") from None
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise SettingsError(f"{file}: fixed_speed is not as schema version 1 has it") from None
 
 
 def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:

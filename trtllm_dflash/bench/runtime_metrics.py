@@ -157,6 +157,7 @@ def parse_metrics(text: str) -> Reading:
     sums: dict[str, float] = {}
     at: dict[int, float] = {}
     tried: dict[int, float] = {}
+    means: list[float] = []  # of several ranks
     for line in text.splitlines():
         match = _LINE.match(line)
         if match is None:
@@ -173,9 +174,11 @@ def parse_metrics(text: str) -> Reading:
             at[int(position[1]) + 1] = at.get(int(position[1]) + 1, 0.0) + value  # vLLM counts from 0
         elif position is not None and name == "dflash_accepted_tokens":
             at[int(position[1])] = at.get(int(position[1]), 0.0) + value
+        elif name == "sglang:spec_accept_length" and value > 0:
+            means.append(value)
         elif position is not None and name == "dflash_drafted_tokens":
             tried[int(position[1])] = tried.get(int(position[1]), 0.0) + value
-    return Reading(server, _counted(server, sums, at, tried), sums.get("sglang:spec_accept_length") or None)
+    return Reading(server, _counted(server, sums, at, tried), sum(means) / len(means) if means else None)
 
 
 def _counted(
