@@ -68,7 +68,7 @@ def test_the_interval_holds_the_truth_and_narrows_with_more_requests():
             arm: [made(load, 0.01 * load**0.5 / speed, 0.3, 5, count=count) for load in (1, 2, 4)]
             for arm, speed in (("plain", 1.0), ("draft", 2.0))
         }
-        return compare(arms, (60.0,))[0]
+        return compare(arms, (60.0,), "plain")[0]
 
     one, many = found_with(50), found_with(800)
     for found in (one, many):
@@ -85,23 +85,25 @@ def test_what_differs_between_prompts_is_not_held_against_the_ratio():
         Measured(one.load, 2 * one.rate, one.key, one.tokens, one.seconds / 2, one.tpot / 2, True) for one in plain
     ]
     speed = 80.0
-    (found,) = compare({"plain": plain, "draft": twice}, (speed,))
-    assert found.ratio.low < found.ratio.value < found.ratio.high
+    (found,) = compare({"plain": plain, "draft": twice}, (speed,), "plain")
+    assert found.ratios["draft"].low < found.ratios["draft"].value < found.ratios["draft"].high
     one = rate_at([(p.speed, p.rate) for p in plain], speed).value
     two = rate_at([(p.speed, p.rate) for p in twice], speed).value
-    assert found.ratio.value == pytest.approx(two / one)
+    assert found.ratios["draft"].value == pytest.approx(two / one)
     apart = [replace(p, key=[(0, i + 1, 0) for i in range(len(p.key))]) for p in twice]
-    (loose,) = compare({"plain": plain, "draft": apart}, (speed,))
-    assert found.ratio.high - found.ratio.low < loose.ratio.high - loose.ratio.low
-    (again,) = compare({"plain": plain, "draft": twice}, (speed,))
+    (loose,) = compare({"plain": plain, "draft": apart}, (speed,), "plain")
+    assert (
+        found.ratios["draft"].high - found.ratios["draft"].low < loose.ratios["draft"].high - loose.ratios["draft"].low
+    )
+    (again,) = compare({"plain": plain, "draft": twice}, (speed,), "plain")
     assert again == found
 
 
 def test_a_ratio_that_cannot_be_known_is_not_given():
     plain, draft = [made(1, 0.01, 0.1, 1)], [made(1, 0.005, 0.1, 2)]
-    below, between, above = compare({"plain": plain, "draft": draft}, (20.0, 150.0, 900.0))
-    assert (below.ratio.value, below.ratio.bound) == (None, "unknown")
-    assert (between.arms["plain"].bound, between.ratio.bound) == ("not reached", "not reached")
+    below, between, above = compare({"plain": plain, "draft": draft}, (20.0, 150.0, 900.0), "plain")
+    assert (below.ratios["draft"].value, below.ratios["draft"].bound) == (None, "unknown")
+    assert (between.arms["plain"].bound, between.ratios["draft"].bound) == ("not reached", "not reached")
     assert above.arms["draft"].bound == "not reached"
 
 
@@ -286,7 +288,7 @@ def test_imposed_acceptance_is_served_and_said_to_be_imposed(swept):
 def test_results_say_what_they_are_and_name_no_place_of_the_machine(swept):
     folder, _ = swept
     document = json.loads((folder / "results.json").read_text())
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
     assert document["complete"]
     assert {"torch", "python", "trtllm-dflash"} <= set(document["versions"])
     assert document["machine"]["cores"] >= 1
@@ -398,6 +400,16 @@ def test_open_loop_in_this_process(tmp_path):
         (("--shape", "tiny", "--rate", "x"), "--rate x: write positive numbers"),
         (("--shape", "tiny", "--at", "-3"), "--at -3: write positive numbers"),
         (("--shape", "tiny", "--compare", "plain,fast"), "--compare plain,fast: write plain,draft"),
+        (("--compare", "a=http://x:1,b=ftp://y:2"), "--compare a=http://x:1,b=ftp://y:2: write plain,draft"),
+        (("--compare", "a=http://x:1,b=host"), "NAME=http://HOST:PORT"),
+        (("--compare", "a=http://x:1,plain"), "name a server for each"),
+        (("--compare", "a=http://x:1,a=http://y:2"), "give each arm once"),
+        (("--compare", "a=http://x:1,b=http://y:2", "--url", "z:1"), "--url and --compare NAME=URL"),
+        (("--compare", "a=http://x:1,b=http://y:2", "--metrics-url", "http://x:2/metrics"), "say whose"),
+        (("--compare", "a=http://x:1,b=http://y:2", "--metrics-url", "c=http://x:2"), "--compare has no c, but a, b"),
+        (("--compare", "a=http://x:1,b=http://y:2", "--model", "c=m"), "--model c=: --compare has no c"),
+        (("--compare", "a=http://x:1,b=http://y:2", "--tokenizer", "t"), "--tokenizer: an OpenAI API has its own"),
+        (("--compare", "a=http://x:1,b=http://y:2", "--draft-vocab", 9), "--draft-vocab goes with --shape"),
         (("--shape", "tiny", "--slo-tps", 5, "--concurrency", 2), "--concurrency: with --slo-tps"),
         (("--shape", "tiny", "--slo-tps", 5, "--slo-percentile", 42), "--slo-percentile 42"),
         (("--shape", "tiny", "--max-rate", 5), "give --slo-tps"),

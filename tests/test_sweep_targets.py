@@ -10,7 +10,7 @@ from tests.conftest import refusal, succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.bench.dataset import Dataset, Sample
 from trtllm_dflash.bench.load import Amount, ClosedLoop, Traits, run_load
-from trtllm_dflash.bench.prometheus import parse_counts
+from trtllm_dflash.bench.runtime_metrics import find_metrics, parse_metrics
 from trtllm_dflash.bench.summary import Round, summarize
 from trtllm_dflash.errors import EngineError
 
@@ -30,6 +30,7 @@ def server(request):
 def healthy(server):
     yield
     server.fault, server.ttft, server.gap = "", 0.02, 0.005
+    server.page, server.drafts_in_replies = "", True
     server.served.clear()
 
 
@@ -155,6 +156,7 @@ dflash_accepted_tokens_total{model="tensorrt_llm",position="2",version="1"} 3
 """
 VLLM = """vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 20.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 10.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 7.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
 """
@@ -162,22 +164,30 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 
 @pytest.mark.parametrize("page, drafted", [(OURS, [10, 8]), (VLLM, [10, 10])])
 def test_acceptance_by_position_is_read_from_metrics(page, drafted):
-    none = parse_counts(page.replace("10", "0").replace(" 8", " 0").replace(" 7", " 0").replace(" 3", " 0"))
-    assert parse_counts(page).since(none) == (drafted, [7, 3])
+    none = parse_metrics(page.replace("10", "0").replace(" 8", " 0").replace(" 7", " 0").replace(" 3", " 0"))
+    assert parse_metrics(page).since(none).by_position() == (drafted, [7, 3])
 
 
-def test_metrics_of_something_else_are_refused():
-    with pytest.raises(EngineError, match="has neither"):
-        parse_counts("python_gc_objects_collected_total 3\n", "http://x/metrics")
+@pytest.mark.parametrize("server", ["openai"], indirect=True)
+def test_metrics_of_something_else_are_refused_where_they_were_named_and_else_left_alone(server):
+    server.page = "python_gc_objects_collected_total 3\nhello world\n"
+    with pytest.raises(EngineError, match=r"--metrics-url http.* has no metrics of ours"):
+        find_metrics(f"{server.url}/metrics")
+    with pytest.raises(EngineError, match=r"--metrics-url http.*/nothing: cannot be read"):
+        find_metrics(f"{server.url}/nothing")
+    assert find_metrics(None, server.url) is None
 
 
-def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(server, tmp_path, monkeypatch):
-    if not server.url.startswith("http"):
-        pytest.skip("Triton's responses tell it themselves")
-    pages = iter([VLLM.replace("10.0", "0.0").replace(" 7", " 0").replace(" 3", " 0"), VLLM])
-    monkeypatch.setattr("trtllm_dflash.bench.sweep.read_counts", lambda url: parse_counts(next(pages)))
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("server", ["openai"], indirect=True)
+def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(server, named, tmp_path, monkeypatch):
+    server.page = lambda replies: VLLM.replace(" 10.0", f" {10 * replies}").replace(" 7.0", f" {7 * replies}")
+    server.drafts_in_replies = False
     monkeypatch.setattr("trtllm_dflash.bench.sweep.SETTLE_SECONDS", 0)
-    quick = ("--concurrency", 1, "--requests", 1, "--warmup", 0, "--metrics-url", "http://x/metrics")
-    succeeds("sweep", "--url", server.url, *quick, "--output", tmp_path)
+    quick = ("--concurrency", 1, "--requests", 2, "--warmup", 1)
+    page = ("--metrics-url", f"{server.url}/metrics") if named else ()
+    succeeds("sweep", "--url", server.url, *quick, *page, "--output", tmp_path)
     (point,) = json.loads((tmp_path / "results.json").read_text())["points"]
-    assert point["acceptance_by_position"] == pytest.approx([0.7, 0.3])
+    assert point["verified_by_position"] == [20, 20]  # not the warm-up's
+    assert point["acceptance_by_position"] == pytest.approx([0.7, 0.0])
+    assert point["acceptance_from"] == f"vllm: {server.url}/metrics"

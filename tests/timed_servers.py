@@ -36,6 +36,10 @@ class TimedServer:
     ttft: float = 0.02
     gap: float = 0.005
     fault: str = ""  # how it answers instead, while that is set
+    fault_after: int = 0  # requests that it answers well nevertheless
+    page: str | Callable[[int], str] = ""  # its metrics, by the number of replies begun; none while that is empty
+    drafts_in_replies: bool = True
+    details: dict[str, Any] = field(default_factory=dict)  # of a reply's drafts, as SGLang tells them to who asks
 
     async def pace(self, served: Served) -> AsyncIterator[int]:
         """The tokens of each response, when it is time."""
@@ -87,7 +91,7 @@ async def _start_openai(server: TimedServer) -> Any:
         served.body = await request.json()
         served.prompt = served.body["messages"][-1]["content"]
         server.served.append(served)
-        if server.fault == "refuse":
+        if server.fault == "refuse" and len(server.served) > server.fault_after:
             return web.json_response({"error": {"message": "the queue is full"}}, status=429)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
@@ -104,19 +108,26 @@ async def _start_openai(server: TimedServer) -> Any:
             if server.fault == "fail":
                 await event(error={"message": "a step failed"})
                 return answer
-        counts = {"completion_tokens": sum(TOKENS), "prompt_tokens": 9}
+        counts: dict[str, Any] = {"completion_tokens": sum(TOKENS), "prompt_tokens": 9}
         steps = len(TOKENS) - 1
         accepted = sum(TOKENS) - 1 - steps
         drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": DRAFTS * steps - accepted}
+        if server.drafts_in_replies:
+            counts["completion_tokens_details"] = drafts
+        if server.details and served.body.get("return_spec_tokens_details"):
+            await event(choices=[], sglext={"spec_tokens_details": server.details})
         if server.fault != "no usage":
-            await event(
-                choices=[], usage={"total_tokens": 9 + sum(TOKENS), **counts, "completion_tokens_details": drafts}
-            )
+            await event(choices=[], usage={"total_tokens": 9 + sum(TOKENS), **counts})
         await answer.write(b"data: [DONE]\n\n")
         return answer
 
+    async def metrics(request: web.Request) -> web.Response:
+        page = server.page(len(server.served)) if callable(server.page) else server.page
+        return web.Response(text=page, status=200 if page else 404)
+
     app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", chat)])
+    app.add_routes([web.get("/v1/models", models), web.get("/metrics", metrics)])
+    app.add_routes([web.post("/v1/chat/completions", chat)])
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

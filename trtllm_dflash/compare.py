@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 import trtllm_dflash
-from trtllm_dflash.bench.runtime_metrics import Drafts, Reading, drafts_of_reply, read_metrics
+from trtllm_dflash.bench.runtime_metrics import SETTLE_SECONDS, Drafts, Reading, drafts_of_reply, read_metrics
 from trtllm_dflash.errors import EngineError, SettingsError
 
 #: Log-probabilities (natural) that two tokens may be apart where two servers chose differently: two steps of BF16 for a
@@ -26,7 +26,6 @@ from trtllm_dflash.errors import EngineError, SettingsError
 NEAR_TIE = 0.25
 
 _TOP = 5  # alternatives asked for at each token
-_SETTLE = 1.5  # seconds after which a server's metrics hold the last reply
 _SHIPPED = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 
 
@@ -340,7 +339,7 @@ class _Client:
             return
         if self._before.server is None:
             return
-        time.sleep(_SETTLE)
+        time.sleep(SETTLE_SECONDS)
         after = self._read_metrics()
         counted = after.since(self._before)
         self.side.acceptance = counted if counted is not None and counted.steps else None

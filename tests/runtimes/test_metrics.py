@@ -73,12 +73,14 @@ def test_sglangs_metrics_hold_a_mean_and_no_counts():
     reading = parse_metrics(SGLANG)
     assert (reading.server, reading.drafts, reading.mean_length) == ("sglang", None, 5.37)
     assert reading.since(reading) is None
+    ranks = [SGLANG, SGLANG.replace('"0"', '"1"').replace("5.37", "4.37"), SGLANG.replace("5.37", "0.0")]
+    assert parse_metrics("".join(ranks)).mean_length == pytest.approx(4.87)  # not their sum, nor of one that is idle
 
 
 def test_our_counters_give_steps_from_the_first_position():
     reading = parse_metrics(OURS)
     assert reading.server == "trtllm-dflash"
-    assert reading.drafts == Drafts(40, 78, 42, {1: 30, 2: 12})
+    assert reading.drafts == Drafts(40, 78, 42, {1: 30, 2: 12}, {1: 40, 2: 38})
 
 
 @pytest.mark.parametrize("wrap", [lambda entry: entry, json.dumps])

@@ -29,14 +29,16 @@ API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 @click.option("--url", help="A server: HOST:PORT is Triton's gRPC, http://HOST:PORT an OpenAI API.")
 @click.option("--engine", type=click.Path(path_type=Path), help="Engine directory, served in this process instead.")
 @click.option("--shape", help="Random weights of a model's shape in this process: qwen3-8b, tiny, ...")
-@click.option("--model", help="--url: which of the server's.  [default: ensemble, or the only one]")
+@click.option("--model", help="Which of the server's; or NAME=MODEL,...  [default: ensemble, or the only one]")
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
 )
-@click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Key of the OpenAI API; or {API_KEY} holds it.")
-@click.option("--compare", metavar="plain,draft", help="Ask for these by turns.  [default: as the server likes]")
-@click.option("--metrics-url", help="The server's Prometheus page, for acceptance by position (ours, vLLM's).")
-@click.option("--gpus", type=int, help="--url: GPUs of the server, for tokens/s/GPU.")
+@click.option(
+    "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {API_KEY} holds it."
+)
+@click.option("--compare", metavar="plain,draft|NAME=URL,...", help="By turns: with and without, or servers.")
+@click.option("--metrics-url", help="Where drafts are counted; or NAME=URL,...  [default: /metrics of the API]")
+@click.option("--gpus", type=int, help="GPUs of the server, or of each, for tokens/s/GPU.")
 @click.option("--concurrency", metavar="N,N,...", help="Clients that each wait for their reply.  [default: 1,2,4,8]")
 @click.option("--rate", metavar="R,R,...", help="Or requests a second, which wait for nothing.")
 @click.option("--arrival", help="--rate: poisson or constant.  [default: poisson]")
@@ -91,7 +93,7 @@ def sweep_command(
     if resume and force:
         raise SettingsError("--resume and --force: give one of them")
     store = _Store(output, resume, force, as_json)
-    if settings.url is not None:
+    if settings.url is not None or settings.servers:
         _sweep_server(settings, store, api_key_file)
     else:
         _sweep_local(settings, store)
@@ -148,26 +150,47 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
     from trtllm_dflash.bench.dataset import read_dataset
 
     dataset = read_dataset(settings.dataset).shuffled(settings.seed)
-    url = settings.url or ""
+    urls = list(settings.servers.values()) or [settings.url or ""]
+    if settings.tokenizer is not None and all(map(_is_openai, urls)):
+        raise SettingsError("--tokenizer: an OpenAI API has its own; leave it out")
+    if api_key_file is not None and not any(map(_is_openai, urls)):
+        raise SettingsError("--api-key-file: Triton has no keys; this goes with an http:// URL")
     try:
-        if url.startswith(("http://", "https://")):
-            if settings.tokenizer is not None:
-                raise SettingsError("--tokenizer: an OpenAI API has its own; leave it out")
-            from trtllm_dflash.bench.openai_target import OpenAITarget
+        open_server = _servers(settings, urls, _read_key(api_key_file))
+        from trtllm_dflash.bench.server_arms import ServerArms
 
-            key = _read_key(api_key_file)
-            store.measure(settings, dataset, lambda: OpenAITarget(url, settings.model, key), gpus=settings.gpus)
-            return
-        if api_key_file is not None:
-            raise SettingsError("--api-key-file: Triton has no keys; this goes with an http:// URL")
+        def make() -> "Target":
+            if not settings.servers:
+                return open_server("served", urls[0], f"--url {urls[0]}")
+            return ServerArms(
+                {arm: open_server(arm, url, f"--compare {arm}={url}") for arm, url in settings.servers.items()}
+            )
+
+        store.measure(settings, dataset, make, gpus=settings.gpus)
+    except ImportError as error:
+        raise SettingsError(f"a server's sweep needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
+
+
+def _is_openai(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _servers(settings: "SweepSettings", urls: list[str], key: str | None) -> "Callable[[str, str, str], Target]":
+    """What makes a target of an arm, its URL, and what errors call it."""
+    if any(map(_is_openai, urls)):
+        from trtllm_dflash.bench.openai_target import OpenAITarget
+    if not all(map(_is_openai, urls)):
         from trtllm_dflash.bench.triton_target import TritonTarget, chat_text
 
-        address = url.removeprefix("grpc://")
         render, count = chat_text(settings.tokenizer)
-        model = settings.model or "ensemble"
-        store.measure(settings, dataset, lambda: TritonTarget(address, model, render, count), gpus=settings.gpus)
-    except ImportError as error:
-        raise SettingsError(f"--url needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
+
+    def open_server(arm: str, url: str, name: str) -> "Target":
+        model, metrics = settings.of_arm("model", arm), settings.of_arm("metrics_url", arm)
+        if _is_openai(url):
+            return OpenAITarget(url, model, key, metrics, name)
+        return TritonTarget(url.removeprefix("grpc://"), model or "ensemble", render, count, metrics, name)
+
+    return open_server
 
 
 def _sweep_local(settings: "SweepSettings", store: _Store) -> None:

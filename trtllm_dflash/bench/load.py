@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trtllm_dflash.bench.dataset import Dataset, Sample
+from trtllm_dflash.bench.runtime_metrics import Reading
 from trtllm_dflash.runtime.request import SamplingParams
 
-Arm = Literal["served", "plain", "draft"]
+#: "served", or "plain" and "draft" of one server; or a name of each of several servers.
+Arm = str
 
 #: Told how many samples are done, and of how many; or how many seconds, of how many.
 Progress = Callable[[int, int], None]
@@ -28,7 +30,7 @@ class Request:
 
     Attributes:
         replies: what the server said in the turns before.
-        arm: "served": as the server likes; "plain" and "draft" ask for it.
+        arm: "served": as the server likes; "plain" and "draft" ask for it. Of several servers: which.
     """
 
     sample: Sample
@@ -85,6 +87,14 @@ class Target(ABC):
         Raises:
             DFlashError: it is not.
         """
+
+    async def look(self, arm: Arm) -> Reading | None:
+        """What the arm's server has counted of its drafts by now; None where it has no metrics that are known here.
+
+        Raises:
+            EngineError: it had, and they cannot be read.
+        """
+        return None
 
     async def close(self) -> None:  # noqa: B027
         """Lets go of connections."""

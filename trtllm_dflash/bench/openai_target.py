@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 
 from trtllm_dflash.bench.load import Arm, Reply, Request, Target
+from trtllm_dflash.bench.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
@@ -16,14 +17,26 @@ class OpenAITarget(Target):
     """Streams chat completions. To be made and used on one event loop.
 
     What is not OpenAI's is sent only where it is asked for: `ignore_eos` and `top_k`, which vLLM, SGLang and
-    TensorRT-LLM's server know, too, and `draft`, which is our gateway's alone.
+    TensorRT-LLM's server know, too, and `draft`, which is our gateway's alone. SGLang, known by its metrics, is
+    asked to say in each reply what it drafted: its metrics count nothing.
 
     Args:
         url: as http://HOST:PORT, with or without /v1.
         model: by default the only one that the server has.
+        metrics: URL of its metrics; by default they are looked for beside the API.
+        name: what errors call it.
     """
 
-    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        metrics: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._name = name or f"--url {url}"
+        self._metrics, self._seen = metrics, Reading(None, None)
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._model = model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -40,18 +53,23 @@ class OpenAITarget(Target):
             async with self._http.get(f"{self._url}/models", timeout=aiohttp.ClientTimeout(total=10)) as answer:
                 status, body = answer.status, await answer.text()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise UnavailableError(f"--url {self._url}: no OpenAI API answers there: {error or 'timeout'}") from None
+            raise UnavailableError(f"{self._name}: no OpenAI API answers there: {error or 'timeout'}") from None
         if status != 200:
-            raise UnavailableError(f"--url {self._url}: {_refusal(status, body)}")
+            raise UnavailableError(f"{self._name}: {_refusal(status, body)}")
         try:
             names = [model["id"] for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
-            raise UnavailableError(f"--url {self._url}: /models is not OpenAI's list of models") from None
+            raise UnavailableError(f"{self._name}: /models is not OpenAI's list of models") from None
         if self._model is None and len(names) != 1:
-            raise SettingsError(f"--model: say which; the server has: {', '.join(names) or 'none'}")
+            raise SettingsError(f"--model: say which; {self._name} has: {', '.join(names) or 'none'}")
         if self._model is not None and self._model not in names:
-            raise SettingsError(f"--model {self._model}: the server has: {', '.join(names) or 'none'}")
+            raise SettingsError(f"--model {self._model}: {self._name} has: {', '.join(names) or 'none'}")
         self._model = self._model or names[0]
+        seen = await asyncio.to_thread(find_metrics, self._metrics, self._url)
+        self._seen = seen or self._seen
+
+    async def look(self, arm: Arm) -> Reading | None:
+        return await asyncio.to_thread(read_metrics, self._seen.url) if self._seen.server is not None else None
 
     async def send(self, request: Request) -> Reply:
         reply = Reply()
@@ -83,12 +101,15 @@ class OpenAITarget(Target):
             body["ignore_eos"] = True
         if request.arm != "served":
             body["draft"] = request.arm == "draft"
+        if self._seen.server == "sglang":
+            body["return_spec_tokens_details"] = True
         return body
 
 
 async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
     loop = asyncio.get_running_loop()
     usage: dict[str, Any] | None = None
+    details: dict[str, Any] = {}
     done = False
     async for line in answer.content:  # each event is one line of data and an empty line
         now = loop.time()
@@ -104,6 +125,7 @@ async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
             reply.error = str(error.get("message", error) if isinstance(error, dict) else error)
             return
         usage = event.get("usage") or usage
+        details = event.get("sglext") or details
         for choice in event.get("choices") or ():
             said = choice.get("delta") or {}
             # A reasoning model's thoughts are tokens like any other.
@@ -119,6 +141,7 @@ async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
         reply.error = "the server does not count tokens (stream_options.include_usage)"
     else:
         _count(reply, usage)
+        _count_details(reply, details)
 
 
 def _count(reply: Reply, usage: dict[str, Any]) -> None:
@@ -131,6 +154,13 @@ def _count(reply: Reply, usage: dict[str, Any]) -> None:
         # Each step gives the drafts that it accepts and one token more, but the last one where the reply is cut; the
         # first token is the prefill's.
         reply.steps = max(1, len(reply.times) - 1, reply.tokens - 1 - accepted)
+
+
+def _count_details(reply: Reply, details: dict[str, Any]) -> None:
+    drafts = drafts_of_reply({"sglext": details})
+    if drafts is not None:
+        reply.drafted, reply.accepted, reply.steps = map(round, (drafts.drafted, drafts.accepted, drafts.steps))
+        reply.drafted_at, reply.accepted_at = drafts.by_position()
 
 
 def _refusal(status: int, body: str) -> str:

@@ -33,15 +33,18 @@ class Reading(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Readings of arms at one speed, and the ratio of the second arm's to the first one's.
+    """Readings of arms at one speed, and the ratio of each to the reference.
 
     Attributes:
         at: tokens a second for each user.
+        reference: an arm; None where none is everybody's.
+        ratios: of the other arms.
     """
 
     at: float
     arms: dict[str, Reading]
-    ratio: Reading | None = None
+    reference: str | None = None
+    ratios: dict[str, Reading] = {}
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,10 @@ def rate_at(points: list[tuple[float, float]], speed: float) -> Reading:
     return Reading(value=float(np.interp(speed, speeds, rates)))
 
 
-def compare(arms: dict[str, list[Measured]], speeds: tuple[float, ...], seed: int = 0) -> list[Comparison]:
-    """Readings at each speed, with intervals from resampling the requests of every point.
+def compare(
+    arms: dict[str, list[Measured]], speeds: tuple[float, ...], reference: str | None, seed: int = 0
+) -> list[Comparison]:
+    """Readings at each speed, with intervals from resampling the requests of every point; ratios to the reference.
 
     Where two arms had the same requests under a load, both are resampled alike: what differs between prompts is not
     held against their ratio.
@@ -130,7 +135,9 @@ def compare(arms: dict[str, list[Measured]], speeds: tuple[float, ...], seed: in
             drawn[name] = _drawn(replicas[name], speed)
             reading = rate_at([(load.speed, load.rate) for load in loads], speed)
             readings[name] = _with_interval(reading, drawn[name])
-        found.append(Comparison(at=speed, arms=readings, ratio=_ratio(readings, drawn)))
+        others = [name for name in arms if reference in arms and name != reference]
+        ratios = {name: _ratio(readings, drawn, str(reference), name) for name in others}
+        found.append(Comparison(at=speed, arms=readings, reference=reference, ratios=ratios))
     return found
 
 
@@ -155,10 +162,8 @@ def _drawn(loads: list[tuple[Floats, Floats]], speed: float) -> Floats:
     return np.array(values)
 
 
-def _ratio(readings: dict[str, Reading], drawn: dict[str, Floats]) -> Reading | None:
-    if len(readings) != 2:
-        return None
-    (one, first), (two, second) = readings.items()
+def _ratio(readings: dict[str, Reading], drawn: dict[str, Floats], one: str, two: str) -> Reading:
+    first, second = readings[one], readings[two]
     if first.value is None or second.value is None:
         return Reading(value=None, bound="not reached")
     if first.bound:

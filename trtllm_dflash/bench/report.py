@@ -71,11 +71,13 @@ def read_plan(file: Path) -> list[Predicted]:
 
 
 def compare_runs(runs: list[Results], speeds: tuple[float, ...]) -> list[Comparison]:
-    """Readings at fixed speeds of all arms of all runs; a ratio where there are two."""
+    """Readings at fixed speeds of all arms of all runs; ratios within one run, or of two arms of two to the first."""
+    if len(runs) == 1:
+        return compare(runs[0].measured(), speeds, runs[0].reference)
     arms = {f"{run.label}: {arm}": loads for run in runs for arm, loads in run.measured().items()}
     if len(arms) < sum(len(run.arms) for run in runs):
         raise SettingsError("two runs have the same label; give each its own: sweep --label")
-    return compare(arms, speeds)
+    return compare(arms, speeds, next(iter(arms)) if len(arms) == 2 else None)
 
 
 # -- the terminal ----------------------------------------------------------------------------------------------------
@@ -95,15 +97,25 @@ def point_table(run: Results) -> Table:
 
 def fixed_speed_table(found: list[Comparison]) -> Table:
     """A row for each speed."""
-    table = Table("tokens/s/user")
-    for name in found[0].arms:
-        table.add_column(f"{name}\ntokens/s", justify="right")
-    if found[0].ratio is not None:
-        table.add_column("ratio", justify="right")
+    columns, rows = _fixed_speed(found)
+    table = Table(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _fixed_speed(found: list[Comparison]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: each arm's throughput, then each one's ratio to the reference."""
+    columns = ["tokens/s/user", *(f"{name}\ntokens/s" for name in found[0].arms)]
+    columns += [f"{name}\n/ {found[0].reference}" for name in found[0].ratios]
+    rows = []
     for row in found:
         cells = [reading_text(reading) for reading in row.arms.values()]
-        table.add_row(f"{row.at:g}", *cells, *([reading_text(row.ratio, digits=2)] if row.ratio is not None else []))
-    return table
+        cells += [reading_text(ratio, digits=2) for ratio in row.ratios.values()]
+        rows.append([f"{row.at:g}", *cells])
+    return columns, rows
 
 
 def reading_text(reading: Reading, digits: int = 0) -> str:
@@ -164,6 +176,9 @@ def notes(run: Results) -> list[str]:
     if run.imposed_acceptance is not None:
         tokens = run.imposed_acceptance["tokens_per_step"]
         found.append(f"* the acceptance, {tokens:g} tokens a step with the whole block, is imposed, not measured")
+    said = {point.arm: point.acceptance_from for point in run.points if point.acceptance_from}
+    if said and (set(said.values()) != {"replies"} or len(run.arms) > 2):
+        found.append("tokens a step: " + "; ".join(f"{arm} from {_said(who)}" for arm, who in said.items()))
     failed = sum(sum(point.errors.values()) for point in run.points)
     if failed:
         first = next(error for point in run.points for error in point.errors)
@@ -174,6 +189,12 @@ def notes(run: Results) -> list[str]:
     if run.load_unit == "requests/s" and late > 0.01:
         found.append(f"the load generator was late by {late * 1e3:.0f} ms (p99); latencies count that in")
     return found
+
+
+def _said(who: str) -> str:
+    server, colon, url = who.partition(": ")
+    mean = " (SGLang's own mean, of the time before each look)" if server == "sglang" else ""
+    return f"{server}'s metrics at {url}{mean}" if colon else f"its {server}"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -225,13 +246,7 @@ def _pictures(runs: list[Results], plan: list[Predicted]) -> str:
 
 
 def _fixed_speed_html(found: list[Comparison]) -> str:
-    ratio = found[0].ratio is not None
-    columns = ["tokens/s/user", *(f"{name}\ntokens/s" for name in found[0].arms), *(["ratio"] if ratio else [])]
-    rows = []
-    for row in found:
-        cells = [reading_text(reading) for reading in row.arms.values()]
-        rows.append([f"{row.at:g}", *cells, *([reading_text(row.ratio, digits=2)] if row.ratio else [])])
-    return _table_html(columns, rows)
+    return _table_html(*_fixed_speed(found))
 
 
 def _table_html(columns: list[str], rows: list[list[str]]) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trtllm_dflash.errors import EngineError
@@ -18,6 +18,9 @@ Server = Literal["trtllm-dflash", "vllm", "sglang", "tensorrt-llm"]
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([-+.\dA-Za-z]+)")
 _POSITION = re.compile(r'position="(\d+)"')
+#: After which a page holds the last reply: ours is published about once a second.
+SETTLE_SECONDS = 1.5
+
 _PREFIXES: dict[str, Server] = {"dflash_": "trtllm-dflash", "vllm:": "vllm", "sglang:": "sglang"}
 
 
@@ -29,12 +32,14 @@ class Drafts:
         steps: steps of one sequence each in which drafts were verified.
         drafted, accepted: drafts in them.
         accepted_at: steps by the position of a draft, from 1, in which it was accepted; empty where nobody says.
+        drafted_at: likewise, in which it was verified; empty where each step verifies a whole block.
     """
 
     steps: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
     accepted_at: Mapping[int, float] = field(default_factory=dict)
+    drafted_at: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def length(self) -> float | None:
@@ -46,6 +51,12 @@ class Drafts:
         """Share of the drafts that were accepted; None without drafts."""
         return self.accepted / self.drafted if self.drafted else None
 
+    def by_position(self) -> tuple[list[int], list[int]]:
+        """Steps that verified, and that accepted, the draft at each position; empty where nobody says."""
+        positions = range(1, max((*self.accepted_at, *self.drafted_at), default=0) + 1)
+        drafted = [round(self.drafted_at.get(i, 0.0) if self.drafted_at else self.steps) for i in positions]
+        return drafted, [round(self.accepted_at.get(i, 0.0)) for i in positions]
+
     def __add__(self, other: "Drafts") -> "Drafts":
         return self._with(other, 1)
 
@@ -54,14 +65,17 @@ class Drafts:
         return self._with(before, -1)
 
     def _with(self, other: "Drafts", sign: int) -> "Drafts":
-        positions = sorted({*self.accepted_at, *other.accepted_at})
-        at = {i: self.accepted_at.get(i, 0.0) + sign * other.accepted_at.get(i, 0.0) for i in positions}
         return Drafts(
             self.steps + sign * other.steps,
             self.drafted + sign * other.drafted,
             self.accepted + sign * other.accepted,
-            at,
+            _joined(self.accepted_at, other.accepted_at, sign),
+            _joined(self.drafted_at, other.drafted_at, sign),
         )
+
+
+def _joined(one: Mapping[int, float], other: Mapping[int, float], sign: int) -> dict[int, float]:
+    return {i: one.get(i, 0.0) + sign * other.get(i, 0.0) for i in sorted({*one, *other})}
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,13 @@ class Reading:
         server: whose they are; None where they are nobody's that is known here.
         drafts: what it counted since it began. TensorRT-LLM's are what it counted since the last look.
         mean_length: an acceptance length that the server averages itself, over a time of its own; SGLang has no other.
+        url: of the page.
     """
 
     server: Server | None
     drafts: Drafts | None
     mean_length: float | None = None
+    url: str = ""
 
     def since(self, before: "Reading") -> Drafts | None:
         """What was counted between two looks; None where the server does not count."""
@@ -98,7 +114,39 @@ def read_metrics(url: str, timeout: float = 10.0) -> Reading:
             text = answer.read().decode(errors="replace")
     except (OSError, ValueError) as error:
         raise EngineError(f"{url}: cannot be read: {error}") from None
-    return parse_metrics(text)
+    return replace(parse_metrics(text), url=url)
+
+
+def find_metrics(url: str | None, api: str | None = None) -> Reading | None:
+    """A first look at a server's metrics.
+
+    Args:
+        url: of the page, where somebody said it.
+        api: of an OpenAI API, as http://HOST:PORT: where nobody did, the page is looked for beside it, at /metrics,
+            where vLLM, SGLang and TensorRT-LLM have theirs.
+
+    Returns:
+        None where nobody said it and there is none.
+
+    Raises:
+        EngineError: the page that somebody said cannot be read, or is nobody's that is known here.
+    """
+    if url is not None:
+        try:
+            reading = read_metrics(url)
+        except EngineError as error:
+            raise EngineError(f"--metrics-url {error}") from None
+        if reading.server is None:
+            known = "of ours, vLLM's, SGLang's or TensorRT-LLM's"
+            raise EngineError(f"--metrics-url {url}: has no metrics {known}; leave it out")
+        return reading
+    if api is None:
+        return None
+    try:
+        reading = read_metrics(f"{api.rstrip('/').removesuffix('/v1')}/metrics")
+    except EngineError:
+        return None
+    return reading if reading.server is not None else None
 
 
 def parse_metrics(text: str) -> Reading:
@@ -108,11 +156,17 @@ def parse_metrics(text: str) -> Reading:
     server: Server | None = None
     sums: dict[str, float] = {}
     at: dict[int, float] = {}
+    tried: dict[int, float] = {}
+    means: list[float] = []  # of several ranks
     for line in text.splitlines():
         match = _LINE.match(line)
         if match is None:
             continue
-        name, labels, value = match[1].removesuffix("_total"), match[2] or "", float(match[3])
+        try:
+            value = float(match[3])
+        except ValueError:  # a page of something else
+            continue
+        name, labels = match[1].removesuffix("_total"), match[2] or ""
         server = server or next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), None)
         sums[name] = sums.get(name, 0.0) + value
         position = _POSITION.search(labels)
@@ -120,19 +174,23 @@ def parse_metrics(text: str) -> Reading:
             at[int(position[1]) + 1] = at.get(int(position[1]) + 1, 0.0) + value  # vLLM counts from 0
         elif position is not None and name == "dflash_accepted_tokens":
             at[int(position[1])] = at.get(int(position[1]), 0.0) + value
-        elif name == "dflash_drafted_tokens" and position is not None and position[1] == "1":
-            sums["first drafts"] = sums.get("first drafts", 0.0) + value  # each drafted step has one
-    return Reading(server, _counted(server, sums, at), sums.get("sglang:spec_accept_length") or None)
+        elif name == "sglang:spec_accept_length" and value > 0:
+            means.append(value)
+        elif position is not None and name == "dflash_drafted_tokens":
+            tried[int(position[1])] = tried.get(int(position[1]), 0.0) + value
+    return Reading(server, _counted(server, sums, at, tried), sum(means) / len(means) if means else None)
 
 
-def _counted(server: Server | None, sums: Mapping[str, float], at: Mapping[int, float]) -> Drafts | None:
+def _counted(
+    server: Server | None, sums: Mapping[str, float], at: Mapping[int, float], tried: Mapping[int, float]
+) -> Drafts | None:
     if server == "vllm" and "vllm:spec_decode_num_drafts" in sums:
         name = "vllm:spec_decode_num_"
         drafted, accepted = sums.get(name + "draft_tokens", 0.0), sums.get(name + "accepted_tokens", 0.0)
         return Drafts(sums[name + "drafts"], drafted, accepted, at)
     if server == "trtllm-dflash":
         drafted, accepted = sums.get("dflash_drafted_tokens", 0.0), sums.get("dflash_accepted_tokens", 0.0)
-        return Drafts(sums.get("first drafts", 0.0), drafted, accepted, at)
+        return Drafts(tried.get(1, 0.0), drafted, accepted, at, tried)  # each step that drafts has a first draft
     return None
 
 

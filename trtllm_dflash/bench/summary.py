@@ -41,6 +41,16 @@ class Requests(BaseModel):
     accepted: list[int | None] = []
 
 
+class Counted(BaseModel):
+    """Drafts as a server counted them: steps of one sequence each that verified some, and these drafts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: float
+    drafted: float
+    accepted: float
+
+
 class Round(BaseModel):
     """One stretch of load on one arm.
 
@@ -49,6 +59,10 @@ class Round(BaseModel):
         tokens: that came within `seconds`.
         itl: gaps between responses, by the power of the resolution.
         drafted_at, accepted_at: steps by the position of a draft, from 1: verified there, accepted there.
+        counted: drafts, from the server's metrics where its replies do not tell their positions.
+        mean_length: an acceptance length that the server averages itself, where it counts nothing; over a time of its
+            own, which ends with the round.
+        metrics: whose and where they are.
         errors: how many of each.
     """
 
@@ -63,6 +77,9 @@ class Round(BaseModel):
     itl: dict[int, int] = {}
     drafted_at: list[int] = []
     accepted_at: list[int] = []
+    counted: Counted | None = None
+    mean_length: float | None = None
+    metrics: str | None = None
     errors: dict[str, int] = {}
 
     @classmethod
@@ -149,6 +166,7 @@ class Point(BaseModel):
         tokens_per_second_per_user: 1 / the median TPOT.
         late: how long after they were due requests were sent: the load generator's own delay.
         acceptance_length: tokens a decoding step; None where the server does not tell, or drafted nothing.
+        acceptance_from: who said so: "replies", or whose metrics.
         verified_by_position: drafts verified at each position of the block.
         acceptance_by_position: the share of those that was accepted.
         acceptance_length_by_category: of the dataset.
@@ -172,6 +190,7 @@ class Point(BaseModel):
     e2e: Spread | None
     late: Spread | None
     acceptance_length: float | None
+    acceptance_from: str | None = None
     verified_by_position: list[int]
     acceptance_by_position: list[float]
     acceptance_length_by_category: dict[str, float]
@@ -201,6 +220,8 @@ def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> P
     drafted = _added([round_.drafted_at for round_ in rounds])
     accepted = _added([round_.accepted_at for round_ in rounds])
     length, by_category = _acceptance_lengths(columns, categories)
+    told = "replies" if length is not None else next((round_.metrics for round_ in rounds if round_.metrics), None)
+    length = length if length is not None else _by_metrics(rounds, drafted, accepted)
     output = sum(sum(requests.tokens) for requests in columns) / count if count else 0.0
     return Point(
         arm=rounds[0].arm,
@@ -220,7 +241,8 @@ def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> P
         itl=_gaps([round_.itl for round_ in rounds]),
         e2e=Spread.of([value for requests in columns for value in requests.e2e]),
         late=Spread.of([value for requests in columns for value in requests.late]),
-        acceptance_length=length if length is not None else _by_positions(drafted, accepted),
+        acceptance_length=length,
+        acceptance_from=told if length is not None else None,
         verified_by_position=[d for d in drafted if d],
         acceptance_by_position=[a / d for d, a in zip_longest(drafted, accepted, fillvalue=0) if d],
         acceptance_length_by_category=by_category,
@@ -259,6 +281,12 @@ def _acceptance_lengths(columns: list[Requests], categories: list[str]) -> tuple
     return sum(tokens.values()) / sum(steps.values()), by_category if len(by_category) > 1 else {}
 
 
-def _by_positions(drafted: list[int], accepted: list[int]) -> float | None:
+def _by_metrics(rounds: list[Round], drafted: list[int], accepted: list[int]) -> float | None:
     """From a server's metrics: a step gives the drafts that it accepts and one token more."""
-    return 1 + sum(accepted) / drafted[0] if drafted and drafted[0] and any(accepted) else None
+    counts = [round_.counted for round_ in rounds if round_.counted is not None]
+    if counts:
+        return 1 + sum(count.accepted for count in counts) / sum(count.steps for count in counts)
+    if drafted and drafted[0] and any(accepted):
+        return 1 + sum(accepted) / drafted[0]
+    means = [round_.mean_length for round_ in rounds if round_.mean_length is not None]
+    return float(np.mean(means)) if means else None

@@ -1,6 +1,7 @@
-"""`sweep`: throughput at every load, or the largest load that meets a target, of one arm or of two by turns."""
+"""`sweep`: throughput at every load, or the largest load that meets a target, of one arm or of several by turns."""
 
 import asyncio
+import re
 import shlex
 import sys
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,10 @@ from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.dataset import Dataset
 from trtllm_dflash.bench.load import Amount, Arm, ClosedLoop, Load, OpenLoop, Target, Traits, run_load
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.prometheus import SETTLE_SECONDS, DraftCounts, read_counts
 from trtllm_dflash.bench.results import FILE, Limit, Results, read_results
+from trtllm_dflash.bench.runtime_metrics import SETTLE_SECONDS, Reading
 from trtllm_dflash.bench.step import Numbers
-from trtllm_dflash.bench.summary import Point, Round, summarize
+from trtllm_dflash.bench.summary import Counted, Point, Round, summarize
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 
@@ -27,6 +28,8 @@ _CONCURRENCY = (1, 2, 4, 8)
 _LEAST_REQUESTS, _REQUESTS_PER_CLIENT = 32, 8
 _RATE_TOLERANCE = 1.05  # between the largest rate that meets a target and the smallest that does not
 _SMALLEST_RATE = 1 / 64  # of the largest
+_ARM = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_SERVER = re.compile(r"https?://[^\s/]+(/\S*)?|(grpc://)?[^\s/=]+:\d+")
 
 
 def positive_numbers(flag: str, text: str) -> tuple[float, ...]:
@@ -51,14 +54,33 @@ def _reals(value: Any, info: ValidationInfo) -> Any:
 def _arms(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    names = tuple(part.strip() for part in value.split(","))
-    if not names or not set(names) <= {"plain", "draft"} or len(set(names)) != len(names):
-        raise SettingsError(f"--compare {value}: write plain,draft, or one of them")
-    return names
+    parts = [part.strip() for part in value.split(",")]
+    arms: dict[str, str | None] = {}
+    for part in parts:
+        name, equals, server = part.partition("=")
+        good = _ARM.fullmatch(name) and _SERVER.fullmatch(server) if equals else name in ("plain", "draft")
+        if not good:
+            forms = "write plain,draft, or one of them; or servers: NAME=http://HOST:PORT,NAME=HOST:PORT"
+            raise SettingsError(f"--compare {value}: {forms}")
+        arms[name] = server or None
+    if len(arms) != len(parts):
+        raise SettingsError(f"--compare {value}: give each arm once, under a name of its own")
+    if None in arms.values() and any(arms.values()):
+        raise SettingsError(
+            f"--compare {value}: plain and draft are asked of --url; name a server for each, or for none"
+        )
+    return arms
+
+
+def _by_arm(text: str) -> dict[str, str] | None:
+    """Of "NAME=VALUE,NAME=VALUE"; None of one value."""
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    named = all(equals and _ARM.fullmatch(name) for name, equals, _ in parts)
+    return {name: value for name, _, value in parts} if named else None
 
 
 Reals = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_reals)]
-Arms = Annotated[tuple[Literal["plain", "draft"], ...], BeforeValidator(_arms)]
+Arms = Annotated[dict[str, str | None], BeforeValidator(_arms)]  # each with its server, if it has one of its own
 
 
 class SweepSettings(BaseModel):
@@ -117,7 +139,18 @@ class SweepSettings(BaseModel):
     @property
     def arms(self) -> tuple[Arm, ...]:
         """In the order of the first turn."""
-        return self.compare or ("served",)
+        return tuple(self.compare or ("served",))
+
+    @property
+    def servers(self) -> dict[Arm, str]:
+        """URLs by arm, where arms are servers; else none."""
+        return {arm: url for arm, url in (self.compare or {}).items() if url is not None}
+
+    def of_arm(self, flag: Literal["model", "metrics_url"], arm: Arm) -> str | None:
+        """What a flag says for an arm: NAME=VALUE,..., or one value for all."""
+        value: str | None = getattr(self, flag)
+        named = _by_arm(value) if value is not None and self.servers else None
+        return value if named is None else named.get(arm)
 
     @property
     def params(self) -> SamplingParams:
@@ -175,12 +208,17 @@ def check_settings(settings: SweepSettings) -> None:
         SettingsError: names the flags.
     """
     given = [name for name in ("url", "engine", "shape") if getattr(settings, name) is not None]
+    if settings.servers:
+        if given:
+            raise SettingsError(f"--{given[0]} and --compare NAME=URL: the servers are named already; leave one out")
+        given = ["compare"]
+        _check_named(settings)
     if len(given) != 1:
         raise SettingsError("give one of --url (a server), --engine DIR and --shape NAME (both in this process)")
     needs: dict[str, tuple[str, ...]] = {
-        "model": ("url",),
-        "tokenizer": ("url",),
-        "metrics_url": ("url",),
+        "model": ("url", "compare"),
+        "tokenizer": ("url", "compare"),
+        "metrics_url": ("url", "compare"),
         "precision": ("shape",),
         "tp": ("shape",),
         "layers": ("shape",),
@@ -215,6 +253,17 @@ def check_settings(settings: SweepSettings) -> None:
         raise SettingsError("--shape: random weights know no text and no end; give --prompt-tokens and --output-tokens")
 
 
+def _check_named(settings: SweepSettings) -> None:
+    arms = settings.servers
+    for flag, value in (("model", settings.model), ("metrics-url", settings.metrics_url)):
+        named = _by_arm(value) if value is not None else None
+        if flag == "metrics-url" and value is not None and named is None:
+            raise SettingsError(f"--metrics-url {value}: say whose: NAME=URL,NAME=URL of {', '.join(arms)}")
+        for name in named or ():
+            if name not in arms:
+                raise SettingsError(f"--{flag} {name}=: --compare has no {name}, but {', '.join(arms)}")
+
+
 def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Results:
     """Results without rounds yet.
 
@@ -241,7 +290,7 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
     target |= {"tokens_per_second_per_user": settings.slo_tps} if settings.slo_tps else {}
     target |= {"ttft_seconds": settings.slo_ttft_ms / 1e3} if settings.slo_ttft_ms else {}
     return Results(
-        label=settings.label or asked["target"],
+        label=settings.label or (", ".join(settings.servers) or asked["target"]),
         versions=versions(),
         command=tidy_command(sys.argv[1:]),
         dataset={"name": dataset.name, "samples": len(dataset.samples), "sha256": dataset.digest},
@@ -255,6 +304,8 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
 
 
 def _target_name(settings: SweepSettings) -> str:
+    if settings.servers:
+        return ", ".join(f"{arm} at {url}" for arm, url in settings.servers.items())
     if settings.url is not None:
         return f"{settings.model or 'served model'} at {settings.url}"
     return f"{settings.shape}, random weights" if settings.shape else str((settings.engine or Path()).name)
@@ -360,7 +411,10 @@ class Sweep:
                 traits,
                 lambda done, total: self._progress(f"{what}: warming up", done, total),
             )
-        before = await self._counts()
+        before = await self._target.look(arm)
+        if before is not None:  # what the warm-up drafted is in it only later
+            await asyncio.sleep(SETTLE_SECONDS)
+            before = await self._target.look(arm)
         first = number * (amount.requests or samples // settings.rounds_a_point)
         traits = Traits(settings.params, arm, first_sample=first, seed=settings.seed + number)
         traffic = await run_load(
@@ -372,20 +426,16 @@ class Sweep:
             lambda done, total: self._progress(what, done, total),
         )
         round_ = Round.of(arm, load, number, traffic)
-        if before is not None and not round_.drafted_at and arm != "plain":
-            await asyncio.sleep(SETTLE_SECONDS)
-            after = await self._counts()
-            assert after is not None
-            round_.drafted_at, round_.accepted_at = after.since(before)
         if not round_.requests.tokens:
             reason = next(iter(round_.errors), "no request was begun in that time (--seconds)")
             raise EngineError(f"{what}: no request succeeded: {reason}")
+        if before is not None and not round_.drafted_at:
+            await asyncio.sleep(SETTLE_SECONDS)
+            after = await self._target.look(arm)
+            assert after is not None
+            _count(round_, before, after)
         rounds.append(round_)
         self._write()
-
-    async def _counts(self) -> DraftCounts | None:
-        url = self.settings.metrics_url
-        return None if url is None else await asyncio.to_thread(read_counts, url)
 
     def _write(self) -> None:
         self.results.count(self.settings.at if self.results.complete else ())
@@ -411,6 +461,18 @@ class Sweep:
 
     def _keep_limit(self, limit: Limit) -> None:
         self.results.limits = [kept for kept in self.results.limits if kept.arm != limit.arm] + [limit]
+
+
+def _count(round_: Round, before: Reading, after: Reading) -> None:
+    """Keeps what a server counted in a round, or, where it counts nothing, what it averages."""
+    drafts = after.since(before)
+    if drafts is None:
+        round_.mean_length = after.mean_length
+    elif drafts.steps:
+        round_.counted = Counted(steps=drafts.steps, drafted=drafts.drafted, accepted=drafts.accepted)
+        round_.drafted_at, round_.accepted_at = drafts.by_position()
+    if round_.counted is not None or round_.mean_length is not None:
+        round_.metrics = f"{after.server}: {after.url}"
 
 
 def meets_target(point: Point, settings: SweepSettings) -> bool:

@@ -11,13 +11,15 @@ from trtllm_dflash.bench.results import Results
 from trtllm_dflash.bench.summary import Point
 
 _COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
-_NAMES = {"plain": "plain", "draft": "drafted", "served": ""}
+_OTHER_COLORS = ("C2", "C0", "C1", "C4", "C3", "C5", "C6", "C8", "C9")
+_NAMES = {"draft": "drafted"}
 _STYLES = ("-", "--", ":", "-.")
-_MARKERS = "osD^"
+_MARKERS = "osD^vP*X"
 _LEAST_TRIED = 0.05  # of the first position's tries, for a position to be drawn
 _WIDE = 10  # largest throughput over the smallest, from which on their axis is logarithmic
 _SIDES = (9, 7), (9, -7), (-9, 7), (-9, -7)  # where a point's text may stand, in points
 _TEXT = 14, 9  # width and height of a point's text, in points
+_LETTER = 6.5  # width of a letter of an arm's name, in points
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class _Mark:
     place: tuple[float, float]
     text: str
     color: str
+    named: bool = False  # an arm's name, at its fastest point
+
+    @property
+    def width(self) -> float:
+        """Of the text, in points."""
+        return len(self.text) * _LETTER if self.named else _TEXT[0]
 
 
 def can_plot() -> bool:
@@ -49,16 +57,24 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
     figure, axes = _figure()
     per_gpu = all(run.gpus for run in runs)
     marks: list[_Mark] = []
+    named = len(runs) == 1 and len(runs[0].arms) > 1 and not plan and not runs[0].imposed_acceptance
+    colors = arm_colors(runs)
     for number, run in enumerate(runs):
-        for arm in run.arms:
+        for turn, arm in enumerate(run.arms):
             points = [point for point in run.points if point.arm == arm and point.tokens_per_second_per_user]
-            name = _NAMES[arm] if len(runs) == 1 else f"{run.label} {_NAMES[arm]}".strip()
+            said = "" if run.arms == ["served"] else _NAMES.get(arm, arm)
+            name = said if len(runs) == 1 else f"{run.label} {said}".strip()
             if run.imposed_acceptance and arm != "plain":
                 name += f" (imposed acceptance {run.imposed_acceptance['tokens_per_step']:g})"
-            style = {"color": _COLORS[arm], "linestyle": _STYLES[number % 4], "label": name or run.label}
-            _curve(axes, points, per_gpu, _MARKERS[number % 4], style)
+            style = {"color": colors[arm], "linestyle": _STYLES[number % 4], "label": name or run.label}
+            _curve(axes, points, per_gpu, _marker(runs, number, turn), style)
             unit = "" if run.load_unit == "clients" else "/s"
-            marks += [_Mark(_place(point, per_gpu), f"{point.load:g}{unit}", _COLORS[arm]) for point in points]
+            places = [_place(point, per_gpu) for point in points]
+            if named and places:
+                marks.insert(0, _Mark(max(places), said, colors[arm], named=True))
+            marks += [
+                _Mark(place, f"{point.load:g}{unit}", colors[arm]) for place, point in zip(places, points, strict=True)
+            ]
     for prediction in plan:
         _, speeds, rates = zip(*prediction.points, strict=True)
         color = _COLORS.get(prediction.arm, "C4")
@@ -71,6 +87,9 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
         axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.08, y=0.1)
     axes.set_xlim(left=0)
+    if named and marks:  # room for the names at the right
+        letters = max(len(mark.text) for mark in marks if mark.named)
+        axes.set_xlim(right=max(mark.place[0] for mark in marks) / (1 - min(0.3, 0.06 + 0.014 * letters)))
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
     axes.set_xlabel("speed for each user (tokens/s/user = 1 / median TPOT)")
@@ -78,33 +97,54 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
     units = {"clients": "numbers at the points: clients", "requests/s": "numbers at the points: requests/s"}
     axes.set_title(_title(runs) + f"\n{units[runs[0].load_unit]}", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
-    _annotate(figure, axes, marks, [point[1:] for prediction in plan for point in prediction.points])
+    written = _annotate(figure, axes, marks, [point[1:] for prediction in plan for point in prediction.points])
+    if not {mark.text for mark in marks if mark.named} <= set(written) or not named:
+        axes.legend(fontsize=9)
     figure.savefig(file)
 
 
-def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> None:
+def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> list[str]:
     """Writes the marks' texts beside them, where they cover no mark, nothing at `others`, and not one another.
 
-    What is predicted lies above what is measured: then the texts go below.
+    Returns the texts for which there was room. What is predicted lies above what is measured: then the texts go below.
     """
     figure.draw_without_rendering()  # the layout decides where things are
     spots = [axes.transData.transform(place) for place in (*(mark.place for mark in marks), *others)]
-    taken: list[tuple[float, float]] = []  # centers of the texts
+    written: list[str] = []
+    taken: list[tuple[float, float, float]] = []  # centers of the texts, and their widths
     pixels = figure.dpi / 72
     for mark, (x, y) in zip(marks, spots, strict=False):
-        for right, up in _SIDES[:: -1 if others else 1]:
+        aside = mark.width / 2 + 9
+        sides = ((aside, -6.0), (aside, 6.0), (aside, -16.0), (0.0, 14.0)) if mark.named else _SIDES
+        for right, up in sides[:: -1 if others else 1]:
             center = x + right * pixels, y + up * pixels
             clear = all(
-                abs(center[0] - other[0]) > _TEXT[0] * pixels or abs(center[1] - other[1]) > _TEXT[1] * pixels
-                for other in taken
+                abs(center[0] - other) > (mark.width + width) / 2 * pixels or abs(center[1] - high) > _TEXT[1] * pixels
+                for other, high, width in taken
             )
-            free = all(abs(center[0] - spot[0]) > 8 * pixels or abs(center[1] - spot[1]) > 6 * pixels for spot in spots)
+            near = (mark.width / 2 + 1) * pixels
+            free = all(abs(center[0] - spot[0]) > near or abs(center[1] - spot[1]) > 6 * pixels for spot in spots)
             if clear and free:
-                taken.append(center)
+                taken.append((*center, mark.width))
+                written.append(mark.text)
                 style = {"fontsize": 8, "color": mark.color, "ha": "center", "va": "center"}
+                style |= {"fontsize": 10, "fontweight": "bold"} if mark.named else {}
                 axes.annotate(mark.text, mark.place, (right, up), textcoords="offset points", **style)
                 break
+    return written
+
+
+def arm_colors(runs: list[Results]) -> dict[str, str]:
+    """A color for each arm, the same one in every run and picture."""
+    arms = dict.fromkeys(arm for run in runs for arm in run.arms)
+    taken = {_COLORS[arm] for arm in arms if arm in _COLORS}
+    free = [color for color in _OTHER_COLORS if color not in taken]
+    others = [arm for arm in arms if arm not in _COLORS]
+    return {arm: _COLORS[arm] if arm in _COLORS else free[others.index(arm) % len(free)] for arm in arms}
+
+
+def _marker(runs: list[Results], number: int, turn: int) -> str:
+    return _MARKERS[(turn if len(runs) == 1 else number) % len(_MARKERS)]
 
 
 def _place(point: Point, per_gpu: bool) -> tuple[float, float]:
@@ -123,7 +163,13 @@ def _curve(axes: Any, points: list[Point], per_gpu: bool, marker: str, style: di
 
 
 def plot_acceptance(runs: list[Results], file: Path) -> bool:
-    """Acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn."""
+    """Acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn.
+
+    Of several arms that draft: by position at the middle load, and the acceptance length at every load.
+    """
+    if len(runs) == 1 and len(_drafting(runs[0])) > 1:
+        _plot_arms_acceptance(runs[0], file)
+        return True
     curves = [(run, point) for run in runs for point in _typical(run)]
     if not any(point.acceptance_by_position for _, point in curves):
         return False
@@ -131,13 +177,7 @@ def plot_acceptance(runs: list[Results], file: Path) -> bool:
     figure, axes = _figure(columns=2 if bars else 1)
     left = axes[0] if bars else axes
     for number, (run, point) in enumerate(curves):
-        # Where the draft length follows the load, some positions are hardly ever tried.
-        enough = _LEAST_TRIED * max(point.verified_by_position, default=0)
-        shares = [
-            share
-            for share, tries in zip(point.acceptance_by_position, point.verified_by_position, strict=True)
-            if tries >= enough
-        ]
+        shares = _tried_shares(point)
         label = _load_label(run, point, len(runs) == 1)
         if point.acceptance_length is not None:
             label += f": {point.acceptance_length:.2f} tokens a step"
@@ -158,6 +198,63 @@ def plot_acceptance(runs: list[Results], file: Path) -> bool:
     figure.suptitle(_title(runs) + (", acceptance imposed" if imposed else ""), fontsize=10)
     figure.savefig(file)
     return True
+
+
+def _drafting(run: Results) -> list[str]:
+    told = {point.arm for point in run.points if point.acceptance_length is not None}
+    return [arm for arm in run.arms if arm in told]
+
+
+def _plot_arms_acceptance(run: Results, file: Path) -> None:
+    colors = arm_colors([run])
+    points = {arm: [p for p in run.points if p.arm == arm and p.acceptance_length is not None] for arm in run.arms}
+    silent = [arm for arm in _drafting(run) if not points[arm][len(points[arm]) // 2].acceptance_by_position]
+    figure, (left, right) = _figure(columns=2)
+    for turn, arm in enumerate(run.arms):
+        if not points[arm]:
+            continue
+        middle = points[arm][len(points[arm]) // 2]
+        style = {"color": colors[arm], "marker": _marker([run], 0, turn), "markersize": 5, "linewidth": 1.5}
+        if arm not in silent:
+            shares = _tried_shares(middle)
+            left.plot(range(1, len(shares) + 1), shares, label=f"{arm}, {_load_label(run, middle, True)}", **style)
+        right.plot([p.load for p in points[arm]], [p.acceptance_length for p in points[arm]], **style)
+    _name_lengths(right, {arm: points[arm][-1] for arm in points if points[arm]}, colors)
+    left.set_ylim(0, 1.02)
+    left.set_xlabel("position of the draft in its block")
+    left.set_ylabel("share of verified drafts that were accepted")
+    if silent:
+        left.set_title(f"not told by {', '.join(silent)}", fontsize=9)
+    if len(silent) < len(_drafting(run)):
+        left.legend(fontsize=9)
+    right.set_xlabel(run.load_unit)
+    right.set_ylabel("acceptance length (tokens a decoding step)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(_title([run]), fontsize=10)
+    figure.savefig(file)
+
+
+def _name_lengths(axes: Any, last: dict[str, Point], colors: dict[str, str]) -> None:
+    """Writes each arm's name and acceptance length at the right of its last point, none over another."""
+    lengths = {arm: point.acceptance_length or 1.0 for arm, point in last.items()}
+    texts = {arm: f"{arm} {length:.2f}" for arm, length in lengths.items()}
+    top = 1 + 1.1 * (max(axes.dataLim.y1, 1.5) - 1)
+    letters = max(map(len, texts.values()))
+    axes.set_ylim(1, top)
+    axes.set_xlim(0, axes.dataLim.x1 / (1 - min(0.5, 0.04 + 0.021 * letters)))
+    height = top
+    for arm in sorted(lengths, key=lambda arm: -lengths[arm]):
+        height = min(lengths[arm], height - 0.05 * (top - 1))
+        style = {"color": colors[arm], "fontsize": 10, "fontweight": "bold", "va": "center"}
+        axes.annotate(texts[arm], (last[arm].load, height), (8, 0), textcoords="offset points", **style)
+
+
+def _tried_shares(point: Point) -> list[float]:
+    """Shares at the positions that were tried enough: where the draft length follows the load, some hardly are."""
+    enough = _LEAST_TRIED * max(point.verified_by_position, default=0)
+    tried = zip(point.acceptance_by_position, point.verified_by_position, strict=True)
+    return [share for share, tries in tried if tries >= enough]
 
 
 def _typical(run: Results) -> list[Point]:

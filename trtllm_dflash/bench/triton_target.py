@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from trtllm_dflash.bench.dataset import Message
 from trtllm_dflash.bench.load import Arm, Reply, Request, Target
+from trtllm_dflash.bench.runtime_metrics import Reading, find_metrics
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
@@ -52,10 +53,21 @@ class TritonTarget(Target):
         url: HOST:PORT of gRPC.
         render: a conversation as the text that the model is to go on with.
         count: tokens of a text, for servers that do not count them.
+        metrics: URL of its metrics, for servers whose replies say nothing of drafts.
+        name: what errors call it.
     """
 
-    def __init__(self, url: str, model: str, render: Render, count: Count | None = None) -> None:
-        self._url, self._model, self._render, self._count = url, model, render, count
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        render: Render,
+        count: Count | None = None,
+        metrics: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._name, self._metrics = name or f"--url {url}", metrics
+        self._model, self._render, self._count = model, render, count
         self._grpc = InferenceServerClient(url, channel_args=_CHANNEL)
         self._known: frozenset[str] = frozenset()  # names of inputs and outputs
 
@@ -65,11 +77,11 @@ class TritonTarget(Target):
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
         try:
             if not await self._grpc.is_model_ready(self._model, client_timeout=10):
-                raise UnavailableError(f"--url {self._url}: Triton has no model {self._model!r} ready (--model)")
+                raise UnavailableError(f"{self._name}: Triton has no model {self._model!r} ready (--model)")
             about = await self._grpc.get_model_metadata(self._model)
         except (InferenceServerException, grpc.aio.AioRpcError) as error:
             reason = str(error).splitlines()[0]
-            raise UnavailableError(f"--url {self._url}: no Triton server answers there: {reason}") from None
+            raise UnavailableError(f"{self._name}: no Triton server answers there: {reason}") from None
         self._known = frozenset(tensor.name for tensor in (*about.inputs, *about.outputs))
         if "text_input" not in self._known:
             raise SettingsError(f"--model {self._model}: it has no text_input; name the ensemble, or tensorrt_llm_bls")
@@ -79,6 +91,10 @@ class TritonTarget(Target):
             raise SettingsError(f"--output-tokens: the model {self._model!r} always ends at EOS; give --max-tokens")
         if "num_output_tokens" not in self._known and self._count is None:
             raise SettingsError(f"--tokenizer: the model {self._model!r} does not count tokens; give its tokenizer")
+        await asyncio.to_thread(find_metrics, self._metrics)
+
+    async def look(self, arm: Arm) -> Reading | None:
+        return await asyncio.to_thread(find_metrics, self._metrics)
 
     async def send(self, request: Request) -> Reply:
         reply = Reply()
