@@ -1,6 +1,8 @@
 # Everything runs in .venv, which is made on first use. TORCH may name another release or a file.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+# Processes that share the tests; each computes on one thread, for threads that wait for each other make small models slow.
+WORKERS ?= 2
 BIN    := .venv/bin
 
 .PHONY: setup demo test lint types kernels plugin clean
@@ -21,7 +23,7 @@ demo: setup
 	$(BIN)/trtllm-dflash demo
 
 test: setup lint types
-	$(BIN)/pytest --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term
 
 lint: setup
 	$(BIN)/ruff check .

@@ -99,4 +99,4 @@ def test_the_histogram_is_of_all_steps(outputs, tiny):
 
 
 def test_a_pair_that_cannot_be_built_yet_has_no_demo():
-    assert "gpt_oss cannot be built yet" in refusal("demo", "--model", "gpt-oss-20b")
+    assert "gemma4 cannot be built yet" in refusal("demo", "--model", "gemma-4-31b")

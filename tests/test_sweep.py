@@ -294,7 +294,7 @@ def test_results_say_what_they_are_and_name_no_place_of_the_machine(swept):
     assert document["machine"]["cores"] >= 1
     assert len(document["dataset"]["sha256"]) == 64
     assert document["engine"]["random_weights"]
-    assert document["command"].startswith("trtllm-dflash ")
+    assert document["command"].startswith("trtllm-dflash")
     assert str(folder.parent) not in (folder / "results.json").read_text()
     assert document["gpus"] is None
     assert [point["tokens_per_second_per_gpu"] for point in document["points"]] == [None] * 4
