@@ -200,7 +200,7 @@ def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> P
         errors.update(round_.errors)
     drafted = _added([round_.drafted_at for round_ in rounds])
     accepted = _added([round_.accepted_at for round_ in rounds])
-    length, by_category = _acceptance_lengths(columns, categories)
+    length, by_category = _acceptance_lengths(columns, categories, any(drafted))
     output = sum(sum(requests.tokens) for requests in columns) / count if count else 0.0
     return Point(
         arm=rounds[0].arm,
@@ -241,11 +241,16 @@ def _gaps(parts: list[dict[int, int]]) -> Spread | None:
     return Spread(mean=float((values * counts).sum() / below[-1]), p50=p50, p90=p90, p99=p99)
 
 
-def _acceptance_lengths(columns: list[Requests], categories: list[str]) -> tuple[float | None, dict[str, float]]:
-    """Tokens a decoding step of the replies that had drafts: all of them, and those of each category."""
+def _acceptance_lengths(
+    columns: list[Requests], categories: list[str], drafted: bool
+) -> tuple[float | None, dict[str, float]]:
+    """Tokens a decoding step of the replies that had drafts: all of them, and those of each category.
+
+    Args:
+        drafted: whether any were verified, as far as that is known; that some were accepted says it too.
+    """
     tokens: dict[str, int] = defaultdict(int)
     steps: dict[str, int] = defaultdict(int)
-    drafted = False
     for requests in columns:
         rows = zip(requests.sample, requests.tokens, requests.steps, requests.accepted, strict=True)
         for sample, count, taken, accepted in rows:
@@ -253,7 +258,7 @@ def _acceptance_lengths(columns: list[Requests], categories: list[str]) -> tuple
                 drafted = drafted or bool(accepted)
                 tokens[categories[sample]] += count - 1
                 steps[categories[sample]] += taken
-    if not drafted:
+    if not drafted or not steps:
         return None, {}
     by_category = {name: tokens[name] / steps[name] for name in sorted(steps) if name}
     return sum(tokens.values()) / sum(steps.values()), by_category if len(by_category) > 1 else {}
@@ -261,4 +266,4 @@ def _acceptance_lengths(columns: list[Requests], categories: list[str]) -> tuple
 
 def _by_positions(drafted: list[int], accepted: list[int]) -> float | None:
     """From a server's metrics: a step gives the drafts that it accepts and one token more."""
-    return 1 + sum(accepted) / drafted[0] if drafted and drafted[0] and any(accepted) else None
+    return 1 + sum(accepted) / drafted[0] if drafted and drafted[0] else None
