@@ -52,6 +52,12 @@ def test_throughput_at_a_speed_is_read_off_the_frontier():
     assert rate_at([], 20).bound == "not reached"
 
 
+def test_throughput_that_a_larger_load_does_not_raise_is_all_there_is():
+    points = [(100.0, 10.0), (50.0, 40.0), (30.0, 35.0)]
+    assert (rate_at(points, 40).value, rate_at(points, 40).bound) == (40, "")
+    assert (rate_at(points, 20).value, rate_at(points, 20).bound) == (40, "at least")
+
+
 def made(load, tpot, spread, seed, tokens=100, count=200):
     """A load of a closed loop whose replies' TPOT vary."""
     chance = np.random.default_rng(seed)
@@ -410,6 +416,16 @@ def test_what_cannot_be_measured_is_one_line(arguments, said, tmp_path):
     errors = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
     assert len(errors) == 1
     assert said in errors[0]
+
+
+@pytest.mark.parametrize("command", ["sweep", "report"])
+def test_a_folder_that_cannot_be_written_is_one_line(command, swept, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    what = (*QUICK, "--concurrency", 1) if command == "sweep" else (swept[0],)
+    result = run(command, *what, "--output", file)
+    assert result.exit_code == 1
+    assert result.stderr == f"error: --output {file}: cannot be written (File exists)\n"
 
 
 # -- datasets --------------------------------------------------------------------------------------------------------
