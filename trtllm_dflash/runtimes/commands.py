@@ -72,6 +72,8 @@ def launch(output: Path | None, dry_run: bool, **flags: Any) -> None:
     from trtllm_dflash.runtimes.launch import start
     from trtllm_dflash.runtimes.registry import launch_of
 
+    if dry_run and output is not None:
+        raise SettingsError("--output: --dry-run writes nothing")
     found = launch_of(launch_settings(flags))
     if dry_run:
         click.echo(found.script(), nl=False)
