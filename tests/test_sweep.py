@@ -17,6 +17,7 @@ from trtllm_dflash.bench.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.bench.imposed import draw_accepted
 from trtllm_dflash.bench.load import Reply
 from trtllm_dflash.bench.pareto import Measured, compare, frontier, rate_at
+from trtllm_dflash.bench.report import read_plan
 from trtllm_dflash.bench.results import read_results
 from trtllm_dflash.bench.sweep import (
     Sweep,
@@ -360,6 +361,23 @@ def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, t
     assert "same label" in refusal("report", folder, folder)
     (other / "results.json").write_text('{"schema_version": 9}')
     assert "schema version 9" in refusal("report", other)
+
+
+def test_a_plan_is_drawn_with_its_best_draft_lengths(tmp_path):
+    plan, build = tmp_path / "plan.json", ("build", "--plan", "--model", "qwen3-8b", "--json")
+    plan.write_text(succeeds(*build, "--gpu", "h200", "--acceptance", 6.49))
+    points = json.loads(plan.read_text())["points"]
+    plain, draft = read_plan(plan)
+    batches = sorted({point["batch"] for point in points})
+    assert [batch for batch, *_ in plain.points] == [batch for batch, *_ in draft.points] == batches
+    for batch, speed, rate in draft.points:
+        rates = [p["tokens_per_second_per_gpu"] for p in points if (p["batch"], p["arm"]) == (batch, "draft")]
+        assert rate == max(rates) == pytest.approx(batch * speed)
+    plan.write_text(succeeds(*build, "--gpu", "h200"))
+    assert [predicted.arm for predicted in read_plan(plan)] == ["plain"]
+    plan.write_text(succeeds(*build))
+    with pytest.raises(SettingsError, match="is of several GPUs; name the one"):
+        read_plan(plan)
 
 
 def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_engine, tmp_path):
