@@ -124,6 +124,7 @@ REPLIES = {
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
         "",
     ),
+    "cut off before a message": ("<|channel|>analysis", ""),
     "no Harmony at all": ("Plain text.", "Plain text."),
 }
 
@@ -184,10 +185,13 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
     from trtllm_dflash.serving.gateway import GatewaySettings, create_app
 
     ids = tokens(encoding, REPLIES["thinking, then an answer"][0])
+    stops, sent = [], []
 
     async def replies(self, request: TokenRequest) -> AsyncIterator[Piece]:
+        stops.append(request.params.stop)
         for i in range(0, len(ids), 3):
             last = i + 3 >= len(ids)
+            sent.append(i)
             yield Piece("as the engine has it", ids[i : i + 3], 0, 0, "stop" if last else "")
 
     monkeypatch.setattr("trtllm_dflash.serving.client.TritonClient.stream", replies)
@@ -200,3 +204,17 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "Because 🦊 é."
         plain = client.post("/v1/completions", json={"model": "gpt-oss", "prompt": [1, 2]}).json()
         assert plain["choices"][0]["text"].startswith("as the engine has it")
+        # A stop string is looked for in what the reader sees, not in the thinking; the server need not go on after it.
+        sent.clear()
+        for stream in (False, True):
+            answer = client.post("/v1/chat/completions", json={**asked, "stop": ["use", "asks"], "stream": stream})
+            if stream:
+                events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+                assert answer.text.rstrip().endswith("data: [DONE]")
+            else:
+                events = [answer.json()]
+            said = [choice["delta" if stream else "message"] for event in events for choice in event["choices"]]
+            assert "".join(part.get("content") or "" for part in said) == "Beca"
+            assert events[-1]["choices"][0]["finish_reason"] == "stop"
+        assert stops[-2:] == [(), ()]
+        assert max(sent) + 3 < len(ids)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
 from tests.checkpoints import (
     YARN,
@@ -144,6 +144,14 @@ def gpt_oss_pair(folder: Path, **drafter: Any) -> tuple[Path, Path]:
     target = make_gpt_oss(folder / "target", layers=3, vocab=16, heads=8, kv_heads=8, head_size=8)
     values = {"attention_bias": True, "block_size": 10, "layers": 8, "rope_scaling": YARN, "seed": 3, **drafter}
     return target, make_drafter(folder / "drafter", target, **values)
+
+
+def test_what_a_configuration_of_gpt_oss_lacks_is_what_transformers_takes_it_to_be():
+    whole = {**GptOssConfig().to_dict(), "tie_word_embeddings": False}
+    optional = ("attention_bias", "head_dim", "num_key_value_heads", "rms_norm_eps", "sliding_window", "layer_types")
+    rope = {key: value for key, value in whole["rope_parameters"].items() if key != "rope_theta"}
+    partial = {key: value for key, value in whole.items() if key not in optional}
+    assert read_target_config({**partial, "rope_parameters": rope}) == read_target_config(whole)
 
 
 @pytest.mark.parametrize("block_size", [8, 10])

@@ -17,6 +17,7 @@ from trtllm_dflash.bench.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.bench.imposed import draw_accepted
 from trtllm_dflash.bench.load import Reply
 from trtllm_dflash.bench.pareto import Measured, compare, frontier, rate_at
+from trtllm_dflash.bench.report import read_plan
 from trtllm_dflash.bench.results import read_results
 from trtllm_dflash.bench.sweep import (
     Sweep,
@@ -50,6 +51,12 @@ def test_throughput_at_a_speed_is_read_off_the_frontier():
     assert rate_at(points, 101).bound == "not reached"
     assert (rate_at(points, 20).value, rate_at(points, 20).bound) == (40, "at least")
     assert rate_at([], 20).bound == "not reached"
+
+
+def test_throughput_that_a_larger_load_does_not_raise_is_all_there_is():
+    points = [(100.0, 10.0), (50.0, 40.0), (30.0, 35.0)]
+    assert (rate_at(points, 40).value, rate_at(points, 40).bound) == (40, "")
+    assert (rate_at(points, 20).value, rate_at(points, 20).bound) == (40, "at least")
 
 
 def made(load, tpot, spread, seed, tokens=100, count=200):
@@ -358,6 +365,23 @@ def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, t
     assert "schema version 9" in refusal("report", other)
 
 
+def test_a_plan_is_drawn_with_its_best_draft_lengths(tmp_path):
+    plan, build = tmp_path / "plan.json", ("build", "--plan", "--model", "qwen3-8b", "--json")
+    plan.write_text(succeeds(*build, "--gpu", "h200", "--acceptance", 6.49))
+    points = json.loads(plan.read_text())["points"]
+    plain, draft = read_plan(plan)
+    batches = sorted({point["batch"] for point in points})
+    assert [batch for batch, *_ in plain.points] == [batch for batch, *_ in draft.points] == batches
+    for batch, speed, rate in draft.points:
+        rates = [p["tokens_per_second_per_gpu"] for p in points if (p["batch"], p["arm"]) == (batch, "draft")]
+        assert rate == max(rates) == pytest.approx(batch * speed)
+    plan.write_text(succeeds(*build, "--gpu", "h200"))
+    assert [predicted.arm for predicted in read_plan(plan)] == ["plain"]
+    plan.write_text(succeeds(*build))
+    with pytest.raises(SettingsError, match="is of several GPUs; name the one"):
+        read_plan(plan)
+
+
 def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_engine, tmp_path):
     loads = ("--concurrency", 1, "--compare", "draft", "--draft-length", 15, "--requests", 4, "--max-tokens", 48)
     text = succeeds("sweep", "--engine", tiny_engine, *loads, "--warmup", 0, "--device", "cpu", "--output", tmp_path)
@@ -428,6 +452,16 @@ def test_what_cannot_be_measured_is_one_line(arguments, said, tmp_path):
     errors = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
     assert len(errors) == 1
     assert said in errors[0]
+
+
+@pytest.mark.parametrize("command", ["sweep", "report"])
+def test_a_folder_that_cannot_be_written_is_one_line(command, swept, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    what = (*QUICK, "--concurrency", 1) if command == "sweep" else (swept[0],)
+    result = run(command, *what, "--output", file)
+    assert result.exit_code == 1
+    assert result.stderr == f"error: --output {file}: cannot be written (File exists)\n"
 
 
 # -- datasets --------------------------------------------------------------------------------------------------------

@@ -176,10 +176,12 @@ def test_errors_are_counted_and_left_out_of_latencies():
         async def send(self, request):
             if len(self.asked) % 4 == 3:
                 self.asked.append(request)
-                return Reply(error="the queue is full")
+                # As a stream that broke: what had come of it is no reply, and no throughput either.
+                return Reply([asyncio.get_running_loop().time()], 1000, [1000], error="the queue is full")
             return await super().send(request)
 
-    _, point = measure(Refuses(), ClosedLoop(1), Amount(requests=40))
+    traffic, point = measure(Refuses(), ClosedLoop(1), Amount(requests=40))
+    assert traffic.tokens == sum(record.reply.tokens for record in traffic.records if not record.reply.error)
     assert point.errors == {"the queue is full": 10}
     assert point.requests == 30
     assert point.ttft.p99 == pytest.approx(0.2)
@@ -217,3 +219,19 @@ def test_acceptance_is_tokens_a_step_and_shares_of_what_was_verified():
     assert point.acceptance_by_position == pytest.approx([0.5, 0.5, 1.0, 0.0])
     _, plain = measure(FixedServer(), ClosedLoop(2), Amount(requests=8))
     assert plain.acceptance_length is None
+
+
+@pytest.mark.parametrize("tells_steps", [True, False])
+def test_drafts_of_which_none_is_accepted_are_an_acceptance_of_one(tells_steps):
+    class Drafts(FixedServer):
+        async def send(self, request):
+            reply = await super().send(request)
+            steps = reply.tokens - 1
+            reply.drafted, reply.accepted, reply.steps = 4 * steps, 0, steps if tells_steps else None
+            for _ in range(steps):
+                reply.count_step(4, 0)
+            return reply
+
+    _, point = measure(Drafts(), ClosedLoop(2), Amount(requests=8))
+    assert point.acceptance_length == pytest.approx(1)
+    assert point.acceptance_by_position == [0, 0, 0, 0]

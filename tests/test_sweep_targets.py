@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 from statistics import median
 
 import pytest
 
+import trtllm_dflash
 from tests.conftest import refusal, succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.bench.dataset import Dataset, Sample
@@ -13,9 +16,11 @@ from trtllm_dflash.bench.load import Amount, ClosedLoop, Traits, run_load
 from trtllm_dflash.bench.runtime_metrics import find_metrics, parse_metrics
 from trtllm_dflash.bench.summary import Round, summarize
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.tokenizer import TextCodec
 
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
 
+SHIPPED = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "target"
 PARAMS = SamplingParams(max_tokens=22)
 DATASET = Dataset("test", tuple(Sample((f"prompt {i}",)) for i in range(64)))
 
@@ -133,6 +138,31 @@ def test_what_is_not_openai_s_is_sent_only_where_it_is_asked_for(server):
     measure(server, 1, 1, params=SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5))
     assert server.served[1].body["top_p"] == 0.9
     assert server.served[1].body["top_k"] == 5
+
+
+def test_text_for_triton_begins_once_however_often_that_is_written(tmp_path):
+    """Llama's template writes the token that its tokenizer, the server's, puts before any text."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    from trtllm_dflash.bench.triton_target import chat_text
+
+    shutil.copytree(SHIPPED, tmp_path, dirs_exist_ok=True)
+    messages = [{"role": "user", "content": "Hi"}]
+    plain, _ = chat_text(tmp_path)
+    written = plain(messages)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    name, number = next((token.content, i) for i, token in tokenizer.get_added_tokens_decoder().items())
+    tokenizer.post_processor = TemplateProcessing(single=f"{name} $A", special_tokens=[(name, number)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = tmp_path / "chat_template.jinja"
+    render, count = chat_text(tmp_path)
+    assert render(messages) == written.removeprefix(name)
+    template.write_text(name + template.read_text())
+    render, count = chat_text(tmp_path)
+    codec = TextCodec.load(tmp_path, {})
+    assert codec.encode(render(messages)) == codec.encode_chat(messages)
+    assert count("Hi") == len(codec.encode("Hi")) - 1  # of a reply, which begins with nothing
 
 
 def test_a_model_that_is_not_there_is_one_line(server, tmp_path):

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from trtllm_dflash import __version__
-from trtllm_dflash.bench.commands import report_command, sweep_command
+from trtllm_dflash.bench.commands import API_KEY, report_command, sweep_command
 from trtllm_dflash.errors import DFlashError, SettingsError
 from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trtllm_dflash.serving.serve import Serving
 
 ENGINES = Path("engines")
-API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 DEMO_GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 
 

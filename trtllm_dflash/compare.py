@@ -236,7 +236,7 @@ def find_difference(a: Reply, b: Reply, near_tie: float) -> Difference | None:
     index, rivals = _rivals(a, b, position)
     margins = {side: token.lead_over(other) for side, (token, other) in rivals.items()}
     listed = all(token.lists(other) for token, other in rivals.values())
-    near = listed and bool(margins) and all(margin <= near_tie for margin in margins.values())
+    near = listed and bool(margins) and all(abs(margin) <= near_tie for margin in margins.values())
     return Difference(position, index, _excerpt(a, position), _excerpt(b, position), margins, near)
 
 

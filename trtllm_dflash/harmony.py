@@ -114,7 +114,8 @@ class _FinalText(TextStream):
             super().push(token)
 
     def finish(self) -> None:
-        if self._header is not None:
+        # A header of Harmony's that was cut short says nothing; a text in which none of its tokens came is no Harmony.
+        if self._header is not None and not set(self._header) & set(_TOKENS.values()):
             self._take_as_it_is()
         super().finish()
 

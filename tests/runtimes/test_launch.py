@@ -231,6 +231,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_the_knobs():
 def test_no_gpu_here_and_none_named_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "--gpu: there is no GPU here" in refusal("launch", "--runtime", "vllm", "--model", "tiny", "--dry-run")
+    assert "--output: --dry-run writes nothing" in refused("vllm", "--model", "qwen3-8b", "--output", "folder")
     assert "--gpu a100 is not known" in refusal("launch", "--runtime", "vllm", "--model", "tiny", "--gpu", "a100")
 
 

@@ -183,6 +183,12 @@ def test_a_clear_choice_on_either_server_is_unsafe():
     assert told([THE, FOX], [THE, CAT], "--near-tie", "2.5")[0] == 0
 
 
+def test_a_server_that_finds_its_own_token_much_less_likely_is_no_near_tie():
+    broken = (" dog", -6.0, {" fox": -0.01})
+    code, report = told([THE, FOX], [THE, broken], of_a={"logprobs": False})
+    assert code == UNSAFE and report["differences"][0]["margins"] == {"b": -5.99}
+
+
 def test_a_token_that_a_server_does_not_list_is_no_near_tie():
     close = (" fox", -0.7, {" cow": -0.71})
     code, report = told([THE, close], [THE, DOG])

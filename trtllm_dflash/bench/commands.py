@@ -112,9 +112,9 @@ class _Store:
         from trtllm_dflash.bench.results import Results
         from trtllm_dflash.bench.sweep import Sweep, open_results, plan_results
 
-        results: Results = open_results(
-            plan_results(settings, dataset, **about), self.folder, self._resume, self._force
-        )
+        fresh = plan_results(settings, dataset, **about)
+        with _writing(self.folder):
+            results: Results = open_results(fresh, self.folder, self._resume, self._force)
         for warning in results.warnings:
             click.echo(f"warning: {warning}", err=True)
 
@@ -133,9 +133,10 @@ class _Store:
         from trtllm_dflash.bench.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
         from trtllm_dflash.bench.sweep_plots import can_plot
 
-        results.write_csv(self.folder / CSV)
-        if can_plot():
-            write_reports(results, self.folder)
+        with _writing(self.folder):
+            results.write_csv(self.folder / CSV)
+            if can_plot():
+                write_reports(results, self.folder)
         if self._as_json:
             document = results.model_dump(mode="json", exclude={"rounds", "categories"})
             click.echo(json.dumps(document, indent=1))
@@ -272,8 +273,22 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
     if readings:
         _print(fixed_speed_table(readings))
     if output is not None:
-        write_comparison(found, readings, output, predicted)
+        with _writing(output):
+            write_comparison(found, readings, output, predicted)
         click.echo(f"{output}: report.html, plots")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Makes an error of the file system one that names the folder.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"--output {folder}: cannot be written ({error.strerror})") from None
 
 
 def _print(*what: RenderableType) -> None:

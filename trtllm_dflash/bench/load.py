@@ -181,8 +181,9 @@ class Traffic:
 
     @property
     def tokens(self) -> float:
-        """Output tokens that came within `seconds`."""
-        return sum(_tokens_until(record.reply, self.seconds) for record in self.records)
+        """Output tokens that came within `seconds`, of replies that became whole."""
+        whole = (record.reply for record in self.records if record.reply.error is None)
+        return sum(_tokens_until(reply, self.seconds) for reply in whole)
 
 
 def _tokens_until(reply: Reply, end: float) -> float:

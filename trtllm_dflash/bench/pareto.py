@@ -114,7 +114,9 @@ def rate_at(points: list[tuple[float, float]], speed: float) -> Reading:
     if not corners or speed > corners[-1][0]:
         return Reading(value=None, bound="not reached")
     if speed < corners[0][0]:
-        return Reading(value=corners[0][1], bound="at least")
+        # A load that was slower and gave less: a larger one than the best gains nothing.
+        saturated = min(points)[0] <= speed
+        return Reading(value=corners[0][1], bound="" if saturated else "at least")
     speeds, rates = zip(*corners, strict=True)
     return Reading(value=float(np.interp(speed, speeds, rates)))
 

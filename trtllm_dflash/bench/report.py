@@ -37,9 +37,10 @@ _TERMS = (
 
 class _PlanPoint(BaseModel):
     batch: PositiveInt
-    tokens_per_second_per_user: PositiveFloat
-    tokens_per_second_per_gpu: PositiveFloat
+    tokens_per_second_per_user: PositiveFloat | None  # None: at no acceptance that was given
+    tokens_per_second_per_gpu: PositiveFloat | None
     arm: Literal["plain", "draft"]
+    best: bool | None = None  # of the draft lengths of its batch; None: there is one
 
 
 class _Plan(BaseModel):
@@ -47,24 +48,28 @@ class _Plan(BaseModel):
 
 
 def read_plan(file: Path) -> list[Predicted]:
-    """What was predicted, by arm.
+    """What was predicted, by arm; drafted, with the best draft length of each batch.
 
-    The file is JSON with `points`, each of `batch`, `tokens_per_second_per_user`, `tokens_per_second_per_gpu` and `arm`
-    ("plain" or "draft"); other fields are left alone.
+    The file is JSON with `points`, each of `batch`, `tokens_per_second_per_user`, `tokens_per_second_per_gpu`, `arm`
+    ("plain" or "draft") and, where draft lengths were compared, `best`; other fields are left alone.
 
     Raises:
         SettingsError: the file is not of that form.
     """
     try:
-        plan = _Plan.model_validate(json.loads(file.read_text()))
+        document = json.loads(file.read_text())
+        if isinstance(document, dict) and document.get("kind") == "plans":
+            raise SettingsError(f"--plan {file}: is of several GPUs; name the one to draw: build --plan --gpu")
+        plan = _Plan.model_validate(document)
     except ValidationError as error:
         raise SettingsError(f"--plan {file}: {first_problem(error)}") from None
     except (OSError, ValueError) as error:
         raise SettingsError(f"--plan {file}: cannot be read as JSON: {error}") from None
     found: dict[str, list[tuple[int, float, float]]] = {}
     for point in plan.points:
-        place = point.batch, point.tokens_per_second_per_user, point.tokens_per_second_per_gpu
-        found.setdefault(point.arm, []).append(place)
+        speed, rate = point.tokens_per_second_per_user, point.tokens_per_second_per_gpu
+        if speed is not None and rate is not None and (point.arm == "plain" or point.best is not False):
+            found.setdefault(point.arm, []).append((point.batch, speed, rate))
     if not found:
         raise SettingsError(f"--plan {file}: has no points")
     return [Predicted(arm, sorted(points)) for arm, points in found.items()]

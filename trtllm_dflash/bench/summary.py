@@ -219,7 +219,7 @@ def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> P
         errors.update(round_.errors)
     drafted = _added([round_.drafted_at for round_ in rounds])
     accepted = _added([round_.accepted_at for round_ in rounds])
-    length, by_category = _acceptance_lengths(columns, categories)
+    length, by_category = _acceptance_lengths(columns, categories, any(drafted))
     told = "replies" if length is not None else next((round_.metrics for round_ in rounds if round_.metrics), None)
     length = length if length is not None else _by_metrics(rounds, drafted, accepted)
     output = sum(sum(requests.tokens) for requests in columns) / count if count else 0.0
@@ -263,11 +263,16 @@ def _gaps(parts: list[dict[int, int]]) -> Spread | None:
     return Spread(mean=float((values * counts).sum() / below[-1]), p50=p50, p90=p90, p99=p99)
 
 
-def _acceptance_lengths(columns: list[Requests], categories: list[str]) -> tuple[float | None, dict[str, float]]:
-    """Tokens a decoding step of the replies that had drafts: all of them, and those of each category."""
+def _acceptance_lengths(
+    columns: list[Requests], categories: list[str], drafted: bool
+) -> tuple[float | None, dict[str, float]]:
+    """Tokens a decoding step of the replies that had drafts: all of them, and those of each category.
+
+    Args:
+        drafted: whether any were verified, as far as that is known; that some were accepted says it too.
+    """
     tokens: dict[str, int] = defaultdict(int)
     steps: dict[str, int] = defaultdict(int)
-    drafted = False
     for requests in columns:
         rows = zip(requests.sample, requests.tokens, requests.steps, requests.accepted, strict=True)
         for sample, count, taken, accepted in rows:
@@ -275,7 +280,7 @@ def _acceptance_lengths(columns: list[Requests], categories: list[str]) -> tuple
                 drafted = drafted or bool(accepted)
                 tokens[categories[sample]] += count - 1
                 steps[categories[sample]] += taken
-    if not drafted:
+    if not drafted or not steps:
         return None, {}
     by_category = {name: tokens[name] / steps[name] for name in sorted(steps) if name}
     return sum(tokens.values()) / sum(steps.values()), by_category if len(by_category) > 1 else {}
@@ -286,7 +291,7 @@ def _by_metrics(rounds: list[Round], drafted: list[int], accepted: list[int]) ->
     counts = [round_.counted for round_ in rounds if round_.counted is not None]
     if counts:
         return 1 + sum(count.accepted for count in counts) / sum(count.steps for count in counts)
-    if drafted and drafted[0] and any(accepted):
+    if drafted and drafted[0]:
         return 1 + sum(accepted) / drafted[0]
     means = [round_.mean_length for round_ in rounds if round_.mean_length is not None]
     return float(np.mean(means)) if means else None

@@ -43,7 +43,16 @@ def chat_text(folder: Path | None) -> tuple[Render, Count | None]:
     codec = TextCodec.load(folder, arguments)
     if codec is None:
         raise SettingsError(f"--tokenizer {folder}: there is no tokenizer.json")
-    return codec.chat_text, lambda text: len(codec.encode(text))
+    tokenizer = codec.backend
+    plain = tokenizer.encode("x", add_special_tokens=False).ids
+    # The server's tokenizer adds these to any text, and many templates write them out: once is enough.
+    added = codec.encode("x")
+    begin = "".join(map(str, map(tokenizer.id_to_token, added[: added.index(plain[0])])))
+
+    def render(messages: list[Message]) -> str:
+        return codec.chat_text(messages).removeprefix(begin)
+
+    return render, lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class TritonTarget(Target):

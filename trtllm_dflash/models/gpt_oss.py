@@ -13,6 +13,15 @@ from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPre
 from trtllm_dflash.ops import ClampedSwiglu
 from trtllm_dflash.ops.mxfp4 import BLOCK, BLOCK_BYTES
 
+#: What transformers takes these to be where config.json lacks them (GptOssConfig); other families' are others.
+_DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+}
+
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -22,10 +31,10 @@ class GptOss(MoEDecoder):
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
         """The configuration in Hugging Face's config.json."""
-        # What transformers takes it to be where it is missing; of what follows, YaRN above all must be said.
+        # transformers has defaults for it too, but YaRN above all must be said.
         if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
             raise CheckpointError("config.json: rope_scaling is missing")
-        base = read_decoder_config("gpt_oss", {"attention_bias": True, **raw, "layer_types": []})
+        base = read_decoder_config("gpt_oss", {**_DEFAULTS, **raw, "layer_types": []})
         try:
             moe = MoEConfig(
                 experts=raw["num_local_experts"],

@@ -72,6 +72,8 @@ def launch(output: Path | None, dry_run: bool, **flags: Any) -> None:
     from trtllm_dflash.runtimes.launch import start
     from trtllm_dflash.runtimes.registry import launch_of
 
+    if dry_run and output is not None:
+        raise SettingsError("--output: --dry-run writes nothing")
     found = launch_of(launch_settings(flags))
     if dry_run:
         click.echo(found.script(), nl=False)
@@ -127,7 +129,8 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> None:
     """Send the same prompts to two servers: may B take A's place?"""
-    from trtllm_dflash.cli import API_KEY, read_prompts, validated
+    from trtllm_dflash.bench.commands import API_KEY
+    from trtllm_dflash.cli import read_prompts, validated
     from trtllm_dflash.compare import CompareSettings, shipped_prompts
     from trtllm_dflash.compare import compare as run
 

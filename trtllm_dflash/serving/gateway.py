@@ -141,6 +141,11 @@ class _Job:
             self.reply.finish()
         return self.reply.release()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text that the reader sees; the server does not look for it."""
+        return self.reply is not None and self.reply.stopped
+
 
 class Gateway:
     """The endpoints, and what they share."""
@@ -267,11 +272,15 @@ class Gateway:
             raise ApiError(400, problem, problem.partition(":")[0].partition(".")[0]) from None
         chat = isinstance(asked, schema.ChatRequest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        reply = None
+        if chat and self._codec.sets_thinking_apart:
+            reply = self._codec.reply(params.stop)
+            params = params.model_copy(update={"stop": ()})  # which the server would find in the thinking
         return _Job(
             TokenRequest(ids, params, asked.draft, asked.priority, self._settings.timeout, request_id),
             schema.ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
             asked.stream,
-            self._codec.reply(params.stop) if chat and self._codec.sets_thinking_apart else None,
+            reply,
         )
 
     # -- from a job to a reply ---------------------------------------------------------------------------------------
@@ -317,7 +326,9 @@ class Gateway:
                 async for piece in pieces:
                     _count(usage, piece)
                     texts.append(job.text(piece))
-                    reason = piece.finish_reason
+                    reason = "stop" if job.stopped else piece.finish_reason
+                    if job.stopped and not piece.finish_reason:
+                        break
         except Exception as error:
             raise _as_api_error(error, job) from None
         return JSONResponse(job.form.whole("".join(texts), reason, usage))
@@ -334,10 +345,13 @@ class Gateway:
                     text = job.text(piece)
                     if text:
                         events += job.form.piece(text)
-                    if piece.finish_reason:
-                        events += job.form.ending(piece.finish_reason, usage)
+                    reason = "stop" if job.stopped else piece.finish_reason
+                    if reason:
+                        events += job.form.ending(reason, usage)
                     begun = True
                     yield events
+                    if job.stopped and not piece.finish_reason:
+                        break
         except Exception as error:
             refusal = _as_api_error(error, job)
             if not begun:
