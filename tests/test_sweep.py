@@ -418,6 +418,8 @@ def test_open_loop_in_this_process(tmp_path):
     [
         ((), "give one of --url"),
         (("--url", "a:1", "--shape", "tiny"), "give one of --url"),
+        (("--url", "http://me:secret@a:1"), "no user and password in an address"),
+        (("--compare", "a=http://me:secret@a:1,b=http://b:1"), "no user and password in an address"),
         (("--url", "a:1", "--simulate-acceptance", 3), "--simulate-acceptance goes with --engine or --shape"),
         (("--shape", "tiny", "--concurrency", "1", "--rate", "2"), "--concurrency and --rate: give one"),
         (("--shape", "tiny", "--concurrency", "0,1"), "--concurrency 0,1"),
