@@ -208,7 +208,11 @@ def check_settings(settings: SweepSettings) -> None:
         SettingsError: names the flags.
     """
     # Results and reports name the servers, and are made to be shown to others. The address itself is not repeated here.
-    for flag, addresses in (("url", settings.url), ("metrics-url", settings.metrics_url), ("compare", settings.servers)):
+    for flag, addresses in (
+        ("url", settings.url),
+        ("metrics-url", settings.metrics_url),
+        ("compare", settings.servers),
+    ):
         if "@" in str(addresses or ""):
             raise SettingsError(f"--{flag}: give no user and password in an address; --api-key-file takes a key")
     given = [name for name in ("url", "engine", "shape") if getattr(settings, name) is not None]
