@@ -95,8 +95,11 @@ def compare(binary: Path, url: str, folder: Path) -> list[dict[str, Any]]:
     for clients in (1, 8):
         found: dict[str, list[dict[str, float]]] = {"aiperf": [], "sweep": []}
         for turn in range(TURNS):
-            found["aiperf"].append(aiperf(binary, url, prompts, clients, folder / f"aiperf-{clients}-{turn}"))
-            found["sweep"].append(ours(url, prompts, clients, folder / "sweep"))
+            for tool in ("aiperf", "sweep") if turn % 2 == 0 else ("sweep", "aiperf"):
+                if tool == "aiperf":
+                    found[tool].append(aiperf(binary, url, prompts, clients, folder / f"aiperf-{clients}-{turn}"))
+                else:
+                    found[tool].append(ours(url, prompts, clients, folder / "sweep"))
         for name in found["sweep"][0]:
             means = {tool: sum(turn[name] for turn in turns) / TURNS for tool, turns in found.items()}
             row = {"clients": clients, "figure": name, **{tool: round(mean, 2) for tool, mean in means.items()}}
