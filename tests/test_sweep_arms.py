@@ -1,9 +1,7 @@
 """A sweep whose arms are servers: the same load by turns, and each one's acceptance as its runtime reports it."""
 
 import json
-import shutil
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,6 @@ from trtllm_dflash.bench.sweep_plots import arm_colors, plot_pareto
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
 
-RECORDED = Path(__file__).parent.parent / "benchmarks" / "results" / "sweep-cpu"
 QUICK = ("--concurrency", "1,4", "--requests", 8)
 GAPS = {"dflash": 0.004, "eagle3": 0.006, "ngram": 0.009, "plain": 0.014}  # seconds between responses
 
@@ -253,19 +250,3 @@ def test_each_curve_is_named_where_it_ends_and_by_a_legend_where_there_is_no_roo
     said, legends = drawn_texts(monkeypatch, paced_sweep(tmp_path / "same", list("abcdefg")), tmp_path / "b.png")
     assert not set("abcdefg") <= set(said)
     assert legends
-
-
-def test_a_sweep_that_an_earlier_version_recorded_is_read(tmp_path):
-    assert json.loads((RECORDED / "results.json").read_text())["schema_version"] == 1
-    before = json.loads((RECORDED / "results.json").read_text())["fixed_speed"]
-    results = read_results(RECORDED)
-    assert [reading.ratios["draft"].value for reading in results.fixed_speed] == [
-        reading["ratio"]["value"] for reading in before
-    ]
-    assert {reading.reference for reading in results.fixed_speed} == {"plain"}
-    shutil.copy(RECORDED / "results.json", tmp_path)
-    assert "plain" in succeeds("report", tmp_path, "--at", 50, "--output", tmp_path / "page")
-    results.write(tmp_path)
-    assert read_results(tmp_path) == results
-    (tmp_path / "results.json").write_text('{"schema_version": 1, "fixed_speed": [3]}')
-    assert "fixed_speed" in refusal("report", tmp_path)

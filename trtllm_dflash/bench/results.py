@@ -13,7 +13,7 @@ from trtllm_dflash.bench.summary import PERCENTILES, Point, Round, summarize
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import SettingsError
 
-SCHEMA_VERSION: Literal[2] = 2
+SCHEMA_VERSION: Literal[1] = 1
 FILE = "results.json"
 
 _SPREADS = ("ttft", "tpot", "itl", "e2e", "late")
@@ -47,7 +47,7 @@ class Results(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     label: str
     complete: bool = False
     machine: dict[str, Any]
@@ -148,23 +148,9 @@ def read_results(place: Path) -> Results:
     except (OSError, ValueError) as error:
         raise SettingsError(f"{file}: cannot be read as a sweep's results: {error}") from None
     version = document.get("schema_version") if isinstance(document, dict) else None
-    if version not in (1, SCHEMA_VERSION):
-        raise SettingsError(f"{file}: schema version {version}; this version reads 1 and {SCHEMA_VERSION}")
+    if version != SCHEMA_VERSION:
+        raise SettingsError(f"{file}: schema version {version}; this version reads {SCHEMA_VERSION}")
     try:
-        if version == 1:
-            document = _from_version_1(document)
         return Results.model_validate(document)
     except ValidationError as error:
         raise SettingsError(f"{file}: {first_problem(error)}") from None
-    except (AttributeError, IndexError, KeyError, TypeError):
-        raise SettingsError(f"{file}: fixed_speed is not as schema version 1 has it") from None
-
-
-def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
-    """There a reading at a fixed speed had one ratio, of the second of two arms to the first."""
-    readings = []
-    for reading in document.get("fixed_speed") or ():
-        ratio, names = reading.get("ratio"), list(reading["arms"])
-        kept = {name: value for name, value in reading.items() if name != "ratio"}
-        readings.append(kept | ({"reference": names[0], "ratios": {names[1]: ratio}} if ratio else {}))
-    return {**document, "schema_version": SCHEMA_VERSION, "fixed_speed": readings}
