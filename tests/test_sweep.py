@@ -342,9 +342,13 @@ def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, t
         round_.seconds /= 2
     results.count(())
     results.write(other)
-    text = succeeds("report", folder, other, "--at", 1, "--output", tmp_path / "both")
+    shown = run("report", folder, other, "--at", 1, "--output", tmp_path / "both")
+    assert shown.exit_code == 0
+    text = shown.stdout
     assert "twice: draft" in text
     assert "twice drafted" not in text
+    assert "warning: not the same in these sweeps: the number of GPUs;" in shown.stderr
+    assert "the number of GPUs" in (tmp_path / "both" / "report.html").read_text()
     assert (tmp_path / "both" / "pareto.png").exists()
     assert "twice" in (tmp_path / "both" / "report.html").read_text()
     plan = tmp_path / "plan.json"

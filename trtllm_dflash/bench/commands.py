@@ -245,6 +245,7 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
     """Show sweeps again, and compare them (folders or results.json)."""
     from trtllm_dflash.bench.report import (
         compare_runs,
+        differences,
         fixed_speed_table,
         limit_lines,
         notes,
@@ -272,6 +273,8 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
         _print(f"{run.label}: {run.device}", point_table(run), *notes(run), *limit_lines(run))
     if readings:
         _print(fixed_speed_table(readings))
+    for note in differences(found):
+        click.echo(f"warning: {note}", err=True)
     if output is not None:
         with _writing(output):
             write_comparison(found, readings, output, predicted)

@@ -196,6 +196,19 @@ def notes(run: Results) -> list[str]:
     return found
 
 
+def differences(runs: list[Results]) -> list[str]:
+    """What besides the engine differs between runs, and so is in their ratios too."""
+    sides: dict[str, list[object]] = {
+        "the prompts": [run.dataset.get("sha256") for run in runs],
+        "the length of replies": [(run.asked.get("output_tokens"), run.asked.get("max_tokens")) for run in runs],
+        "sampling": [run.asked.get("sampling") for run in runs],
+        "the number of GPUs": [run.gpus for run in runs],
+        "imposed acceptance": [run.imposed_acceptance for run in runs],
+    }
+    unlike = [name for name, values in sides.items() if any(value != values[0] for value in values)]
+    return [f"not the same in these sweeps: {', '.join(unlike)}; comparing them compares that, too"] if unlike else []
+
+
 def _said(who: str) -> str:
     server, colon, url = who.partition(": ")
     mean = " (SGLang's own mean, of the time before each look)" if server == "sglang" else ""
@@ -225,7 +238,9 @@ def write_comparison(runs: list[Results], found: list[Comparison], folder: Path,
 def render_html(runs: list[Results], found: list[Comparison], plan: list[Predicted] | None = None) -> str:
     """The page, its pictures inside."""
     title = " and ".join(run.label for run in runs)
-    parts = [f"<h1>{_e(title)}</h1>", _pictures(runs, plan or [])]
+    parts = [f"<h1>{_e(title)}</h1>"]
+    parts += [f'<p class="warning">{_e(note)}</p>' for note in differences(runs)]
+    parts.append(_pictures(runs, plan or []))
     if found:
         parts += ["<h2>Throughput at a fixed speed</h2>", _fixed_speed_html(found)]
         parts.append("<p>Read off the frontier; in brackets the bootstrap's 95% interval over requests.</p>")
