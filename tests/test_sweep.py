@@ -536,6 +536,13 @@ def test_a_file_without_prompts_is_refused_by_its_line(text, said, tmp_path):
         read_dataset((file,))
 
 
+def test_conversations_need_a_chat_template_where_the_server_takes_text(tmp_path):
+    file = tmp_path / "mt_bench.jsonl"
+    file.write_text('{"turns": ["one", "two"], "category": "writing"}\n')
+    asked = ("sweep", "--url", "127.0.0.1:9", "--dataset", file, "--output", tmp_path / "out")
+    assert "--tokenizer DIR" in refusal(*asked)
+
+
 def test_without_matplotlib_there_are_figures_and_word_of_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("trtllm_dflash.bench.sweep_plots.can_plot", lambda: False)
     result = run("sweep", *QUICK, "--concurrency", 1, "--draft-length", 7, "--output", tmp_path)

@@ -156,6 +156,11 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
         raise SettingsError("--tokenizer: an OpenAI API has its own; leave it out")
     if api_key_file is not None and not any(map(_is_openai, urls)):
         raise SettingsError("--api-key-file: Triton has no keys; this goes with an http:// URL")
+    talks = any(len(sample.turns) > 1 or sample.system for sample in dataset.samples)
+    if talks and settings.tokenizer is None and not all(map(_is_openai, urls)):
+        raise SettingsError(
+            "--dataset: it has conversations, and Triton takes text: give --tokenizer DIR, for a template"
+        )
     try:
         open_server = _servers(settings, urls, _read_key(api_key_file))
         from trtllm_dflash.bench.server_arms import ServerArms

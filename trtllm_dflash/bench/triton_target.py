@@ -31,7 +31,7 @@ Count = Callable[[str], int]
 def chat_text(folder: Path | None) -> tuple[Render, Count | None]:
     """How conversations become text, and how tokens are counted: by the tokenizer in a folder, an engine directory say.
 
-    Without one the last turn goes as it is, and the server counts.
+    Without one a prompt goes as it is, and the server counts: for datasets of single turns.
 
     Raises:
         SettingsError: there is no tokenizer.
