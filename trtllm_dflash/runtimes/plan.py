@@ -155,6 +155,18 @@ class Plan:
         """Whether the pair's drafter was trained on replies without thinking; the same for every method."""
         return self.entry is not None and self.entry.chat.get("enable_thinking") is False
 
+    def host_reason(self) -> str:
+        """Who reaches the server, in one line."""
+        if self.settings.host in ("127.0.0.1", "localhost"):
+            return "who reaches it: this machine alone"
+        return "who reaches it: as asked; anyone who reaches this address may use it"
+
+    def tp_reason(self) -> str:
+        """What the GPUs share, in one line, where the drafter is sliced as the target is."""
+        if self.settings.tp > 1 and self.drafts:
+            return f"--tp: each of {self.settings.tp} GPUs has a part of every layer, the drafter's too"
+        return f"--tp: GPUs that share every layer: {self.settings.tp}"
+
     def limits_reason(self) -> str:
         """Why there are so many sequences, in one line."""
         settings = self.settings

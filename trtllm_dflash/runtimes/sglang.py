@@ -152,7 +152,6 @@ def _head(plan: Plan) -> tuple[str, ...]:
 
 def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
     """Field -> one line, in the order of the command."""
-    settings = plan.settings
     kernels: dict[AttentionBackend, str] = {
         "trtllm_mha": "the target's kernels: TensorRT-LLM's, for data-center Blackwell",
         "fa3": "the target's kernels: FlashAttention 3, for Hopper",
@@ -170,13 +169,9 @@ def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
     return {
         "model_path": "the target",
         "served_model_name": "what clients call it",
-        "host": "who reaches it: this machine alone"
-        if settings.host in ("127.0.0.1", "localhost")
-        else "who reaches it: as asked; anyone who reaches this address may use it",
+        "host": plan.host_reason(),
         "port": "where it listens",
-        "tp_size": f"--tp: each of {settings.tp} GPUs has a part of every layer, the drafter's too"
-        if settings.tp > 1 and plan.drafts
-        else f"--tp: GPUs that share every layer: {settings.tp}",
+        "tp_size": plan.tp_reason(),
         "pp_size": "--pp: stages of layers, without drafting",
         "nnodes": "--nodes",
         "node_rank": "--node-rank: which of them this is",

@@ -152,9 +152,7 @@ def launch(plan: Plan) -> Launch:
         Option(("--served_model_name", plan.name), "what clients call it"),
         Option(
             ("--host", settings.host),
-            "who reaches it: this machine alone"
-            if settings.host in ("127.0.0.1", "localhost")
-            else "who reaches it: as asked; anyone who reaches this address may use it",
+            plan.host_reason(),
         ),
         Option(("--port", str(settings.port)), "where it listens; its statistics are at /metrics there, once each"),
     )

@@ -176,7 +176,6 @@ def _head(plan: Plan) -> tuple[str, ...]:
 
 def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
     """Field -> one line, in the order of the command."""
-    settings = plan.settings
     block = plan.block_size
     draft = {
         "dflash": f"DFlash: {plan.draft_length} drafts and the bonus token are a block of {plan.draft_length + 1}"
@@ -194,13 +193,9 @@ def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
     spare = serve.max_num_batched_tokens - plan.max_batch * max(0, plan.draft_length - 1)
     return {
         "served_model_name": "what clients call it",
-        "host": "who reaches it: this machine alone"
-        if settings.host in ("127.0.0.1", "localhost")
-        else "who reaches it: as asked; anyone who reaches this address may use it",
+        "host": plan.host_reason(),
         "port": "where it listens; its metrics are at /metrics there",
-        "tensor_parallel_size": f"--tp: each of {settings.tp} GPUs has a part of every layer, the drafter's too"
-        if settings.tp > 1 and plan.drafts
-        else f"--tp: GPUs that share every layer: {settings.tp}",
+        "tensor_parallel_size": plan.tp_reason(),
         "pipeline_parallel_size": "--pp: stages of layers, without drafting",
         "distributed_executor_backend": "ranks on several nodes: Ray starts them",
         "dtype": "the checkpoint's own: BF16, or what it is quantized to",
