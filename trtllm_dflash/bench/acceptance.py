@@ -1,6 +1,7 @@
 """Acceptance that is imposed, not measured: random weights accept nothing, and a step's time does not depend on it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from trtllm_dflash.errors import SettingsError
 
@@ -25,7 +26,7 @@ class ImposedAcceptance:
             most = f"a block of {self.block} rows commits 1 to {self.block} tokens a step"
             raise SettingsError(f"--simulate-acceptance {self.tokens:g}: {most}")
 
-    @property
+    @cached_property
     def survival(self) -> float:
         """The chance p of each draft: 1 + p + ... + p^(block - 1) are `tokens`."""
         low, high = 0.0, 1.0
