@@ -5,8 +5,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 import yaml
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from trtllm_dflash import __version__
-from trtllm_dflash.bench.commands import API_KEY, report_command, sweep_command
+from trtllm_dflash import __version__, api_key
+from trtllm_dflash.api_key import read_api_key
+from trtllm_dflash.bench.commands import report_command, sweep_command
 from trtllm_dflash.errors import DFlashError, SettingsError
 from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
+from trtllm_dflash.terminal import progress_bar, show
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.step import StepReport
@@ -86,10 +86,7 @@ def models(as_json: bool) -> None:
         block = str(entry.block_size) if entry.block_size else "?"
         built = "yes" if entry.buildable else "no"
         table.add_row(entry.name, entry.family, entry.target, entry.drafter, block, layers, built)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    with console.capture() as capture:  # rich would end with 1 where the reader has gone
-        console.print(table)
-    click.echo(capture.get(), nl=False)
+    show(table)
 
 
 # -- build -----------------------------------------------------------------------------------------------------------
@@ -164,7 +161,7 @@ def build(
     settings = _build_settings(model, assignments, given)
     output = output or ENGINES / settings.name
     said: list[str] = []
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         built = builder.build(settings, output, force, progress=progress, say=said.append)
     for line in said:
         click.echo(line)
@@ -187,11 +184,7 @@ def _show_plan(model: str | None, assignments: tuple[str, ...], flags: dict[str,
         command = shlex.join(["trtllm-dflash", *sys.argv[1:]])
         click.echo(found.model_copy(update={"command": command}).model_dump_json(indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    with console.capture() as capture:
-        lines = plan_lines(found) if isinstance(found, BuildPlan) else comparison_lines(found)
-        console.print(*lines, sep="\n", highlight=False)
-    click.echo(capture.get(), nl=False)
+    show(*(plan_lines(found) if isinstance(found, BuildPlan) else comparison_lines(found)))
 
 
 def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any]) -> Any:
@@ -242,22 +235,6 @@ def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -
         raise SettingsError(f"{knob} {first['input']}: {first['msg']}") from None
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on the terminal, on standard error; nothing where that is no terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what)
-            progress.update(tasks[what], completed=done, total=total)
-
-        yield show
-
-
 # -- quantize --------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +270,7 @@ def quantize(model: str | None, output: Path | None, force: bool, as_json: bool,
     settings = validated(quantizer.QuantizeSettings, values, "--")
     name = model if model is not None and not Path(model).is_dir() else Path(str(values["target"])).resolve().name
     output = output or Path("quantized") / f"{name}-{settings.format}"
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         made = quantizer.quantize(settings, output, force, progress)
     if as_json:
         click.echo(json.dumps(report.as_json(made), indent=2))
@@ -397,7 +374,7 @@ def generate(
     params = validated(SamplingParams, given, "--")
     if system is not None and not chat:
         raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
-    texts = _read_prompts(prompt, prompts)
+    texts = read_prompts(prompt, prompts)
     tp = read_config(engine).tp
     if tp > 1 and launched_rank() is None:
         if prompt == "-":
@@ -429,7 +406,7 @@ def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": text}]
 
 
-def _read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if (prompt is None) == (file is None):
         raise SettingsError("give one of --prompt TEXT and --prompts FILE")
     if file is None:
@@ -557,7 +534,7 @@ def deploy_command(engine: Path | None, output: Path, force: bool, no_draft: boo
 @click.option(
     "--openai-api-key-file",
     type=click.Path(path_type=Path),
-    help=f"File with the key that clients of the OpenAI API must send. {API_KEY} may hold the key instead.",
+    help=f"File with the key that clients of the OpenAI API must send. {api_key.VARIABLE} may hold the key instead.",
 )
 @click.option("--repository", type=click.Path(path_type=Path), help="A model repository that `deploy` wrote.")
 @click.option("--log", type=click.Path(path_type=Path), help="File that Triton's log is added to.")
@@ -582,7 +559,11 @@ def serve(
     if repository is not None and fixed:
         flag = "--" + fixed[0].replace("_", "-")
         raise SettingsError(f"{flag}: --repository has its own settings; give this to deploy")
-    key = _read_api_key(openai_api_key_file, endpoints.openai_port)
+    key = None
+    if endpoints.openai_port is not None:
+        key = read_api_key(openai_api_key_file, "--openai-api-key-file")
+    elif openai_api_key_file is not None:
+        raise SettingsError("--openai-api-key-file: there is no OpenAI API without --openai-port")
     if not endpoints.local:
         click.echo(f"warning: at --host {endpoints.host} anyone who reaches this machine can use Triton", err=True)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
@@ -592,7 +573,7 @@ def serve(
         raise SettingsError("--unary: the OpenAI API streams, which these models would not; leave out --openai-port")
     try:
         with ExitStack() as stack:
-            with _progress_bar() as progress:
+            with progress_bar() as progress:
                 running = stack.enter_context(
                     serving(engine, settings, endpoints, repository=repository, api_key=key, log=log, progress=progress)
                 )
@@ -600,20 +581,6 @@ def serve(
             running.wait()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-def _read_api_key(file: Path | None, port: int | None) -> str | None:
-    if file is None:
-        return os.environ.get(API_KEY) or None if port is not None else None
-    if port is None:
-        raise SettingsError("--openai-api-key-file: there is no OpenAI API without --openai-port")
-    try:
-        key = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--openai-api-key-file {file}: cannot be read: {error}") from None
-    if not key:
-        raise SettingsError(f"--openai-api-key-file {file}: is empty")
-    return key
 
 
 def _show_endpoints(engine: Path, running: "Serving", as_json: bool) -> None:
@@ -681,7 +648,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
         if steps is None:
             return
         try:
-            with _progress_bar() as progress:
+            with progress_bar() as progress:
                 steps.run(progress)
         finally:  # interrupted: what was finished by then
             if steps.report.lines:
@@ -696,10 +663,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
 def _show_steps(report: "StepReport") -> None:
     from trtllm_dflash.bench.table import foot_lines, head_lines, step_table
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    with console.capture() as capture:
-        console.print(*head_lines(report), step_table(report), *foot_lines(report), sep="\n", highlight=False)
-    click.echo(capture.get(), nl=False)
+    show(*head_lines(report), step_table(report), *foot_lines(report))
 
 
 def _write(file: Path, text: str) -> None:
@@ -732,7 +696,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
 
     settings = _build_settings(model, (), {"precision": "fp32"})
     engine = output or ENGINES / settings.name
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
     result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
     if as_json:
@@ -740,7 +704,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":
         plan = engine.with_name(f"{engine.name}-{DEMO_GPU}")
         compiled = _build_settings(model, (), {"backend": "tensorrt", "gpu": DEMO_GPU})
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             builder.build(compiled, plan, refresh=True, progress=progress)
         summary = read_config(plan).plans[0]
         click.echo(
@@ -769,8 +733,6 @@ def doctor(as_json: bool) -> None:
 
 
 # -- other runtimes --------------------------------------------------------------------------------------------------
-
-progress_bar, read_prompts = _progress_bar, _read_prompts  # for the commands of other modules
 
 main.add_command(launch)
 main.add_command(compare)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from trtllm_dflash import api_key
+from trtllm_dflash.api_key import read_api_key
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.terminal import show
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.dataset import Dataset
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from trtllm_dflash.bench.sweep import SweepSettings
 
 _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
-API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
 
 
 @click.command("sweep")
@@ -34,7 +35,7 @@ API_KEY = "TRTLLM_DFLASH_API_KEY"  # in the environment
     "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
 )
 @click.option(
-    "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {API_KEY} holds it."
+    "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {api_key.VARIABLE} holds it."
 )
 @click.option("--compare", metavar="plain,draft|NAME=URL,...", help="By turns: with and without, or servers.")
 @click.option("--metrics-url", help="Where drafts are counted; or NAME=URL,...  [default: /metrics of the API]")
@@ -141,9 +142,9 @@ class _Store:
             document = results.model_dump(mode="json", exclude={"rounds", "categories"})
             click.echo(json.dumps(document, indent=1))
             return
-        _print(point_table(results), *notes(results), *limit_lines(results))
+        show(point_table(results), *notes(results), *limit_lines(results))
         if results.fixed_speed:
-            _print(fixed_speed_table(results.fixed_speed))
+            show(fixed_speed_table(results.fixed_speed))
         click.echo(f"{self.folder}: results.json, results.csv" + (", report.html, plots" if can_plot() else ""))
 
 
@@ -162,7 +163,7 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
             "--dataset: it has conversations, and Triton takes text: give --tokenizer DIR, for a template"
         )
     try:
-        open_server = _servers(settings, urls, _read_key(api_key_file))
+        open_server = _servers(settings, urls, read_api_key(api_key_file, "--api-key-file"))
         from trtllm_dflash.bench.server_arms import ServerArms
 
         def make() -> "Target":
@@ -227,18 +228,6 @@ def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
         )
 
 
-def _read_key(file: Path | None) -> str | None:
-    if file is None:
-        return os.environ.get(API_KEY) or None
-    try:
-        key = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--api-key-file {file}: cannot be read: {error}") from None
-    if not key:
-        raise SettingsError(f"--api-key-file {file}: is empty")
-    return key
-
-
 @click.command("report")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUNS")
 @click.option("--at", metavar="X,X,...", help="Read throughput, and the ratio of two, at these tokens/s/user.")
@@ -275,9 +264,9 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
     speeds = () if at is None else positive_numbers("at", at)
     readings = compare_runs(found, speeds)
     for run in found:
-        _print(f"{run.label}: {run.device}", point_table(run), *notes(run), *limit_lines(run))
+        show(f"{run.label}: {run.device}", point_table(run), *notes(run), *limit_lines(run))
     if readings:
-        _print(fixed_speed_table(readings))
+        show(fixed_speed_table(readings))
     for note in differences(found):
         click.echo(f"warning: {note}", err=True)
     if output is not None:
@@ -299,13 +288,6 @@ def _writing(folder: Path) -> Iterator[None]:
         raise SettingsError(f"--output {folder}: cannot be written ({error.strerror})") from None
 
 
-def _print(*what: RenderableType) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    with console.capture() as capture:  # rich would end with 1 where the reader has gone
-        console.print(*what, sep="\n", highlight=False)
-    click.echo(capture.get(), nl=False)
-
-
 @contextmanager
 def _bars() -> "Iterator[Callable[[str, int, int], None]]":
     """One bar for the sweep and one for what is measured now, on standard error; none where that is no terminal."""
@@ -314,7 +296,7 @@ def _bars() -> "Iterator[Callable[[str, int, int], None]]":
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         whole, part = progress.add_task("sweep", total=None), progress.add_task("warming up", total=None)
 
-        def show(what: str, done: int, total: int) -> None:
+        def update(what: str, done: int, total: int) -> None:
             progress.update(whole if what == "sweep" else part, description=what, completed=done, total=total)
 
-        yield show
+        yield update

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash import api_key
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.terminal import progress_bar
 
 if TYPE_CHECKING:
     from trtllm_dflash.compare import Comparison
@@ -110,7 +112,7 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
 @click.command(
     epilog="Exit code 0: safe. Every greedy text is the same, or each first difference is a near-tie by the "
     f"log-probabilities that the servers offer. {UNSAFE}: unsafe. \n\n"
-    "TRTLLM_DFLASH_API_KEY, where it is set, is sent to both."
+    f"{api_key.VARIABLE}, where it is set, is sent to both."
 )
 @click.option("--a", required=True, metavar="URL", help="A server with OpenAI's API: http://HOST:PORT.")
 @click.option("--b", required=True, metavar="URL", help="The one that would take its place.")
@@ -129,7 +131,6 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> None:
     """Send the same prompts to two servers: may B take A's place?"""
-    from trtllm_dflash.bench.commands import API_KEY
     from trtllm_dflash.cli import read_prompts, validated
     from trtllm_dflash.compare import CompareSettings, shipped_prompts
     from trtllm_dflash.compare import compare as run
@@ -139,7 +140,7 @@ def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> N
         if name in given:
             given[name] = _json_object(f"--{name.replace('_', '-')}", given[name])
     given["prompts"] = tuple(read_prompts(None, prompts)) if prompts is not None else shipped_prompts(number)
-    given["api_key"] = os.environ.get(API_KEY) or None
+    given["api_key"] = os.environ.get(api_key.VARIABLE) or None
     found = run(validated(CompareSettings, given, "--"))
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
@@ -154,7 +155,6 @@ def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> N
 @click.option("--force", is_flag=True, help="Replace an export that stands at --output.")
 def export(engine: Path, output: Path, force: bool) -> None:
     """Write an engine's pair as Hugging Face folders: target and drafter."""
-    from trtllm_dflash.cli import progress_bar
     from trtllm_dflash.engine.export import DRAFTER, TARGET
     from trtllm_dflash.engine.export import export as run
 
