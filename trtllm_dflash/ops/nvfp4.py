@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.ops.mxfp4 import E2M1, ONE
+from trtllm_dflash.ops.mxfp4 import E2M1, NAN, ONE
 
 Tensor = torch.Tensor
 
 #: The powers of two that E4M3 holds.
 LEAST, MOST = -9, 8
-#: MXFP4's scale byte of blocks that are not numbers.
-_NAN = 255
 #: The tensor's scale is an FP32 number that is not subnormal.
 _FP32_POWERS = (-126, 127)
 
@@ -57,7 +55,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
     Raises:
         CheckpointError: a scale is not a number.
     """
-    if bool((scales == _NAN).any()):
+    if bool((scales == NAN).any()):
         raise CheckpointError("an MXFP4 scale is not a number: the checkpoint is damaged")
     is_zero = (blocks & 0x77 == 0).all(dim=-1)
     exponents = torch.where(is_zero, ONE, scales.int()) - ONE
