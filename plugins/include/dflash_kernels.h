@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 2
+#define DFLASH_ABI_VERSION 3
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -168,6 +168,53 @@ typedef struct
 } dflash_swiglu_params;
 
 DFLASH_API cudaError_t dflash_swiglu(const dflash_swiglu_params* params, cudaStream_t stream);
+
+/* This rank's part of a mixture of experts' feed-forward, of so few rows that reading experts is what it costs: only
+ * those that a row chose are read, once for up to 16 rows.
+ *
+ * A row's experts are those of its top_k largest logits, the lowest ids among equals; its shares are the softmax over
+ * those, or over all, in FP32. Each computes act(x gate_up^T + bias) down^T + bias, rounded to the type before the
+ * activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The experts that
+ * this rank has are first..first + count - 1.
+ *
+ * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
+ * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to
+ * hold 16 rows of the wider of them, or 8, which then share the reading of an expert. */
+#define DFLASH_MOE_MOST_ROWS 512
+
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16: x, biases, weights that are not packed, and out */
+    int32_t logits_dtype; /* any */
+    int32_t packed; /* 1: the weights are MXFP4 */
+    int32_t rows; /* N, at most DFLASH_MOE_MOST_ROWS */
+    int32_t hidden; /* H */
+    int32_t columns; /* F, of each expert, that this rank has */
+    int32_t experts; /* on all ranks, at most 256 */
+    int32_t first;
+    int32_t count;
+    int32_t top_k; /* at most 32 */
+    int32_t normalized; /* 1: shares are the softmax over the top_k logits; 0: over all */
+    int32_t clamped; /* 1: min(gate, limit) * sigmoid(alpha * that) * (clamp(up, -limit, limit) + 1); 0: SwiGLU */
+    float alpha;
+    float limit;
+    const void* x; /* [N, H] contiguous, as all of these */
+    const void* logits; /* [N, experts] */
+    const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or blocks */
+    const uint8_t* gate_up_scales; /* packed only */
+    const void* gate_up_bias; /* [count, 2 F], or null */
+    const void* down; /* [count, H, F] */
+    const uint8_t* down_scales;
+    const void* down_bias; /* [count, H], or null */
+    void* out; /* [N, H] */
+} dflash_moe_params;
+
+/* Bytes of scratch that dflash_moe needs. */
+DFLASH_API cudaError_t dflash_moe_workspace(const dflash_moe_params* params, size_t* bytes);
+
+/* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */
+DFLASH_API cudaError_t dflash_moe(
+    const dflash_moe_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
 /* The largest logit of each row and its id, the lowest among equals. */
 typedef struct

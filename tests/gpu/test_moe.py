@@ -1,17 +1,22 @@
 """Mixtures of experts, windows and sinks on a GPU: what torch computes where no kernel of ours does."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
 from tests.checkpoints import make_drafter, make_gpt_oss
+from tests.gpu.test_kernels import HALVES, assert_close
 from tests.gpu.test_kernels import why_not as why_no_kernels
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops import ClampedSwiglu, MoELayer, cuda_kernels
 from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.experts import Experts, activate, route
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_kernels = pytest.mark.skipif(bool(why_no_kernels()), reason=why_no_kernels())
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["numbers", "mxfp4"])
@@ -34,7 +39,179 @@ def test_captured_experts_equal_the_cpus_for_any_routing(rows, packed):
         torch.testing.assert_close(out.cpu(), TorchOps(weights, {}).moe(layer, *given), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(bool(why_no_kernels()), reason=why_no_kernels())
+# -- the kernels -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """Rows and experts; `spread` of the logits: 0 makes all of a row equal, and whole numbers make ties."""
+
+    rows: int
+    dtype: torch.dtype = torch.bfloat16
+    packed: bool = True
+    experts: int = 32
+    first: int = 0
+    count: int = 32
+    top_k: int = 4
+    hidden: int = 2880
+    columns: int = 384
+    clamp: ClampedSwiglu | None = CLAMP
+    normalized: bool = True
+    bias: bool = True
+    spread: float = 1.0
+    whole: bool = False
+    logits_dtype: torch.dtype | None = None
+    scales: tuple[int, int] = (118, 122)
+
+    def __str__(self) -> str:
+        kind = "mxfp4" if self.packed else "numbers"
+        own = f"{self.first}+{self.count}of{self.experts}top{self.top_k}"
+        return f"{self.rows}x{self.hidden}x{self.columns}-{kind}-{str(self.dtype)[6:]}-{own}-{self.spread}"
+
+    @property
+    def layer(self) -> MoELayer:
+        return MoELayer("mlp.", self.experts, self.first, self.count, self.top_k, self.normalized, self.clamp)
+
+
+QWEN3_MOE = Case(
+    1, packed=False, experts=128, count=128, top_k=8, hidden=2048, columns=768, clamp=None, bias=False, spread=0.5
+)
+CASES = [
+    *(Case(rows, dtype) for rows in (1, 2, 8, 9, 80) for dtype in HALVES),
+    *(Case(rows, packed=False) for rows in (1, 8, 33, 256)),
+    *(replace(QWEN3_MOE, rows=rows) for rows in (1, 16, 100)),
+    replace(QWEN3_MOE, rows=40, dtype=torch.float16, normalized=False, logits_dtype=torch.float32),
+    Case(10, experts=128, first=32, count=32, columns=2880),  # a rank's experts
+    Case(3, experts=256, first=200, count=56),
+    Case(2, experts=64, first=60, count=4),  # few rows, if any, chose one of this rank's
+    Case(256, columns=736),  # a rank's columns: an odd number of blocks
+    Case(512, hidden=512, columns=96, top_k=8),
+    Case(64, spread=0.0),  # all choose the first four
+    Case(300, spread=0.0, top_k=1, hidden=576),
+    Case(50, whole=True),
+    Case(50, torch.float16, whole=True, normalized=False),
+    Case(20, hidden=32, columns=32, experts=5, count=5, top_k=5),
+    Case(20, packed=False, hidden=16, columns=48, experts=5, count=5, top_k=2),
+    Case(20, hidden=7168, columns=128, clamp=None),
+    Case(5, scales=(112, 135), hidden=320, columns=64, clamp=None, bias=False),
+    Case(5, torch.float16, scales=(80, 131), hidden=320, columns=64, clamp=None, bias=False),
+]
+
+
+def make_kernel_inputs(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Tensors of the experts, x [rows, H] and logits [rows, experts], on the GPU."""
+    weights = make(case.count, case.layer, case.hidden, case.columns, case.packed, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name in list(weights):
+        if name.endswith("scales"):
+            shape = weights[name].shape
+            weights[name] = torch.randint(*case.scales, shape, generator=generator, dtype=torch.uint8)
+        elif name.endswith("bias") and not case.bias:
+            del weights[name]
+    kept = {
+        name: tensor.cuda() if tensor.dtype == torch.uint8 else tensor.to("cuda", case.dtype)
+        for name, tensor in weights.items()
+    }
+    x = torch.randn(case.rows, case.hidden, generator=generator)
+    # Numbers of large scales are large.
+    x *= 2.0 ** min(0, 125 - case.scales[1]) if case.packed else 1.0
+    logits = case.spread * torch.randn(case.rows, case.experts, generator=generator)
+    logits = logits.round() if case.whole else logits
+    return kept, x.to("cuda", case.dtype), logits.to("cuda", case.logits_dtype or case.dtype)
+
+
+def moe_in_float64(case: Case, weights: dict[str, torch.Tensor], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """[rows, H], expert by expert."""
+    experts, layer = Experts.of(weights, case.layer), case.layer
+    ids, shares = route(layer, logits)
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for own in range(layer.count):
+        rows, slots = torch.where(ids == layer.first + own)
+        h = x[rows].double()
+        for matrix in (experts.gate_up, experts.down):
+            h = h @ matrix.numbers(own, torch.float32).to(case.dtype).double().T
+            h = h if matrix.bias is None else h + matrix.bias[own].double()
+            h = activate(h, layer.clamp) if matrix is experts.gate_up else h
+        out.index_add_(0, rows, h * shares[rows, slots, None].double())
+    return out
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Bytes that a kernel does not write are 255: NaN, or -1."""
+    empty = torch.empty
+
+    def filled(*shape, **options):
+        x = empty(*shape, **options)
+        x.view(torch.uint8).fill_(255)
+        return x
+
+    monkeypatch.setattr(cuda_kernels.torch, "empty", filled)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_moe_equals_float64(case, poisoned):
+    weights, x, logits = make_kernel_inputs(case)
+    moe = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))
+    assert moe.takes(x, logits)
+    expected = moe_in_float64(case, weights, x, logits)
+    assert_close(moe(x, logits), expected, case.dtype, roundings=3.0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [False, True], ids=["numbers", "mxfp4"])
+def test_one_captured_moe_serves_any_routing(packed, poisoned):
+    case = Case(80, packed=packed)
+    weights, x, logits = make_kernel_inputs(case)
+    moe = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))
+    moe(x, logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(x, logits)
+    for spread in (1.0, 0.0, 10.0):
+        torch.manual_seed(2)
+        x.normal_()
+        logits.normal_().mul_(spread)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close(out, moe_in_float64(case, weights, x, logits), case.dtype, roundings=3.0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", [Case(200), replace(QWEN3_MOE, rows=200)], ids=str)
+def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case):
+    weights, x, logits = make_kernel_inputs(case)
+    moe = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))
+    out = moe(x, logits)
+    assert all(moe(x, logits).equal(out) for _ in range(10))
+    for rows in (slice(0, 1), slice(7, 15), slice(100, 177)):
+        assert moe(x[rows], logits[rows]).equal(out[rows])
+
+
+@needs_kernels
+def test_a_scale_that_is_not_a_number_spoils_its_experts_rows_alone():
+    case = Case(40)
+    weights, x, logits = make_kernel_inputs(case)
+    weights["mlp.experts.down_proj.scales"][3, 5, 7] = 255
+    out = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))(x, logits)
+    chose = (route(case.layer, logits)[0] == 3).any(dim=1)
+    assert out[:, 5].isnan().equal(chose)
+    assert out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", [Case(600, hidden=64, columns=32), Case(4, torch.float32, False)], ids=str)
+def test_what_the_kernels_do_not_take_torch_computes(case):
+    weights, x, logits = make_kernel_inputs(case)
+    ops, plain = CudaOps(weights, {}), TorchOps(weights, {})
+    assert ops.moe(case.layer, x[None], logits[None]).equal(plain.moe(case.layer, x[None], logits[None]))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
 @pytest.mark.parametrize("window", [None, 1, 30, 1000])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("start", [0, 200])

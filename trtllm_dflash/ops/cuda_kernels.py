@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.experts import Experts
 
 Tensor = torch.Tensor
 
@@ -28,9 +30,11 @@ SKINNY_GPUS = (9, 10)
 ALL_REDUCE_RANKS = (2, 4, 8)
 ALL_REDUCE_BYTES = 1 << 20
 ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
+#: Rows that `moe` takes: for more, products of many rows are faster.
+MOE_ROWS = 512
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -73,6 +77,12 @@ _RmsNorm = _struct(
     longs="x_slot_stride x_row_stride",
 )
 _Swiglu = _struct("dflash_swiglu_params", ints="dtype rows size", pointers="x out")
+_MoE = _struct(
+    "dflash_moe_params",
+    ints="dtype logits_dtype packed rows hidden columns experts first count top_k normalized clamped",
+    floats="alpha limit",
+    pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out",
+)
 _Argmax = _struct("dflash_argmax_params", ints="dtype rows size", pointers="logits ids best", longs="row_stride")
 _Accept = _struct(
     "dflash_accept_params",
@@ -337,6 +347,84 @@ def skinny_gemm(
     )
     _run("dflash_skinny_gemm", params, _stream())
     return out
+
+
+class MoE:
+    """A mixture of experts' feed-forward of few rows, which reads the experts that they chose and no others.
+
+    Args:
+        layer: the layer, as this rank sees it.
+        experts: its tensors; numbers of x's type, or MXFP4.
+
+    Raises:
+        EngineError: the kernels are not built, or are of an older version.
+    """
+
+    def __init__(self, layer: MoELayer, experts: Experts) -> None:
+        if not hasattr(load(), "dflash_moe"):
+            raise EngineError("the CUDA kernels are older than this: run `make kernels` again")
+        self._layer, self._experts = layer, experts
+
+    def takes(self, x: Tensor, logits: Tensor) -> bool:
+        """Whether the kernels compute rows x [N, H] of these experts."""
+        if not (0 < len(x) <= MOE_ROWS and x.dtype in _HALVES and logits.dtype in _DTYPES):
+            return False
+        tensors = [x, logits]
+        for matrix in (self._experts.gate_up, self._experts.down):
+            if any(part is not None and part.dtype != x.dtype for part in (matrix.weight, matrix.bias)):
+                return False
+            parts = (matrix.weight, matrix.blocks, matrix.scales, matrix.bias)
+            tensors += [part for part in parts if part is not None]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return False
+        return self._workspace(self._params(x, logits)) is not None
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """What `Ops.moe` says, of rows x [N, H] with logits [N, experts]: [N, H]."""
+        _check(self.takes(x, logits), f"experts' feed-forward of {tuple(x.shape)} {x.dtype}")
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        params = self._params(x, logits)
+        params.out = out.data_ptr()
+        size = self._workspace(params)
+        assert size is not None
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        _run("dflash_moe", params, workspace.data_ptr(), ctypes.c_size_t(size), _stream())
+        return out
+
+    def _workspace(self, params: ctypes.Structure) -> int | None:
+        """Bytes of scratch; None: the kernels do not compute such experts."""
+        needed = ctypes.c_size_t()
+        error = load().dflash_moe_workspace(ctypes.byref(params), ctypes.byref(needed))
+        return None if error else needed.value
+
+    def _params(self, x: Tensor, logits: Tensor) -> ctypes.Structure:
+        layer, gate_up, down = self._layer, self._experts.gate_up, self._experts.down
+        weights = [matrix.blocks if matrix.weight is None else matrix.weight for matrix in (gate_up, down)]
+        assert weights[0] is not None and weights[1] is not None
+        return _MoE(
+            dtype=_DTYPES[x.dtype],
+            logits_dtype=_DTYPES[logits.dtype],
+            packed=int(gate_up.weight is None),
+            rows=x.shape[0],
+            hidden=x.shape[1],
+            columns=weights[0].shape[1] // 2,
+            experts=layer.experts,
+            first=layer.first,
+            count=layer.count,
+            top_k=layer.top_k,
+            normalized=int(layer.normalized),
+            clamped=int(layer.clamp is not None),
+            alpha=layer.clamp.alpha if layer.clamp else 0.0,
+            limit=layer.clamp.limit if layer.clamp else 0.0,
+            x=x.data_ptr(),
+            logits=logits.data_ptr(),
+            gate_up=weights[0].data_ptr(),
+            gate_up_scales=_address(gate_up.scales),
+            gate_up_bias=_address(gate_up.bias),
+            down=weights[1].data_ptr(),
+            down_scales=_address(down.scales),
+            down_bias=_address(down.bias),
+        )
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import Acceptance, AttentionLayer
+from trtllm_dflash.ops import Acceptance, AttentionLayer, MoELayer
 from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -83,6 +84,11 @@ class CudaOps(TorchOps):
 
     def swiglu(self, x: Tensor) -> Tensor:
         return kernels.swiglu(x)
+
+    def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
+        compute = kernels.MoE(layer, Experts.of(self.weights, layer))
+        rows, scores = x.flatten(0, 1), logits.flatten(0, 1)
+        return compute(rows, scores).view_as(x) if compute.takes(rows, scores) else super().moe(layer, x, logits)
 
     def attention(
         self,
