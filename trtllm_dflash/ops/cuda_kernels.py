@@ -388,7 +388,7 @@ class MoE:
         size = self._workspace(params)
         assert size is not None
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-        _run("dflash_moe", params, workspace.data_ptr(), ctypes.c_size_t(size), _stream())
+        _run("dflash_moe", params, _Pointer(workspace.data_ptr()), ctypes.c_size_t(size), _stream())
         return out
 
     def _workspace(self, params: ctypes.Structure) -> int | None:
