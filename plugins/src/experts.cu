@@ -428,7 +428,7 @@ struct Cursor
         , group(begin / granules_)
         , granule(begin % granules_ + static_cast<int>(threadIdx.x) / 32)
         , last(min(granules_, end_ - group * granules_))
-        , expert(begin < end_ ? route_.groups[group].expert : 0)
+        , expert(begin < end_ ? __ldcg(&route_.groups[group].expert) : 0)
     {
         settle();
     }
@@ -451,7 +451,7 @@ struct Cursor
             ++group;
             granule = threadIdx.x / 32;
             last = min(granules, end - group * granules);
-            expert = route.groups[group].expert;
+            expert = __ldcg(&route.groups[group].expert);
         }
     }
 };
@@ -468,7 +468,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
 
     extern __shared__ __align__(128) unsigned char shared[];
 
-    // The routing has to be known, and to the second product it is: the first one began after it.
+    // The routing has to be known, and to the second product it is: the first one, which lets this one begin, has waited
+    // for it. What this reads of it before its own wait comes from the L2 cache, where it surely is.
     if constexpr (kGateUp)
     {
         wait();
@@ -477,7 +478,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     Layout const layout(p.inputs, kPacked);
     int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const granules = p.outputs / kGranule;
-    int const total = *p.route.group_count * granules;
+    int const total = __ldcg(p.route.group_count) * granules;
     int const begin = share_begin(total, blockIdx.x, gridDim.x), end = share_begin(total, blockIdx.x + 1, gridDim.x);
 
     // -- loading: four rows of 128 bytes at a time, each second row's halves swapped
