@@ -170,6 +170,7 @@ def test_the_report_holds_every_arm_at_every_batch(tmp_path):
         "session",
         "copy_bytes_per_second",
         "gemm_flops_per_second",
+        "memory",
         "steps_per_round",
         "imposed_acceptance",
         "complete",
@@ -177,6 +178,8 @@ def test_the_report_holds_every_arm_at_every_batch(tmp_path):
     }
     assert report["schema_version"] == 1
     assert report["complete"]
+    assert report["memory"]["planned_bytes"] > 0
+    assert report["memory"]["used_bytes"] is None  # of a GPU alone
     assert (report["shape"], report["random_weights"], report["session"]) == ("tiny", True, "TorchSession")
     arms = [("plain", 1), ("context only", 1), ("drafted", 4), ("drafted", 8)]
     rows = report["rows"]

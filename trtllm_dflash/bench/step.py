@@ -107,6 +107,7 @@ class StepReport:
     steps: int  # in a round
     acceptance: ImposedAcceptance | None
     random_weights: bool
+    memory_used: int | None = None  # bytes of the first rank's GPU that were not free in the end
     planned: int = 0
     lines: list[Line] = field(default_factory=list)
 
@@ -146,6 +147,7 @@ class StepReport:
             "session": self.session,
             "copy_bytes_per_second": self.rates.copy,
             "gemm_flops_per_second": self.rates.gemm,
+            "memory": {"planned_bytes": plan_memory(config).total, "used_bytes": self.memory_used},
             "steps_per_round": self.steps,
             "imposed_acceptance": None
             if acceptance is None
@@ -236,6 +238,9 @@ class StepBench:
                 work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length)
                 # The first round may compile and capture.
                 self.report.lines.append(Line(arm, batch, plan.cache_length, seconds[arm][1:], work))
+        if self.session.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.session.device)
+            self.report.memory_used = total - free
 
     def _timed(self, arm: Arm, batch: int) -> float:
         """Seconds of a step, from one outcome's arrival to the next one's.

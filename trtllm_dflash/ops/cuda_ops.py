@@ -1,4 +1,4 @@
-"""`TorchOps` on a GPU, with our CUDA kernels for all but the matrix products: the fast path in BF16 and FP16."""
+"""`TorchOps` on a GPU, with our CUDA kernels for all but dense products: the fast path in BF16 and FP16."""
 
 from collections.abc import Iterable, Mapping
 

@@ -441,7 +441,9 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
             f"Experts: {stored}, multiplied in {precision}, read once a step if touched; the rest "
             f"{precision if target.linear_precision is None else target.linear_precision.value.upper()}."
         )
-        unpacked = " The torch backend unpacks experts' weights in memory, and so is slower than this."
+        unpacked = (
+            " Without our kernels the torch backend unpacks experts' weights in memory, and so is slower than this."
+        )
         notes += [
             f"Experts: {chosen}",
             "Experts: no such step has been measured, and a layer of experts is taken to wait as long as a dense one."

@@ -1,0 +1,126 @@
+"""Times the kernels of mixtures of experts on this machine's GPU, at the widths of published models' layers.
+
+Every figure is a CUDA graph of calls, each with routing of its own, that rotate over layers which together are larger
+than the L2. Each choice of experts is equally likely. TB/s count the bytes of the experts that were chosen, once.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from kernels import copy_rate, normal, seconds
+
+from trtllm_dflash.ops import ClampedSwiglu, MoELayer, cuda_kernels
+from trtllm_dflash.ops.experts import Experts, in_tiles, route
+
+Tensor = torch.Tensor
+
+LAYERS, CALLS = 4, 12
+CLAMP = ClampedSwiglu(1.702, 7.0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of experts, as one rank has it."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    columns: int
+    packed: bool  # MXFP4
+    clamp: ClampedSwiglu | None
+
+    @property
+    def layer(self) -> MoELayer:
+        """With no more to its name."""
+        return MoELayer("", self.experts, 0, self.experts, self.top_k, True, self.clamp)
+
+
+SHAPES = {
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880, True, CLAMP),
+    "gpt-oss-120b, a rank of 4": Shape(128, 4, 2880, 736, True, CLAMP),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, True, CLAMP),
+    "qwen3-coder-30b-a3b": Shape(128, 8, 2048, 768, False, None),
+}
+
+
+def random_experts(shape: Shape) -> dict[str, Tensor]:
+    """A layer's tensors. Scales differ; biases are gpt-oss's alone."""
+    tensors = {}
+    for name, rows, inputs in (
+        ("gate_up_proj", 2 * shape.columns, shape.hidden),
+        ("down_proj", shape.hidden, shape.columns),
+    ):
+        key = f"experts.{name}."
+        if shape.clamp:
+            tensors[key + "bias"] = normal(shape.experts, rows)
+        if shape.packed:
+            blocks = shape.experts, rows, inputs // 32
+            tensors[key + "blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
+            tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
+        else:
+            tensors[key + "weight"] = normal(shape.experts, rows, inputs) * inputs**-0.5
+    return tensors
+
+
+def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float) -> dict[str, float]:
+    """Of one number of rows: our kernels' seconds and torch's, beside the bytes that the routing takes."""
+    experts = [Experts.of(tensors, shape.layer) for tensors in layers]
+    inputs = [(normal(rows, shape.hidden), normal(rows, shape.experts)) for _ in range(CALLS)]
+    touched = sum(len(route(shape.layer, logits)[0].unique()) for _, logits in inputs) / CALLS
+    moved = touched * sum(tensor.nbytes for tensor in layers[0].values()) / shape.experts
+
+    def calls(compute: Callable[[Experts, Tensor, Tensor], object]) -> list[Callable[[], object]]:
+        return [partial(compute, experts[i % LAYERS], *inputs[i]) for i in range(CALLS)]
+
+    ours = seconds(calls(lambda own, x, logits: cuda_kernels.MoE(shape.layer, own)(x, logits)))
+    theirs = seconds(calls(lambda own, x, logits: in_tiles(shape.layer, own, x, logits))[:2], rounds=3)
+    return {
+        "rows": rows,
+        "experts": touched,
+        "bytes": moved,
+        "seconds": ours,
+        "bytes_per_second": moved / ours,
+        "share_of_copy_rate": moved / ours / rate,
+        "torch_seconds": theirs,
+    }
+
+
+def main() -> None:
+    """Prints the table; with --output also writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 10, 80, 256])
+    parser.add_argument("--output", type=Path)
+    settings = parser.parse_args()
+    with torch.inference_mode():
+        rate, results = copy_rate(), {}
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a large copy moves {rate / 1e12:.2f} TB/s")
+        print(
+            "\n| layer | rows | experts chosen | us | TB/s | of copy rate | torch us |\n|---|---|---|---|---|---|---|"
+        )
+        for name in settings.shapes:
+            layers = [random_experts(SHAPES[name]) for _ in range(LAYERS)]
+            results[name] = [measure(SHAPES[name], layers, rows, rate) for rows in settings.rows]
+            for row in results[name]:
+                print(
+                    f"| {name} | {row['rows']} | {row['experts']:.1f} | {row['seconds'] * 1e6:.1f} | "
+                    f"{row['bytes_per_second'] / 1e12:.2f} | {row['share_of_copy_rate']:.0%} | "
+                    f"{row['torch_seconds'] * 1e6:.0f} |",
+                    flush=True,
+                )
+    if settings.output:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        report = {"command": shlex.join(sys.argv), "gpu": torch.cuda.get_device_name(), "versions": versions}
+        settings.output.write_text(json.dumps({**report, "copy_bytes_per_second": rate, "layers": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
