@@ -22,7 +22,7 @@ constexpr int kMostExperts = 256;
 constexpr int kMostTopK = 32; // a lane each
 constexpr unsigned kAll = 0xffffffffu;
 
-// -- what the routing leaves to the kernels after it -------------------------------------------------------------------
+// -- what the routing leaves to the kernels after it ------------------------------------------------------------------
 
 // Rows that chose one expert: places first..first + tokens - 1 of the pairs of row and expert, sorted by expert.
 struct Group
@@ -74,7 +74,7 @@ struct Workspace
     }
 };
 
-// -- the routing -------------------------------------------------------------------------------------------------------
+// -- the routing ------------------------------------------------------------------------------------------------------
 
 constexpr int kRouteThreads = 1024;
 
@@ -118,7 +118,8 @@ __device__ __forceinline__ int scan(int x, int* sums, int& total)
 }
 
 template <typename L>
-__global__ void __launch_bounds__(kRouteThreads) route_kernel(dflash_moe_params const p, Route const route, int const tile)
+__global__ void __launch_bounds__(kRouteThreads)
+    route_kernel(dflash_moe_params const p, Route const route, int const tile)
 {
     constexpr int kWords = kMostRows / 32;
     __shared__ uint32_t chosen_by[kMostExperts][kWords + 1]; // a bit for each row
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(dflash_moe_params 
     }
 }
 
-// -- MXFP4 -------------------------------------------------------------------------------------------------------------
+// -- MXFP4 ------------------------------------------------------------------------------------------------------------
 
 // E2M1 has 2 bits of exponent with bias 1 and 1 of fraction. Put where the wider type has its exponent's low bits, they
 // are the number times a power of two, subnormal ones too; a product takes that away and brings the scale.
@@ -315,7 +316,7 @@ struct Mxfp4
     }
 };
 
-// -- the products ------------------------------------------------------------------------------------------------------
+// -- the products -----------------------------------------------------------------------------------------------------
 
 constexpr int kMostWarps = 16;
 constexpr int kLeastWarps = 4;
@@ -557,8 +558,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
         int const chunks = p.inputs / 8;
         for (int chunk = threadIdx.x; chunk < layout.token_bytes / 16; chunk += blockDim.x)
         {
-            int const place
-                = kPacked ? chunk / 16 * 256 + chunk % 4 * 64 + chunk / 4 % 4 * 16 : chunk * 16;
+            int const place = kPacked ? chunk / 16 * 256 + chunk % 4 * 64 + chunk / 4 % 4 * 16 : chunk * 16;
 #pragma unroll
             for (int first = 0; first < kTokens; first += 8)
             {
@@ -734,13 +734,14 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// -- the sum -----------------------------------------------------------------------------------------------------------
+// -- the sum ----------------------------------------------------------------------------------------------------------
 
 constexpr int kSumThreads = 128;
 constexpr int kVector = 8;
 
 template <typename T>
-__global__ void __launch_bounds__(kSumThreads) sum_kernel(dflash_moe_params const p, Route const route, void const* const y)
+__global__ void __launch_bounds__(kSumThreads)
+    sum_kernel(dflash_moe_params const p, Route const route, void const* const y)
 {
     using Row = Vector<T, kVector>;
     begin();
@@ -756,7 +757,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(dflash_moe_params cons
         float const share = route.shares[row * p.top_k + k];
         if (place >= 0)
         {
-            Row const part = load_vector<T, kVector>(static_cast<T const*>(y) + static_cast<int64_t>(place) * p.hidden + at);
+            T const* const from = static_cast<T const*>(y) + static_cast<int64_t>(place) * p.hidden;
+            Row const part = load_vector<T, kVector>(from + at);
 #pragma unroll
             for (int i = 0; i < kVector; ++i)
             {
@@ -773,7 +775,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(dflash_moe_params cons
     store_vector(static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.hidden + at, out);
 }
 
-// -- launching ---------------------------------------------------------------------------------------------------------
+// -- launching --------------------------------------------------------------------------------------------------------
 
 struct Device
 {
