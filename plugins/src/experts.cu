@@ -469,8 +469,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
 
     extern __shared__ __align__(128) unsigned char shared[];
 
-    // The routing has to be known, and to the second product it is: the first one, which lets this one begin, has waited
-    // for it. What this reads of it before its own wait comes from the L2 cache, where it surely is.
+    // The routing has to be known. To the second product it is: the first one waited for it before letting this begin.
+    // What this one reads of it before its own wait comes from the L2 cache, where it surely is.
     if constexpr (kGateUp)
     {
         wait();
