@@ -6,20 +6,20 @@
 // together, and lengths are read on the device, so that one captured launch serves them all. A block whose range begins
 // or ends inside a (slot, head) leaves a partial result (unnormalized output, maximum, sum), which a second kernel
 // combines; ranges that hold all of one write the output themselves.
+#include "attention_sm90.cuh"
+#include "attention_work.cuh"
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
+#include <cudaTypedefs.h>
 #include <utility>
 
 namespace dflash
 {
 namespace
 {
-
-constexpr int kTile = 64; // keys
-constexpr float kLog2E = 1.4426950408889634f;
 
 // Of a block: some along the packed rows, 16 each, times the others along a tile's keys. Eight warps in one block an SM
 // were slower than four in each of two: a block's warps wait for each other at every tile.
@@ -40,167 +40,7 @@ constexpr int shared_bytes(int head_size, int warps_m, int stages)
     return 2 * stages * kTile * head_size * 2 + merge;
 }
 
-struct Work
-{
-    dflash_attention_params p;
-    float* partial_out; // [ranges, 2, row blocks, M, D]
-    float2* partial_sums; // [ranges, 2, row blocks, M]: maximum (of scaled logits, base 2) and sum
-    int group; // query heads of one KV head
-    int packed_rows; // group * Q
-    int row_blocks; // M tiles that hold them
-    int ranges;
-};
-
-// -- division of the work ---------------------------------------------------------------------------------------------
-
-// From the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
-__device__ __forceinline__ int length_of(dflash_attention_params const& p, int slot)
-{
-    int const length = __ldcg(p.lengths + slot) + (p.added ? __ldcg(p.added + slot) : 0) + p.length_offset;
-    return min(max(length, 0), p.cache_rows);
-}
-
-// The first tile that any row of a slot sees.
-__device__ __forceinline__ int first_tile_of(dflash_attention_params const& p, int length)
-{
-    return p.window > 0 ? max(length - p.rows - p.window + 1, 0) / kTile : 0;
-}
-
-__device__ __forceinline__ int tiles_of(dflash_attention_params const& p, int length)
-{
-    return (length + kTile - 1) / kTile - first_tile_of(p, length);
-}
-
-// Lengths by slot, by all lanes of a warp: each holds one of the first 32, read once.
-struct Lengths
-{
-    dflash_attention_params const& p;
-    int own;
-
-    __device__ explicit Lengths(dflash_attention_params const& params)
-        : p(params)
-        , own(static_cast<int>(threadIdx.x % 32) < p.slots ? length_of(p, threadIdx.x % 32) : 0)
-    {
-    }
-
-    // Of a slot of the lane's own.
-    __device__ int of_lane(int slot) const
-    {
-        return slot < 32 ? own : length_of(p, slot);
-    }
-
-    // Of one slot, the same in all lanes.
-    __device__ int of(int slot) const
-    {
-        return slot < 32 ? __shfl_sync(0xffffffffu, own, slot) : length_of(p, slot);
-    }
-};
-
-// Units of all slots, and of those before one slot.
-struct Count
-{
-    int all;
-    int before;
-
-    // By all lanes of a warp.
-    __device__ Count(dflash_attention_params const& p, Lengths const& lengths, int slot)
-        : all(0)
-        , before(0)
-    {
-        for (int b = threadIdx.x % 32; b < p.slots; b += 32)
-        {
-            int const tiles = tiles_of(p, lengths.of_lane(b));
-            all += tiles;
-            before += b < slot ? tiles : 0;
-        }
-        all = __reduce_add_sync(0xffffffffu, all) * p.kv_heads;
-        before = __reduce_add_sync(0xffffffffu, before) * p.kv_heads;
-    }
-};
-
-__device__ __forceinline__ int units_per_range(Work const& w, int units)
-{
-    return max((units + w.ranges - 1) / w.ranges, 1);
-}
-
-// A place in the order of units.
-struct Cursor
-{
-    int slot;
-    int head;
-    int tile; // from the slot's first that is seen
-    int tiles;
-    int length;
-    int first_tile;
-
-    // By all lanes of a warp; unit must be below the sum of all.
-    __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, int unit)
-    {
-        int const lane = threadIdx.x % 32;
-        int before = 0;
-        for (int b = 0;; b += 32)
-        {
-            int const own = b + lane < p.slots ? tiles_of(p, lengths.of_lane(b + lane)) * p.kv_heads : 0;
-            int end = own;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2)
-            {
-                int const other = __shfl_up_sync(0xffffffffu, end, step);
-                end += lane >= step ? other : 0;
-            }
-            unsigned const past = __ballot_sync(0xffffffffu, before + end > unit);
-            if (past)
-            {
-                int const found = __ffs(past) - 1;
-                before += __shfl_sync(0xffffffffu, end - own, found);
-                enter(p, b + found, lengths.of(b + found));
-                break;
-            }
-            before += __shfl_sync(0xffffffffu, end, 31);
-        }
-        head = (unit - before) / tiles;
-        tile = unit - before - head * tiles;
-    }
-
-    __device__ void enter(dflash_attention_params const& p, int at, int rows)
-    {
-        slot = at;
-        length = rows;
-        first_tile = first_tile_of(p, length);
-        tiles = tiles_of(p, length);
-    }
-
-    // To the next unit; there must be one.
-    __device__ void advance(dflash_attention_params const& p)
-    {
-        if (++tile < tiles)
-        {
-            return;
-        }
-        tile = 0;
-        if (++head < p.kv_heads)
-        {
-            return;
-        }
-        head = 0;
-        do
-        {
-            enter(p, slot + 1, length_of(p, slot + 1));
-        } while (tiles == 0);
-    }
-
-    __device__ int first_key() const
-    {
-        return (first_tile + tile) * kTile;
-    }
-};
-
 // -- instructions -----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t shared_address(void const* at)
-{
-    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
-}
 
 // 16 bytes from global to shared memory; zeros where is_real is false.
 __device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool is_real)
@@ -259,35 +99,6 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ float sink_of(dflash_attention_params const& p, int head)
-{
-    float sink;
-    switch (p.sinks_dtype)
-    {
-    case DFLASH_FP16: sink = to_float(static_cast<__half const*>(p.sinks)[head]); break;
-    case DFLASH_BF16: sink = to_float(static_cast<__nv_bfloat16 const*>(p.sinks)[head]); break;
-    default: sink = static_cast<float const*>(p.sinks)[head];
-    }
-    return sink * kLog2E;
-}
-
-// What multiplies a row's unnormalized output, given its maximum (base 2) and its sum.
-__device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
-{
-    if (sum == 0.f)
-    {
-        return 0.f;
-    }
-    if (!p.sinks)
-    {
-        return 1.f / sum;
-    }
-    float const sink = sink_of(p, head);
-    float const top = fmaxf(maximum, sink);
-    float const scale = exp2f(maximum - top);
-    return scale / (sum * scale + exp2f(sink - top));
-}
-
 // -- one range --------------------------------------------------------------------------------------------------------
 
 // Each warp has a softmax of its own until the end of a (slot, head).
@@ -318,7 +129,9 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     using S = Shape<T, D, kWarpsM>;
     constexpr int kWarpsN = S::kWarpsN;
     dflash_attention_params const& p = w.p;
-    begin();
+    // In this order: what begins beside this kernel may then read lengths.
+    wait();
+    trigger();
 
     extern __shared__ __align__(128) char shared[];
     uint32_t const tiles_at = shared_address(shared);
@@ -331,16 +144,14 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     int const range = blockIdx.x / w.row_blocks;
     int const row_block = blockIdx.x % w.row_blocks;
 
-    Lengths const lengths(p);
-    int const units = Count(p, lengths, 0).all;
-    int const per_range = units_per_range(w, units);
-    int const first_unit = range * per_range;
-    int const past_unit = min(first_unit + per_range, units);
+    Span const span(w, Lengths(p), range);
+    int const first_unit = span.first;
+    int const past_unit = span.past;
     if (first_unit >= past_unit)
     {
         return;
     }
-    Cursor at(p, lengths, first_unit);
+    Cursor at = span.at;
     Cursor ahead = at;
     int next = first_unit;
 
@@ -373,7 +184,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
         copy_commit();
     };
 
-    // This thread's two packed rows, `lane / 4` and 8 further. Packed row = query head of the group * Q + i.
+    // This thread's two packed rows, as in a fragment.
     int const packed_rows[2]
         = {row_block * S::kM + warp_m * 16 + lane / 4, row_block * S::kM + warp_m * 16 + lane / 4 + 8};
     int const rows[2] = {packed_rows[0] % p.rows, packed_rows[1] % p.rows};
@@ -591,40 +402,15 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
         }
         if (warp_n == 0)
         {
-            bool const is_whole = first_tile == 0 && is_last_tile;
-            int64_t const partial
-                = ((int64_t{range} * 2 + (first_tile == 0 ? 1 : 0)) * w.row_blocks + row_block) * S::kM;
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
+            if (first_tile == 0 && is_last_tile)
             {
-                if (packed_rows[r] >= w.packed_rows)
-                {
-                    continue;
-                }
-                if (is_whole)
-                {
-                    int const head = at.head * w.group + packed_rows[r] / p.rows;
-                    float const factor = normalizer(p, head, maximum[r], sum[r]);
-                    T* to = static_cast<T*>(p.out) + ((int64_t{at.slot} * p.rows + rows[r]) * p.heads + head) * D;
-#pragma unroll
-                    for (int n = 0; n < 2 * S::kDimSteps; ++n)
-                    {
-                        *reinterpret_cast<uint32_t*>(to + n * 8 + lane % 4 * 2)
-                            = packed<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
-                    }
-                    continue;
-                }
-                int64_t const row = partial + packed_rows[r] - row_block * S::kM;
-                float* to = w.partial_out + row * D;
-#pragma unroll
-                for (int n = 0; n < 2 * S::kDimSteps; ++n)
-                {
-                    *reinterpret_cast<float2*>(to + n * 8 + lane % 4 * 2) = {out[n][2 * r], out[n][2 * r + 1]};
-                }
-                if (lane % 4 == 0)
-                {
-                    w.partial_sums[row] = {maximum[r], sum[r]};
-                }
+                write_rows<T, D>(w, at.slot, at.head, packed_rows, maximum, sum, out, 0);
+            }
+            else
+            {
+                Partial const partial(w, D, range, first_tile == 0, row_block, kWarpsM, warp_m);
+                partial.write(out, 0);
+                partial.write_sums(maximum, sum);
             }
         }
         if (unit + 1 < past_unit)
@@ -637,23 +423,22 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
 
 // -- combining --------------------------------------------------------------------------------------------------------
 
-// kSharing warps share the partial results of kRows packed rows: 4 have one where a (slot, head) is divided among many
-// ranges; one has several where there are so many (slot, head)s that most have nothing to combine. Also writes the
+// kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
+// many ranges; one has several where there are so many (slot, head)s that most have nothing to combine. Also writes the
 // zeros of slots that have no rows.
 constexpr int kCombineWarps = 4;
 
-template <typename T, int D, int kSharing, int kRows>
+template <typename T, int D, int kSharing, int kFragments>
 __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const w, int const m)
 {
-    constexpr int kPerLane = D / 32;
-    using Floats = Vector<float, kPerLane>;
     dflash_attention_params const& p = w.p;
     int const lane = threadIdx.x % 32;
-    int const warp = threadIdx.x / 32;
-    int const share = warp % kSharing;
-    int const first_row = (blockIdx.y * kCombineWarps / kSharing + warp / kSharing) * kRows;
+    int const share = threadIdx.x / 32 % kSharing;
     int const slot = blockIdx.x / p.kv_heads;
     int const kv_head = blockIdx.x % p.kv_heads;
+    int const job = (blockIdx.y * kCombineWarps + threadIdx.x / 32) / kSharing;
+    int const first_fragment = job * kFragments % (D / 8);
+    int const first_row = job * kFragments / (D / 8) * 16;
 
     Lengths const lengths(p);
     Count const units(p, lengths, slot);
@@ -662,121 +447,122 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     int const first_unit = units.before + kv_head * tiles;
     int const first_range = first_unit / per_range;
     int const count = tiles == 0 ? 0 : (first_unit + tiles - 1) / per_range - first_range + 1;
+    Partial const partial(w, D, first_range, false, first_row / m, m / 16, first_row % m / 16);
+    int const between = w.row_blocks * (m / 16); // of one of a range's two and the other
+    float4 const* parts_at = partial.out + first_fragment * 32;
+    float2 const* sums_at = partial.sums;
+    int const last = count - 1;
     // Only here: the other kernel has begun when this one may, so that lengths, which came before both, can be read.
+    // What is computed of them is so before the wait.
+    asm volatile("" ::"l"(parts_at), "l"(sums_at), "r"(between), "r"(last));
     begin();
     if (count == 1 || first_row >= w.packed_rows)
     {
         return;
     }
 
-    // Rows past the last are the last once more: without a condition the loads of many can be on their way at once.
-    int rows[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-    {
-        rows[r] = min(first_row + r, w.packed_rows - 1);
-    }
-    // A packed row in the partial result of a range: in the first place of what began before the range, in the second
-    // of what begins in it.
-    auto const place = [&](int row, int i)
-    {
-        int const range = first_range + i;
-        int const which = first_unit < range * per_range ? 0 : 1;
-        return ((int64_t{range} * 2 + which) * w.row_blocks + row / m) * m + row % m;
-    };
-    Floats total[kRows] = {};
-    float maximum[kRows];
-    float sum[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-    {
-        maximum[r] = -INFINITY;
-        sum[r] = 0.f;
-    }
-    for (int first = 0; first < count; first += 32)
-    {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-        {
-            float const own = first + lane < count ? w.partial_sums[place(rows[r], first + lane)].x : -INFINITY;
-            maximum[r] = fmaxf(maximum[r], warp_max(own));
-        }
-    }
     // Several partial results are on their way at once; of those past the last, the last again, with no weight.
-    constexpr int kBatch = kRows == 1 ? 6 : 2;
+    constexpr int kBatch = 8 / kFragments;
+    float total[kFragments][4] = {};
+    float maximum[2] = {-INFINITY, -INFINITY};
+    float sum[2] = {};
     for (int first = share; first < count; first += kBatch * kSharing)
     {
-        Floats parts[kBatch][kRows];
-        float2 sums[kBatch][kRows];
+        float4 parts[kBatch][kFragments];
+        float2 sums[kBatch][2];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
         {
+            // Of the first range what begins in it, of the others what began before.
+            int const nth = min(first + i * kSharing, last);
+            int const at = (2 * nth + (nth == 0 ? 1 : 0)) * between;
+            sums[i][0] = sums_at[at * 16];
+            sums[i][1] = sums_at[at * 16 + 8];
 #pragma unroll
-            for (int r = 0; r < kRows; ++r)
+            for (int n = 0; n < kFragments; ++n)
             {
-                int64_t const row = place(rows[r], min(first + i * kSharing, count - 1));
-                sums[i][r] = w.partial_sums[row];
-                parts[i][r] = load_vector<float, kPerLane>(w.partial_out + row * D + lane * kPerLane);
+                parts[i][n] = parts_at[at * (D / 8 * 32) + n * 32];
             }
+        }
+        float decay[2];
+        float base[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            float top = maximum[r];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+            {
+                top = fmaxf(top, sums[i][r].x);
+            }
+            base[r] = top == -INFINITY ? 0.f : top;
+            decay[r] = exp2f(maximum[r] - base[r]);
+            maximum[r] = top;
+            sum[r] *= decay[r];
+        }
+#pragma unroll
+        for (auto& x : total)
+        {
+            x[0] *= decay[0];
+            x[1] *= decay[0];
+            x[2] *= decay[1];
+            x[3] *= decay[1];
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
         {
+            float weights[2];
 #pragma unroll
-            for (int r = 0; r < kRows; ++r)
+            for (int r = 0; r < 2; ++r)
             {
-                bool const counts = first + i * kSharing < count && sums[i][r].x != -INFINITY;
-                float const weight = counts ? exp2f(sums[i][r].x - maximum[r]) : 0.f;
-                sum[r] += sums[i][r].y * weight;
+                weights[r] = first + i * kSharing < count ? exp2f(sums[i][r].x - base[r]) : 0.f;
+                sum[r] += sums[i][r].y * weights[r];
+            }
 #pragma unroll
-                for (int j = 0; j < kPerLane; ++j)
-                {
-                    total[r].at[j] += parts[i][r].at[j] * weight;
-                }
+            for (int n = 0; n < kFragments; ++n)
+            {
+                total[n][0] += parts[i][n].x * weights[0];
+                total[n][1] += parts[i][n].y * weights[0];
+                total[n][2] += parts[i][n].z * weights[1];
+                total[n][3] += parts[i][n].w * weights[1];
             }
         }
     }
     if constexpr (kSharing > 1)
     {
-        __shared__ Floats totals[kSharing][32];
-        __shared__ float sums[kSharing];
-        totals[share][lane] = total[0];
-        sums[share] = sum[0];
+        static_assert(kSharing == 2 && kFragments == 1);
+        __shared__ float4 others[kCombineWarps / 2][2][32];
+        auto& box = others[threadIdx.x / 64];
+        if (share == 1)
+        {
+            box[0][lane] = {total[0][0], total[0][1], total[0][2], total[0][3]};
+            box[1][lane] = {maximum[0], maximum[1], sum[0], sum[1]};
+        }
         __syncthreads();
-        if (share > 0)
+        if (share == 1)
         {
             return;
         }
+        float4 const x = box[0][lane];
+        float4 const y = box[1][lane];
+        float const parts[4] = {x.x, x.y, x.z, x.w};
+        float const maxima[2] = {y.x, y.y};
+        float const sums[2] = {y.z, y.w};
 #pragma unroll
-        for (int i = 1; i < kSharing; ++i)
+        for (int r = 0; r < 2; ++r)
         {
-            sum[0] += sums[i];
-#pragma unroll
-            for (int j = 0; j < kPerLane; ++j)
-            {
-                total[0].at[j] += totals[i][lane].at[j];
-            }
+            float const top = fmaxf(maximum[r], maxima[r]);
+            float const base = top == -INFINITY ? 0.f : top;
+            float const mine = exp2f(maximum[r] - base);
+            float const theirs = exp2f(maxima[r] - base);
+            maximum[r] = top;
+            sum[r] = sum[r] * mine + sums[r] * theirs;
+            total[0][2 * r] = total[0][2 * r] * mine + parts[2 * r] * theirs;
+            total[0][2 * r + 1] = total[0][2 * r + 1] * mine + parts[2 * r + 1] * theirs;
         }
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-    {
-        int const packed_row = first_row + r;
-        if (packed_row >= w.packed_rows)
-        {
-            break;
-        }
-        int const head = kv_head * w.group + packed_row / p.rows;
-        float const factor = normalizer(p, head, maximum[r], sum[r]);
-        Vector<T, kPerLane> out;
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j)
-        {
-            out.at[j] = from_float<T>(total[r].at[j] * factor);
-        }
-        int64_t const row = (int64_t{slot} * p.rows + packed_row % p.rows) * p.heads + head;
-        store_vector(static_cast<T*>(p.out) + row * D + lane * kPerLane, out);
-    }
+    int const packed_rows[2] = {first_row + lane / 4, first_row + lane / 4 + 8};
+    write_rows<T, D>(w, slot, kv_head, packed_rows, maximum, sum, total, first_fragment);
 }
 
 // -- launching --------------------------------------------------------------------------------------------------------
@@ -784,10 +570,10 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
 struct Plan
 {
     Work work;
+    bool is_sm90;
     int warps_m;
-    int m; // packed rows of one block
+    int m; // packed rows of one row block
     int stages;
-    int sms;
     size_t sums_at; // where the sums lie in the workspace
     size_t bytes;
 };
@@ -804,10 +590,12 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     int sms = 0;
     int block_bytes = 0;
     int sm_bytes = 0;
+    int major = 0;
     cudaError_t error = cudaGetDevice(&device);
-    for (auto const& [to, what] : {std::pair{&sms, cudaDevAttrMultiProcessorCount},
-             std::pair{&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-             std::pair{&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor}})
+    for (auto const& [to, what] :
+        {std::pair{&sms, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+            std::pair{&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+            std::pair{&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor}})
     {
         error = error == cudaSuccess ? cudaDeviceGetAttribute(to, what, device) : error;
     }
@@ -819,16 +607,33 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.p = p;
     w.group = p.heads / p.kv_heads;
     w.packed_rows = w.group * p.rows;
-    plan.warps_m = w.packed_rows <= 16 ? 1 : w.packed_rows <= 32 ? 2 : 4;
-    plan.m = 16 * plan.warps_m;
-    // SM120 has less than half the shared memory of the others.
-    plan.stages = shared_bytes(p.head_size, plan.warps_m, kMostStages) <= block_bytes ? kMostStages : 2;
-    int const bytes = shared_bytes(p.head_size, plan.warps_m, plan.stages) + 1024; // the system's own
-    int const blocks_per_sm = std::clamp(sm_bytes / bytes, 1, most_blocks_per_sm(p.head_size));
-    plan.sms = sms;
-    w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
+    w.per_row = 1.f / p.rows;
+#ifdef DFLASH_SM90A
+    plan.is_sm90 = major == 9;
+#else
+    plan.is_sm90 = false;
+#endif
+    int64_t blocks = sms;
+    if (plan.is_sm90)
+    {
+        plan.m = sm90::kRows;
+        w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
+        blocks = std::max(sms / ((w.row_blocks + 1) / 2), 1);
+        w.least_units = w.row_blocks > 1 ? 1 : 2; // one a warpgroup
+    }
+    else
+    {
+        plan.warps_m = w.packed_rows <= 16 ? 1 : w.packed_rows <= 32 ? 2 : 4;
+        plan.m = 16 * plan.warps_m;
+        // SM120 has less than half the shared memory of the others.
+        plan.stages = shared_bytes(p.head_size, plan.warps_m, kMostStages) <= block_bytes ? kMostStages : 2;
+        int const bytes = shared_bytes(p.head_size, plan.warps_m, plan.stages) + 1024; // the system's own
+        int const blocks_per_sm = std::clamp(sm_bytes / bytes, 1, most_blocks_per_sm(p.head_size));
+        w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
+        blocks = std::max(blocks_per_sm * sms / w.row_blocks, 1);
+        w.least_units = 1;
+    }
     int64_t const most_units = int64_t{p.slots} * p.kv_heads * ((p.cache_rows + kTile - 1) / kTile);
-    int64_t const blocks = std::max(blocks_per_sm * sms / w.row_blocks, 1);
     w.ranges = static_cast<int>(std::min(blocks, std::max(most_units, int64_t{1})));
     size_t const rows = size_t{2} * w.ranges * w.row_blocks * plan.m;
     plan.sums_at = rows * p.head_size * sizeof(float);
@@ -857,30 +662,91 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
                                       : launch_attend<T, D, kWarpsM, 2>(plan.work, stream);
 }
 
-template <typename T, int D, int kSharing, int kRows>
+// A cache as the copy engine sees it: [slots, kv_heads, D / 64, S, 64], in boxes of one tile.
+cudaError_t make_map(dflash_attention_params const& p, void const* cache, CUtensorMap& map)
+{
+    static auto const encode = []
+    {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    }();
+    if (!encode)
+    {
+        return cudaErrorNotSupported;
+    }
+    auto const size = static_cast<cuuint64_t>(p.head_size);
+    auto const rows = static_cast<cuuint64_t>(p.cache_rows);
+    // The stride of the only slot, or head, may be any number.
+    auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
+    cuuint64_t const sizes[] = {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads),
+        static_cast<cuuint64_t>(p.slots)};
+    cuuint64_t const strides[]
+        = {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(p.slots, p.cache_slot_stride)};
+    cuuint32_t const box[] = {sm90::kAtom, kTile, static_cast<cuuint32_t>(p.head_size) / sm90::kAtom, 1, 1};
+    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
+    CUresult const result = encode(&map,
+        p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+        const_cast<void*>(cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <typename T, int D, bool kSharedTiles>
+cudaError_t launch_attend_sm90(Work const& w, cudaStream_t stream)
+{
+    constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
+    auto const kernel = sm90::attend_kernel<T, D, kSharedTiles>;
+    CUtensorMap keys;
+    CUtensorMap values;
+    cudaError_t error = make_map(w.p, w.p.keys, keys);
+    error = error == cudaSuccess ? make_map(w.p, w.p.values, values) : error;
+    error = error == cudaSuccess
+        ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)
+        : error;
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    dim3 const grid(w.ranges, (w.row_blocks + 1) / 2);
+    return launch_kernel(kernel, grid, sm90::kThreads, kBytes, stream, w, keys, values);
+}
+
+template <typename T, int D>
+cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
+{
+    if (plan.is_sm90)
+    {
+        return plan.work.row_blocks > 1 ? launch_attend_sm90<T, D, true>(plan.work, stream)
+                                        : launch_attend_sm90<T, D, false>(plan.work, stream);
+    }
+    return plan.warps_m == 1 ? launch_attend<T, D, 1>(plan, stream)
+        : plan.warps_m == 2  ? launch_attend<T, D, 2>(plan, stream)
+                             : launch_attend<T, D, 4>(plan, stream);
+}
+
+template <typename T, int D, int kSharing, int kFragments>
 cudaError_t launch_combine(Plan const& plan, cudaStream_t stream)
 {
     Work const& w = plan.work;
-    constexpr int kBlockRows = kCombineWarps / kSharing * kRows;
-    dim3 const grid(w.p.slots * w.p.kv_heads, (w.packed_rows + kBlockRows - 1) / kBlockRows);
-    return launch_kernel(combine_kernel<T, D, kSharing, kRows>, grid, kCombineWarps * 32, 0, stream, w, plan.m);
+    int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
+    dim3 const grid(w.p.slots * w.p.kv_heads, (warps + kCombineWarps - 1) / kCombineWarps);
+    auto const kernel = combine_kernel<T, D, kSharing, kFragments>;
+    return launch_kernel(kernel, grid, kCombineWarps * 32, 0, stream, w, plan.m);
 }
 
 template <typename T, int D>
 cudaError_t launch(Plan const& plan, cudaStream_t stream)
 {
     Work const& w = plan.work;
-    cudaError_t const error = plan.warps_m == 1 ? launch_attend<T, D, 1>(plan, stream)
-        : plan.warps_m == 2                     ? launch_attend<T, D, 2>(plan, stream)
-                                                : launch_attend<T, D, 4>(plan, stream);
+    cudaError_t const error = launch_attend<T, D>(plan, stream);
     if (error != cudaSuccess)
     {
         return error;
     }
-    int const heads = w.p.slots * w.p.kv_heads;
-    return w.ranges > 8 * heads ? launch_combine<T, D, 4, 1>(plan, stream)
-        : heads < plan.sms      ? launch_combine<T, D, 1, 1>(plan, stream)
-                                : launch_combine<T, D, 1, 4>(plan, stream);
+    return w.ranges > 2 * w.p.slots * w.p.kv_heads ? launch_combine<T, D, 2, 1>(plan, stream)
+                                                   : launch_combine<T, D, 1, 4>(plan, stream);
 }
 
 } // namespace
@@ -912,7 +778,7 @@ extern "C" cudaError_t dflash_attention(
     {
         return cudaSuccess;
     }
-    plan.work.partial_out = static_cast<float*>(workspace);
+    plan.work.partial_out = static_cast<float4*>(workspace);
     plan.work.partial_sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + plan.sums_at);
     if (p->dtype == DFLASH_FP16)
     {

@@ -1,0 +1,586 @@
+// Attention for Hopper: warpgroup products from shared memory, which the bulk copy engine fills.
+//
+// One block an SM. One warp asks for tiles of keys and values, as many ahead as fit; two warpgroups of 64 packed rows
+// compute. Where there are more than 64 packed rows, both take every tile, each with its own rows; else each takes
+// every other tile with the same rows, so that one's softmax runs beside the other's products, and they merge their
+// results at the end of a (slot, head).
+#pragma once
+
+#include "attention_work.cuh"
+#include "launch.cuh"
+
+#include <cuda.h>
+#include <type_traits>
+
+namespace dflash
+{
+namespace sm90
+{
+
+constexpr int kRows = 64; // packed rows of a warpgroup
+constexpr int kConsumers = 256; // threads
+constexpr int kThreads = kConsumers + 32;
+// What the compiler may count on: it leaves registers for blocks of the kernels before and after this one.
+constexpr int kMostThreads = 384;
+constexpr int kAtom = 64; // numbers, 128 bytes: the longest row of shared memory that products read with one swizzle
+
+// What lies in shared memory: tiles of keys and values, queries, the box through which warpgroups merge, barriers.
+template <int D, bool kSharedTiles>
+struct Shared
+{
+    static constexpr int kTileBytes = kTile * D * 2;
+    static constexpr int kStages = 4 * 128 / D; // an even number
+    static constexpr int kQueryBytes = kRows * D * 2; // of a warpgroup, if tiles are shared, else of both
+    static constexpr int kQueriesAt = 2 * kStages * kTileBytes;
+    static constexpr int kMergeAt = kQueriesAt + (kSharedTiles ? 2 : 1) * kQueryBytes;
+    static constexpr int kBoxRows = 1 + D / 16; // of a number of fragment a thread
+    static constexpr int kBarriersAt = kMergeAt + (kSharedTiles ? 0 : 2 * kBoxRows * 128 * 16);
+    static constexpr int kBytes = kBarriersAt + 2 * kStages * 8;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// -- instructions -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity)
+{
+    uint32_t is_done = 0;
+    while (!is_done)
+    {
+        asm volatile(
+            "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+            : "=r"(is_done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    }
+}
+
+// Both warpgroups.
+__device__ __forceinline__ void meet_all()
+{
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+}
+
+// One warpgroup.
+__device__ __forceinline__ void meet_group(int group)
+{
+    if (group == 0)
+    {
+        asm volatile("bar.sync 2, 128;" ::: "memory");
+    }
+    else
+    {
+        asm volatile("bar.sync 3, 128;" ::: "memory");
+    }
+}
+
+// What this thread wrote into shared memory, for products.
+__device__ __forceinline__ void show_to_products()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Tiles are boxes [D / 64, kTile, 64] of the cache [slots, kv_heads, D / 64, S, 64].
+__device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, Cursor const& at, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
+        "l"(&from), "r"(0), "r"(at.first_key()), "r"(at.head), "r"(at.slot), "r"(barrier)
+        : "memory");
+}
+
+// A matrix in shared memory with the swizzle of 128 bytes, in atoms of 8 rows of 128 bytes.
+__device__ __forceinline__ uint64_t matrix(uint32_t at, int between_columns, int between_rows)
+{
+    return static_cast<uint64_t>((at & 0x3ffff) >> 4) | static_cast<uint64_t>(between_columns >> 4) << 16
+        | static_cast<uint64_t>(between_rows >> 4) << 32 | uint64_t{1} << 62;
+}
+
+// Before products that take registers which were written since the last.
+__device__ __forceinline__ void begin_products()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_products()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until all are done; x is what they gave.
+template <int N>
+__device__ __forceinline__ void wait_for_products(float (&x)[N][4])
+{
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (auto& fragment : x)
+    {
+        asm volatile("" : "+f"(fragment[0]), "+f"(fragment[1]), "+f"(fragment[2]), "+f"(fragment[3])::"memory");
+    }
+}
+
+#define DFLASH_FRAGMENT(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define DFLASH_FRAGMENTS(c, i)                                                                                         \
+    DFLASH_FRAGMENT(c, i), DFLASH_FRAGMENT(c, i + 1), DFLASH_FRAGMENT(c, i + 2), DFLASH_FRAGMENT(c, i + 3)
+#define DFLASH_REGISTERS_32                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+    "%30,%31}"
+#define DFLASH_REGISTERS_64                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+    "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
+    "%58,%59,%60,%61,%62,%63}"
+
+// c [64, 64] += a [64, 16] b [64, 16]^T
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[8][4], uint64_t a, uint64_t b)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " DFLASH_REGISTERS_32
+                     ", %32, %33, 1, 1, 1, 0, 0;"
+                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+                     : "l"(a), "l"(b)
+                     : "memory");
+    }
+    else
+    {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " DFLASH_REGISTERS_32
+                     ", %32, %33, 1, 1, 1, 0, 0;"
+                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+                     : "l"(a), "l"(b)
+                     : "memory");
+    }
+}
+
+// c [64, 64] += a [64, 16] b [16, 64]
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[8][4], uint32_t const (&a)[4], uint64_t b)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " DFLASH_REGISTERS_32
+                     ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+                     : "memory");
+    }
+    else
+    {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " DFLASH_REGISTERS_32
+                     ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+                     : "memory");
+    }
+}
+
+// c [64, 128] += a [64, 16] b [16, 128]
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[16][4], uint32_t const (&a)[4], uint64_t b)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " DFLASH_REGISTERS_64
+                     ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+                     : "memory");
+    }
+    else
+    {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " DFLASH_REGISTERS_64
+                     ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+                     : "memory");
+    }
+}
+
+#undef DFLASH_FRAGMENT
+#undef DFLASH_FRAGMENTS
+#undef DFLASH_REGISTERS_32
+#undef DFLASH_REGISTERS_64
+
+__device__ __forceinline__ float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#endif
+
+// -- one range --------------------------------------------------------------------------------------------------------
+
+template <typename T, int D, bool kSharedTiles>
+__global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
+    Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using S = Shared<D, kSharedTiles>;
+    constexpr int kHalfBytes = kTile * kAtom * 2; // of a tile: 64 of its columns
+    constexpr int kSteps = D / 16;
+    dflash_attention_params const& p = w.p;
+
+    extern __shared__ __align__(1024) char tiles[];
+    uint32_t const tiles_at = shared_address(tiles);
+    uint32_t const full = tiles_at + S::kBarriersAt; // a tile has come
+    uint32_t const empty = full + S::kStages * 8; // its readers are done
+
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+    int const group = warp / 4; // 2: who asks for tiles
+    int const range = blockIdx.x;
+
+    if (threadIdx.x == 0)
+    {
+        for (int stage = 0; stage < S::kStages; ++stage)
+        {
+            init_barrier(full + stage * 8, 1);
+            init_barrier(empty + stage * 8, kSharedTiles ? 8 : 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    // Until the wait lengths are a guess, for a kernel before this one may be writing them; but mostly a right one, and
+    // what follows from them takes longer than the look whether they have changed.
+    Lengths lengths(p);
+    bool const can_guess = p.slots <= 32; // then all is in registers
+    Span span = can_guess ? Span(w, lengths, range) : Span();
+    __syncthreads();
+    // In this order: what begins beside this kernel may then read lengths.
+    wait();
+    trigger();
+    if (lengths.renew() || !can_guess)
+    {
+        span = Span(w, lengths, range);
+    }
+    if (span.first >= span.past)
+    {
+        return;
+    }
+
+    if (group == 2)
+    {
+        if (lane == 0)
+        {
+            Cursor ahead = span.at;
+            int stage = 0;
+            uint32_t parity = 1;
+            for (int unit = span.first; unit < span.past; ++unit)
+            {
+                wait_for(empty + stage * 8, parity);
+                uint32_t const to = tiles_at + stage * 2 * S::kTileBytes;
+                arrive_expecting(full + stage * 8, 2 * S::kTileBytes);
+                copy_tile(to, keys, ahead, full + stage * 8);
+                copy_tile(to + S::kTileBytes, values, ahead, full + stage * 8);
+                if (unit + 1 < span.past)
+                {
+                    ahead.advance(p);
+                }
+                stage = stage + 1 == S::kStages ? 0 : stage + 1;
+                parity ^= stage == 0;
+            }
+        }
+        return;
+    }
+
+    // This thread's two packed rows, as in a fragment.
+    int const row_block = kSharedTiles ? 2 * blockIdx.y + group : 0;
+    int const warp_rows = row_block * kRows + warp % 4 * 16;
+    bool const has_rows = warp_rows < w.packed_rows;
+    int const packed_rows[2] = {warp_rows + lane / 4, warp_rows + lane / 4 + 8};
+    int const rows[2] = {
+        packed_rows[0] - head_of(w, packed_rows[0]) * p.rows, packed_rows[1] - head_of(w, packed_rows[1]) * p.rows};
+    float const scale = p.scale * kLog2E;
+
+    // Queries of a warpgroup of its own, or of both.
+    constexpr int kQueryThreads = kSharedTiles ? kConsumers / 2 : kConsumers;
+    uint32_t const queries_at = tiles_at + S::kQueriesAt + (kSharedTiles ? group * S::kQueryBytes : 0);
+    auto const meet_for_queries = [&]()
+    {
+        if constexpr (kSharedTiles)
+        {
+            meet_group(group);
+        }
+        else
+        {
+            meet_all();
+        }
+    };
+    // A 16-byte chunk of a row of queries, keys or values: the columns of one half lie together, swizzled.
+    auto const swizzled = [](int row, int chunk)
+    { return chunk / 8 * kHalfBytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16; };
+
+    int unit = span.first; // of the (slot, head), the first that is in the range
+    for (Cursor at = span.at;; at.next_head(p))
+    {
+        int const count = min(at.tiles - at.tile, span.past - unit);
+        float out[2 * kSteps][4] = {};
+        float maximum[2] = {-INFINITY, -INFINITY};
+        float sum[2] = {};
+
+        for (int i = threadIdx.x % kQueryThreads; i < kRows * (D / 8); i += kQueryThreads)
+        {
+            int const row = i / (D / 8);
+            int const chunk = i % (D / 8);
+            int const packed_row = row_block * kRows + row;
+            int4 x = {};
+            if (packed_row < w.packed_rows)
+            {
+                int const group_head = head_of(w, packed_row);
+                T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride
+                    + (packed_row - group_head * p.rows) * p.q_row_stride
+                    + (at.head * w.group + group_head) * p.q_head_stride;
+                x = *reinterpret_cast<int4 const*>(from + chunk * 8);
+            }
+            *reinterpret_cast<int4*>(tiles + (queries_at - tiles_at) + swizzled(row, chunk)) = x;
+        }
+        show_to_products();
+        meet_for_queries();
+
+        // Of all tiles of the range, not of this (slot, head): a place of the ring is then always the same warpgroup's,
+        // which so has seen each of the phases of its barriers.
+        int const before = unit - span.first;
+        for (int i = kSharedTiles ? 0 : (before + group) % 2; i < count; i += kSharedTiles ? 1 : 2)
+        {
+            int const nth = before + i;
+            int const stage = nth % S::kStages;
+            uint32_t const keys_at = tiles_at + stage * 2 * S::kTileBytes;
+            uint32_t const values_at = keys_at + S::kTileBytes;
+            int const first_key = at.first_key() + i * kTile;
+            wait_for(full + stage * 8, nth / S::kStages % 2);
+
+            // logits = q k^T
+            float logits[8][4] = {};
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k)
+            {
+                int const column = k / 4 * kHalfBytes + k % 4 * 32;
+                multiply_add<T>(logits, matrix(queries_at + column, 16, 8 * kAtom * 2),
+                    matrix(keys_at + column, 16, 8 * kAtom * 2));
+            }
+            commit_products();
+            // Values past the length may be anything, NaN too, which no weight of zero takes away.
+            if (first_key + kTile > at.length)
+            {
+                constexpr int kSharing = kSharedTiles ? kConsumers : kConsumers / 2;
+                int const past = at.length - first_key;
+                for (int j = threadIdx.x % kSharing; j < (kTile - past) * (D / 8); j += kSharing)
+                {
+                    *reinterpret_cast<int4*>(
+                        tiles + (values_at - tiles_at) + swizzled(past + j / (D / 8), j % (D / 8))) = {};
+                }
+                show_to_products();
+                if constexpr (kSharedTiles)
+                {
+                    meet_all();
+                }
+                else
+                {
+                    meet_group(group);
+                }
+            }
+            wait_for_products(logits);
+
+            uint32_t weights[4][4] = {};
+            if (has_rows)
+            {
+                bool const is_cut = first_key + kTile > at.length - (p.causal ? p.rows - 1 : 0)
+                    || (p.window > 0 && first_key < at.length - p.window);
+                if (is_cut)
+                {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                    {
+                        int const position = at.length - p.rows + rows[r];
+                        int const past = p.causal ? position + 1 : at.length;
+                        int const first = p.window > 0 ? position - p.window + 1 : 0;
+#pragma unroll
+                        for (int n = 0; n < 8; ++n)
+                        {
+#pragma unroll
+                            for (int c = 0; c < 2; ++c)
+                            {
+                                int const key = first_key + n * 8 + lane % 4 * 2 + c;
+                                if (key < first || key >= past)
+                                {
+                                    logits[n][2 * r + c] = -INFINITY;
+                                }
+                            }
+                        }
+                    }
+                }
+
+                // Online softmax, base 2. A row that has seen no key yet keeps its maximum at -inf, all weights at 0.
+                float base[2];
+                float decay[2];
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                {
+                    float top = maximum[r];
+#pragma unroll
+                    for (int n = 0; n < 8; ++n)
+                    {
+                        top = fmaxf(top, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+                    }
+                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+                    base[r] = top == -INFINITY ? 0.f : top * scale;
+                    decay[r] = exp2_fast(maximum[r] * scale - base[r]);
+                    maximum[r] = top;
+                    sum[r] *= decay[r];
+                }
+                if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
+                {
+#pragma unroll
+                    for (auto& fragment : out)
+                    {
+                        fragment[0] *= decay[0];
+                        fragment[1] *= decay[0];
+                        fragment[2] *= decay[1];
+                        fragment[3] *= decay[1];
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < 8; ++n)
+                {
+                    float(&x)[4] = logits[n];
+#pragma unroll
+                    for (int c = 0; c < 4; ++c)
+                    {
+                        x[c] = exp2_fast(fmaf(x[c], scale, -base[c / 2]));
+                        sum[c / 2] += x[c];
+                    }
+                    weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
+                    weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
+                }
+            }
+
+            // out += softmax v
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+            {
+                multiply_add<T>(
+                    out, weights[k], matrix(values_at + k * 16 * kAtom * 2, kHalfBytes, 8 * kAtom * 2));
+
+            }
+            commit_products();
+            wait_for_products(out);
+            if (lane == 0)
+            {
+                arrive(empty + stage * 8);
+            }
+        }
+
+        // The end of a (slot, head), or of the range.
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] *= scale;
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+        }
+        // Of results in two warpgroups each finishes a half: this is of the other's half, and the other's is of this.
+        constexpr int kOwn = kSharedTiles ? 2 * kSteps : kSteps; // fragments
+        int const first_own = kSharedTiles ? 0 : group * kSteps;
+        float own[kOwn][4];
+        if constexpr (kSharedTiles)
+        {
+#pragma unroll
+            for (int i = 0; i < 4 * kOwn; ++i)
+            {
+                own[i / 4][i % 4] = out[i / 4][i % 4];
+            }
+            meet_for_queries(); // of the next (slot, head): none reads these any more
+        }
+        else
+        {
+            auto* box = reinterpret_cast<float4*>(tiles + S::kMergeAt) + threadIdx.x % 128;
+            auto* to = box + group * S::kBoxRows * 128;
+            auto* from = box + (1 - group) * S::kBoxRows * 128;
+            to[0] = {maximum[0], maximum[1], sum[0], sum[1]};
+#pragma unroll
+            for (int n = 0; n < kSteps; ++n)
+            {
+                float(&lower)[4] = out[n];
+                float(&upper)[4] = out[n + kSteps];
+                to[(1 + n) * 128] = group == 0 ? float4{upper[0], upper[1], upper[2], upper[3]}
+                                               : float4{lower[0], lower[1], lower[2], lower[3]};
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                {
+                    own[n][c] = group == 0 ? lower[c] : upper[c];
+                }
+            }
+            meet_for_queries(); // and for the box
+            float4 const others = from[0];
+            float const maxima[2] = {others.x, others.y};
+            float const sums[2] = {others.z, others.w};
+            float mine[2];
+            float theirs[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+            {
+                float const top = fmaxf(maximum[r], maxima[r]);
+                float const zero = top == -INFINITY ? 0.f : top;
+                mine[r] = exp2_fast(maximum[r] - zero);
+                theirs[r] = exp2_fast(maxima[r] - zero);
+                maximum[r] = top;
+                sum[r] = sum[r] * mine[r] + sums[r] * theirs[r];
+            }
+#pragma unroll
+            for (int n = 0; n < kSteps; ++n)
+            {
+                float4 const x = from[(1 + n) * 128];
+                own[n][0] = own[n][0] * mine[0] + x.x * theirs[0];
+                own[n][1] = own[n][1] * mine[0] + x.y * theirs[0];
+                own[n][2] = own[n][2] * mine[1] + x.z * theirs[1];
+                own[n][3] = own[n][3] * mine[1] + x.w * theirs[1];
+            }
+        }
+        if (has_rows)
+        {
+            Partial const partial(w, D, range, at.tile == 0, row_block, kRows / 16, warp % 4);
+            bool const is_whole = at.tile == 0 && count == at.tiles;
+            if (is_whole)
+            {
+                write_rows<T, D>(w, at.slot, at.head, packed_rows, maximum, sum, own, first_own);
+            }
+            else
+            {
+                partial.write(own, first_own);
+                if (first_own == 0)
+                {
+                    partial.write_sums(maximum, sum);
+                }
+            }
+        }
+        unit += count;
+        if (unit == span.past)
+        {
+            return;
+        }
+    }
+#endif
+}
+
+} // namespace sm90
+} // namespace dflash

@@ -1,0 +1,313 @@
+// How attention's work is divided among blocks, and what its kernels share.
+#pragma once
+
+#include "dflash_kernels.h"
+#include "element.cuh"
+
+namespace dflash
+{
+
+constexpr int kTile = 64; // keys
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Packed row = query head of the group * Q + i. A fragment is 16 packed rows of 8 columns as tensor cores give them: of
+// rows lane / 4 and 8 further each, columns lane % 4 * 2 and the next.
+struct Work
+{
+    dflash_attention_params p;
+    float4* partial_out; // [ranges, 2, row blocks, M / 16, D / 8, 32]: fragments, loaded and stored as whole lines
+    float2* partial_sums; // [ranges, 2, row blocks, M]: maximum (of scaled logits, base 2) and sum
+    int group; // query heads of one KV head
+    int packed_rows; // group * Q
+    float per_row; // 1 / Q
+    int row_blocks; // M tiles that hold them
+    int ranges;
+    int least_units; // of a range
+};
+
+// Which of the group a packed row's query head is; exact, for rows are few.
+__device__ __forceinline__ int head_of(Work const& w, int packed_row)
+{
+    return static_cast<int>((packed_row + 0.5f) * w.per_row);
+}
+
+// -- division of the work ---------------------------------------------------------------------------------------------
+
+// From the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
+__device__ __forceinline__ int length_of(dflash_attention_params const& p, int slot)
+{
+    int const length = __ldcg(p.lengths + slot) + (p.added ? __ldcg(p.added + slot) : 0) + p.length_offset;
+    return min(max(length, 0), p.cache_rows);
+}
+
+// The first tile that any row of a slot sees.
+__device__ __forceinline__ int first_tile_of(dflash_attention_params const& p, int length)
+{
+    return p.window > 0 ? max(length - p.rows - p.window + 1, 0) / kTile : 0;
+}
+
+__device__ __forceinline__ int tiles_of(dflash_attention_params const& p, int length)
+{
+    return (length + kTile - 1) / kTile - first_tile_of(p, length);
+}
+
+// Lengths by slot, by all lanes of a warp: each holds one of the first 32, read once.
+struct Lengths
+{
+    dflash_attention_params const& p;
+    int own;
+
+    __device__ explicit Lengths(dflash_attention_params const& params)
+        : p(params)
+        , own(static_cast<int>(threadIdx.x % 32) < p.slots ? length_of(p, threadIdx.x % 32) : 0)
+    {
+    }
+
+    // Reads them again; whether any is another one now.
+    __device__ bool renew()
+    {
+        int const before = own;
+        own = static_cast<int>(threadIdx.x % 32) < p.slots ? length_of(p, threadIdx.x % 32) : 0;
+        return __any_sync(0xffffffffu, own != before);
+    }
+
+    // Of a slot of the lane's own.
+    __device__ int of_lane(int slot) const
+    {
+        return slot < 32 ? own : length_of(p, slot);
+    }
+
+    // Of one slot, the same in all lanes.
+    __device__ int of(int slot) const
+    {
+        return slot < 32 ? __shfl_sync(0xffffffffu, own, slot) : length_of(p, slot);
+    }
+};
+
+// Units of all slots, and of those before one slot.
+struct Count
+{
+    int all;
+    int before;
+
+    // By all lanes of a warp.
+    __device__ Count(dflash_attention_params const& p, Lengths const& lengths, int slot)
+        : all(0)
+        , before(0)
+    {
+        for (int b = threadIdx.x % 32; b < p.slots; b += 32)
+        {
+            int const tiles = tiles_of(p, lengths.of_lane(b));
+            all += tiles;
+            before += b < slot ? tiles : 0;
+        }
+        all = __reduce_add_sync(0xffffffffu, all) * p.kv_heads;
+        before = __reduce_add_sync(0xffffffffu, before) * p.kv_heads;
+    }
+};
+
+__device__ __forceinline__ int units_per_range(Work const& w, int units)
+{
+    return max((units + w.ranges - 1) / w.ranges, w.least_units);
+}
+
+// A place in the order of units.
+struct Cursor
+{
+    int slot;
+    int head;
+    int tile; // from the slot's first that is seen
+    int tiles;
+    int length;
+    int first_tile;
+
+    Cursor() = default;
+
+    // By all lanes of a warp; unit must be below the sum of all.
+    __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, int unit)
+    {
+        int const lane = threadIdx.x % 32;
+        int before = 0;
+        for (int b = 0;; b += 32)
+        {
+            int const own = b + lane < p.slots ? tiles_of(p, lengths.of_lane(b + lane)) * p.kv_heads : 0;
+            int end = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2)
+            {
+                int const other = __shfl_up_sync(0xffffffffu, end, step);
+                end += lane >= step ? other : 0;
+            }
+            unsigned const past = __ballot_sync(0xffffffffu, before + end > unit);
+            if (past)
+            {
+                int const found = __ffs(past) - 1;
+                before += __shfl_sync(0xffffffffu, end - own, found);
+                enter(p, b + found, lengths.of(b + found));
+                break;
+            }
+            before += __shfl_sync(0xffffffffu, end, 31);
+        }
+        head = (unit - before) / tiles;
+        tile = unit - before - head * tiles;
+    }
+
+    __device__ void enter(dflash_attention_params const& p, int at, int rows)
+    {
+        slot = at;
+        length = rows;
+        first_tile = first_tile_of(p, length);
+        tiles = tiles_of(p, length);
+    }
+
+    // To the first unit of the next (slot, head); there must be one.
+    __device__ void next_head(dflash_attention_params const& p)
+    {
+        tile = 0;
+        if (++head < p.kv_heads)
+        {
+            return;
+        }
+        head = 0;
+        do
+        {
+            enter(p, slot + 1, length_of(p, slot + 1));
+        } while (tiles == 0);
+    }
+
+    // To the next unit; there must be one.
+    __device__ void advance(dflash_attention_params const& p)
+    {
+        if (++tile == tiles)
+        {
+            next_head(p);
+        }
+    }
+
+    __device__ int first_key() const
+    {
+        return (first_tile + tile) * kTile;
+    }
+};
+
+// The units of one range.
+struct Span
+{
+    int first = 0;
+    int past = 0;
+    Cursor at; // the first; where there is none, nothing
+
+    Span() = default;
+
+    // By all lanes of a warp.
+    __device__ Span(Work const& w, Lengths const& lengths, int range)
+    {
+        int const units = Count(w.p, lengths, 0).all;
+        int const each = units_per_range(w, units);
+        first = range * each;
+        past = min(first + each, units);
+        if (first < past)
+        {
+            at = Cursor(w.p, lengths, first);
+        }
+    }
+};
+
+__device__ __forceinline__ float sink_of(dflash_attention_params const& p, int head)
+{
+    float sink;
+    switch (p.sinks_dtype)
+    {
+    case DFLASH_FP16: sink = to_float(static_cast<__half const*>(p.sinks)[head]); break;
+    case DFLASH_BF16: sink = to_float(static_cast<__nv_bfloat16 const*>(p.sinks)[head]); break;
+    default: sink = static_cast<float const*>(p.sinks)[head];
+    }
+    return sink * kLog2E;
+}
+
+// What multiplies a row's unnormalized output, given its maximum (base 2) and its sum.
+__device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
+{
+    if (sum == 0.f)
+    {
+        return 0.f;
+    }
+    if (!p.sinks)
+    {
+        return __fdividef(1.f, sum);
+    }
+    float const sink = sink_of(p, head);
+    float const top = fmaxf(maximum, sink);
+    float const scale = exp2f(maximum - top);
+    return __fdividef(scale, sum * scale + exp2f(sink - top));
+}
+
+// -- results ----------------------------------------------------------------------------------------------------------
+
+// A partial result of 16 packed rows. A range has two: of the (slot, head) that began before it, and of the one that
+// begins in it and goes on.
+struct Partial
+{
+    float4* out;
+    float2* sums;
+
+    __device__ Partial(Work const& w, int head_size, int range, bool begins, int row_block, int tiles, int tile)
+    {
+        int64_t const nth = ((int64_t{range} * 2 + (begins ? 1 : 0)) * w.row_blocks + row_block) * tiles + tile;
+        out = w.partial_out + nth * (head_size / 8 * 32) + threadIdx.x % 32;
+        sums = w.partial_sums + nth * 16 + threadIdx.x % 32 / 4;
+    }
+
+    template <int N>
+    __device__ void write(float const (&x)[N][4], int first) const
+    {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+        {
+            out[(first + n) * 32] = {x[n][0], x[n][1], x[n][2], x[n][3]};
+        }
+    }
+
+    __device__ void write_sums(float const (&maximum)[2], float const (&sum)[2]) const
+    {
+        if (threadIdx.x % 4 == 0)
+        {
+            sums[0] = {maximum[0], sum[0]};
+            sums[8] = {maximum[1], sum[1]};
+        }
+    }
+};
+
+// Fragments of attention's output, from the first of a head's on.
+template <typename T, int D, int N>
+__device__ __forceinline__ void write_rows(Work const& w, int slot, int kv_head, int const (&packed_rows)[2],
+    float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4], int first)
+{
+    dflash_attention_params const& p = w.p;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+    {
+        if (packed_rows[r] >= w.packed_rows)
+        {
+            continue;
+        }
+        int const group_head = head_of(w, packed_rows[r]);
+        int const head = kv_head * w.group + group_head;
+        int const row = packed_rows[r] - group_head * p.rows;
+        float const factor = normalizer(p, head, maximum[r], sum[r]);
+        T* to = static_cast<T*>(p.out) + ((int64_t{slot} * p.rows + row) * p.heads + head) * D + first * 8
+            + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+        {
+            *reinterpret_cast<uint32_t*>(to + n * 8) = packed<T>(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
+        }
+    }
+}
+
+__device__ __forceinline__ uint32_t shared_address(void const* at)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+} // namespace dflash
