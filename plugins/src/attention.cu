@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
 // -- combining --------------------------------------------------------------------------------------------------------
 
 // kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
-// many ranges; one has several where there are so many (slot, head)s that most have nothing to combine. Also writes the
+// many ranges; one has several where there are so many (slot, head)s that most have little to combine. Also writes the
 // zeros of slots that have no rows.
 constexpr int kCombineWarps = 4;
 
@@ -441,10 +441,10 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     int const first_row = job * kFragments / (D / 8) * 16;
 
     Lengths const lengths(p);
-    Count const units(p, lengths, slot);
+    Division const division(w, lengths);
     int const tiles = tiles_of(p, lengths.of(slot));
-    int const per_range = units_per_range(w, units.all);
-    int const first_unit = units.before + kv_head * tiles;
+    int const per_range = division.each;
+    int const first_unit = division.before(w, lengths, slot) + kv_head * division.of(tiles);
     int const first_range = first_unit / per_range;
     int const count = tiles == 0 ? 0 : (first_unit + tiles - 1) / per_range - first_range + 1;
     Partial const partial(w, D, first_range, false, first_row / m, m / 16, first_row % m / 16);
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     }
 
     // Several partial results are on their way at once; of those past the last, the last again, with no weight.
-    constexpr int kBatch = 8 / kFragments;
+    constexpr int kBatch = kFragments > 8 ? 1 : 8 / kFragments;
     float total[kFragments][4] = {};
     float maximum[2] = {-INFINITY, -INFINITY};
     float sum[2] = {};
@@ -574,6 +574,7 @@ struct Plan
     int warps_m;
     int m; // packed rows of one row block
     int stages;
+    int sms;
     size_t sums_at; // where the sums lie in the workspace
     size_t bytes;
 };
@@ -608,6 +609,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.group = p.heads / p.kv_heads;
     w.packed_rows = w.group * p.rows;
     w.per_row = 1.f / p.rows;
+    plan.sms = sms;
 #ifdef DFLASH_SM90A
     plan.is_sm90 = major == 9;
 #else
@@ -745,8 +747,12 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    return w.ranges > 2 * w.p.slots * w.p.kv_heads ? launch_combine<T, D, 2, 1>(plan, stream)
-                                                   : launch_combine<T, D, 1, 4>(plan, stream);
+    // As many warps as have something to load at once, and not many more: each begins by reading the lengths.
+    int const fragments = w.p.slots * w.p.kv_heads * ((w.packed_rows + 15) / 16) * (D / 8);
+    return fragments <= 4 * plan.sms  ? launch_combine<T, D, 2, 1>(plan, stream)
+        : fragments <= 16 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, stream)
+        : fragments <= 64 * plan.sms ? launch_combine<T, D, 1, 4>(plan, stream)
+                                     : launch_combine<T, D, 1, D / 8>(plan, stream);
 }
 
 } // namespace

@@ -84,32 +84,65 @@ struct Lengths
     }
 };
 
-// Units of all slots, and of those before one slot.
-struct Count
+// How units are cut into ranges. Where few enough ranges hold each (slot, head) apart from the others, its units count
+// as a multiple of a range's, so that no block has to end one (slot, head) before it begins another.
+struct Division
 {
-    int all;
-    int before;
+    int each; // units of a range
+    int units; // of all slots
+    bool is_apart;
 
     // By all lanes of a warp.
-    __device__ Count(dflash_attention_params const& p, Lengths const& lengths, int slot)
-        : all(0)
-        , before(0)
+    __device__ Division(Work const& w, Lengths const& lengths)
+        : is_apart(false)
     {
-        for (int b = threadIdx.x % 32; b < p.slots; b += 32)
+        int used = 0;
+        units = 0;
+        for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
         {
-            int const tiles = tiles_of(p, lengths.of_lane(b));
-            all += tiles;
-            before += b < slot ? tiles : 0;
+            int const tiles = tiles_of(w.p, lengths.of_lane(b));
+            units += tiles;
+            used += tiles > 0 ? 1 : 0;
         }
-        all = __reduce_add_sync(0xffffffffu, all) * p.kv_heads;
-        before = __reduce_add_sync(0xffffffffu, before) * p.kv_heads;
+        units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
+        used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
+        each = max((units + w.ranges - 1) / w.ranges, w.least_units);
+        int const most = used > w.ranges ? 0 : each + max(each / 4, 1);
+        for (int size = each; size <= most; size += max(each / 32, 1))
+        {
+            int ranges = 0;
+            for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
+            {
+                ranges += (tiles_of(w.p, lengths.of_lane(b)) + size - 1) / size;
+            }
+            ranges = __reduce_add_sync(0xffffffffu, ranges) * w.p.kv_heads;
+            if (ranges <= w.ranges)
+            {
+                is_apart = true;
+                each = size;
+                units = ranges * size;
+                break;
+            }
+        }
+    }
+
+    // What a (slot, head) of so many tiles counts as.
+    __device__ int of(int tiles) const
+    {
+        return is_apart ? (tiles + each - 1) / each * each : tiles;
+    }
+
+    // Units of the slots before one. By all lanes of a warp.
+    __device__ int before(Work const& w, Lengths const& lengths, int slot) const
+    {
+        int sum = 0;
+        for (int b = threadIdx.x % 32; b < slot; b += 32)
+        {
+            sum += of(tiles_of(w.p, lengths.of_lane(b)));
+        }
+        return __reduce_add_sync(0xffffffffu, sum) * w.p.kv_heads;
     }
 };
-
-__device__ __forceinline__ int units_per_range(Work const& w, int units)
-{
-    return max((units + w.ranges - 1) / w.ranges, w.least_units);
-}
 
 // A place in the order of units.
 struct Cursor
@@ -124,13 +157,14 @@ struct Cursor
     Cursor() = default;
 
     // By all lanes of a warp; unit must be below the sum of all.
-    __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, int unit)
+    __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, Division const& division, int unit)
     {
         int const lane = threadIdx.x % 32;
         int before = 0;
         for (int b = 0;; b += 32)
         {
-            int const own = b + lane < p.slots ? tiles_of(p, lengths.of_lane(b + lane)) * p.kv_heads : 0;
+            int const own
+                = b + lane < p.slots ? division.of(tiles_of(p, lengths.of_lane(b + lane))) * p.kv_heads : 0;
             int end = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2)
@@ -148,8 +182,9 @@ struct Cursor
             }
             before += __shfl_sync(0xffffffffu, end, 31);
         }
-        head = (unit - before) / tiles;
-        tile = unit - before - head * tiles;
+        int const counted = division.of(tiles);
+        head = (unit - before) / counted;
+        tile = unit - before - head * counted;
     }
 
     __device__ void enter(dflash_attention_params const& p, int at, int rows)
@@ -202,13 +237,13 @@ struct Span
     // By all lanes of a warp.
     __device__ Span(Work const& w, Lengths const& lengths, int range)
     {
-        int const units = Count(w.p, lengths, 0).all;
-        int const each = units_per_range(w, units);
-        first = range * each;
-        past = min(first + each, units);
+        Division const division(w, lengths);
+        first = range * division.each;
+        past = min(first + division.each, division.units);
         if (first < past)
         {
-            at = Cursor(w.p, lengths, first);
+            at = Cursor(w.p, lengths, division, first);
+            past = division.is_apart ? min(past, first + at.tiles - at.tile) : past;
         }
     }
 };
