@@ -37,7 +37,7 @@ class StepInputs(Generic[T]):
     token_ids: T  # [B, Q]
     start: T  # [B] committed length: the position of row 0
     row_count: T  # [B] how many of the Q rows are real
-    logit_rows: T  # [B, R]
+    logit_rows: T  # [B, R] ascending
     block_offsets: T  # [1, Bd] 0..Bd-1
     sampling: SamplingInputs[T] | None = None  # None: greedy
 
@@ -67,15 +67,15 @@ class DraftVerifyStep:
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
         target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
         verdict = ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
+        next_start = ops.add(inputs.start, verdict.committed)
         next_tokens = ops.column(verdict.bonus)
         if drafter:
             context = drafter.context(ops, features.taps, inputs.start)
             if drafting is Drafting.BLOCK:
                 drafts = drafter.draft(
-                    ops, context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
+                    ops, context, inputs.start, verdict.committed, next_start, verdict.bonus, inputs.block_offsets
                 )
                 next_tokens = ops.join_ids(verdict.bonus, drafts)
             else:
                 drafter.keep_context(ops, context, inputs.start)
-        next_start = ops.add(inputs.start, verdict.committed)
         return StepOutputs(target_ids, verdict.accepted, next_start, next_tokens)

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 3
+#define DFLASH_ABI_VERSION 4
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -248,6 +248,58 @@ typedef struct
 } dflash_accept_params;
 
 DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);
+
+/* The rows that a step begins with, from what each slot kept. */
+typedef struct
+{
+    int32_t slots;
+    int32_t rows; /* Q, at most block */
+    int32_t block;
+    int32_t step_rows; /* that the step writes to a slot, at most: an idle one starts that far below position 0 */
+    const int32_t* tokens; /* [B, block] contiguous, as all of these */
+    const int32_t* kept_start; /* [B] */
+    const int32_t* row_count; /* [B]; 0: idle */
+    int32_t* token_ids; /* [B, Q] */
+    int32_t* start; /* [B] */
+} dflash_begin_step_params;
+
+DFLASH_API cudaError_t dflash_begin_step(const dflash_begin_step_params* params, cudaStream_t stream);
+
+/* What each slot that is not idle keeps for the next step, and what the host reads. */
+typedef struct
+{
+    int32_t slots;
+    int32_t block;
+    int32_t logit_rows; /* R */
+    int32_t next_rows; /* of next_tokens, at most block */
+    int32_t last_start; /* the largest that is kept */
+    const int32_t* row_count; /* [B]; 0: idle */
+    const int32_t* target_ids; /* [B, R] contiguous, as all of these */
+    const int32_t* accepted; /* [B] */
+    const int32_t* next_start; /* [B] */
+    const int32_t* next_tokens; /* [B, next_rows] */
+    int32_t* tokens; /* [B, block] */
+    int32_t* kept_start; /* [B] */
+    int32_t* decided; /* [B, 1 + R]: accepted, then target_ids */
+} dflash_end_step_params;
+
+DFLASH_API cudaError_t dflash_end_step(const dflash_end_step_params* params, cudaStream_t stream);
+
+/* Rows of a table by id; zeros for an id that it does not have. H is a multiple of 8. */
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16 */
+    int32_t rows;
+    int32_t size; /* H */
+    int32_t vocabulary; /* rows of the table */
+    int32_t block; /* 0: each row has its id; else each id is of the first of so many rows, and the others' is mask_id */
+    int32_t mask_id;
+    const void* table; /* [V, H] contiguous */
+    const int32_t* ids; /* [rows], or [rows / block] */
+    void* out; /* [rows, H] contiguous */
+} dflash_embed_params;
+
+DFLASH_API cudaError_t dflash_embed(const dflash_embed_params* params, cudaStream_t stream);
 
 /* The sum of x over ranks whose GPUs read each other's memory, small enough that latency is what it costs: every rank
  * reads all ranks' x and sums in FP32 in the order of ranks, so that all get the same. All ranks must make the same

@@ -97,16 +97,28 @@ struct Division
         : is_apart(false)
     {
         int used = 0;
+        int shortest = 1 << 30;
+        int longest = 0;
         units = 0;
         for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
         {
             int const tiles = tiles_of(w.p, lengths.of_lane(b));
             units += tiles;
             used += tiles > 0 ? 1 : 0;
+            shortest = tiles > 0 ? min(shortest, tiles) : shortest;
+            longest = max(longest, tiles);
         }
         units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
         used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
         each = max((units + w.ranges - 1) / w.ranges, w.least_units);
+        if (used > w.ranges)
+        {
+            // Of one length, whole ones may come out almost even, and leave nothing to combine.
+            shortest = __reduce_min_sync(0xffffffffu, shortest);
+            longest = __reduce_max_sync(0xffffffffu, longest);
+            int const whole = (used + w.ranges - 1) / w.ranges * longest;
+            each = shortest == longest && whole <= each + max(each / 16, 1) ? whole : each;
+        }
         int const most = used > w.ranges ? 0 : each + max(each / 4, 1);
         for (int size = each; size <= most; size += max(each / 32, 1))
         {

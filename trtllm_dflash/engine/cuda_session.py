@@ -5,7 +5,7 @@ the whole step: random numbers, verify, choice, acceptance, drafting, and the sl
 slots take part, launches, and reads what was decided one step behind.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from trtllm_dflash.engine.session import Decode, Prefill
 from trtllm_dflash.engine.step_times import batch_sizes
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -32,11 +33,12 @@ class _Key:
     sampled: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    row_count: Tensor  # [B] filled in before each replay
-    outputs: StepOutputs[Tensor]  # written by each replay
+    row_count: Tensor  # [B] read by each replay
+    decided: Tensor  # [B, 1 + R] written by each replay
+    row_counts: list[int] = field(default_factory=list)  # what row_count holds, once it was filled in
 
 
 class CudaSession(TorchSession):
@@ -55,6 +57,7 @@ class CudaSession(TorchSession):
         if self.has_kernels:
             self.communicator.share_memory(device)
         self._graphs: dict[_Key, _Graph] = {}
+        self._constants: dict[tuple[int, int], Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         self._sizes = batch_sizes(config.max_batch)
         self._own_stream = torch.cuda.Stream(device)
@@ -68,14 +71,14 @@ class CudaSession(TorchSession):
         self._graphs = {}
         super()._free()
 
-    def _run_prefill(self, call: Prefill) -> StepOutputs[Tensor]:
+    def _run_prefill(self, call: Prefill) -> Tensor:
         self._chunk_end = call.start + len(call.token_ids)
         try:
             return super()._run_prefill(call)
         finally:
             self._chunk_end = None
 
-    def _run_decode(self, call: Decode) -> StepOutputs[Tensor]:
+    def _run_decode(self, call: Decode) -> Tensor:
         rows = max(call.row_counts)
         if call.drafting is Drafting.BLOCK:
             # One number for both: where they differ, the longer one, so that there are few graphs.
@@ -85,10 +88,13 @@ class CudaSession(TorchSession):
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(key)
-        padding = [0] * (slots - len(call.row_counts))
-        captured.row_count.copy_(self._int32(call.row_counts + padding), non_blocking=True)
+        row_counts = call.row_counts + [0] * (slots - len(call.row_counts))
+        if row_counts != captured.row_counts:
+            on_host = torch.tensor(row_counts, dtype=torch.int32, pin_memory=True)
+            captured.row_count.copy_(on_host, non_blocking=True)
+            captured.row_counts = row_counts
         captured.graph.replay()
-        return captured.outputs
+        return captured.decided
 
     def _capture(self, key: _Key) -> _Graph:
         row_count = torch.zeros(key.slots, dtype=torch.int32, device=self.device)
@@ -98,8 +104,28 @@ class CudaSession(TorchSession):
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating: only this one is held to what a capture allows.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream, capture_error_mode="thread_local"):
-            outputs = self._decode_rows(*arguments)
-        return _Graph(graph, row_count, outputs)
+            decided = self._decode_rows(*arguments)
+        return _Graph(graph, row_count, decided)
+
+    def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
+        if not self.has_kernels:
+            return super()._decode_rows(row_count, rows, drafting, block, sampled)
+        count, slots = len(row_count), self._slots
+        here = slice(0, count)
+        token_ids, start = kernels.begin_step(slots.tokens, slots.start, row_count, rows, rows + block)
+        logit_rows = self._constant(count, rows)
+        sampling = slots.sampling(here, slots.start[here, None] + logit_rows) if sampled else None
+        inputs = StepInputs(token_ids, start, row_count, logit_rows, self._constant(1, block), sampling)
+        caches = {name: cache[here] for name, cache in self.caches.items()}
+        out = self._step(CudaOps(self.weights, caches, self.communicator), inputs, drafting)
+        return kernels.end_step(slots.tokens, slots.start, row_count, self.config.max_seq_len - 1, out)
+
+    def _constant(self, count: int, rows: int) -> Tensor:
+        """0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is no part of the graph."""
+        made = self._constants.get((count, rows))
+        if made is None:
+            made = self._constants[count, rows] = self._offsets(rows).repeat(count, 1)
+        return made
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         last_slot = first_slot + inputs.token_ids.shape[0]

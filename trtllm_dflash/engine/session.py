@@ -73,23 +73,22 @@ Call = Prefill | Decode | Copy
 class Outcome:
     """What a step decided. `read` waits for the device, if it must."""
 
-    def __init__(self, outputs: StepOutputs[Tensor]) -> None:
-        tensors = [outputs.target_ids, outputs.accepted]
+    def __init__(self, decided: Tensor) -> None:
+        """decided [B, 1 + R]: `accepted`, then `target_ids`."""
         self._event: torch.cuda.Event | None = None
-        if tensors[0].is_cuda:
+        if decided.is_cuda:
             # Pinned, so that the copy runs behind the step while the host goes on.
-            pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
-            tensors = [host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True)]
+            host = torch.empty(decided.shape, dtype=decided.dtype, pin_memory=True)
+            decided = host.copy_(decided, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        self._target_ids, self._accepted = tensors
+        self._decided = decided
 
     def read(self) -> list[list[int]]:
         """The tokens that became final, by slot of the call: what the target chose, up to the first wrong draft."""
         if self._event is not None:
             self._event.synchronize()
-        pairs = zip(self._target_ids.tolist(), self._accepted.tolist(), strict=True)
-        return [ids[: accepted + 1] for ids, accepted in pairs]
+        return [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
 
 
 class _Slots:
@@ -226,7 +225,8 @@ class Session(ABC):
         with self._stream():
             return Outcome(self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call))
 
-    def _run_prefill(self, call: Prefill) -> StepOutputs[Tensor]:
+    def _run_prefill(self, call: Prefill) -> Tensor:
+        """Runs a chunk; returns what an `Outcome` takes, as the others here do."""
         slot, count = call.slot, len(call.token_ids)
         here = slice(slot, slot + 1)
         self._slots.set_sampling(slot, call.sampling)
@@ -244,15 +244,13 @@ class Session(ABC):
         self._slots.start[here] = out.next_start
         if call.last:
             self._slots.tokens[here, : out.next_tokens.shape[1]] = out.next_tokens
-        return out
+        return _decided(out)
 
-    def _run_decode(self, call: Decode) -> StepOutputs[Tensor]:
+    def _run_decode(self, call: Decode) -> Tensor:
         row_count = self._int32(call.row_counts)
         return self._decode_rows(row_count, max(call.row_counts), call.drafting, call.block, call.sampled)
 
-    def _decode_rows(
-        self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool
-    ) -> StepOutputs[Tensor]:
+    def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
         """A step of the first slots from tensors on the device alone; row_count [B] of the `rows` rows are real."""
         count = len(row_count)
         here = slice(0, count)
@@ -274,7 +272,7 @@ class Session(ABC):
         self._slots.start[here] = torch.where(takes_part, next_start, start)
         tokens = self._slots.tokens[here, : out.next_tokens.shape[1]]
         tokens.copy_(torch.where(takes_part[:, None], out.next_tokens, tokens))
-        return out
+        return _decided(out)
 
     @torch.inference_mode()
     def _copy(self, call: Copy) -> None:
@@ -305,6 +303,11 @@ class Session(ABC):
 
     def _broadcast(self, x: Tensor) -> Tensor:
         return self.communicator.broadcast(x)  # from host to host: the device is not waited for
+
+
+def _decided(out: StepOutputs[Tensor]) -> Tensor:
+    """What the host reads of a step, as one tensor."""
+    return torch.cat([out.accepted[:, None], out.target_ids], dim=1)
 
 
 def _words(call: Call) -> Iterator[int]:

@@ -98,17 +98,26 @@ class Drafter:
         for i, rows in enumerate(context):
             ops.keep_context(self._attention(ops, i), rows, start)
 
-    def draft(self, ops: Ops[T], context: list[tuple[T, T]], start: T, committed: T, bonus: T, block_offsets: T) -> T:
+    def draft(
+        self,
+        ops: Ops[T],
+        context: list[tuple[T, T]],
+        start: T,
+        committed: T,
+        block_start: T,
+        bonus: T,
+        block_offsets: T,
+    ) -> T:
         """Drafts the tokens after the bonus token: [B, Bd - 1].
 
         Of the context rows, the first committed [B] become permanent, at start [B]. The block's own rows follow them
-        at once and are scratch: the next call writes the true context rows over them.
+        at once, at block_start [B] (start + committed), and are scratch: the next call writes the true context rows
+        over them.
         """
         c = self.config
-        block_start = ops.add(start, committed)
         positions = ops.positions(block_start, block_offsets)  # [B, Bd]
         lengths = ops.key_lengths(block_start, block_offsets)  # [B]
-        x = ops.embedding("model.embed_tokens", ops.masked_block(bonus, block_offsets, c.mask_token_id))
+        x = ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id)
         h = ops.rms_norm(PREFIX + "layers.0.input_layernorm", x, c.norm_eps)
         for i, rows in enumerate(context):
             prefix = f"{PREFIX}layers.{i}."

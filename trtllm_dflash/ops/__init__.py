@@ -192,6 +192,10 @@ class Ops(ABC, Generic[T]):
         total = self.add(x, y)
         return total, self.rms_norm(name, total, eps)
 
+    def block_embedding(self, name: str, bonus: T, block_offsets: T, mask_id: int) -> T:
+        """The embeddings of [bonus, MASK, ..., MASK], for bonus [B] and block_offsets [1, Bd]: [B, Bd, H]."""
+        return self.embedding(name, self.masked_block(bonus, block_offsets, mask_id))
+
     def linear_swiglu(self, name: str, x: T) -> T:
         """x [B, N, I] through a weight `name` that holds gate, then up: silu(gate) * up, [B, N, F]."""
         return self.swiglu(self.linear(name, x))
@@ -270,7 +274,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def gather_rows(self, x: T, rows: T) -> T:
-        """x [B, N, H] at rows [B, R], slot by slot: [B, R, H]."""
+        """x [B, N, H] at rows [B, R], slot by slot, ascending: [B, R, H]."""
 
     @abstractmethod
     def splice_rows(self, context: T, block: T, committed: T) -> T:

@@ -14,6 +14,7 @@ import torch
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import MoELayer
 from trtllm_dflash.ops.experts import Experts
+from trtllm_dflash.step import StepOutputs
 
 Tensor = torch.Tensor
 
@@ -34,7 +35,7 @@ ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
 MOE_ROWS = 512
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -89,6 +90,17 @@ _Accept = _struct(
     ints="slots rows logit_row_count",
     pointers="token_ids target_ids logit_rows row_count start accepted committed bonus next_start",
 )
+_BeginStep = _struct(
+    "dflash_begin_step_params",
+    ints="slots rows block step_rows",
+    pointers="tokens kept_start row_count token_ids start",
+)
+_EndStep = _struct(
+    "dflash_end_step_params",
+    ints="slots block logit_rows next_rows last_start",
+    pointers="row_count target_ids accepted next_start next_tokens tokens kept_start decided",
+)
+_Embed = _struct("dflash_embed_params", ints="dtype rows size vocabulary block mask_id", pointers="table ids out")
 _AllReduce = _struct(
     "dflash_all_reduce_params",
     ints="dtype ranks rank",
@@ -128,12 +140,15 @@ def attention(
     causal: bool,
     window: int = 0,
     sinks: Tensor | None = None,
+    added: Tensor | None = None,
+    offset: int = 0,
 ) -> Tensor:
     """q [B, Hq, Q, D] by strides, Q at most MAX_ROWS; caches [B, Hkv, S, D]; lengths [B] int32: [B, Q, Hq*D].
 
-    The rows of q are the last of each slot's length. Slots of length 0 cost nothing and get zeros.
+    The rows of q are the last of each slot's length. Slots of length 0 or less cost nothing and get zeros.
 
     Args:
+        added, offset: a slot's length is its `lengths`, plus its `added` [B], plus offset.
         causal: each row sees the keys up to its own position, else all of the slot's.
         window: a row at position p sees keys > p - window; 0: no window.
         sinks: [Hq], a logit for each head that takes part in the softmax and has no value.
@@ -145,7 +160,7 @@ def attention(
     _check(q.stride(3) == 1 and not any(stride % 2 for stride in q.stride()[:3]), "q's heads must be contiguous")
     _check_caches(keys, values, slots, size, q.dtype)
     _check(heads % keys.shape[1] == 0, f"{heads} heads cannot share {keys.shape[1]} key/value heads")
-    _check_ints(slots, lengths=lengths)
+    _check_ints(slots, lengths=lengths, added=added)
     if sinks is not None:
         _check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in _DTYPES, "sinks must be [Hq]")
     out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
@@ -159,13 +174,14 @@ def attention(
         cache_rows=keys.shape[2],
         causal=int(causal),
         window=window,
-        length_offset=0,
+        length_offset=offset,
         sinks_dtype=_DTYPES[sinks.dtype] if sinks is not None else 0,
         scale=size**-0.5,
         q=q.data_ptr(),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         lengths=lengths.data_ptr(),
+        added=_address(added),
         sinks=sinks.data_ptr() if sinks is not None else None,
         out=out.data_ptr(),
         q_slot_stride=q.stride(0),
@@ -469,6 +485,90 @@ def accept(
     return out[0], out[1], out[2]
 
 
+def begin_step(tokens: Tensor, start: Tensor, row_count: Tensor, rows: int, step_rows: int) -> tuple[Tensor, Tensor]:
+    """The rows of a step, from what slots kept: token ids [B, rows] and start [B], B of row_count [B].
+
+    Args:
+        tokens: [slots, block], of at least B slots, as start [slots].
+        row_count: how many of a slot's rows are real; 0: it is idle.
+        step_rows: that the step writes to a slot, at most: an idle one starts that far below position 0.
+    """
+    slots = len(row_count)
+    _check_slots(tokens, start, row_count)
+    token_ids = torch.empty(slots, rows, dtype=torch.int32, device=tokens.device)
+    first = torch.empty(slots, dtype=torch.int32, device=tokens.device)
+    params = _BeginStep(
+        slots=slots,
+        rows=rows,
+        block=tokens.shape[1],
+        step_rows=step_rows,
+        tokens=tokens.data_ptr(),
+        kept_start=start.data_ptr(),
+        row_count=row_count.data_ptr(),
+        token_ids=token_ids.data_ptr(),
+        start=first.data_ptr(),
+    )
+    _run("dflash_begin_step", params, _stream())
+    return token_ids, first
+
+
+def end_step(tokens: Tensor, start: Tensor, row_count: Tensor, last_start: int, out: StepOutputs[Tensor]) -> Tensor:
+    """Keeps a step's next rows in tokens [slots, block] and start [slots], of slots whose row_count [B] is not 0.
+
+    Returns what the host reads, [B, 1 + R]: accepted, then target_ids.
+
+    Args:
+        last_start: the largest start that is kept.
+    """
+    slots, logit_rows = out.target_ids.shape
+    _check_slots(tokens, start, row_count)
+    _check_ints(slots, row_count=row_count, accepted=out.accepted, next_start=out.next_start)
+    for x in (out.target_ids, out.next_tokens):
+        _check(x.dtype == torch.int32 and x.is_contiguous() and x.shape[0] == slots, "a step's ids must be int32")
+    decided = torch.empty(slots, 1 + logit_rows, dtype=torch.int32, device=tokens.device)
+    params = _EndStep(
+        slots=slots,
+        block=tokens.shape[1],
+        logit_rows=logit_rows,
+        next_rows=out.next_tokens.shape[1],
+        last_start=last_start,
+        row_count=row_count.data_ptr(),
+        target_ids=out.target_ids.data_ptr(),
+        accepted=out.accepted.data_ptr(),
+        next_start=out.next_start.data_ptr(),
+        next_tokens=out.next_tokens.data_ptr(),
+        tokens=tokens.data_ptr(),
+        kept_start=start.data_ptr(),
+        decided=decided.data_ptr(),
+    )
+    _run("dflash_end_step", params, _stream())
+    return decided
+
+
+def embed(table: Tensor, ids: Tensor, block: int = 0, mask_id: int = 0) -> Tensor:
+    """Rows of table [V, H] at ids [B, N]: [B, N, H]. With a block, ids are [B], each followed by block - 1 masks.
+
+    An id that the table does not have gives zeros.
+    """
+    _check(table.dtype in _HALVES and table.is_contiguous() and table.shape[1] % 8 == 0, "a table of 16-bit rows")
+    _check(ids.dtype == torch.int32 and ids.is_contiguous() and ids.dim() == (1 if block else 2), "ids must be int32")
+    shape = (len(ids), block) if block else tuple(ids.shape)
+    out = torch.empty(*shape, table.shape[1], dtype=table.dtype, device=table.device)
+    params = _Embed(
+        dtype=_DTYPES[table.dtype],
+        rows=shape[0] * shape[1],
+        size=table.shape[1],
+        vocabulary=table.shape[0],
+        block=block,
+        mask_id=mask_id,
+        table=table.data_ptr(),
+        ids=ids.data_ptr(),
+        out=out.data_ptr(),
+    )
+    _run("dflash_embed", params, _stream())
+    return out
+
+
 class AllReduce:
     """Sums of small tensors over ranks that read each other's memory: in FP32, in the order of ranks, the same on all.
 
@@ -538,6 +638,13 @@ def _check_ints(slots: int, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         is_right = x is None or (x.shape == (slots,) and x.dtype == torch.int32 and x.is_contiguous())
         _check(is_right, f"{name} must be int32 [{slots}]")
+
+
+def _check_slots(tokens: Tensor, start: Tensor, row_count: Tensor) -> None:
+    _check(tokens.dtype == torch.int32 and tokens.is_contiguous(), "kept tokens must be int32")
+    _check_ints(len(tokens), start=start)
+    _check_ints(len(row_count), row_count=row_count)
+    _check(len(row_count) <= len(tokens), f"{len(row_count)} slots of {len(tokens)}")
 
 
 def _check_caches(keys: Tensor, values: Tensor, slots: int, size: int, dtype: torch.dtype) -> None:

@@ -55,6 +55,24 @@ class CudaOps(TorchOps):
         self._chunk_end = chunk_end
         kernels.load()
 
+    def embedding(self, name: str, ids: Tensor) -> Tensor:
+        return kernels.embed(self.weights[name + ".weight"], ids)
+
+    def block_embedding(self, name: str, bonus: Tensor, block_offsets: Tensor, mask_id: int) -> Tensor:
+        return kernels.embed(self.weights[name + ".weight"], bonus, block_offsets.shape[1], mask_id)
+
+    # The kernels know where rows stand from `start` and from how many they are. What says so to other backends is left
+    # unmade: it has a shape and no numbers.
+
+    def row_offsets(self, rows: Tensor) -> Tensor:
+        return torch.empty(1, rows.shape[1], dtype=torch.int32, device="meta")
+
+    def positions(self, start: Tensor, offsets: Tensor) -> Tensor:
+        return torch.empty(len(start), offsets.shape[1], dtype=torch.int32, device="meta")
+
+    def key_lengths(self, start: Tensor, offsets: Tensor) -> Tensor:
+        return torch.empty(len(start), dtype=torch.int32, device="meta")
+
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = self._skinny_gemm(name, x, swiglu=False)
         return super().linear(name, x) if y is None else y
@@ -100,11 +118,28 @@ class CudaOps(TorchOps):
         window: int | None = None,
         sinks: str | None = None,
     ) -> Tensor:
+        return self._attend(q, keys, values, lengths, None, 0, causal, window, sinks)
+
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        committed: Tensor | None,
+        offset: int,
+        causal: bool,
+        window: int | None,
+        sinks: str | None,
+    ) -> Tensor:
+        """`attention` of lengths start [B] + committed [B] + offset."""
         rows = q.shape[2]
         if rows <= kernels.MAX_ROWS:
+            sink_logits = None if sinks is None else self.weights[sinks]
             return kernels.attention(
-                q, keys, values, lengths, causal, window or 0, None if sinks is None else self.weights[sinks]
+                q, keys, values, start, causal, window or 0, sink_logits, added=committed, offset=offset
             )
+        lengths = start + offset if committed is None else start + committed + offset
         if self._chunk_end is None or not causal:
             return super().attention(q, keys, values, lengths, causal, window, sinks)
         if window is not None:
@@ -128,7 +163,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv)
         assert q is not None
-        return self.attention(q, keys, values, lengths, True, layer.window, layer.sinks)
+        return self._attend(q, keys, values, start, None, q.shape[2], True, layer.window, layer.sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         # As projected: they are normed and rotated on their way into the cache.
@@ -153,7 +188,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
-        return self.attention(q, keys, values, lengths, False, layer.window, layer.sinks)
+        return self._attend(q, keys, values, start, committed, q.shape[2], False, layer.window, layer.sinks)
 
     def argmax(self, logits: Tensor) -> Tensor:
         best, ids = kernels.argmax(logits)
