@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import AttentionLayer, cuda_kernels, tensorrt_ops, tensorrt_plugin
+from trtllm_dflash.ops import AttentionLayer, Residual, cuda_kernels, tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
@@ -173,23 +174,56 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
     }[kind]
     weights = {"a.bias": torch.ones(256, dtype=torch.bfloat16)}
     weights |= {"a.weight": weight} if isinstance(weight, torch.Tensor) else stored_tensors("a", weight)
+    weights["norm.weight"] = torch.rand(128, generator=torch.Generator().manual_seed(2)).bfloat16()
     calls = []
 
-    def skinny_gemm(x, values, scale, bias, swiglu):
-        calls.append((values, scale, swiglu))
+    def skinny_gemm(x, values, scale, bias, swiglu, norm, residual):
+        calls.append((values, scale, swiglu, norm is not None, residual is not None))
+        if norm is not None:
+            x = TorchOps({"norm.weight": norm.weight}, {}).rms_norm("norm", x, norm.eps)
         y = x.float() @ (values.float() * (1 if scale is None else scale[:, None])).t() + bias.float()
-        return (torch.nn.functional.silu(y[..., :128]) * y[..., 128:] if swiglu else y).to(x.dtype)
+        y = torch.nn.functional.silu(y[..., :128]) * y[..., 128:] if swiglu else y
+        return (y if residual is None else y + residual).to(x.dtype)
 
     monkeypatch.setattr(cuda_kernels, "load", lambda: None)
     monkeypatch.setattr(cuda_kernels, "_major", lambda device: 9)
     monkeypatch.setattr(cuda_kernels, "skinny_gemm", skinny_gemm)
     monkeypatch.setattr(cuda_kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
+    torch_ops = TorchOps(weights, {})
+    for name in ("rms_norm", "add_rms_norm"):
+        monkeypatch.setattr(CudaOps, name, lambda self, *args, name=name: getattr(torch_ops, name)(*args))
     x = torch.randn(1, rows, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for name in ("linear", "linear_swiglu"):
-        found, expected = (getattr(ops(weights, {}), name)("a", x) for ops in (CudaOps, TorchOps))
-        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
+    wide = x.repeat(1, 1, 2)
+    ways = {
+        "linear": lambda ops: ops.linear("a", x),
+        "linear_swiglu": lambda ops: ops.linear_swiglu("a", x),
+        "norm_linear": lambda ops: ops.norm_linear("norm", "a", Residual(x), 1e-6)[1],
+        "norm_linear_swiglu": lambda ops: ops.norm_linear_swiglu("norm", "a", Residual(x), 1e-6)[1],
+        "add_product": lambda ops: ops.add_pending(ops.add_product("a", wide, x)),
+        "with something to add": lambda ops: ops.norm_linear("norm", "a", Residual(x, x), 1e-6)[1],
+    }
+    for way in ways.values():
+        torch.testing.assert_close(way(CudaOps(weights, {})), way(torch_ops), atol=0.1, rtol=0.05)
     if taken:
-        assert [swiglu for *_, swiglu in calls] == [False, True]
-        assert all(values is weights["a.weight"] and scale is weights.get("a.scale") for values, scale, _ in calls)
+        # swiglu, norm, residual
+        kinds = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (0, 0, 0)]
+        assert [tuple(map(int, call[2:])) for call in calls] == kinds
+        assert all(call[0] is weights["a.weight"] and call[1] is weights.get("a.scale") for call in calls)
     else:
         assert not calls
+
+
+def test_under_tensor_parallelism_a_product_is_summed_over_the_ranks_before_the_stream_gets_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(cuda_kernels, "load", lambda: None)
+    monkeypatch.setattr(cuda_kernels, "_major", lambda device: 9)
+    monkeypatch.setattr(
+        cuda_kernels,
+        "skinny_gemm",
+        lambda x, values, scale, bias, swiglu, norm, residual: calls.append((norm, residual)) or x @ values.t(),
+    )
+    communicator = SimpleNamespace(size=2, rank=0, all_reduce=lambda x: 2 * x)
+    x, weight = torch.ones(1, 4, 64).bfloat16(), torch.eye(64).bfloat16()
+    found = CudaOps({"a.weight": weight}, {}, communicator).add_product("a", x, 3 * x)
+    assert calls == [(None, None)]
+    assert found.x is x and found.pending.equal(6 * x)

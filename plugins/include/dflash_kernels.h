@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 4
+#define DFLASH_ABI_VERSION 5
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -117,22 +117,29 @@ DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStr
 
 #define DFLASH_SKINNY_ROWS 16
 
-/* x W^T + bias of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor on their number.
+/* norm(x) W^T + bias + residual of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor on
+ * their number.
+ *
+ * The norm is RMSNorm: x * norm_weight, rounded, goes into the products, and their sums are multiplied by
+ * 1 / sqrt(mean(x^2) + eps). The result is rounded before the bias, after it, and after the residual.
  *
  * A weight's row is a multiple of 128 bytes, and there are a multiple of 16 of them. E4M3 weights have an FP32 scale a
  * row and are multiplied in x's type. */
 typedef struct
 {
-    int32_t dtype; /* FP16 or BF16: x, bias and out */
+    int32_t dtype; /* FP16 or BF16: x, norm_weight, bias, residual and out */
     int32_t weight_dtype; /* dtype, or FP8 */
     int32_t rows; /* at most DFLASH_SKINNY_ROWS */
     int32_t inputs;
     int32_t outputs;
     int32_t swiglu; /* 1: the weight's rows are gate, then up, and out is silu(gate) * up, half as wide */
+    float eps; /* of the norm */
     const void* x; /* [rows, inputs] contiguous */
+    const void* norm_weight; /* [inputs], or null: x as it is */
     const void* weight; /* [outputs, inputs] contiguous */
     const float* scale; /* [outputs], of FP8 weights */
     const void* bias; /* [outputs], or null */
+    const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu. May be out. */
     void* out; /* [rows, outputs] contiguous */
 } dflash_skinny_gemm_params;
 

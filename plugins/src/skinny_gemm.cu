@@ -30,28 +30,35 @@ constexpr int kSlots = kWarps / 2; // sums of two warps each, to be added up
 using E4M3 = uint8_t;
 
 // How a block goes about a pass: kGranules of its rows, for at most kTokens tokens, of whose inputs a unit meets
-// kInputBytes each.
-template <int kGranules, int kTokens, int kInputBytes>
+// kInputBytes each, the norm's weights for as many beside them.
+template <int kGranules, int kTokens, int kInputBytes, bool kSwiglu, bool kNormed>
 struct Layout
 {
     static constexpr int kRows = kGranules * kGranule;
 
+    // Results go by items, one a thread: of two tokens a gate and an up each, or one row's of all tokens that a lane has.
+    static constexpr int kItemNumbers = kSwiglu ? 4 : kTokens / 4;
+    static constexpr int kItems = kRows / 2 * kTokens / kItemNumbers; // of each block of the cluster
+
     // Shared memory: each warp's ring of units and inputs, the sums, and what the other block sends. It is more than
     // half of a multiprocessor's: two blocks of one product must not share one, or they would take twice the others'
-    // time.
-    static constexpr int kLimit = 200 * 1024;
+    // time. Small kernels may still stand beside a block.
+    static constexpr int kLimit = 212 * 1024;
     static constexpr int kPitch = kInputBytes + 64; // from one token's inputs to the next one's: few meet in one bank
-    static constexpr int kInputs = kTokens * kPitch; // bytes of a run; a warp has two, used by turns
+    static constexpr int kInputs = (kTokens + kNormed) * kPitch; // bytes of a run; a warp has two, used by turns
     static constexpr int kInputsBytes = kWarps * 2 * kInputs;
-    static constexpr int kPadded = kTokens + 2; // of a row of sums; likewise
-    static constexpr int kSumBytes = kSlots * kRows * kPadded * static_cast<int>(sizeof(float));
-    static constexpr int kInbox = kRows / 2 * kTokens; // numbers; there are two, used by turns
+    static constexpr int kSlot = kRows * kTokens; // numbers
+    static constexpr int kSumBytes = kSlots * kSlot * static_cast<int>(sizeof(float));
+    static constexpr int kInbox = kSlot / 2; // numbers; there are two, used by turns
     static constexpr int kInboxBytes = 2 * kInbox * static_cast<int>(sizeof(float));
-    static constexpr int kBarrierBytes = kWarps * 2 * 8;
-    static constexpr int kOther = kInputsBytes + kSumBytes + kInboxBytes + kBarrierBytes;
+    static constexpr int kSquares = kNormed ? kTokens : 0; // of each warp; then of each block
+    static constexpr int kSquaresBytes = (kWarps + kCluster) * kSquares * static_cast<int>(sizeof(float));
+    static constexpr int kBarrierBytes = (kWarps * 2 + 2) * 8;
+    static constexpr int kOther = kInputsBytes + kSumBytes + kInboxBytes + kSquaresBytes + kBarrierBytes;
     static constexpr int kUnits = (kLimit - kOther) / (kWarps * kUnit); // of a warp's ring
     static constexpr int kRingBytes = kWarps * kUnits * kUnit;
     static constexpr int kBytes = kRingBytes + kOther;
+    static_assert(kItems <= kThreads);
 };
 
 __device__ __forceinline__ void copy_async(uint32_t to, void const* from)
@@ -87,6 +94,52 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int byt
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
+}
+
+// Into the shared memory of a block of the cluster, whose barrier counts the bytes. Addresses are the cluster's.
+template <int kCount>
+__device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint32_t barrier)
+{
+    if constexpr (kCount == 1)
+    {
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x[0]), "r"(barrier)
+            : "memory");
+    }
+    else if constexpr (kCount == 2)
+    {
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x[0]),
+            "f"(x[1]), "r"(barrier)
+            : "memory");
+    }
+    else
+    {
+        static_assert(kCount == 4);
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+            "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+            : "memory");
+    }
+}
+
+// Where a block of the cluster has what this block has at `address`.
+__device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
+{
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Of a pair of warps, the one that reads waits until the other has written.
+__device__ __forceinline__ void arrive_at_pair(int pair)
+{
+    asm volatile("bar.arrive %0, 64;" ::"r"(pair + 1) : "memory");
+}
+
+__device__ __forceinline__ void wait_at_pair(int pair)
+{
+    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
 }
 
 __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity)
@@ -213,30 +266,35 @@ struct Cursor
     }
 };
 
-// W: the weight's type. kSwiglu: a granule is 8 rows of the gate and the 8 rows of up that belong to them.
-template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu>
+// W: the weight's type. kSwiglu: a granule is 8 rows of the gate and the 8 rows of up that belong to them. kNormed: inputs
+// are multiplied by the norm's weights before the products, sums of products by the inputs' inverse root mean square after.
+template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu, bool kNormed>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     skinny_gemm_kernel(dflash_skinny_gemm_params const p)
 {
     namespace cg = cooperative_groups;
     constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
     constexpr int kInputBytes = kColumns * static_cast<int>(sizeof(T));
-    using L = Layout<kGranules, kTokens, kInputBytes>;
+    using L = Layout<kGranules, kTokens, kInputBytes, kSwiglu, kNormed>;
+    using Item = Vector<float, L::kItemNumbers>;
+    using Two = typename Pair<T>::type;
     constexpr int kRunWarps = kWarps * kCluster; // that share the inputs of a row
     constexpr int kTiles = kTokens / 8;
     constexpr int kPairs = Fragment<T, W>::kPairs;
-    constexpr int kOwn = (L::kInbox + kThreads - 1) / kThreads; // results that a thread finishes
     constexpr int kFirstRows = kSwiglu ? kGranule / 2 : kGranule; // of a granule that lie together
+    // An input times a norm's weight may exceed FP16: each warp then makes its weights smaller by one power of two.
+    constexpr bool kScaled = kNormed && std::is_same_v<T, __half>;
 
     extern __shared__ __align__(128) unsigned char shared[];
     unsigned char* const inputs = shared + L::kRingBytes;
     float* const sums = reinterpret_cast<float*>(inputs + L::kInputsBytes);
     float* const inbox = sums + L::kSumBytes / sizeof(float);
-    unsigned char* const barriers = reinterpret_cast<unsigned char*>(inbox) + L::kInboxBytes;
+    float* const warp_squares = inbox + L::kInboxBytes / sizeof(float);
+    float* const block_squares = warp_squares + kWarps * L::kSquares;
+    unsigned char* const barriers = reinterpret_cast<unsigned char*>(block_squares + kCluster * L::kSquares);
 
     trigger();
-    cg::cluster_group const cluster = cg::this_cluster();
-    int const rank = static_cast<int>(cluster.block_rank());
+    int const rank = static_cast<int>(cg::this_cluster().block_rank());
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const column_warp = rank * kWarps + warp;
 
@@ -247,6 +305,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     int const count = share_begin(granules, index + 1, clusters) - first;
     int const lines = p.inputs / kColumns;
     int const runs = lines > column_warp ? (lines - column_warp - 1) / kRunWarps + 1 : 0;
+    int const passes = (count + kGranules - 1) / kGranules;
 
     // -- loading: four rows of 128 bytes at a time, each second row's halves swapped
     int64_t const row_bytes = static_cast<int64_t>(p.inputs) * sizeof(W);
@@ -278,31 +337,55 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     {
         load_unit();
     }
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block has begun
+
     uint32_t const own_barriers = static_cast<uint32_t>(__cvta_generic_to_shared(barriers)) + warp * 16;
+    uint32_t const inbox_barriers = static_cast<uint32_t>(__cvta_generic_to_shared(barriers)) + kWarps * 16;
     if (lane == 0)
     {
         init_barrier(own_barriers);
         init_barrier(own_barriers + 8);
+        if (warp == 0)
+        {
+            init_barrier(inbox_barriers);
+            init_barrier(inbox_barriers + 8);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (warp == 0)
+        {
+            // The squares come with the first sums.
+            constexpr int kBytes = L::kInbox * static_cast<int>(sizeof(float));
+            expect_bytes(inbox_barriers, kBytes + kCluster * L::kSquares * static_cast<int>(sizeof(float)));
+            expect_bytes(inbox_barriers + 8, kBytes);
+        }
     }
     __syncwarp();
-    wait();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block can be sent to
 
     // -- the tokens' inputs, run by run, two runs ahead: lane l takes those of token l / 4 that meet its part of a row
     int const quad = lane / 4, part = lane % 4;
-    int const passes = (count + kGranules - 1) / kGranules;
     int const input_runs = runs > 1 ? runs * passes : runs; // a single one stays in registers
     unsigned char* const own_inputs = inputs + warp * 2 * L::kInputs;
     int load_run = 0;
-    auto const load_inputs = [&](int run) // of input_runs
+    auto const expect_inputs = [&](int run, int of_row) // of input_runs, and of the runs of a row
     {
         uint32_t const barrier = own_barriers + run % 2 * 8;
         if (lane == 0)
         {
-            expect_bytes(barrier, p.rows * kInputBytes);
+            expect_bytes(barrier, (p.rows + kNormed) * kInputBytes);
+            if constexpr (kNormed)
+            {
+                char const* from
+                    = static_cast<char const*>(p.norm_weight) + (column_warp + of_row * kRunWarps) * kInputBytes;
+                uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs)) + run % 2 * L::kInputs
+                    + kTokens * L::kPitch;
+                copy_bulk(to, from, kInputBytes, barrier);
+            }
         }
         __syncwarp();
+    };
+    auto const load_inputs = [&](int run)
+    {
+        uint32_t const barrier = own_barriers + run % 2 * 8;
         if (lane < p.rows)
         {
             char const* from = static_cast<char const*>(p.x) + static_cast<int64_t>(lane) * p.inputs * sizeof(T)
@@ -315,99 +398,245 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     };
     for (int run = 0; run < min(input_runs, 2); ++run)
     {
+        expect_inputs(run, run); // the norm's weights are constants: they come before the wait
+    }
+    Two scaled_by{};
+    float sum_scale = 1.f;
+    if constexpr (kScaled)
+    {
+        uint32_t most = 0;
+        for (int run = 0; run < runs; ++run)
+        {
+            uint32_t const* from = static_cast<uint32_t const*>(p.norm_weight)
+                + (column_warp + run * kRunWarps) * (kColumns / 2) + lane;
+#pragma unroll
+            for (int i = 0; i < kColumns / 64; ++i)
+            {
+                most = __vmaxu2(most, __ldg(from + i * 32) & 0x7fff7fffu);
+            }
+        }
+        most = __reduce_max_sync(0xffffffffu, max(most & 0xffff, most >> 16));
+        int const exponent = min(max(static_cast<int>(most >> 10), 14), 28); // biased: 14 of the numbers below one
+        uint32_t const factor = (29 - exponent) * 0x04000400u;
+        scaled_by = reinterpret_cast<Two const&>(factor);
+        sum_scale = __uint_as_float((127 + exponent - 14) << 23);
+    }
+
+    // -- results: of each granule of a pass, each block of the cluster finishes half of the rows, a thread one item
+    constexpr int kOutputs = kSwiglu ? 2 : 1; // of an item
+    int const item = threadIdx.x;
+    int const item_lane = kSwiglu ? item % 16 + rank * 16 : item % 32; // the lane that had its numbers
+    int const item_granule = kSwiglu ? item / (16 * kTiles) : item / 32;
+    int const item_row = item_lane / 4 + (kSwiglu ? 0 : rank * 8);
+    int const item_token = item_lane % 4 * 2 + (kSwiglu ? item / 16 % kTiles * 8 : 0);
+    auto const token_of = [&](int number)
+    { return item_token + (kSwiglu ? number % 2 : number / 2 * 8 + number % 2); };
+    auto const number_at = [&](int of_rank) // in a slot of the sums
+    {
+        int const there = kSwiglu ? item / 16 * 32 + item % 16 + of_rank * 16 : (item / 32 * 2 + of_rank) * 32 + item % 32;
+        return there * L::kItemNumbers;
+    };
+    Item own{};
+    float scale[kOutputs]{};
+    T bias[kOutputs]{};
+    T residual[L::kItemNumbers]{};
+    auto const has_item = [&](int pass) { return item < L::kItems && pass * kGranules + item_granule < count; };
+    auto const output_at = [&](int pass) // up's is half of them further
+    { return (first + pass * kGranules + item_granule) * kFirstRows + item_row; };
+    // What is added at the end is read at the beginning. Scales and biases are constants.
+    auto const load_constants = [&](int pass)
+    {
+        if (!has_item(pass))
+        {
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i)
+        {
+            int const output = output_at(pass) + i * (p.outputs / 2);
+            if constexpr (std::is_same_v<W, E4M3>)
+            {
+                scale[i] = p.scale[output];
+            }
+            if (p.bias)
+            {
+                bias[i] = static_cast<T const*>(p.bias)[output];
+            }
+        }
+    };
+    auto const load_residual = [&](int pass)
+    {
+        if constexpr (!kSwiglu)
+        {
+            if (p.residual && has_item(pass))
+            {
+#pragma unroll
+                for (int i = 0; i < L::kItemNumbers; ++i)
+                {
+                    if (token_of(i) < p.rows)
+                    {
+                        residual[i] = static_cast<T const*>(
+                            p.residual)[static_cast<int64_t>(token_of(i)) * p.outputs + output_at(pass)];
+                    }
+                }
+            }
+        }
+    };
+    auto const finish = [&](int pass)
+    {
+        if (item >= L::kItems)
+        {
+            return;
+        }
+        uint32_t const barrier = inbox_barriers + pass % 2 * 8;
+        wait_for_phase(barrier, pass / 2 % 2);
+        if (item == 0 && pass + 2 < passes)
+        {
+            expect_bytes(barrier, L::kInbox * static_cast<int>(sizeof(float)));
+        }
+        auto const theirs = load_vector<float, L::kItemNumbers>(
+            inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
+        float y[L::kItemNumbers];
+#pragma unroll
+        for (int i = 0; i < L::kItemNumbers; ++i)
+        {
+            int const output = kSwiglu ? i / 2 : 0;
+            y[i] = own.at[i] + theirs.at[i];
+            if constexpr (kNormed)
+            {
+                float const squares = block_squares[token_of(i)] + block_squares[kTokens + token_of(i)];
+                y[i] *= rsqrtf(squares / static_cast<float>(p.inputs) + p.eps);
+            }
+            if constexpr (std::is_same_v<W, E4M3>)
+            {
+                y[i] *= scale[output];
+            }
+            y[i] = rounded<T>(y[i]);
+            if (p.bias)
+            {
+                y[i] = rounded<T>(y[i] + to_float(bias[output]));
+            }
+            if constexpr (!kSwiglu)
+            {
+                if (p.residual)
+                {
+                    y[i] = rounded<T>(y[i] + to_float(residual[i]));
+                }
+            }
+        }
+        constexpr int kResults = L::kItemNumbers / kOutputs;
+        int const width = p.outputs / kOutputs;
+#pragma unroll
+        for (int i = 0; i < kResults; ++i)
+        {
+            float result = y[i];
+            if constexpr (kSwiglu)
+            {
+                result = rounded<T>(y[i] / (1.f + expf(-y[i]))) * y[i + 2];
+            }
+            if (token_of(i) < p.rows && has_item(pass))
+            {
+                static_cast<T*>(p.out)[static_cast<int64_t>(token_of(i)) * width + output_at(pass)]
+                    = from_float<T>(result);
+            }
+        }
+    };
+
+    load_constants(0);
+    wait();
+    for (int run = 0; run < min(input_runs, 2); ++run)
+    {
         load_inputs(run);
     }
+    load_residual(0);
+
     uint32_t b[2][kTiles][kPairs]; // both halves of a run
-    auto const take_inputs = [&](int run)
+    float squares[kTiles][4] = {}; // of a tile's inputs with all inputs: the diagonal counts
+    auto const take_inputs = [&](int run, bool is_first_pass)
     {
         wait_for_phase(own_barriers + run % 2 * 8, run / 2 % 2);
-        unsigned char const* const from = own_inputs + run % 2 * L::kInputs + quad * L::kPitch + part * (kPairs * 4);
+        unsigned char const* const from = own_inputs + run % 2 * L::kInputs + part * (kPairs * 4);
+        auto const take = [&](int row, int half, int pair, uint32_t (&to)[kPairs])
+        {
+            auto const v = *reinterpret_cast<uint4 const*>(from + row * L::kPitch + half * (kInputBytes / 2) + pair * 4);
+            to[pair] = v.x;
+            to[pair + 1] = v.y;
+            to[pair + 2] = v.z;
+            to[pair + 3] = v.w;
+        };
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
         {
 #pragma unroll
             for (int i = 0; i < 2 * kPairs; i += 4)
             {
-                int const half = i / kPairs, pair = i % kPairs;
-                auto const v = *reinterpret_cast<uint4 const*>(
-                    from + tile * 8 * L::kPitch + half * (kInputBytes / 2) + pair * 4);
-                b[half][tile][pair] = v.x;
-                b[half][tile][pair + 1] = v.y;
-                b[half][tile][pair + 2] = v.z;
-                b[half][tile][pair + 3] = v.w;
+                take(tile * 8 + quad, i / kPairs, i % kPairs, b[i / kPairs][tile]);
             }
         }
-    };
-
-    // -- results: of each granule of a pass, each block of the cluster finishes half of the rows
-    float own[kOwn];
-    struct Result
-    {
-        bool is_one;
-        int token;
-        int sum_row;
-        int output;
-    };
-    auto const result_at = [&](int pass, int result, int of_rank)
-    {
-        int const token = result / (L::kRows / 2), granule = result % (L::kRows / 2) / 8, within = result % 8;
-        // Gates and ups alternate by four, so that a warp has both of each.
-        int const row = kSwiglu ? within % 4 + of_rank * 4 + within / 4 * 8 : within + of_rank * 8;
-        int const global = first + pass * kGranules + granule;
-        int const output = kSwiglu ? within / 4 * (p.outputs / 2) + global * 8 + row % 8 : global * kGranule + row;
-        bool const is_one = token < p.rows && pass * kGranules + granule < count;
-        return Result{is_one, token, granule * kGranule + row, output};
-    };
-    auto const finish = [&](int pass)
-    {
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i)
+        if constexpr (kNormed)
         {
-            int const result = threadIdx.x + i * kThreads;
-            Result const at = result_at(pass, result, rank);
-            float y = 0.f;
-            if (at.is_one)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
             {
-                y = own[i] + inbox[pass % 2 * L::kInbox + result];
-                if constexpr (std::is_same_v<W, E4M3>)
+                auto& x = b[half];
+                if (is_first_pass)
                 {
-                    y *= p.scale[at.output];
+#pragma unroll
+                    for (int i = 0; i < kPairs; i += 2)
+                    {
+                        // Tokens as rows lie in registers as tokens as columns do.
+                        uint32_t const a[4] = {x[0][i], x[kTiles - 1][i], x[0][i + 1], x[kTiles - 1][i + 1]};
+#pragma unroll
+                        for (int tile = 0; tile < kTiles; ++tile)
+                        {
+                            multiply_add<T>(squares[tile], a, x[tile][i], x[tile][i + 1]);
+                        }
+                    }
                 }
-                y = rounded<T>(y);
-                if (p.bias)
+                uint32_t weights[kPairs];
+#pragma unroll
+                for (int i = 0; i < kPairs; i += 4)
                 {
-                    y = rounded<T>(y + to_float(static_cast<T const*>(p.bias)[at.output]));
+                    take(kTokens, half, i, weights);
                 }
-            }
-            T* const out = static_cast<T*>(p.out);
-            if constexpr (kSwiglu)
-            {
-                float const up = __shfl_down_sync(0xffffffffu, y, 4);
-                if (at.is_one && result % 8 < 4)
+#pragma unroll
+                for (int i = 0; i < kPairs; ++i)
                 {
-                    float const silu = rounded<T>(y / (1.f + expf(-y)));
-                    out[static_cast<int64_t>(at.token) * (p.outputs / 2) + at.output] = from_float<T>(silu * up);
+                    Two weight = reinterpret_cast<Two const&>(weights[i]);
+                    if constexpr (kScaled)
+                    {
+                        weight = __hmul2(weight, scaled_by);
+                    }
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; ++tile)
+                    {
+                        Two const y = __hmul2(reinterpret_cast<Two const&>(x[tile][i]), weight);
+                        x[tile][i] = reinterpret_cast<uint32_t const&>(y);
+                    }
                 }
-            }
-            else if (at.is_one)
-            {
-                out[static_cast<int64_t>(at.token) * p.outputs + at.output] = from_float<T>(y);
             }
         }
     };
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); // the other block can be sent to
 
     // -- multiplying: lane l has parts of the rows l / 4 and l / 4 + 8 of a granule
     uint32_t const at = quad * kLine + (part ^ (quad % 2 * 4)) * 16;
     int slot = 0;
     for (int pass = 0; pass < passes; ++pass)
     {
+        if (pass > 0)
+        {
+            finish(pass - 1);
+            load_constants(pass);
+            load_residual(pass);
+        }
         int const active = min(kGranules, count - pass * kGranules);
         float c[kGranules][kTiles][4] = {};
         for (int run = 0; run < runs; ++run)
         {
             if (runs > 1 || pass == 0)
             {
-                take_inputs(pass * runs + run);
+                take_inputs(pass * runs + run, pass == 0);
             }
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
@@ -452,82 +681,131 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             __syncwarp();
             if (next_run < input_runs)
             {
+                expect_inputs(next_run, load_run);
                 load_inputs(next_run);
             }
         }
 
         // -- adding up the warps' sums, in one order whatever the tokens are
-        float* const mine = sums + warp % kSlots * L::kRows * L::kPadded;
+        float* const mine = sums + warp % kSlots * L::kSlot;
         auto const each_sum = [&](auto const& use)
         {
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
             {
 #pragma unroll
-                for (int tile = 0; tile < kTiles; ++tile)
+                for (int i = 0; i < (kSwiglu ? kTiles : 2); ++i) // of a tile, or of one of the rows that the lane has
                 {
+                    Item here;
 #pragma unroll
-                    for (int i = 0; i < 4; i += 2)
+                    for (int j = 0; j < L::kItemNumbers; ++j)
                     {
-                        int const row = granule * kGranule + quad + i / 2 * 8;
-                        float2& there = *reinterpret_cast<float2*>(mine + row * L::kPadded + tile * 8 + part * 2);
-                        use(there, float2{c[granule][tile][i], c[granule][tile][i + 1]});
+                        here.at[j] = kSwiglu ? c[granule][i][j] : c[granule][j / 2][i * 2 + j % 2];
+                        if constexpr (kScaled)
+                        {
+                            here.at[j] *= sum_scale;
+                        }
                     }
+                    int const there = (granule * (kSwiglu ? kTiles : 2) + i) * 32 + lane;
+                    use(reinterpret_cast<Item*>(mine)[there], here);
                 }
             }
         };
-        __syncthreads(); // the sums of the pass before have been read
+        if constexpr (kNormed)
+        {
+            if (pass == 0 && part == quad / 2)
+            {
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                {
+                    warp_squares[warp * kTokens + tile * 8 + quad]
+                        = quad % 2 ? squares[tile][tile * 2 + 1] : squares[tile][tile * 2];
+                }
+            }
+        }
         if (warp >= kSlots)
         {
-            each_sum([](float2& there, float2 here) { there = here; });
+            each_sum([](Item& there, Item const& here) { there = here; });
+            arrive_at_pair(warp - kSlots);
         }
-        __syncthreads();
-        if (warp < kSlots)
+        else
         {
-            each_sum([](float2& there, float2 here) { there = {there.x + here.x, there.y + here.y}; });
+            wait_at_pair(warp);
+            each_sum(
+                [](Item& there, Item const& here)
+                {
+                    Item sum = there;
+#pragma unroll
+                    for (int j = 0; j < L::kItemNumbers; ++j)
+                    {
+                        sum.at[j] += here.at[j];
+                    }
+                    there = sum;
+                });
         }
         __syncthreads();
 
         // -- and the two blocks': the other one's half goes to its shared memory
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        if (pass > 0)
+        auto const block_sum = [&](int of_rank)
         {
-            finish(pass - 1);
-        }
-        auto const block_sum = [&](int row, int token)
-        {
-            float const* from = sums + row * L::kPadded + token;
-            constexpr int kStride = L::kRows * L::kPadded;
-            return (from[0] + from[kStride]) + (from[2 * kStride] + from[3 * kStride]);
-        };
-        float* const other = cluster.map_shared_rank(inbox, rank ^ 1) + pass % 2 * L::kInbox;
+            Item x[kSlots];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i)
-        {
-            int const result = threadIdx.x + i * kThreads;
-            Result const at = result_at(pass, result, rank);
-            if (at.is_one)
+            for (int i = 0; i < kSlots; ++i)
             {
-                own[i] = block_sum(at.sum_row, at.token);
-                other[result] = block_sum(result_at(pass, result, rank ^ 1).sum_row, at.token);
+                x[i] = load_vector<float, L::kItemNumbers>(sums + i * L::kSlot + number_at(of_rank));
+            }
+#pragma unroll
+            for (int i = 0; i < L::kItemNumbers; ++i)
+            {
+                x[0].at[i] = (x[0].at[i] + x[1].at[i]) + (x[2].at[i] + x[3].at[i]);
+            }
+            return x[0];
+        };
+        uint32_t const barrier = inbox_barriers + pass % 2 * 8;
+        if (item < L::kItems)
+        {
+            uint32_t const to = static_cast<uint32_t>(
+                __cvta_generic_to_shared(inbox + pass % 2 * L::kInbox + item * L::kItemNumbers));
+            send(address_at(to, rank ^ 1), block_sum(rank ^ 1).at, address_at(barrier, rank ^ 1));
+            own = block_sum(rank); // while the other's are on their way
+        }
+        if constexpr (kNormed)
+        {
+            int const token = static_cast<int>(threadIdx.x) - (kThreads - kTokens);
+            if (pass == 0 && token >= 0)
+            {
+                float sum[1] = {0.f};
+#pragma unroll
+                for (int i = 0; i < kWarps; ++i)
+                {
+                    sum[0] += warp_squares[i * kTokens + token];
+                }
+                uint32_t const to
+                    = static_cast<uint32_t>(__cvta_generic_to_shared(block_squares + rank * kTokens + token));
+                for (int i = 0; i < kCluster; ++i)
+                {
+                    send(address_at(to, i), sum, address_at(barrier, i));
+                }
             }
         }
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        if (pass + 1 < passes)
+        {
+            __syncthreads(); // the sums have been read
+        }
     }
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     finish(passes - 1);
 }
 
-template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu>
+template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu, bool kNormed>
 cudaError_t launch_layout(dflash_skinny_gemm_params const& p, int clusters, cudaStream_t stream)
 {
-    constexpr int kBytes = Layout<kGranules, kTokens, kLine / sizeof(W) * sizeof(T)>::kBytes;
-    auto const kernel = skinny_gemm_kernel<T, W, kGranules, kTokens, kSwiglu>;
+    constexpr int kBytes = Layout<kGranules, kTokens, kLine / sizeof(W) * sizeof(T), kSwiglu, kNormed>::kBytes;
+    auto const kernel = skinny_gemm_kernel<T, W, kGranules, kTokens, kSwiglu, kNormed>;
     static cudaError_t const raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     return raised ? raised : launch_kernel(kernel, dim3(clusters * kCluster), kThreads, kBytes, stream, p);
 }
 
-template <typename T, typename W, int kTokens, bool kSwiglu>
+template <typename T, typename W, int kTokens, bool kSwiglu, bool kNormed>
 cudaError_t launch_tokens(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
     int device = 0, processors = 0;
@@ -544,28 +822,31 @@ cudaError_t launch_tokens(dflash_skinny_gemm_params const& p, cudaStream_t strea
     int const clusters = std::min(processors / kCluster, granules);
     switch ((granules + clusters - 1) / clusters)
     {
-    case 1: return launch_layout<T, W, 1, kTokens, kSwiglu>(p, clusters, stream);
-    case 2: return launch_layout<T, W, 2, kTokens, kSwiglu>(p, clusters, stream);
+    case 1: return launch_layout<T, W, 1, kTokens, kSwiglu, kNormed>(p, clusters, stream);
+    case 2: return launch_layout<T, W, 2, kTokens, kSwiglu, kNormed>(p, clusters, stream);
     case 3:
-    case 4: return launch_layout<T, W, 4, kTokens, kSwiglu>(p, clusters, stream);
-    default: return launch_layout<T, W, 6, kTokens, kSwiglu>(p, clusters, stream);
+    case 4: return launch_layout<T, W, 4, kTokens, kSwiglu, kNormed>(p, clusters, stream);
+    default: return launch_layout<T, W, 6, kTokens, kSwiglu, kNormed>(p, clusters, stream);
     }
 }
 
-template <typename T, typename W, bool kSwiglu>
+template <typename T, typename W, bool kSwiglu, bool kNormed>
 cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
-    return p.rows <= 8 ? launch_tokens<T, W, 8, kSwiglu>(p, stream) : launch_tokens<T, W, 16, kSwiglu>(p, stream);
+    return p.rows <= 8 ? launch_tokens<T, W, 8, kSwiglu, kNormed>(p, stream)
+                       : launch_tokens<T, W, 16, kSwiglu, kNormed>(p, stream);
 }
 
-template <typename T>
+template <typename T, typename W>
 cudaError_t launch_skinny_gemm_of(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
-    if (p.weight_dtype == DFLASH_FP8)
+    if (p.norm_weight)
     {
-        return p.swiglu ? launch_skinny_gemm<T, E4M3, true>(p, stream) : launch_skinny_gemm<T, E4M3, false>(p, stream);
+        return p.swiglu ? launch_skinny_gemm<T, W, true, true>(p, stream)
+                        : launch_skinny_gemm<T, W, false, true>(p, stream);
     }
-    return p.swiglu ? launch_skinny_gemm<T, T, true>(p, stream) : launch_skinny_gemm<T, T, false>(p, stream);
+    return p.swiglu ? launch_skinny_gemm<T, W, true, false>(p, stream)
+                    : launch_skinny_gemm<T, W, false, false>(p, stream);
 }
 
 } // namespace
@@ -577,7 +858,8 @@ extern "C" cudaError_t dflash_skinny_gemm(dflash_skinny_gemm_params const* p, cu
     bool const is_fp8 = p->weight_dtype == DFLASH_FP8;
     int const columns = kLine / (is_fp8 ? 1 : 2);
     if (p->rows > DFLASH_SKINNY_ROWS || p->inputs < columns || p->inputs % columns || p->outputs < kGranule
-        || p->outputs % kGranule || (is_fp8 ? p->scale == nullptr : p->weight_dtype != p->dtype))
+        || p->outputs % kGranule || (is_fp8 ? p->scale == nullptr : p->weight_dtype != p->dtype)
+        || (p->swiglu && p->residual))
     {
         return cudaErrorInvalidValue;
     }
@@ -587,8 +869,10 @@ extern "C" cudaError_t dflash_skinny_gemm(dflash_skinny_gemm_params const* p, cu
     }
     switch (p->dtype)
     {
-    case DFLASH_FP16: return launch_skinny_gemm_of<__half>(*p, stream);
-    case DFLASH_BF16: return launch_skinny_gemm_of<__nv_bfloat16>(*p, stream);
+    case DFLASH_FP16:
+        return is_fp8 ? launch_skinny_gemm_of<__half, E4M3>(*p, stream) : launch_skinny_gemm_of<__half, __half>(*p, stream);
+    case DFLASH_BF16:
+        return is_fp8 ? launch_skinny_gemm_of<__nv_bfloat16, E4M3>(*p, stream) : launch_skinny_gemm_of<__nv_bfloat16, __nv_bfloat16>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -18,7 +18,7 @@ from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops import AttentionLayer, cuda_kernels
+from trtllm_dflash.ops import AttentionLayer, Residual, cuda_kernels
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -402,6 +402,129 @@ def test_a_product_with_swiglu_is_the_product_then_swiglu(shape, fp8):
     for rows in (1, 8, 16):
         apart = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias))
         assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, swiglu=True), apart)
+
+
+def in_double(x: torch.Tensor, norm: cuda_kernels.Norm) -> torch.Tensor:
+    """x normed in float64."""
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_of_normed_rows_is_closer_to_float64_than_the_norm_then_the_product(dtype, shape, fp8):
+    if fp8 and shape[1] % 128:
+        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
+    x, weight, scale, bias, _ = product(shape, dtype, fp8)
+    x *= torch.logspace(-3, 3, len(x), dtype=dtype, device="cuda")[:, None]  # rows of all sizes beside each other
+    norm = cuda_kernels.Norm((torch.rand(shape[1], device="cuda") * 3).to(dtype), 1e-6)
+    wide = weight.double() * (1 if scale is None else scale.double()[:, None])
+    expected = in_double(x, norm) @ wide.t()
+    whole = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    for found, row in zip(whole, expected, strict=True):
+        assert_close(found, row, dtype)
+    apart = cuda_kernels.skinny_gemm(cuda_kernels.rms_norm(x[None], norm.weight, norm.eps), weight, scale)
+    assert relative_error(whole, expected) < 1.02 * relative_error(apart[0], expected)
+    for rows in (1, 3, 8, 9, 15):
+        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, norm=norm), whole[:rows])
+        assert torch.equal(cuda_kernels.skinny_gemm(x[-rows:], weight, scale, norm=norm), whole[-rows:])
+    biased = cuda_kernels.skinny_gemm(x[:5], weight, scale, bias, norm=norm)
+    assert_close(biased, expected[:5] + bias.double(), dtype)
+    if shape[0] % 32 == 0:
+        for rows in (1, 8, 16):
+            apart = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, norm=norm))
+            assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, True, norm), apart)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_residual_is_added_as_it_would_be_afterwards(dtype, shape, fp8):
+    if fp8 and shape[1] % 128:
+        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
+    x, weight, scale, bias, _ = product(shape, dtype, fp8)
+    norm = cuda_kernels.Norm(torch.rand(shape[1], device="cuda").to(dtype), 1e-6)
+    residual = torch.randn(len(x), shape[0], dtype=dtype, device="cuda")
+    for rows in (1, 7, 8, 9, 16):
+        for options in ({}, {"bias": bias}, {"norm": norm}, {"bias": bias, "norm": norm}):
+            apart = cuda_kernels.skinny_gemm(x[:rows], weight, scale, **options) + residual[:rows]
+            found = cuda_kernels.skinny_gemm(x[:rows], weight, scale, residual=residual[:rows], **options)
+            assert torch.equal(found, apart)
+
+
+def test_in_fp16_inputs_times_large_norm_weights_do_not_overflow():
+    norm = cuda_kernels.Norm(torch.rand(4096, device="cuda").half() * 200, 1e-6)
+    norm.weight[::7] = 0.002
+    x, weight, *_ = product((6144, 4096), torch.float16)
+    x *= 10000
+    x.clamp_(-60000, 60000)
+    assert (x * norm.weight).isinf().any()
+    expected = in_double(x, norm) @ weight.double().t()
+    assert_close(cuda_kernels.skinny_gemm(x, weight, norm=norm), expected, torch.float16)
+
+
+def test_a_row_of_zeros_is_normed_to_zeros():
+    x, weight, *_ = product((4096, 512), torch.bfloat16)
+    x[3] = 0
+    norm = cuda_kernels.Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6)
+    found = cuda_kernels.skinny_gemm(x, weight, norm=norm)
+    assert found.isfinite().all() and found[3].eq(0).all() and found[2].ne(0).any()
+
+
+def test_a_captured_chain_of_normed_products_repeats_itself_to_the_bit():
+    """As in a step: each kernel begins while the one before it still runs."""
+    x, up, *_ = product((12288, 1024), torch.bfloat16)
+    down = product((1024, 6144), torch.bfloat16)[1]
+    norm = cuda_kernels.Norm(torch.rand(1024, device="cuda").bfloat16(), 1e-6)
+
+    def chain(x):
+        for _ in range(20):
+            h = cuda_kernels.skinny_gemm(x, up, norm=norm, swiglu=True)
+            x = cuda_kernels.skinny_gemm(h, down, residual=x)
+        return x
+
+    expected = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x)
+    for _ in range(50):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, expected)
+    slow = x
+    for _ in range(20):
+        h = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(slow, up, norm=norm))
+        torch.cuda.synchronize()
+        slow = cuda_kernels.skinny_gemm(h, down) + slow
+        torch.cuda.synchronize()
+    assert torch.equal(slow, expected)
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_residual_streams_operations_are_what_torch_computes(dtype, pending, rows):
+    weights = {
+        "up.weight": torch.randn(1024, 256, dtype=dtype, device="cuda") * 0.05,
+        "down.weight": torch.randn(256, 512, dtype=dtype, device="cuda") * 0.05,
+        "norm.weight": torch.rand(256, device="cuda").to(dtype),
+    }
+    x, y = (torch.randn(1, rows, 256, dtype=dtype, device="cuda") for _ in range(2))
+    stream = Residual(x, y if pending else None)
+    results = []
+    for ops in (TorchOps(weights, {}), CudaOps(weights, {})):
+        before, h = ops.norm_linear_swiglu("norm", "up", stream, 1e-6)
+        _, plain = ops.norm_linear("norm", "up", stream, 1e-6)
+        after = ops.add_product("down", before, h)
+        results.append((before, h, plain, ops.add_pending(after), *ops.norm("norm", after, 1e-6)))
+    for expected, found in zip(*results, strict=True):
+        assert_close(found, expected, dtype, roundings=4)
+    assert torch.equal(results[0][0], results[1][0])
 
 
 def test_every_fp8_number_is_multiplied_as_it_is():

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
-from trtllm_dflash.ops import AttentionLayer, ClampedSwiglu, Ops
+from trtllm_dflash.ops import AttentionLayer, ClampedSwiglu, Ops, Residual
 
 T = TypeVar("T")
 
@@ -145,34 +145,33 @@ class Decoder:
         offsets = ops.row_offsets(token_ids)
         positions = ops.positions(start, offsets)  # [B, Q]
         lengths = ops.key_lengths(start, offsets)  # [B]
-        x = ops.embedding("model.embed_tokens", token_ids)
-        h = ops.rms_norm("model.layers.0.input_layernorm", x, self.config.norm_eps)
-        after = {}
+        x = Residual(ops.embedding("model.embed_tokens", token_ids))
+        streams = []
         for i in range(self.config.layers):
-            x, h = self._layer(ops, i, x, h, positions, start, lengths)
-            # Hugging Face's hidden_states[i + 1], but for the last layer's, which it norms. Tapping i instead costs
-            # acceptance, never an error.
-            after[i] = x
-        return Features(x, [after[i] for i in tap_layers])
+            stream, x = self._layer(ops, i, x, positions, start, lengths)
+            streams.append(stream)
+        hidden = ops.add_pending(x)
+        # After layer i is before layer i + 1: Hugging Face's hidden_states[i + 1], but for the last layer's, which it
+        # norms. Tapping i instead costs acceptance, never an error.
+        streams.append(hidden)
+        return Features(hidden, [streams[i + 1] for i in tap_layers])
 
     def logits(self, ops: Ops[T], hidden: T) -> T:
         """hidden [B, R, H], before the final norm -> [B, R, V/tp]."""
-        return ops.linear("lm_head", ops.rms_norm("model.norm", hidden, self.config.norm_eps))
+        return ops.norm_linear("model.norm", "lm_head", Residual(hidden), self.config.norm_eps)[1]
 
-    def _layer(self, ops: Ops[T], i: int, x: T, h: T, positions: T, start: T, lengths: T) -> tuple[T, T]:
-        """The residual stream x and h, x normed for layer i, to the same for the next (after the last: x twice)."""
+    def _layer(self, ops: Ops[T], i: int, x: Residual[T], positions: T, start: T, lengths: T) -> tuple[T, Residual[T]]:
+        """The whole residual stream before layer i, and the stream after it."""
         c = self.config
         prefix = f"model.layers.{i}."
         layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms, c.windows[i] if c.windows else None)
-        qkv = ops.linear(prefix + "self_attn.qkv_proj", h)
+        stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
         h = ops.self_attention(layer, qkv, positions, start, lengths)
-        h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h))
-        x, h = ops.add_rms_norm(prefix + "post_attention_layernorm", x, h, c.norm_eps)
-        return add_and_norm_next(ops, "model.layers.", i, x, self.feed_forward(ops, prefix, h), c)
+        return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h))
 
-    def feed_forward(self, ops: Ops[T], prefix: str, h: T) -> T:
-        """What stands between a layer's second norm and its second sum, summed over the ranks: [B, N, H]."""
-        return mlp(ops, prefix, h)
+    def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
+        """A layer's second half, its norm and its sum over the ranks included."""
+        return mlp(ops, prefix, x, self.config)
 
 
 # -- pieces that targets and the drafter share -----------------------------------------------------------------------
@@ -187,18 +186,11 @@ def attention_layer(
     return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, eps, window, c.attention_sinks)
 
 
-def add_and_norm_next(ops: Ops[T], layers: str, i: int, x: T, y: T, c: DecoderConfig) -> tuple[T, T]:
-    """x + y after layer i, and the same normed for layer i + 1; after the last, the sum twice."""
-    if i + 1 < c.layers:
-        return ops.add_rms_norm(f"{layers}{i + 1}.input_layernorm", x, y, c.norm_eps)
-    x = ops.add(x, y)
-    return x, x
-
-
-def mlp(ops: Ops[T], prefix: str, x: T) -> T:
-    """SwiGLU feed-forward, summed over the ranks: [B, N, H] -> [B, N, H]."""
-    h = ops.linear_swiglu(prefix + "mlp.gate_up_proj", x)
-    return ops.all_reduce(ops.linear(prefix + "mlp.down_proj", h))
+def mlp(ops: Ops[T], prefix: str, x: Residual[T], c: DecoderConfig) -> Residual[T]:
+    """Norm and SwiGLU feed-forward, summed over the ranks."""
+    norm, gate_up = prefix + "post_attention_layernorm", prefix + "mlp.gate_up_proj"
+    stream, h = ops.norm_linear_swiglu(norm, gate_up, x, c.norm_eps)
+    return ops.add_product(prefix + "mlp.down_proj", stream, h)
 
 
 def attention_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:

@@ -12,7 +12,6 @@ from pydantic import PositiveInt
 
 from trtllm_dflash.models.decoder import (
     DecoderConfig,
-    add_and_norm_next,
     attention_layer,
     attention_weights,
     head_norm_weights,
@@ -20,7 +19,7 @@ from trtllm_dflash.models.decoder import (
     mlp_weights,
 )
 from trtllm_dflash.models.weights import Part, Split, Weight, in_precision
-from trtllm_dflash.ops import AttentionLayer, Ops
+from trtllm_dflash.ops import AttentionLayer, Ops, Residual
 
 T = TypeVar("T")
 
@@ -88,8 +87,8 @@ class Drafter:
         """Each layer's K and V of the context rows (see `Ops.context_rows`): taps [B, Q, H] at start [B]."""
         c = self.config
         x = ops.linear(PREFIX + "fc", ops.concat(taps))
-        x = ops.rms_norm(PREFIX + "hidden_norm", x, c.norm_eps)
-        kv = ops.linear(PREFIX + "context_kv_proj", x)  # [B, Q, layers * 2 * Hkv * D]
+        # [B, Q, layers * 2 * Hkv * D]
+        _, kv = ops.norm_linear(PREFIX + "hidden_norm", PREFIX + "context_kv_proj", Residual(x), c.norm_eps)
         positions = ops.positions(start, ops.row_offsets(x))
         return [ops.context_rows(self._attention(ops, i), kv, i, positions) for i in range(c.layers)]
 
@@ -117,20 +116,18 @@ class Drafter:
         c = self.config
         positions = ops.positions(block_start, block_offsets)  # [B, Bd]
         lengths = ops.key_lengths(block_start, block_offsets)  # [B]
-        x = ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id)
-        h = ops.rms_norm(PREFIX + "layers.0.input_layernorm", x, c.norm_eps)
+        x = Residual(ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id))
         for i, rows in enumerate(context):
             prefix = f"{PREFIX}layers.{i}."
-            qkv = ops.linear(prefix + "self_attn.qkv_proj", h)
+            stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
             h = ops.block_attention(self._attention(ops, i), rows, qkv, positions, start, committed, lengths)
-            h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h))
-            x, h = ops.add_rms_norm(prefix + "post_attention_layernorm", x, h, c.norm_eps)
-            x, h = add_and_norm_next(ops, PREFIX + "layers.", i, x, mlp(ops, prefix, h), c)
+            x = mlp(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h), c)
         # Row 0 stands at the bonus token, which is known: only the rows after it are drafts.
-        x = ops.rms_norm(PREFIX + "norm", ops.drop_first_row(x), c.norm_eps)
-        if c.draft_vocab_size is None:
-            return ops.argmax(ops.linear("lm_head", x))
-        return ops.lookup(DRAFT_TO_TARGET, ops.argmax(ops.linear(PREFIX + "lm_head", x)))
+        drafts = Residual(ops.drop_first_row(ops.add_pending(x)))
+        head = "lm_head" if c.draft_vocab_size is None else PREFIX + "lm_head"
+        _, logits = ops.norm_linear(PREFIX + "norm", head, drafts, c.norm_eps)
+        ids = ops.argmax(logits)
+        return ids if c.draft_vocab_size is None else ops.lookup(DRAFT_TO_TARGET, ids)
 
     def _attention(self, ops: Ops[T], i: int) -> AttentionLayer:
         return attention_layer(f"{PREFIX}layers.{i}.", PREFIX + "rope", self.config, ops.tp, head_norms=True)

@@ -6,7 +6,7 @@ from typing import TypeVar
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig, MoEConfig
 from trtllm_dflash.models.weights import Part, Weight, unit_range
-from trtllm_dflash.ops import MoELayer, Ops
+from trtllm_dflash.ops import MoELayer, Ops, Residual
 
 T = TypeVar("T")
 
@@ -30,9 +30,10 @@ class MoEDecoder(Decoder, ABC):
     def expert_weights(self, prefix: str) -> list[Weight]:
         """The tensors of a layer's experts."""
 
-    def feed_forward(self, ops: Ops[T], prefix: str, h: T) -> T:
+    def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
+        stream, h = ops.norm(prefix + "post_attention_layernorm", x, self.config.norm_eps)
         logits = ops.linear(prefix + "mlp.router", h)  # [B, N, experts]
-        return ops.all_reduce(ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits))
+        return Residual(stream, ops.all_reduce(ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits)))
 
     def experts(self, prefix: str, tp: int, rank: int) -> MoELayer:
         """A layer's experts, as `rank` of `tp` sees them."""

@@ -36,6 +36,14 @@ class Acceptance(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Residual(Generic[T]):
+    """The residual stream, and what is still to be added to it: kernels may add it where the stream is next normed."""
+
+    x: T  # [B, N, H]
+    pending: T | None = None  # [B, N, H]
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """One attention layer, as a rank sees it.
 
@@ -199,6 +207,30 @@ class Ops(ABC, Generic[T]):
     def linear_swiglu(self, name: str, x: T) -> T:
         """x [B, N, I] through a weight `name` that holds gate, then up: silu(gate) * up, [B, N, F]."""
         return self.swiglu(self.linear(name, x))
+
+    def add_product(self, name: str, x: T, y: T) -> Residual[T]:
+        """The stream x [B, N, H] plus the linear `name` of y [B, N, I], summed over the ranks."""
+        return Residual(x, self.all_reduce(self.linear(name, y)))
+
+    def add_pending(self, x: Residual[T]) -> T:
+        """The whole stream."""
+        return x.x if x.pending is None else self.add(x.x, x.pending)
+
+    def norm(self, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """The whole stream, and that normed by `name`."""
+        if x.pending is None:
+            return x.x, self.rms_norm(name, x.x, eps)
+        return self.add_rms_norm(name, x.x, x.pending, eps)
+
+    def norm_linear(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """The whole stream, and the linear `name` of that normed by `norm`."""
+        total, h = self.norm(norm, x, eps)
+        return total, self.linear(name, h)
+
+    def norm_linear_swiglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """The whole stream, and `linear_swiglu` of that normed by `norm`."""
+        total, h = self.norm(norm, x, eps)
+        return total, self.linear_swiglu(name, h)
 
     def self_attention(self, layer: AttentionLayer, qkv: T, positions: T, start: T, lengths: T) -> T:
         """Causal attention of rows over the cache and themselves, with the layer's window and sinks: [B, N, heads*D].

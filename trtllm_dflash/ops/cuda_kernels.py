@@ -7,6 +7,7 @@ all may be captured into a CUDA graph. What they compute, and where they round, 
 import ctypes
 import functools
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ HEAD_SIZES = (64, 128)
 MAX_ROWS = 32
 #: Rows that `skinny_gemm` takes: the weight's own bytes are what a product of few rows costs.
 SKINNY_ROWS = 16
-#: Compute capabilities (major) whose blocks have the 200 KB of shared memory that it needs; the others' have half.
+#: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
 #: How many ranks `AllReduce` sums over, the most bytes that it takes, and those of each rank's shared memory.
 ALL_REDUCE_RANKS = (2, 4, 8)
@@ -35,7 +36,7 @@ ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
 MOE_ROWS = 512
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -68,7 +69,8 @@ _Append = _struct(
 _SkinnyGemm = _struct(
     "dflash_skinny_gemm_params",
     ints="dtype weight_dtype rows inputs outputs swiglu",
-    pointers="x weight scale bias out",
+    floats="eps",
+    pointers="x norm_weight weight scale bias residual out",
 )
 _RmsNorm = _struct(
     "dflash_rms_norm_params",
@@ -333,14 +335,30 @@ def takes_skinny(x: Tensor, weight: Tensor) -> bool:
     return fits and x.dtype in _HALVES and _major(x.device) in SKINNY_GPUS
 
 
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm of the rows that a product takes."""
+
+    weight: Tensor  # [I], of their type
+    eps: float
+
+
 def skinny_gemm(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, swiglu: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x [..., I] of few rows times weight [O, I], transposed, plus bias [O]: [..., O]. A row's result is its own.
 
     Args:
         weight: of x's type, or E4M3 with `scale` [O] in FP32. See `takes_skinny` for the sizes.
         swiglu: its rows are gate, then up: returns silu(gate) * up, [..., O/2].
+        norm: what x is normed by first. No less precise than the normed rows, rounded, times the weight.
+        residual: [..., O], added at the end; not with swiglu.
     """
     outputs, inputs = weight.shape
     _check(takes_skinny(x, weight) and x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
@@ -348,6 +366,12 @@ def skinny_gemm(
     _check(weight.dtype == (x.dtype if scale is None else torch.float8_e4m3fn), f"a weight of {weight.dtype}")
     width = outputs // 2 if swiglu else outputs
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if norm is not None:
+        is_right = norm.weight.shape == (inputs,) and norm.weight.dtype == x.dtype and norm.weight.is_contiguous()
+        _check(is_right, f"a norm of {tuple(norm.weight.shape)} {norm.weight.dtype}")
+    if residual is not None:
+        is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
+        _check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
     params = _SkinnyGemm(
         dtype=_DTYPES[x.dtype],
         weight_dtype=_DTYPES[weight.dtype],
@@ -355,10 +379,13 @@ def skinny_gemm(
         inputs=inputs,
         outputs=outputs,
         swiglu=int(swiglu),
+        eps=norm.eps if norm else 0.0,
         x=x.data_ptr(),
+        norm_weight=norm.weight.data_ptr() if norm else None,
         weight=weight.data_ptr(),
         scale=_address(scale),
         bias=_address(bias),
+        residual=_address(residual),
         out=out.data_ptr(),
     )
     _run("dflash_skinny_gemm", params, _stream())

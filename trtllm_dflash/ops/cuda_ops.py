@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import Acceptance, AttentionLayer, MoELayer
+from trtllm_dflash.ops import Acceptance, AttentionLayer, MoELayer, Residual
 from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.experts import Experts
@@ -74,14 +74,41 @@ class CudaOps(TorchOps):
         return torch.empty(len(start), dtype=torch.int32, device="meta")
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        y = self._skinny_gemm(name, x, swiglu=False)
+        y = self._skinny_gemm(name, x)
         return super().linear(name, x) if y is None else y
 
     def linear_swiglu(self, name: str, x: Tensor) -> Tensor:
         y = self._skinny_gemm(name, x, swiglu=True)
         return super().linear_swiglu(name, x) if y is None else y
 
-    def _skinny_gemm(self, name: str, x: Tensor, swiglu: bool) -> Tensor | None:
+    def add_product(self, name: str, x: Tensor, y: Tensor) -> Residual[Tensor]:
+        total = self._skinny_gemm(name, y, residual=x) if self.tp == 1 and x.is_contiguous() else None
+        return super().add_product(name, x, y) if total is None else Residual(total)
+
+    def norm_linear(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+        y = self._normed_skinny_gemm(norm, name, x, eps)
+        return super().norm_linear(norm, name, x, eps) if y is None else (x.x, y)
+
+    def norm_linear_swiglu(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+        y = self._normed_skinny_gemm(norm, name, x, eps, swiglu=True)
+        return super().norm_linear_swiglu(norm, name, x, eps) if y is None else (x.x, y)
+
+    def _normed_skinny_gemm(
+        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
+    ) -> Tensor | None:
+        """As `_skinny_gemm`, of rows that it norms: of a stream to which nothing has to be added."""
+        if x.pending is not None or not x.x.is_contiguous():
+            return None
+        return self._skinny_gemm(name, x.x, swiglu, kernels.Norm(self.weights[norm + ".weight"], eps))
+
+    def _skinny_gemm(
+        self,
+        name: str,
+        x: Tensor,
+        swiglu: bool = False,
+        norm: kernels.Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
         """The product, where the kernel takes it; with an FP8 weight (a scale a row) x stays as it is. Else None."""
         weight = linear_weight(self.weights, name)
         if isinstance(weight, Tensor):
@@ -92,7 +119,7 @@ class CudaOps(TorchOps):
             return None
         if not kernels.takes_skinny(x, values):
             return None
-        return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu)
+        return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu, norm, residual)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, self.weights[name + ".weight"], eps)
