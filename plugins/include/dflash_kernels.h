@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 5
+#define DFLASH_ABI_VERSION 6
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -175,6 +175,19 @@ typedef struct
 } dflash_swiglu_params;
 
 DFLASH_API cudaError_t dflash_swiglu(const dflash_swiglu_params* params, cudaStream_t stream);
+
+/* Rows as E4M3 and a scale each, the largest magnitude / 448 (and 1e-12). I is a multiple of 8 and at most 32,768. */
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16: x */
+    int32_t rows;
+    int32_t size; /* I */
+    const void* x; /* [rows, I] contiguous */
+    uint8_t* out; /* [rows, I] contiguous */
+    float* scale; /* [rows] */
+} dflash_quantize_params;
+
+DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cudaStream_t stream);
 
 /* This rank's part of a mixture of experts' feed-forward, of so few rows that reading experts is what it costs: only
  * those that a row chose are read, once for up to 16 rows.

@@ -20,7 +20,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops import AttentionLayer, Residual, cuda_kernels
 from trtllm_dflash.ops.cuda_ops import CudaOps
-from trtllm_dflash.ops.fp8 import quantize_rows
+from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
 from trtllm_dflash.tokenizer import TextCodec
@@ -580,6 +580,20 @@ def test_a_prefill_chunk_commits_its_real_rows():
     last = torch.tensor([[41]], dtype=torch.int32, device="cuda")
     found = cuda_kernels.accept(ids, torch.full_like(last, 7), last, last[:, 0] + 1)
     assert [x.item() for x in found] == [0, 42, 7]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [8, 1000, 2880, 4096, 12288, 32768])
+def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
+    x = torch.randn(33, size, dtype=dtype, device="cuda") * torch.logspace(-4, 3, 33, device="cuda")[:, None].to(dtype)
+    x[5] = 0
+    rows, scale = cuda_kernels.quantize_rows(x)
+    expected, expected_scale = quantize_rows(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    # A scale's last bit may move a number that lies between two.
+    near = (dequantize_rows(rows, scale) - dequantize_rows(expected, expected_scale)).abs()
+    assert (near <= 2**-3 * x.float().abs() + 2**-9 * scale).all()
+    assert (near > 1e-6 * x.float().abs()).float().mean() < 1e-3
 
 
 # -- the two ends of a step --------------------------------------------------------------------------------------------

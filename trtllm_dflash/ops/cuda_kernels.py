@@ -36,7 +36,7 @@ ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
 MOE_ROWS = 512
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -80,6 +80,7 @@ _RmsNorm = _struct(
     longs="x_slot_stride x_row_stride",
 )
 _Swiglu = _struct("dflash_swiglu_params", ints="dtype rows size", pointers="x out")
+_Quantize = _struct("dflash_quantize_params", ints="dtype rows size", pointers="x out scale")
 _MoE = _struct(
     "dflash_moe_params",
     ints="dtype logits_dtype packed rows hidden columns experts first count top_k normalized clamped",
@@ -325,6 +326,19 @@ def swiglu(x: Tensor) -> Tensor:
     params = _Swiglu(dtype=_DTYPES[x.dtype], rows=rows, size=size, x=x.data_ptr(), out=out.data_ptr())
     _run("dflash_swiglu", params, _stream())
     return out
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`ops.fp8.quantize_rows` of 16-bit rows x [N, I] in one kernel. I is a multiple of 8 and at most 32,768."""
+    rows, size = x.shape
+    _check(x.dtype in _HALVES and x.is_contiguous() and size % 8 == 0 and size <= 1 << 15, f"rows of {size} {x.dtype}")
+    out = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    params = _Quantize(
+        dtype=_DTYPES[x.dtype], rows=rows, size=size, x=x.data_ptr(), out=out.data_ptr(), scale=scale.data_ptr()
+    )
+    _run("dflash_quantize", params, _stream())
+    return out, scale
 
 
 def takes_skinny(x: Tensor, weight: Tensor) -> bool:

@@ -121,6 +121,9 @@ class CudaOps(TorchOps):
             return None
         return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu, norm, residual)
 
+    def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.quantize_rows(x.contiguous())
+
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, self.weights[name + ".weight"], eps)
 

@@ -67,11 +67,14 @@ class TorchOps(Ops[Tensor]):
         """
         if not isinstance(weight, Fp8Weight) or weight.by_block or not multiplies_fp8(x.device):
             return F.linear(x, weight.dequantize().to(x.dtype))
-        rows, row_scale = quantize_rows(x.flatten(0, 1))
+        rows, row_scale = self._quantize_rows(x.flatten(0, 1))
         scales = row_scale, weight.scale[None]
         # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
         y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
         return y.to(x.dtype).view(*x.shape[:2], -1)
+
+    def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_rows(x)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
