@@ -139,7 +139,7 @@ typedef struct
     const void* weight; /* [outputs, inputs] contiguous */
     const float* scale; /* [outputs], of FP8 weights */
     const void* bias; /* [outputs], or null */
-    const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu. May be out. */
+    const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
 } dflash_skinny_gemm_params;
 
