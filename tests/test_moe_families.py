@@ -26,7 +26,6 @@ from tests.checkpoints import (
     split_into_shards,
 )
 from tests.conftest import TINY, refusal, succeeds
-from tests.quantized import quantize_folder
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import all_logits, greedy
 from trtllm_dflash import LLM, SamplingParams
@@ -449,13 +448,6 @@ def test_rounded_to_fp8_experts_routers_and_the_head_stay_as_they_are(family, tm
         assert torch.equal(stored[name], plain[name])
     assert plan_memory(llm.config).weights == sum(x.nbytes for x in complete_weights(stored, llm.config, 0).values())
     assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
-
-
-def test_quantized_experts_are_refused(tmp_path):
-    path = make_qwen3_moe(tmp_path / "target", layers=1)
-    quantize_folder(path, "channel")
-    message = "model.layers.0.mlp.experts.gate_up_proj.weight is quantized, which embeddings and experts may not be"
-    assert message in gpt_oss_refusal(path)
 
 
 def test_random_weights_for_timing_have_the_tensors_of_an_engine(tmp_path):

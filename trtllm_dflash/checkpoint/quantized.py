@@ -12,7 +12,7 @@ import torch
 
 from trtllm_dflash.checkpoint.folder import FLOATING_DTYPES, CheckpointFolder, read_json
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
+from trtllm_dflash.models.weights import Part, Weight, WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, Fp8Weight
 from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
 
@@ -28,6 +28,14 @@ _READ: dict[str, tuple[str, ...] | None] = {
     "compressed-tensors": ("float-quantized", "naive-quantized"),
     "fp8": None,
     "mxfp4": None,
+}
+
+
+#: Rows and columns of a matrix that share a scale, and bytes.
+_BLOCK = {
+    WeightPrecision.FP8: (1, 1),
+    WeightPrecision.FP8_BLOCKS: (FP8_BLOCK, FP8_BLOCK),
+    WeightPrecision.NVFP4: (1, NVFP4_BLOCK),
 }
 
 
@@ -78,11 +86,11 @@ def common_precision(
     kinds: dict[WeightPrecision, str] = {}
     plain = []
     for weight in weights:
-        own = {
-            found[name].precision if (name := names.get(part.key, part.key)) in found else None for part in weight.parts
-        }
+        parts = [names.get(part.key, part.key) for part in weight.parts]
+        # What is missing is `CheckpointFolder.check`'s to say.
+        own = {found[name].precision if name in found else None for name in parts if name in folder.tensors} or {None}
         if own != {None} and not weight.is_matrix:
-            raise CheckpointError(f"{folder.path}: {weight.name} is quantized, which embeddings and experts may not be")
+            raise CheckpointError(f"{folder.path}: {weight.name} is quantized, which embeddings may not be")
         if len(own) > 1:
             raise CheckpointError(f"{folder.path}: the parts of {weight.name} are not quantized alike")
         kind = own.pop()
@@ -104,22 +112,56 @@ def read_quantized(
     rank: int,
     keys: Mapping[str, str] | None = None,
 ) -> QuantizedWeight:
-    """A quantized engine weight of `rank` of `tp`: the parts' slices joined, as they are stored.
+    """A quantized engine weight of `rank` of `tp`: the parts' slices joined, or stacked, as they are stored.
+
+    No slice cuts a block that shares a scale: see `engine.builder.check_sides`.
 
     Raises:
         CheckpointError: a tensor cannot be read, or holds NaN or infinity.
     """
     names = keys or {}
-    slices = [_read_part(folder, part, found, names.get(part.key, part.key), tp, rank) for part in weight.parts]
-    values = torch.cat([part.values for part in slices])
-    scale = torch.cat([part.scale for part in slices])
-    # What goes in is one and the same, so the largest is its true range.
+    slices = []
+    for part in weight.parts_of(tp, rank):
+        slices.append(_read_part(folder, part, found, names.get(part.key, part.key), *_bounds(part, tp, rank)))
+
+    def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+        tensor = torch.cat(tensors)
+        return tensor if weight.stack is None else tensor.unflatten(0, (len(slices) // weight.parts_of_each, -1))
+
+    values = joined([part.values for part in slices])
+    scale = joined([part.scale for part in slices])
+    # What goes in is one and the same, so the largest is its true range. Of experts it is the largest of all, too.
     inputs = [part.input_scale for part in slices if part.input_scale is not None]
     input_scale = torch.stack(inputs).amax() if len(inputs) == len(slices) else None
     scales = [part.global_scale for part in slices if isinstance(part, Nvfp4Weight)]
     if scales:
-        return Nvfp4Weight(values, scale, torch.cat(scales), input_scale)
+        return Nvfp4Weight(values, scale, joined(scales), input_scale)
     return Fp8Weight(values, scale, input_scale)
+
+
+def read_dequantized(
+    folder: CheckpointFolder,
+    weight: Weight,
+    found: Mapping[str, QuantizedMatrix],
+    tp: int,
+    rank: int,
+    keys: Mapping[str, str] | None = None,
+) -> torch.Tensor:
+    """The numbers that a quantized weight's parts of `rank` of `tp` stand for: FP32. A slice may cut blocks.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or holds NaN or infinity.
+    """
+    names = keys or {}
+    slices = []
+    for part in weight.parts_of(tp, rank):
+        name = names.get(part.key, part.key)
+        dimension, first, last = _bounds(part, tp, rank)
+        unit = 1 if dimension is None else _BLOCK[found[name].precision][dimension]
+        start, stop = first // unit * unit, min(-(-last // unit) * unit, part.shape[dimension or 0])
+        numbers = _read_part(folder, part, found, name, dimension, start, stop).dequantize()
+        slices.append(numbers if dimension is None else numbers.narrow(dimension, first - start, last - first))
+    return torch.cat(slices).reshape(weight.shape(tp, rank))
 
 
 def _check_method(folder: CheckpointFolder) -> None:
@@ -192,14 +234,22 @@ def _matrix(
     return QuantizedMatrix(precision, tensors, scale, global_scale, input_scale)
 
 
+def _bounds(part: Part, tp: int, rank: int) -> tuple[int | None, int, int]:
+    """The dimension of a matrix that ranks divide, and the first and past-the-last index of it that a rank holds."""
+    return (None, 0, 0) if part.split.axis is None else (part.split.axis, *part.bounds(tp, rank))
+
+
 def _read_part(
-    folder: CheckpointFolder, part: Part, found: Mapping[str, QuantizedMatrix], name: str, tp: int, rank: int
+    folder: CheckpointFolder,
+    part: Part,
+    found: Mapping[str, QuantizedMatrix],
+    name: str,
+    dimension: int | None,
+    first: int,
+    last: int,
 ) -> QuantizedWeight:
+    """Indices first..last-1 of a matrix along a dimension, as stored; all of it where that is None."""
     matrix = found[name]
-    dimension, first, last = None, 0, 0
-    if part.split in (Split.ROWS, Split.COLUMNS):
-        dimension = 0 if part.split is Split.ROWS else 1
-        first, last = part.bounds(tp, rank)
 
     def read(key: str, row_unit: int = 1, column_unit: int = 1) -> torch.Tensor:
         """The slice of a tensor that has one number for so many rows, and so many columns, of the matrix."""

@@ -273,7 +273,7 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
     """What products in few bits need of a rank's matrices, and blocks of what is joined and divided."""
     weights = build_target(target).weights() + (Drafter(drafter).weights() if drafter is not None else [])
     for weight in weights:
-        shape = weight.shape(tp, 0)
+        shape = weight.shape(tp, 0)[-2:]  # of each, of a stack
         kind = weight.precision
         if kind in (WeightPrecision.FP8, WeightPrecision.NVFP4) and any(side % FP8_MULTIPLE for side in shape):
             sides = " by ".join(map(str, shape))
@@ -282,10 +282,14 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
                 f"rank is {sides} with --tp {tp}, and {kind.name} needs multiples of {FP8_MULTIPLE}"
             )
         held = [part.held(tp, 0) for part in weight.parts]
-        joined = len(held) > 1 or held[0] != weight.parts[0].shape
+        joined = weight.parts_of_each > 1 or held[0] != weight.parts[0].shape
         if kind is WeightPrecision.FP8_BLOCKS and joined and any(side % FP8_BLOCK for s in held for side in s):
+            uncut = weight.stack is not None and not any(side % FP8_BLOCK for side in weight.parts[0].shape)
+            hints = ["fewer ranks"] * (tp > 1) + ["--ep"] * (tp > 1 and uncut)
+            hints += ["--precision bf16, which dequantizes it"] * (not weight.name.startswith(PREFIX))
             raise SettingsError(
                 f"--tp {tp}: {weight.name} of a rank is no whole number of the checkpoint's FP8 blocks of {FP8_BLOCK}"
+                + (f"; use {' or '.join(hints)}" if hints else "")
             )
 
 

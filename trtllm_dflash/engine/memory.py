@@ -161,8 +161,12 @@ def stored_bytes(config: EngineConfig, weight: Weight) -> int:
 
 
 def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
-    """How a weight lies in a GPU's memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load."""
-    if backend == "torch" and weight.precision in (WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4):
+    """How a weight lies in a GPU's memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load.
+
+    Experts it dequantizes as rows choose them.
+    """
+    kinds = WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4
+    if backend == "torch" and weight.precision in kinds and weight.stack is None:
         return WeightPrecision.ENGINE
     return weight.precision
 

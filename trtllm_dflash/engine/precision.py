@@ -128,16 +128,23 @@ def _changes(model: DecoderConfig, chosen: str | None, when_rounded: dict[str, A
 def rounded(target: DecoderConfig) -> dict[str, Any]:
     """What changes in a target's configuration that is rounded to FP8; its LM head, routers and experts are not."""
     weights = build_target(target).weights()
-    plain = tuple(w.linear for w in weights if w.is_matrix and not w.linear.endswith("_proj"))
+    is_rounded = {w.linear: w.linear.endswith("_proj") and w.stack is None for w in weights if w.is_matrix}
+    plain = tuple(linear for linear, rounded in is_rounded.items() if not rounded)
     return {"linear_precision": WeightPrecision.FP8, "plain_linears": plain}
 
 
 def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     """What becomes of a format that this backend multiplies on no GPU."""
-    if place.backend == "tensorrt" or model.linear_precision in (None, WeightPrecision.FP8):
+    kind = model.linear_precision
+    if place.backend == "tensorrt" or kind is None:
         return None
-    assert model.linear_precision is not None
-    return f"{role}: {model.linear_precision.value} is dequantized to {place.engine} at load by --backend torch"
+    said = [] if kind is WeightPrecision.FP8 else ["at load"]
+    experts = [w for w in build_target(model).weights() if w.stack is not None] if role == "target" else []
+    if any(weight.precision is kind for weight in experts):
+        said.append("of experts when rows choose them")
+    return (
+        f"{role}: {kind.value} is dequantized to {place.engine} {', '.join(said)} by --backend torch" if said else None
+    )
 
 
 def _said(place: _Place, chosen: dict[str, str | None]) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import Pair
-from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_quantized
+from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_dequantized, read_quantized
 from trtllm_dflash.checkpoint.slicing import read_weight
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
@@ -53,10 +53,9 @@ def _read(
     """The tensors that an engine stores for a weight: as the checkpoint has it, dequantized, or rounded to FP8."""
     key = weight.parts[0].key
     if (keys or {}).get(key, key) in quantized:
-        found = read_quantized(folder, weight, quantized, tp, rank, keys)
         if weight.precision is WeightPrecision.ENGINE:
-            return {weight.name: found.dequantize().to(dtype)}
-        return stored_tensors(weight.linear, found)
+            return {weight.name: read_dequantized(folder, weight, quantized, tp, rank, keys).to(dtype)}
+        return stored_tensors(weight.linear, read_quantized(folder, weight, quantized, tp, rank, keys))
     wide = torch.float32 if weight.precision is WeightPrecision.FP8 else dtype
     tensor = read_weight(folder, weight, tp, rank, wide, keys)
     return {} if tensor is None else _stored(weight, tensor, dtype)
@@ -100,7 +99,8 @@ def multiplied_weights(
 ) -> dict[str, torch.Tensor]:
     """The weights on a device, where matrices that it does not multiply as they are stored have become `dtype`.
 
-    One after the other, so that no more than one of them is there twice.
+    One after the other, so that no more than one of them is there twice. Experts stay as they are: those that rows
+    choose are dequantized then.
     """
     moved: dict[str, torch.Tensor] = {}
     scales: set[str] = set()
@@ -111,7 +111,7 @@ def multiplied_weights(
             moved[name] = tensor.to(device)
             continue
         parts = {key: part.to(device) for key, part in stored_tensors(linear, weight).items()}
-        if _multiplies(device, weight):
+        if weight.values.ndim == 3 or _multiplies(device, weight):
             moved |= parts
             continue
         there = linear_weight(parts, linear)

@@ -54,12 +54,12 @@ class WeightPrecision(str, Enum):
             return count * itemsize
         if self is WeightPrecision.BYTES:
             return count
-        rows, columns = shape
+        *stack, rows, columns = shape
         if self is WeightPrecision.FP8:
-            return count + 4 * rows
+            return count + 4 * prod(stack) * rows
         if self is WeightPrecision.FP8_BLOCKS:
-            return count + 4 * (-(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK))
-        return count // 2 + count // NVFP4_BLOCK + 4 * rows
+            return count + 4 * prod(stack) * (-(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK))
+        return count // 2 + count // NVFP4_BLOCK + 4 * prod(stack) * rows
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,22 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it may be a linear's weight: tables are looked up and experts stacked, and stay as they are."""
+        """Whether its numbers may be stored in few bits: a linear's weight, or the experts'. Tables are looked up."""
         is_weight = self.name.endswith(".weight") and not self.name.endswith("embed_tokens.weight")
-        return is_weight and self.stack is None and len(self.parts[0].shape) == 2
+        return is_weight and len(self.parts[0].shape) == 2
+
+    @property
+    def parts_of_each(self) -> int:
+        """How many parts make one matrix of the stack, or all of what is no stack."""
+        return len(self.parts) // (self.stack or 1)
 
     def parts_of(self, tp: int, rank: int) -> tuple[Part, ...]:
         """The parts that `rank` of `tp` reads."""
         if not self.divided:
             return self.parts
         assert self.stack is not None
-        each = len(self.parts) // self.stack
         first, last = unit_range(self.stack, tp, rank)
-        return self.parts[first * each : last * each]
+        return self.parts[first * self.parts_of_each : last * self.parts_of_each]
 
     def shape(self, tp: int, rank: int) -> tuple[int, ...]:
         """What `rank` of `tp` holds of it (of a tensor that rank 0 alone holds: what that one does)."""

@@ -96,6 +96,11 @@ class MoELayer:
     | `.blocks` | [E, O, I / 32, 16]: two values a byte, the even one in the low half | uint8 |
     | `.scales` | [E, O, I / 32]: 127 + the power of two | uint8 |
 
+    In FP8 and NVFP4 (see `ops.linear_weight`), `.weight` has its scales beside it, of every expert
+
+    | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
+    | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
+
     Ranks divide either each expert's columns (all have all experts: `first` 0, `count` `experts`), or the experts.
     """
 

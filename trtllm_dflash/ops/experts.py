@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_dflash.ops import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
 
 Tensor = torch.Tensor
@@ -17,20 +18,27 @@ _TILES = 8
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One projection [O, I] of each of E experts: as numbers, or as MXFP4's blocks and scales; see `MoELayer`."""
+    """One projection [O, I] of each of E experts: numbers, FP8, NVFP4, or MXFP4's blocks and scales; see `MoELayer`."""
 
-    weight: Tensor | None  # [E, O, I]
+    weight: Tensor | None  # [E, O, I], as it is stored
     blocks: Tensor | None  # [E, O, I / 32, 16] uint8
     scales: Tensor | None  # [E, O, I / 32] uint8
     bias: Tensor | None  # [E, O]
+    quantized: QuantizedWeight | None = None  # `weight` with its scales, where it has some
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], name: str) -> "ExpertMatrix":
         """The projection `name` among a rank's weights."""
-        return cls(*(weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias")))
+        weight, blocks, scales, bias = (
+            weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias")
+        )
+        stored = None if weight is None else linear_weight(weights, name)
+        return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored)
 
     def numbers(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
         """The matrices of some experts: [..., O, I] for experts [...]."""
+        if self.quantized is not None:
+            return self.quantized.of(experts).dequantize().to(dtype)
         if self.weight is not None:
             return self.weight[experts]
         assert self.blocks is not None and self.scales is not None

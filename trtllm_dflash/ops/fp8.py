@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(FP8).max
 
 @dataclass(frozen=True, eq=False)
 class Fp8Weight:
-    """A linear's weight as E4M3, with one scale a row or one a block of 128 by 128.
+    """A linear's weight as E4M3, with one scale a row or one a block of 128 by 128; or a stack of E experts' [E, ...].
 
     What a checkpoint scales as a whole has the same scale in all of its rows: tensors of several scales are fused here.
     """
@@ -29,15 +29,25 @@ class Fp8Weight:
     @property
     def by_block(self) -> bool:
         """Whether a block has a scale, and not a row."""
-        return self.scale.ndim == 2
+        return self.scale.ndim == self.values.ndim
+
+    def of(self, experts: Tensor | int) -> "Fp8Weight":
+        """The matrices of some experts of a stack: [..., O, I] for experts [...]."""
+        return Fp8Weight(taken(self.values, experts), self.scale[experts], self.input_scale)
 
     def dequantize(self) -> Tensor:
-        """The numbers that it stands for, FP32 [O, I]."""
-        if not self.by_block:
-            return dequantize_rows(self.values, self.scale)
-        outputs, inputs = self.values.shape
-        scale = self.scale.repeat_interleave(FP8_BLOCK, 0)[:outputs].repeat_interleave(FP8_BLOCK, 1)[:, :inputs]
+        """The numbers that it stands for, FP32 [..., O, I]."""
+        scale = self.scale[..., None]
+        if self.by_block:
+            outputs, inputs = self.values.shape[-2:]
+            scale = self.scale.repeat_interleave(FP8_BLOCK, -2)[..., :outputs, :]
+            scale = scale.repeat_interleave(FP8_BLOCK, -1)[..., :inputs]
         return self.values.float() * scale
+
+
+def taken(x: Tensor, experts: Tensor | int) -> Tensor:
+    """x [E, ...] of some experts, for any type of one byte: not every device indexes FP8."""
+    return x.view(torch.uint8)[experts].view(x.dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import torch
 
-from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
-from trtllm_dflash.ops.mxfp4 import E2M1
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, taken
+from trtllm_dflash.ops.mxfp4 import unpack
 
 Tensor = torch.Tensor
 
@@ -21,7 +21,7 @@ NVFP4_BLOCK = 16
 
 @dataclass(frozen=True, eq=False)
 class Nvfp4Weight:
-    """A linear's weight in NVFP4.
+    """A linear's weight in NVFP4, or a stack of E experts' [E, ...].
 
     A checkpoint has one global scale for each of its tensors; here each row has its tensor's, as several are fused.
     """
@@ -31,18 +31,16 @@ class Nvfp4Weight:
     global_scale: Tensor  # FP32 [O]
     input_scale: Tensor | None = None  # FP32 []: the global scale that calibration found for what it is multiplied by
 
+    def of(self, experts: Tensor | int) -> "Nvfp4Weight":
+        """The matrices of some experts of a stack: [..., O, I] for experts [...]."""
+        scales = taken(self.scale, experts), self.global_scale[experts]
+        return Nvfp4Weight(self.values[experts], *scales, self.input_scale)
+
     def dequantize(self) -> Tensor:
-        """The numbers that it stands for, FP32 [O, I]."""
-        scale = self.scale.float() * self.global_scale[:, None]
-        blocks: Tensor = unpack(self.values).unflatten(1, (-1, NVFP4_BLOCK))
-        return (blocks * scale[..., None]).flatten(1)
-
-
-def unpack(values: Tensor) -> Tensor:
-    """The E2M1 numbers in bytes [O, I / 2], before any scale: FP32 [O, I]."""
-    codes = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(1)
-    numbers = torch.tensor(E2M1, device=values.device)
-    return numbers[codes.int()]
+        """The numbers that it stands for, FP32 [..., O, I]."""
+        scale = self.scale.float() * self.global_scale[..., None]
+        blocks: Tensor = unpack(self.values).unflatten(-1, (-1, NVFP4_BLOCK))
+        return (blocks * scale[..., None]).flatten(-2)
 
 
 QuantizedWeight: TypeAlias = Fp8Weight | Nvfp4Weight

@@ -15,14 +15,22 @@ step of those could not be captured into a CUDA graph), and costs this:
 
 MXFP4 experts stay MXFP4 where the GPU multiplies FP4 (SM100 and later): 4.25 bits a number in the plan, dequantized in
 the product. Elsewhere they are constants of the engine's own type. The mixture layer takes NVFP4 (see `ops.nvfp4`).
+
+FP8 and NVFP4 experts stay that. What goes into gate and up is rounded where a calibration found how, as into any
+linear; what goes into down is not, since its rows bear their experts' weights by then.
 """
+
+from collections.abc import Callable
 
 import torch
 
 from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.nvfp4 import Transcoded, from_mxfp4
-from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
+from trtllm_dflash.ops.tensorrt_layers import ITensor
+from trtllm_dflash.ops.tensorrt_quantized import TensorRTQuantized
 
 Tensor = torch.Tensor
 
@@ -35,7 +43,7 @@ def multiplies_fp4(capability: int | None) -> bool:
     return capability is not None and capability >= 100
 
 
-class TensorRTMoE(TensorRTLayers):
+class TensorRTMoE(TensorRTQuantized):
     """The mixture of experts of `Ops`.
 
     Attributes:
@@ -77,18 +85,26 @@ class TensorRTMoE(TensorRTLayers):
 
     def _wide_feed_forward(self, mixture: MoELayer, x: ITensor, shares: ITensor) -> ITensor:
         shares = self._slice(shares, 2, mixture.first, mixture.count)
-        gate_up = self._product(x, self._matrix(mixture.prefix + "experts.gate_up_proj", x.dtype), "gate_up")
-        name = mixture.prefix + "experts.gate_up_proj.bias"
+        name = mixture.prefix + "experts.gate_up_proj"
+        stored = self._quantized(name)
+        if stored is None:
+            gate_up = self._product(x, self._matrix(name, x.dtype), "gate_up")
+        else:
+            gate_up = self._quantized_product(name, x, _joined_rows(stored))
+        name += ".bias"
         if name in self.weights:
             gate_up = self._binary("SUM", gate_up, self._weight(name, (1, 1, gate_up.shape[2])), "gate_up_bias")
         size = gate_up.shape[2] // (2 * mixture.count)
         halves = self._reshape(gate_up, (0, 0, mixture.count, 2, size))  # before it is sliced: see split_heads
         h = self._activate(mixture, self._slice(halves, 3, 0, 1), self._slice(halves, 3, 1, 1))
-        spread = self._reshape(shares, (0, 0, mixture.count, 1, 1))
+        name = mixture.prefix + "experts.down_proj"
+        down, scale = self._side_by_side(name, x.dtype)
+        scaled = shares if scale is None else self._binary("PROD", shares, self._constant(scale[None, None]))
+        spread = self._reshape(scaled, (0, 0, mixture.count, 1, 1))
         h = self._cast(self._binary("PROD", self._cast(h, self.trt.float32), spread, "weighted"), x.dtype)
         h = self._reshape(h, (0, 0, mixture.count * size))
-        y = self._product(h, self._matrix(mixture.prefix + "experts.down_proj", x.dtype, side_by_side=True), "down")
-        name = mixture.prefix + "experts.down_proj.bias"
+        y = self._product(h, down, "down")
+        name += ".bias"
         if name in self.weights:
             bias = self._constant(self.weights[name].t().contiguous()[None])  # [1, H, E]
             y = self._binary("SUM", y, self._product(self._cast(shares, x.dtype), bias, "down_bias"))
@@ -120,6 +136,34 @@ class TensorRTMoE(TensorRTLayers):
         values = self._packed(joined(blocks).flatten(2), self.trt.fp4, "values")
         powers = self._packed(joined(scales), self.trt.e8m0, "scales")
         return self._layer(self.network.add_dequantize(values, powers, dtype), "dequantize")
+
+    def _side_by_side(self, name: str, dtype: ITensor) -> tuple[ITensor, torch.Tensor | None]:
+        """Every expert's matrix [O, I] as one [1, O, E * I], and by what its rows are multiplied besides, [E]."""
+        stored = self._quantized(name)
+        if stored is None:
+            return self._matrix(name, dtype, side_by_side=True), None
+        values = stored.values.transpose(0, 1).flatten(1)  # [O, E * I], or bytes of them
+        outputs = len(values)
+        rest = None
+        if isinstance(stored, Nvfp4Weight):
+            # The layers have one scale of scales. Each expert has one too: here is the largest of them.
+            own = stored.global_scale[:, 0]
+            largest = own.amax()
+            rest = None if (own == largest).all() else own / largest
+            numbers = self._nvfp4_numbers(name, values, stored.scale.transpose(0, 1).flatten(1), largest, dtype)
+        elif stored.by_block:
+            numbers = self._fp8_numbers(name, Fp8Weight(values, stored.scale.transpose(0, 1).flatten(1)), dtype)
+        else:
+            constants = self._named(name + ".weight", values), self._named(name + ".scale", stored.scale.t())
+            layer = self.network.add_dequantize(*constants, dtype)
+            layer.block_shape = (1, stored.values.shape[2])  # a row of an expert's
+            numbers = self._layer(layer, "scale")
+        return self._reshape(numbers, (1, outputs, -1)), rest
+
+    def _quantized(self, name: str) -> QuantizedWeight | None:
+        """Every expert's matrix in FP8 or NVFP4; None where they are in another type."""
+        stored = linear_weight(self.weights, name) if name + ".weight" in self.weights else None
+        return None if isinstance(stored, Tensor) else stored
 
     # -- TensorRT's mixture layer ----------------------------------------------------------------------------------
 
@@ -170,6 +214,9 @@ class TensorRTMoE(TensorRTLayers):
         def part(x: Tensor) -> Tensor:  # [E, O, ...]
             return x if half is None else x.chunk(2, dim=1)[half]
 
+        stored = self._quantized(name)
+        if stored is not None:
+            return self._reshape(self._stacked_numbers(name, stored, part, dtype), (0, 0, 0), first=(0, 2, 1))
         if name + ".weight" in self.weights:
             return self._reshape(
                 self._constant(part(self.weights[name + ".weight"]).contiguous()), (0, 0, 0), (0, 2, 1)
@@ -185,3 +232,27 @@ class TensorRTMoE(TensorRTLayers):
         )
         numbers = self._layer(self.network.add_dequantize(values, block_scales, dtype), "dequantize")
         return self._reshape(numbers, (0, 0, 0), first=(0, 2, 1))
+
+    def _stacked_numbers(
+        self, name: str, stored: QuantizedWeight, part: Callable[[Tensor], Tensor], dtype: ITensor
+    ) -> ITensor:
+        """The numbers [E, O, I] of every expert's matrix, or of a part of its rows."""
+        values = part(stored.values)
+        count, outputs, inputs = values.shape
+        if isinstance(stored, Fp8Weight):
+            flat = Fp8Weight(values.flatten(0, 1), part(stored.scale).flatten(0, 1))
+            return self._reshape(self._fp8_numbers(name, flat, dtype), (count, outputs, inputs))
+        # An expert's scale of scales, along the first dimension.
+        numbers = self._packed(values, self.trt.fp4, "values")
+        scales, own = self._named(name + ".scale", part(stored.scale)), self._constant(part(stored.global_scale)[:, 0])
+        layer = self.network.add_dequantize(scales, own, dtype)
+        layer.axis = 0
+        return self._layer(self.network.add_dequantize(numbers, self._layer(layer, "scales"), dtype), "scale")
+
+
+def _joined_rows(stored: QuantizedWeight) -> QuantizedWeight:
+    """A stack of matrices [E, O, I] as one [E * O, I]."""
+    values, scale = stored.values.flatten(0, 1), stored.scale.flatten(0, 1)
+    if isinstance(stored, Fp8Weight):
+        return Fp8Weight(values, scale, stored.input_scale)
+    return Nvfp4Weight(values, scale, stored.global_scale.flatten(), stored.input_scale)

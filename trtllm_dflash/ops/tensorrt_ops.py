@@ -12,8 +12,7 @@ import torch
 
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
-from trtllm_dflash.ops.fp8 import FP8_BLOCK, Fp8Weight
-from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, linear_weight
+from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_moe import TensorRTMoE
@@ -75,52 +74,12 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         stored = linear_weight(self.weights, name)
         if isinstance(stored, torch.Tensor):
             y = self._product(x, self._weight(name + ".weight", (1, *stored.shape)))
-        elif isinstance(stored, Fp8Weight):
-            y = self._fp8_product(name, x, stored)
         else:
-            y = self._nvfp4_product(name, x, stored)
+            y = self._quantized_product(name, x, stored)
         if name + ".bias" in self.weights:
             bias = self._weight(name + ".bias", (1, 1, self.weights[name + ".bias"].shape[0]))
             y = self._binary("SUM", y, bias, "bias")
         return y
-
-    def _fp8_product(self, name: str, x: ITensor, stored: Fp8Weight) -> ITensor:
-        """x by an FP8 weight: as FP8 too where a calibration found its range, else as it is."""
-        if stored.input_scale is not None:
-            scale = self._constant(stored.input_scale)
-            rounded = self._layer(self.network.add_quantize(x, scale, self.trt.fp8), "input")
-            x = self._layer(self.network.add_dequantize(rounded, scale, x.dtype), "input_scale")
-        values, scale = self._weight(name + ".weight"), self._weight(name + ".scale")
-        layer = self.network.add_dequantize(values, scale, x.dtype)
-        if stored.by_block:
-            layer.block_shape = (FP8_BLOCK, FP8_BLOCK)
-        else:
-            layer.axis = 0
-        weight = self._layer(layer, "scale")
-        return self._product(x, self._reshape(weight, (1, *stored.values.shape)))
-
-    def _nvfp4_product(self, name: str, x: ITensor, stored: Nvfp4Weight) -> ITensor:
-        """x by an NVFP4 weight: as NVFP4 too, its scales found as it comes, where a calibration found its range."""
-        if stored.input_scale is not None:
-            scale = self._constant(stored.input_scale)
-            layer = self.network.add_dynamic_quantize(x, 2, NVFP4_BLOCK, self.trt.fp4, self.trt.fp8)
-            layer.set_input(1, scale)
-            rounded, scales = self._layer(layer, "input"), layer.get_output(1)
-            scales = self._layer(self.network.add_dequantize(scales, scale, x.dtype), "input_scales")
-            x = self._layer(self.network.add_dequantize(rounded, scales, x.dtype), "input_scale")
-        outputs, inputs = stored.scale.shape[0], stored.values.shape[1] * 2
-        # The layers have one global scale for a weight. Where what is joined has several, the largest goes here and the
-        # rest of each to its columns of the product.
-        largest = stored.global_scale.amax()
-        values = self._fp4_weight(name + ".weight")
-        scales = self._weight(name + ".scale")
-        scales = self._layer(self.network.add_dequantize(scales, self._constant(largest), x.dtype), "scales")
-        weight = self._layer(self.network.add_dequantize(values, scales, x.dtype), "scale")
-        y = self._product(x, self._reshape(weight, (1, outputs, inputs)))
-        if (stored.global_scale == largest).all():
-            return y
-        rest = (stored.global_scale / largest).to(self._torch_type(x.dtype))
-        return self._binary("PROD", y, self._constant(rest, (1, 1, outputs)), "global_scale")
 
     def rms_norm(self, name: str, x: ITensor, eps: float) -> ITensor:
         self._scope = name
@@ -376,12 +335,6 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
 
     def column(self, ids: ITensor) -> ITensor:
         return self._once(ids, "column", lambda: self._reshape(ids, (-1, 1)))
-
-    def _fp4_weight(self, name: str) -> ITensor:
-        """Bytes of two numbers each, as the numbers that they are."""
-        constant = self._packed(self.weights[name], self.trt.fp4, "constant")
-        constant.name = self._unique_name(name)
-        return constant
 
     def _vocabulary_ids(self, logits: ITensor) -> ITensor:
         """0..V-1 as int32 [1, 1, V]."""

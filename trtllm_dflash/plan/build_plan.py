@@ -336,7 +336,9 @@ def _expert_precision(config: EngineConfig) -> str | None:
     if moe is None:
         return None
     if not moe.mxfp4:
-        return config.precision
+        kinds = {weight.precision for weight in build_target(config.target).weights() if weight.stack is not None}
+        kind = kinds.pop()
+        return config.precision if kind is WeightPrecision.ENGINE else kind.value
     if config.backend == "torch":
         return "mxfp4"
     gpu = capability(str(config.gpu))
@@ -475,6 +477,7 @@ def _quantized_note(config: EngineConfig, kind: WeightPrecision) -> str:
     """What a step is taken to make of a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
-        return f"{said}, dequantized to {config.precision.upper()} at load by the torch backend."
+        apart = "" if config.target.moe is None else ", but for experts,"
+        return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."
     rate = "at twice BF16's rate" if kind is WeightPrecision.FP8 else "at BF16's rate"
     return f"{said}, read as they are and multiplied {rate}; no step of such a target has been measured."

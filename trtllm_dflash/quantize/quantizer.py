@@ -14,6 +14,7 @@ from trtllm_dflash.engine.config import Progress
 from trtllm_dflash.engine.directory import written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.models import build_target
 from trtllm_dflash.quantize.drafter import quantize_drafter
 from trtllm_dflash.quantize.modelopt import load_modelopt
 from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
@@ -70,7 +71,7 @@ def quantize(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )
     with written_aside(output, "quantized checkpoint") as aside:
-        made = _quantize(settings, pair, folders, roles, samples, aside, progress)
+        made = _quantize(settings, pair, folders, roles, samples, aside, report, progress)
         measure(report, folders, made, samples.held_back, settings.max_tokens, settings.device, progress)
         for file in aside.rglob("*.safetensors"):
             file.chmod(aside.stat().st_mode & 0o666)
@@ -85,6 +86,7 @@ def _quantize(
     roles: list[str],
     samples: Samples,
     aside: Path,
+    report: QuantizeReport,
     progress: Progress,
 ) -> dict[str, Path]:
     """The folders of target and drafter afterwards."""
@@ -92,7 +94,7 @@ def _quantize(
     device = pick_device(settings.device)
     if "target" in roles:
         made["target"] = aside / "target"
-        quantize_target(
+        report.experts_without_tokens = quantize_target(
             folders["target"],
             made["target"],
             settings.format,
@@ -132,9 +134,18 @@ def _roles(settings: QuantizeSettings, pair: Pair) -> list[str]:
         held = models[role].linear_precision
         if held is not None:
             raise SettingsError(f"--{role} {getattr(settings, role)}: is quantized already, to {held.value}")
-    if "target" in roles and pair.target_config.moe is not None:
-        raise SettingsError(
-            f"--target {settings.target}: experts are not quantized; give --only drafter, or round what is beside them "
-            "at a build: build --precision fp8"
-        )
+    if "target" in roles:
+        _check_experts(settings, pair)
     return roles
+
+
+def _check_experts(settings: QuantizeSettings, pair: Pair) -> None:
+    """Refuses a mixture whose experts are kept in a form of their family's: gpt-oss."""
+    moe = pair.target_config.moe
+    if moe is None or any(w.stack and w.is_matrix for w in build_target(pair.target_config).weights()):
+        return
+    held = "are in MXFP4 as published" if moe.mxfp4 else "are quantized in the published checkpoint alone, to MXFP4"
+    raise SettingsError(
+        f"--target {settings.target}: its experts {held}, and stay as they are; give --only drafter, or round its "
+        "attention at a build: build --precision fp8"
+    )

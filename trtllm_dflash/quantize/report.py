@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import PREFIX
+from trtllm_dflash.ops import MoELayer
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import draft_blocks, ops_over
 from trtllm_dflash.quantize.text import Sample
 from trtllm_dflash.runtime.request import SamplingParams
 
 Tensor = torch.Tensor
+
+_LISTED = 4  # layers whose experts a line names
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class QuantizeReport:
     calibration_samples: int
     held_back_samples: int
     computed_in: str  # what this machine computes with
+    experts_without_tokens: dict[str, list[int]] = field(default_factory=dict)  # in calibration, by their router
     bytes_before: dict[str, int] = field(default_factory=dict)  # by target and drafter
     bytes_after: dict[str, int] = field(default_factory=dict)
     perplexity_before: float | None = None
@@ -64,7 +68,7 @@ class Observed:
 
 
 class ProductOps(TorchOps):
-    """TorchOps that keeps what each linear gave."""
+    """TorchOps that keeps what each linear gave, and each layer's experts."""
 
     products: dict[str, list[Tensor]]
 
@@ -73,6 +77,11 @@ class ProductOps(TorchOps):
         # The head's logits over a whole vocabulary are looked at once, of the target.
         if name != "lm_head":
             self.products.setdefault(name, []).append(y.flatten(0, 1).cpu())
+        return y
+
+    def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
+        y = super().moe(layer, x, logits)
+        self.products.setdefault(layer.prefix + "experts", []).append(y.flatten(0, 1).cpu())
         return y
 
 
@@ -150,6 +159,8 @@ def as_markdown(report: QuantizeReport) -> str:
     """The report for people: sizes and perplexity, acceptance, and the matrices that lost most."""
     samples = f"{report.calibration_samples} samples to calibrate, {report.held_back_samples} others to measure"
     lines = [f"{report.format}, {samples}, computed in {report.computed_in}"]
+    if report.experts_without_tokens:
+        lines.append(_without_tokens(report.experts_without_tokens))
     lines += ["", "| | before | after |", "|---|---|---|"]
     for role, size in report.bytes_before.items():
         lines.append(f"| {role}, MB | {size / 1e6:.2f} | {report.bytes_after[role] / 1e6:.2f} |")
@@ -167,6 +178,17 @@ def as_markdown(report: QuantizeReport) -> str:
             error = report.errors[name]
             lines.append(f"| {name} | {error.cosine:.5f} | {error.norm_ratio:.4f} |")
     return "\n".join(lines)
+
+
+def _without_tokens(experts: dict[str, list[int]]) -> str:
+    """One line on the experts that a calibration did not reach."""
+    named = [f"{router} {', '.join(map(str, ids))}" for router, ids in experts.items()]
+    more = f"; and of {len(named) - _LISTED} more layers, in report.json" if len(named) > _LISTED else ""
+    return (
+        f"{sum(map(len, experts.values()))} experts saw no token ({'; '.join(named[:_LISTED])}{more}): their weights "
+        "are scaled by themselves, as all are, and what goes into them as into the layer's others; more --samples "
+        "reach more"
+    )
 
 
 def _arms(

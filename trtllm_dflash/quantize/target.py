@@ -2,7 +2,8 @@
 
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ def quantize_target(
     samples: list[Sample],
     device: torch.device,
     progress: Callable[[int, int], None],
-) -> None:
+) -> dict[str, list[int]]:
     """Writes ModelOpt's unified export of the target in `source` to the folder `output`.
+
+    Of a mixture, returns the experts that no token of the samples chose, by the name of their router. ModelOpt scales
+    every expert's weights by their own largest numbers, and what goes into any expert of a layer by the largest that
+    went into those that were chosen.
 
     Raises:
         CheckpointError: transformers cannot load it, or ModelOpt cannot quantize it.
@@ -32,10 +37,13 @@ def quantize_target(
     export = importlib.import_module("modelopt.torch.export").export_hf_checkpoint
     model = _load(source, device)
 
+    chosen: dict[str, torch.Tensor] = {}
+
     def calibrate(model: Any) -> None:
-        for done, sample in enumerate(samples, start=1):
-            model(torch.tensor([sample.token_ids], device=device))
-            progress(done, len(samples))
+        with _counting(model, chosen):
+            for done, sample in enumerate(samples, start=1):
+                model(torch.tensor([sample.token_ids], device=device))
+                progress(done, len(samples))
 
     try:
         with quiet(), torch.inference_mode():
@@ -46,6 +54,28 @@ def quantize_target(
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, output / name)
+    without = {name: torch.where(counts == 0)[0].tolist() for name, counts in chosen.items()}
+    return {name: experts for name, experts in without.items() if experts}
+
+
+@contextmanager
+def _counting(model: Any, chosen: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Counts, while it lasts, how many tokens chose each expert: [experts], by the name of their router."""
+
+    def count(name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(router: Any, _: Any, output: Any) -> None:
+            ids = output[-1].flatten()  # of the logits, the weights and the ids of those chosen
+            chosen[name] = chosen.get(name, 0) + torch.bincount(ids, minlength=router.num_experts).cpu()
+
+        return hook
+
+    routers = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(count(name)) for name, router in routers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _load(source: Path, device: torch.device) -> Any:

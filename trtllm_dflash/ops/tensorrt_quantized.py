@@ -1,0 +1,75 @@
+"""Products of FP8 and NVFP4 weights as TensorRT's quantize and dequantize layers."""
+
+import torch
+
+from trtllm_dflash.ops.fp8 import FP8_BLOCK, Fp8Weight
+from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
+from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
+
+
+class TensorRTQuantized(TensorRTLayers):
+    """Products by weights in few bits."""
+
+    def _quantized_product(self, name: str, x: ITensor, stored: QuantizedWeight) -> ITensor:
+        """x [B, N, I] by the weight `name` [O, I]: [B, N, O] in x's type."""
+        if isinstance(stored, Fp8Weight):
+            return self._fp8_product(name, x, stored)
+        return self._nvfp4_product(name, x, stored)
+
+    def _fp8_product(self, name: str, x: ITensor, stored: Fp8Weight) -> ITensor:
+        """x by an FP8 weight: as FP8 too where a calibration found its range, else as it is."""
+        if stored.input_scale is not None:
+            scale = self._constant(stored.input_scale)
+            rounded = self._layer(self.network.add_quantize(x, scale, self.trt.fp8), "input")
+            x = self._layer(self.network.add_dequantize(rounded, scale, x.dtype), "input_scale")
+        weight = self._fp8_numbers(name, stored, x.dtype)
+        return self._product(x, self._reshape(weight, (1, *stored.values.shape)))
+
+    def _fp8_numbers(self, name: str, stored: Fp8Weight, dtype: ITensor) -> ITensor:
+        """The numbers [O, I] that an FP8 weight stands for."""
+        values, scale = (
+            self._named(name + suffix, x) for suffix, x in ((".weight", stored.values), (".scale", stored.scale))
+        )
+        layer = self.network.add_dequantize(values, scale, dtype)
+        if stored.by_block:
+            layer.block_shape = (FP8_BLOCK, FP8_BLOCK)
+        else:
+            layer.axis = 0
+        return self._layer(layer, "scale")
+
+    def _nvfp4_product(self, name: str, x: ITensor, stored: Nvfp4Weight) -> ITensor:
+        """x by an NVFP4 weight: as NVFP4 too, its scales found as it comes, where a calibration found its range."""
+        if stored.input_scale is not None:
+            scale = self._constant(stored.input_scale)
+            layer = self.network.add_dynamic_quantize(x, 2, NVFP4_BLOCK, self.trt.fp4, self.trt.fp8)
+            layer.set_input(1, scale)
+            rounded, scales = self._layer(layer, "input"), layer.get_output(1)
+            scales = self._layer(self.network.add_dequantize(scales, scale, x.dtype), "input_scales")
+            x = self._layer(self.network.add_dequantize(rounded, scales, x.dtype), "input_scale")
+        outputs = stored.scale.shape[0]
+        # The layers have one global scale for a weight. Where what is joined has several, the largest goes here and the
+        # rest of each to its columns of the product.
+        largest = stored.global_scale.amax()
+        weight = self._nvfp4_numbers(name, stored.values, stored.scale, largest, x.dtype)
+        y = self._product(x, self._reshape(weight, (1, outputs, stored.values.shape[1] * 2)))
+        if (stored.global_scale == largest).all():
+            return y
+        rest = (stored.global_scale / largest).to(self._torch_type(x.dtype))
+        return self._binary("PROD", y, self._constant(rest, (1, 1, outputs)), "global_scale")
+
+    def _nvfp4_numbers(
+        self, name: str, values: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, dtype: ITensor
+    ) -> ITensor:
+        """The numbers [O, I] of bytes [O, I / 2], their scales [O, I / 16] and the scale [] of those."""
+        numbers = self._packed(values, self.trt.fp4, "constant")
+        numbers.name = self._unique_name(name + ".weight")
+        # The scales' type must be that of what they scale.
+        scales = self._named(name + ".scale", scale)
+        scales = self._layer(self.network.add_dequantize(scales, self._constant(global_scale), dtype), "scales")
+        return self._layer(self.network.add_dequantize(numbers, scales, dtype), "scale")
+
+    def _named(self, name: str, tensor: torch.Tensor) -> ITensor:
+        """A constant under a name."""
+        constant = self._constant(tensor)
+        constant.name = self._unique_name(name)
+        return constant
