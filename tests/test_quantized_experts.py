@@ -154,8 +154,8 @@ def test_slices_that_cut_blocks_are_refused_and_may_be_dequantized(quantized):
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ("tensor", "target: fp8 is dequantized to fp32 of experts when rows choose them by --backend torch"),
-        ("nvfp4", "target: nvfp4 is dequantized to fp32 at load, of experts when rows choose them by --backend torch"),
+        ("tensor", "target: experts stay in fp8, and those that rows choose are dequantized each time; with --prec"),
+        ("nvfp4", "target: nvfp4 is dequantized to fp32 at load by --backend torch; target: experts stay in nvfp4,"),
     ],
 )
 def test_build_says_what_the_torch_backend_dequantizes(layout, says, quantized, tmp_path):

@@ -195,4 +195,5 @@ def _flops(weight: Weight, tp: int) -> int:
         return 4 * numbers  # two of MXFP4's numbers a byte
     if not weight.name.endswith(".weight") or len(weight.shape(tp, 0)) == 1:
         return 0
-    return (1 if weight.precision is WeightPrecision.FP8 else 2) * numbers
+    # Experts in FP8 are dequantized.
+    return (1 if weight.precision is WeightPrecision.FP8 and weight.stack is None else 2) * numbers

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -113,15 +114,22 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path}: tensor {key} is missing")
         file = self.tensors[key].file
         try:
-            with safe_open(file, framework="pt") as opened:
-                if dimension is None:
-                    whole: torch.Tensor = opened.get_tensor(key)
-                    return whole
-                rows = opened.get_slice(key)
-                part: torch.Tensor = rows[(slice(None),) * dimension + (slice(first, last),)]
-                return part
+            now = file.stat()
+            opened = _opened(file, now.st_size, now.st_mtime_ns)
+            if dimension is None:
+                whole: torch.Tensor = opened.get_tensor(key)
+                return whole
+            rows = opened.get_slice(key)
+            part: torch.Tensor = rows[(slice(None),) * dimension + (slice(first, last),)]
+            return part
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot read tensor {key} ({_line(error)})") from None
+
+
+@lru_cache(maxsize=2)
+def _opened(file: Path, size: int, modified: int) -> Any:
+    """An opened file, as it was then. A shard of experts has thousands of tensors, and its header takes as long."""
+    return safe_open(file, framework="pt")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -138,13 +138,16 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     kind = model.linear_precision
     if place.backend == "tensorrt" or kind is None:
         return None
-    said = [] if kind is WeightPrecision.FP8 else ["at load"]
-    experts = [w for w in build_target(model).weights() if w.stack is not None] if role == "target" else []
-    if any(weight.precision is kind for weight in experts):
-        said.append("of experts when rows choose them")
-    return (
-        f"{role}: {kind.value} is dequantized to {place.engine} {', '.join(said)} by --backend torch" if said else None
-    )
+    said = []
+    if kind is not WeightPrecision.FP8:
+        said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
+    weights = build_target(model).weights() if role == "target" else []
+    if any(weight.stack is not None and weight.precision is kind for weight in weights):
+        said.append(
+            f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time; with "
+            "--precision bf16 they take more memory, and on a GPU our kernels"
+        )
+    return "; ".join(said) or None
 
 
 def _said(place: _Place, chosen: dict[str, str | None]) -> str:

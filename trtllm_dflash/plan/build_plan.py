@@ -446,6 +446,8 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
         unpacked = (
             " Without our kernels the torch backend unpacks experts' weights in memory, and so is slower than this."
         )
+        if stored in ("FP8", "FP8-BLOCKS", "NVFP4"):
+            unpacked = " The torch backend dequantizes these experts in memory, and so is slower than this."
         notes += [
             f"Experts: {chosen}",
             "Experts: no such step has been measured, and a layer of experts is taken to wait as long as a dense one."
