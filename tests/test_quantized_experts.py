@@ -13,10 +13,12 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.quantized import quantize_folder
 from tests.test_quantize import modelopt_numbers
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.bench.shapes import shape_config
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.builder import BuildSettings, as_planned, plan_engine
+from trtllm_dflash.engine.builder import BuildSettings, as_planned, check_sides, plan_engine
 from trtllm_dflash.engine.memory import plan_memory
 from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.models.weights import WeightPrecision
@@ -144,7 +146,7 @@ def test_text_is_that_of_the_same_numbers_unquantized_drafted_or_not(layout, qua
 
 def test_slices_that_cut_blocks_are_refused_and_may_be_dequantized(quantized):
     path, numbers = quantized["blocks"]
-    with pytest.raises(Exception, match=r"--tp 4: .* FP8 blocks of 128; use fewer ranks or .*--precision bf16"):
+    with pytest.raises(SettingsError, match=r"--tp 4: .* FP8 blocks of 128; use fewer ranks or .*--precision bf16"):
         planned(path, tp=4)
     pair, _ = planned(path, tp=4, precision="fp32")
     down = [read_rank_weights(pair, 4, rank, torch.float32)[LAYER + "experts.down_proj.weight"] for rank in range(4)]
@@ -165,9 +167,25 @@ def test_build_says_what_the_torch_backend_dequantizes(layout, says, quantized, 
 def test_experts_whose_columns_are_cut_may_stay_whole(tmp_path):
     path = make_qwen3_moe(tmp_path, experts=4, top_k=2, **{**SHAPE, "intermediate": 128, "head_size": 128})
     quantize_folder(path, "blocks")
-    with pytest.raises(Exception, match=r"--tp 2: model.layers.0.mlp.experts.* use fewer ranks or --ep or --precision"):
+    with pytest.raises(
+        SettingsError, match=r"--tp 2: model.layers.0.mlp.experts.* use fewer ranks or --ep or --precision"
+    ):
         planned(path, tp=2)
     planned(path, tp=2, ep=True)
+
+
+def test_the_published_blocks_of_qwen3_coder_divide_among_two_ranks_and_whole_experts_among_eight():
+    limits: dict[str, Any] = {"max_batch": 1, "max_seq_len": 512, "chunk": 64, "tp": 1, "precision": "bf16"}
+    target = shape_config("qwen3-coder-30b-a3b", layers=2, **limits).target
+    plain = tuple(w.linear for w in build_target(target).weights() if w.is_matrix and not w.linear.endswith("_proj"))
+    target = target.model_copy(update={"linear_precision": WeightPrecision.FP8_BLOCKS, "plain_linears": plain})
+    assert target.moe is not None
+    check_sides(target, None, 2)
+    with pytest.raises(SettingsError, match=r"--tp 4: model.layers.0.mlp.experts.gate_up_proj.weight .* or --ep or"):
+        check_sides(target, None, 4)
+    whole = target.model_copy(update={"moe": target.moe.model_copy(update={"expert_parallel": True})})
+    for tp in (4, 8):
+        check_sides(whole, None, tp)
 
 
 _EXPERT = "model.layers.0.mlp.experts.2.up_proj."
