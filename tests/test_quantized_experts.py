@@ -200,6 +200,7 @@ _EXPERT = "model.layers.0.mlp.experts.2.up_proj."
             "the parts of model.layers.0.mlp.experts.gate_up_proj.weight are not quantized alike",
         ),
         (lambda t: t.update({_EXPERT + "weight_scale": torch.tensor(float("nan"))}), "up_proj.weight_scale holds NaN"),
+        (lambda t: t[_EXPERT + "weight"].view(torch.uint8)[3, 5].fill_(0xFF), "up_proj.weight holds NaN or infinity"),
         (lambda t: t.pop(_EXPERT + "weight"), f"missing: {_EXPERT}weight"),
     ],
 )

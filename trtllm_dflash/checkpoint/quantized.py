@@ -30,7 +30,6 @@ _READ: dict[str, tuple[str, ...] | None] = {
     "mxfp4": None,
 }
 
-
 #: Rows and columns of a matrix that share a scale, and bytes.
 _BLOCK = {
     WeightPrecision.FP8: (1, 1),
