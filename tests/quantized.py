@@ -71,3 +71,17 @@ def _nvfp4(x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 _LAYOUTS = {"tensor": _tensor, "channel": _channel, "blocks": _blocks, "nvfp4": _nvfp4}
+
+
+def quantize_stack(x: Tensor, layout: str) -> dict[str, Tensor]:
+    """What an engine stores of experts' matrices [E, O, I] in a layout, by the tensors' last names."""
+    each = [_LAYOUTS[layout](matrix)[0] for matrix in x]
+    scale = "weight_scale_inv" if layout == "blocks" else "weight_scale"
+    stored = {"weight": torch.stack([one["weight"] for one in each])}
+    if layout == "nvfp4":
+        own = torch.stack([one["weight_scale_2"].expand(x.shape[1]) for one in each])
+        return stored | {"scale": torch.stack([one[scale] for one in each]), "global_scale": own}
+    scales = [one[scale].float() for one in each]
+    return stored | {
+        "scale": torch.stack([s if layout == "blocks" else s.flatten().expand(x.shape[1]) for s in scales])
+    }

@@ -8,6 +8,7 @@ import torch
 from tests.checkpoints import make_drafter, make_gpt_oss
 from tests.gpu.test_kernels import HALVES, assert_close
 from tests.gpu.test_kernels import why_not as why_no_kernels
+from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.ops import ClampedSwiglu, MoELayer, cuda_kernels
@@ -19,11 +20,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 needs_kernels = pytest.mark.skipif(bool(why_no_kernels()), reason=why_no_kernels())
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["numbers", "mxfp4"])
+@pytest.mark.parametrize("kind", ["numbers", "mxfp4", "tensor", "channel", "blocks", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 8, 100])
-def test_captured_experts_equal_the_cpus_for_any_routing(rows, packed):
+def test_captured_experts_equal_the_cpus_for_any_routing(rows, kind):
     layer = MoELayer("mlp.", 16, 4, 8, 4, True, CLAMP)
-    weights = make(8, layer, packed=packed)
+    weights = make(8, layer, packed=kind == "mxfp4")
+    if kind in METHODS:
+        for name in ("gate_up_proj", "down_proj"):
+            key = f"mlp.experts.{name}."
+            stored = quantize_stack(weights.pop(key + "weight"), kind)
+            weights |= {key + suffix: tensor for suffix, tensor in stored.items()}
     ops = TorchOps({name: tensor.cuda() for name, tensor in weights.items()}, {})
     x, logits = torch.zeros(1, rows, 32, device="cuda"), torch.zeros(1, rows, 16, device="cuda")
     ops.moe(layer, x, logits)

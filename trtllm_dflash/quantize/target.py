@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
 from trtllm_dflash.tokenizer import TOKENIZER_FILES
@@ -63,13 +64,14 @@ def _counting(model: Any, chosen: dict[str, torch.Tensor]) -> Iterator[None]:
     """Counts, while it lasts, how many tokens chose each expert: [experts], by the name of their router."""
 
     def count(name: str) -> Callable[[Any, Any, Any], None]:
-        def hook(router: Any, _: Any, output: Any) -> None:
-            ids = output[-1].flatten()  # of the logits, the weights and the ids of those chosen
-            chosen[name] = chosen.get(name, 0) + torch.bincount(ids, minlength=router.num_experts).cpu()
+        def hook(router: Any, x: Any, output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output  # [tokens, experts]
+            ids = logits.topk(model.config.num_experts_per_tok).indices.flatten()
+            chosen[name] = chosen.get(name, 0) + torch.bincount(ids, minlength=logits.shape[-1]).cpu()
 
         return hook
 
-    routers = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("TopKRouter")]
+    routers = [(name, module) for name, module in model.named_modules() if name.endswith(Qwen3Moe.router)]
     hooks = [router.register_forward_hook(count(name)) for name, router in routers]
     try:
         yield
