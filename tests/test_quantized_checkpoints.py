@@ -188,8 +188,6 @@ def test_build_says_what_the_torch_backend_dequantizes(tmp_path):
         (["--precision", "nvfp4", "--backend", "tensorrt", "--gpu", "sm89"], "sm89 has fp8, bf16, fp16, fp32, and no"),
         (["--precision", "nvfp4"], "not quantized; make a calibrated nvfp4 checkpoint of the unquantized one: trtllm-"),
         (["--drafter-precision", "nvfp4"], "the drafter's checkpoint is not quantized; make a calibrated nvfp4"),
-        (["--kv", "fp8"], "--kv fp8: caches in FP8 are not there yet"),
-        (["--kv", "int8"], "--kv int8: Input should be 'fp8'"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_what_can(flags, says, tmp_path):
@@ -305,11 +303,4 @@ def test_a_summary_beside_the_configuration_counts_too(tmp_path):
         open_pair(target)
     summary["quantization"] = {"quant_algo": METHODS["tensor"]["quant_algo"]}
     (target / "hf_quant_config.json").write_text(json.dumps(summary))
-    assert open_pair(target).target_config.linear_precision is WeightPrecision.FP8
-
-
-def test_scales_of_caches_are_known_and_not_needed(tmp_path):
-    target, _, _ = make_quantized(tmp_path, "tensor")
-    scales = {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.tensor(0.1) for n in "kv"}
-    edit_tensors(target, lambda tensors: tensors.update(scales))
     assert open_pair(target).target_config.linear_precision is WeightPrecision.FP8

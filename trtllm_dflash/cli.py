@@ -111,7 +111,10 @@ def models(as_json: bool) -> None:
 @click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
 @click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
 @click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
-@click.option("--kv", help="fp8: caches in FP8; not there yet.")
+@click.option(
+    "--kv",
+    help="fp8: caches in half the bytes; engine: in the engine's own type.  [default: auto, as the target's says]",
+)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: torch]")
@@ -302,7 +305,7 @@ def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     rows = {
         "engine": f"{config.name} ({config.backend})",
         "pair": pair,
-        "precision": found.precision,
+        "precision": found.precision + (", caches in fp8" if config.kv == "fp8" else ""),
         "tp": str(config.tp),
         "limits": f"{config.max_batch} slots, {config.max_seq_len} tokens, prefill chunks of {config.chunk}",
         "GPU": config.gpu or "any",
@@ -617,6 +620,7 @@ def bench() -> None:
 @click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
 @click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.  [default: the shape's]")
 @click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.  [default: the target's]")
+@click.option("--kv", help="--shape: fp8: of the caches.  [default: --precision's own type]")
 @click.option("--draft-vocab", type=int, help="--shape: tokens that can be drafted.  [default: all]")
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
 @click.option("--batch", metavar="N,N,...", help="Slots that decode together.  [default: 1,8,32]")

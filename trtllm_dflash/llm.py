@@ -19,7 +19,7 @@ from trtllm_dflash.engine.ranks import World
 from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.engine.torch_session import TorchSession
-from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.engine.weights import cache_scales, read_rank_weights
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.runtime import request
@@ -96,6 +96,7 @@ class LLM:
         max_seq_len: int | None = None,
         block_size: int | None = None,
         chat_arguments: dict[str, Any] | None = None,
+        kv: str = "auto",
     ) -> "LLM":
         """Loads a pair straight from its checkpoints, without an engine directory.
 
@@ -103,13 +104,14 @@ class LLM:
             target: a folder, or a Hugging Face name.
             drafter: likewise; None decodes plainly.
             chat_arguments: given to the chat template; by default what the catalog knows of this target.
-            precision, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
+            precision, kv, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
         """
         values = {
             "name": str(target),
             "target": str(target),
             "drafter": None if drafter is None else str(drafter),
             "precision": precision,
+            "kv": kv,
             "max_batch": max_batch,
             "max_seq_len": max_seq_len,
             "block_size": block_size,
@@ -122,6 +124,8 @@ class LLM:
         pair = open_checkpoints(settings)
         config = plan_engine(pair, settings)
         weights = read_rank_weights(as_planned(pair, config), 1, 0, config.dtype)
+        if config.kv == "fp8":
+            weights |= cache_scales(pair)
         session = _torch_session(config, weights, pick_device(device), Solo())
         return cls(session, TextCodec.load(pair.target_folder.path, config.chat_arguments))
 

@@ -140,7 +140,8 @@ class StepCount:
         tp = self.config.tp
         numbers = 2 * cached * units_per_rank(model.kv_heads, tp) * model.head_size
         # Scores, and weighted values.
-        return Work(numbers * self.config.dtype.itemsize, 4 * pairs * units_per_rank(model.heads, tp) * model.head_size)
+        size = self.config.cache_dtype.itemsize
+        return Work(numbers * size, 4 * pairs * units_per_rank(model.heads, tp) * model.head_size)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class StepBenchSettings(BaseModel):
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None  # of the target
     drafter_precision: Literal["fp8"] | None = None
+    kv: Literal["fp8"] | None = None  # of caches
     draft_vocab: PositiveInt | None = None
     device: str = "auto"
     batch: Numbers | None = None
@@ -140,7 +141,7 @@ class StepReport:
             "shape": self.name,
             "random_weights": self.random_weights,
             "config": config.model_dump(
-                mode="json", include={"backend", "precision", "tp", "max_batch", "max_seq_len", "block_size"}
+                mode="json", include={"backend", "precision", "kv", "tp", "max_batch", "max_seq_len", "block_size"}
             ),
             "target": config.target.model_dump(mode="json"),
             "drafter": config.drafter.model_dump(mode="json") if config.drafter else None,
@@ -281,7 +282,7 @@ def ranks_of(settings: StepBenchSettings) -> int:
         raise SettingsError(f"give one of --engine DIR and --shape NAME; shapes: {', '.join(SHAPES)}")
     if settings.engine is None:
         return settings.tp or 1
-    for name in ("precision", "tp", "layers", "drafter_precision", "draft_vocab"):
+    for name in ("precision", "tp", "layers", "drafter_precision", "kv", "draft_vocab"):
         value = getattr(settings, name)
         if value is not None:
             raise SettingsError(f"--{name.replace('_', '-')} {value}: an engine has its own; this goes with --shape")
@@ -307,6 +308,7 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
             draft_vocab=settings.draft_vocab,
             drafter_precision=settings.drafter_precision,
             **asked_precision(settings.precision, device),
+            kv=settings.kv,
             tp=settings.tp or 1,
             max_batch=max(batch),
             max_seq_len=length + settings.steps + spare,
@@ -431,7 +433,8 @@ def _fill_caches(session: Session) -> None:
     """Zeros would make attention easier on the GPU's power than rows are."""
     with torch.inference_mode():
         for cache in session.caches.values():
-            cache.normal_()
+            for slot in cache:  # one at a time: what is drawn may be wider than the cache
+                slot.copy_(torch.randn(slot.shape, dtype=session.config.dtype, device=slot.device))
     if session.device.type == "cuda":
         torch.cuda.synchronize(session.device)  # the steps run in a stream of their own
 

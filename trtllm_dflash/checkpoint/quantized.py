@@ -19,7 +19,7 @@ from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedW
 #: ModelOpt's summary of what it did, beside config.json.
 MODELOPT_FILE = "hf_quant_config.json"
 
-#: Scales of FP8 caches: caches are kept in the engine's own type, and these are not needed.
+#: Scales of FP8 caches, which an engine with other caches does not need.
 CACHE_SCALES = ("*.k_scale", "*.v_scale")
 
 #: quant_method in config.json -> the layouts of it that are read; None: whatever the tensors are. MXFP4 is a family's.
@@ -163,6 +163,56 @@ def read_dequantized(
     return torch.cat(slices).reshape(weight.shape(tp, rank))
 
 
+def cache_format(folder: CheckpointFolder) -> str | None:
+    """What a checkpoint says that caches are to be kept in, in ModelOpt's words (FP8, NVFP4, ...); None: nothing."""
+    said = folder.config.get("quantization_config")
+    scheme = said.get("kv_cache_scheme") if isinstance(said, dict) else None
+    if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+        return "FP8"
+    if (folder.path / MODELOPT_FILE).is_file():
+        said = read_json(folder.path / MODELOPT_FILE).get("quantization")
+    algorithm = said.get("kv_cache_quant_algo") if isinstance(said, dict) else None
+    return algorithm if isinstance(algorithm, str) else None
+
+
+def read_cache_scales(
+    folder: CheckpointFolder, prefix: str, layers: int, keys: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The FP32 scales [] of FP8 caches that a checkpoint has, by `{prefix}{layer}.key` and `.value`.
+
+    Beside the projection (ModelOpt: `k_proj.k_scale`) or the attention (compressed-tensors: `k_scale`). What is kept
+    in another format than FP8 has other scales: none of those are read.
+
+    Raises:
+        CheckpointError: one is not a single number above 0.
+    """
+    scales: dict[str, torch.Tensor] = {}
+    if cache_format(folder) not in (None, "FP8"):
+        return scales
+    for layer in range(layers):
+        for letter, cache in (("k", "key"), ("v", "value")):
+            name = f"{prefix}{layer}.self_attn.{letter}_proj.weight"
+            name = (keys or {}).get(name, name)
+            beside = (
+                _beside(name, f"{letter}_scale"),
+                _beside(name, "").removesuffix(f"{letter}_proj.") + f"{letter}_scale",
+            )
+            found = next((key for key in beside if key in folder.tensors), None)
+            if found is not None:
+                scales[f"{prefix}{layer}.{cache}"] = _cache_scale(folder, found)
+    return scales
+
+
+def _cache_scale(folder: CheckpointFolder, key: str) -> torch.Tensor:
+    shape = folder.tensors[key].shape
+    if shape not in ((), (1,)):
+        raise CheckpointError(f"{folder.path}: tensor {key} is {list(shape)} instead of []; --kv engine does without")
+    scale = _number(folder, key)
+    if not scale > 0:
+        raise CheckpointError(f"{folder.path}: tensor {key} is {float(scale)}, which no cache can be divided by")
+    return scale
+
+
 def _check_method(folder: CheckpointFolder) -> None:
     said = folder.config.get("quantization_config")
     if said is None and (folder.path / MODELOPT_FILE).is_file():
@@ -173,6 +223,8 @@ def _check_method(folder: CheckpointFolder) -> None:
         raise CheckpointError(f"{folder.path}: config.json: quantization_config is not an object")
     method = said.get("quant_method", "modelopt")
     kind = said.get("quant_algo") if method == "modelopt" else said.get("format")
+    if kind is None and cache_format(folder) is not None:
+        return  # of its caches alone
     read = _READ.get(method, ())
     if read is not None and kind not in read:
         raise CheckpointError(

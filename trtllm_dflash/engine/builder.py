@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import safetensors
 import torch
@@ -19,6 +19,7 @@ from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.checkpoint.slicing import check_tp
+from trtllm_dflash.engine.caches import CachePrecision, check_caches, choose_caches
 from trtllm_dflash.engine.config import Backend, EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
@@ -36,7 +37,7 @@ from trtllm_dflash.engine.memory import GPUS, check_fits
 from trtllm_dflash.engine.precision import DrafterPrecision, PrecisionChoice, TargetPrecision, choose_precision
 from trtllm_dflash.engine.tensorrt_compiler import compile_target
 from trtllm_dflash.engine.tensorrt_ranks import compile_ranks
-from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.engine.weights import cache_scales, read_rank_weights
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
@@ -71,7 +72,7 @@ class BuildSettings(BaseModel):
     draft_vocab: Annotated[int, Field(ge=2)] | None = None  # tokens that are drafted; default: all
     draft_text: str | None = None  # a file to count them in; default: the shipped pair's prompts, for it alone
     drafter_precision: DrafterPrecision | None = None  # of its matrices; default: its checkpoint's
-    kv: Literal["fp8"] | None = None  # of caches; default: the engine's type
+    kv: CachePrecision = "auto"  # of caches; auto: as the target's checkpoint says, else the engine's type
     chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
     facts: Annotated[PairFacts | None, Field(exclude=True)] = None  # what the catalog says of these checkpoints
     # TensorRT's alone:
@@ -134,6 +135,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         block_size=block_size,
         target=target,
         drafter=drafter,
+        kv=choose_caches(pair, settings.kv, settings.backend, choice.engine).kv,
         stop_token_ids=_stop_token_ids(pair),
         chat_arguments=chat_arguments,
         sampling=settings.sampling,
@@ -169,9 +171,10 @@ def build(
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings)
     drafter = pair.drafter.config if pair.drafter is not None else None
-    said = build_precision(pair.target_config, drafter, settings).said
-    if said is not None:
-        say(said)
+    caches = choose_caches(pair, settings.kv, settings.backend, config.precision)
+    for said in (build_precision(pair.target_config, drafter, settings).said, caches.said):
+        if said is not None:
+            say(said)
     text = _draft_text(settings, pair)
     config = config.model_copy(update={"sources": _source_digests(pair, text)})
     if output.exists() and not force:
@@ -222,11 +225,7 @@ def build_precision(
     target: DecoderConfig, drafter: DrafterConfig | None, settings: BuildSettings, gpu: str | None = None
 ) -> PrecisionChoice:
     """What `choose_precision` makes of these settings, for the GPU that they or the caller name."""
-    if settings.kv is not None:
-        raise SettingsError(
-            f"--kv {settings.kv}: caches in FP8 are not there yet, in neither backend; leave it out (a checkpoint's "
-            "k_scale and v_scale are not needed without it)"
-        )
+    check_caches(settings.kv, settings.backend)
     asked = settings.precision, settings.drafter_precision
     return choose_precision(target, drafter, settings.backend, *asked, gpu or settings.gpu)
 
@@ -337,6 +336,8 @@ def as_planned(
 def _write_rank(pair: Pair, config: EngineConfig, rank: int, file: Path, progress: Progress) -> None:
     what = f"rank {rank}" if config.tp > 1 else "weights"
     tensors = read_rank_weights(pair, config.tp, rank, config.dtype, lambda done, total: progress(what, done, total))
+    if config.kv == "fp8":
+        tensors |= cache_scales(pair)
     save_file(tensors, file)
     file.chmod(file.parent.stat().st_mode & 0o666)  # save_file leaves it to its owner alone
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.nvfp4 import Transcoded
 
 #: Called with what is being done, how much of it is done, and of how much.
@@ -49,6 +50,7 @@ class EngineConfig(BaseModel):
     block_size: PositiveInt  # bonus token and drafts: 1 + K
     target: DecoderConfig
     drafter: DrafterConfig | None
+    kv: Literal["fp8"] | None = None  # of all caches; None: `precision`
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     chat_arguments: dict[str, Any] = {}  # given to the chat template
     sampling: bool = True  # False: TensorRT plans that are greedy only
@@ -74,8 +76,13 @@ class EngineConfig(BaseModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that weights, activations and caches have."""
+        """The type that weights, activations and, where `kv` says nothing else, caches have."""
         return DTYPES[self.precision]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type that caches have."""
+        return FP8 if self.kv == "fp8" else self.dtype
 
     @property
     def cache_length(self) -> int:

@@ -71,7 +71,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig) -> MemoryPlan:
     """The bytes that one rank of an engine needs; the first rank, which holds the most."""
-    size = config.dtype.itemsize
+    size = config.cache_dtype.itemsize
     caches = {name: _count(shape) * size for name, shape in cache_shapes(config).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(

@@ -366,7 +366,7 @@ def _moved(inputs: StepInputs[Tensor], device: torch.device) -> StepInputs[Tenso
 def _allocate_caches(config: EngineConfig, device: torch.device) -> dict[str, Tensor]:
     shapes = cache_shapes(config)
     try:
-        return {name: torch.zeros(shape, dtype=config.dtype, device=device) for name, shape in shapes.items()}
+        return {name: torch.zeros(shape, dtype=config.cache_dtype, device=device) for name, shape in shapes.items()}
     except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
         plan = plan_memory(config)
         size = (plan.target_cache + plan.drafter_cache) / GB

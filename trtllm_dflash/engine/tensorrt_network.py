@@ -76,7 +76,7 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
     outputs = {"target_ids": rows, "accepted": slots, "next_start": slots}
     outputs["next_tokens"] = rows if config.drafter is not None else Binding((-1, 1), torch.int32)
     for name, (_, *shape) in cache_shapes(config).items():
-        inputs[name] = outputs[name + PRESENT] = Binding((-1, *shape), config.dtype)
+        inputs[name] = outputs[name + PRESENT] = Binding((-1, *shape), config.cache_dtype)
     return IO(inputs, outputs)
 
 

@@ -6,9 +6,10 @@ import torch
 
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import Pair
-from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_dequantized, read_quantized
+from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_cache_scales, read_dequantized, read_quantized
 from trtllm_dflash.checkpoint.slicing import read_weight
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, HEAD, PREFIX, Drafter
 from trtllm_dflash.models.rope import rope_tables
@@ -39,6 +40,16 @@ def read_rank_weights(
         if checkpoint.draft_to_target is not None:
             tensors[DRAFT_TO_TARGET] = checkpoint.draft_to_target
     return tensors
+
+
+def cache_scales(pair: Pair) -> dict[str, torch.Tensor]:
+    """The FP32 scale [] of each FP8 cache that a checkpoint has one for, as `CACHE.scale`: on every rank the same."""
+    scales = read_cache_scales(pair.target_folder, "model.layers.", pair.target_config.layers)
+    if pair.drafter is not None:
+        layers = "layers.", pair.drafter.config.layers
+        found = read_cache_scales(pair.drafter.folder, *layers, pair.drafter.keys)
+        scales |= {PREFIX + name: scale for name, scale in found.items()}
+    return {name + ".scale": scale for name, scale in scales.items()}
 
 
 def _read(
@@ -79,7 +90,7 @@ def _borrowed_head(pair: Pair, weight: Weight, tp: int, rank: int) -> torch.Tens
 
 
 def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
-    """Adds the RoPE tables and, where the head is tied, this rank's view of the embedding."""
+    """Adds RoPE tables, this rank's view of a tied embedding, and a scale of 1 for FP8 caches that were given none."""
     complete = dict(weights)
     target = config.target
     if target.tied_embeddings:
@@ -91,6 +102,9 @@ def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, ran
         cos, sin = rope_tables(model.rope, model.head_size, config.cache_length)
         complete[name + ".cos"] = cos.to(device, config.dtype)
         complete[name + ".sin"] = sin.to(device, config.dtype)
+    if config.kv == "fp8":
+        for name in cache_shapes(config):
+            complete.setdefault(name + ".scale", torch.ones((), device=device))
     return complete
 
 

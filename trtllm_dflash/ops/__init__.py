@@ -158,7 +158,9 @@ class Ops(ABC, Generic[T]):
     def append_kv(self, name: str, rows: T, start: T) -> T:
         """Writes rows [B, heads, N, D] into cache `name` [B, heads, S, D] at start [B], in place; returns the cache.
 
-        Rows at or past S are dropped without a word.
+        Rows at or past S are dropped without a word. A cache in FP8 (E4M3) holds rows divided by the FP32 number
+        `name.scale` [], rounded to nearest and saturated; what is returned is what those stand for, in the rows' type,
+        of all the rows that any slot has now: a call sees its own rows as a later one will.
         """
 
     @abstractmethod

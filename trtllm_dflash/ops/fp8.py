@@ -63,6 +63,16 @@ def dequantize_rows(x: Tensor, scale: Tensor) -> Tensor:
     return x.float() * scale.view(-1, 1)
 
 
+def quantize_cache_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale [] as E4M3, of any shape: rounded to nearest, ties to even, and saturated; NaN stays."""
+    return (x.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8)
+
+
+def dequantize_cache_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that E4M3 rows of a cache stand for, rounded to `dtype`."""
+    return (x.float() * scale).to(dtype)
+
+
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a device multiplies FP8 matrices: GPUs from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from trtllm_dflash.ops import Acceptance, MoELayer, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
-from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8, quantize_rows
+from trtllm_dflash.ops.fp8 import (
+    FP8,
+    Fp8Weight,
+    dequantize_cache_rows,
+    multiplies_fp8,
+    quantize_cache_rows,
+    quantize_rows,
+)
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 
 Tensor = torch.Tensor
@@ -103,17 +110,28 @@ class TorchOps(Ops[Tensor]):
 
     def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
         cache = self.caches[name]
+        if cache.dtype != FP8:
+            self._write(cache, rows, start)
+            return cache
+        scale = self.weights[name + ".scale"]
+        # As bytes: not every one of torch's kernels knows FP8.
+        self._write(cache.view(torch.uint8), quantize_cache_rows(rows, scale).view(torch.uint8), start)
+        # On CUDA all of it: reading back how far the slots go would stop the device.
+        used = cache.shape[2] if cache.is_cuda else int(start.max()) + rows.shape[2]
+        return dequantize_cache_rows(cache[:, :, :used], scale, rows.dtype)
+
+    @staticmethod
+    def _write(cache: Tensor, rows: Tensor, start: Tensor) -> None:
         if cache.is_cuda:
             offsets = torch.arange(rows.shape[2], device=rows.device)
             slots = torch.arange(rows.shape[0], device=rows.device)
             # The session keeps 2 * block spare rows, so that the clamp never meets a row in use.
             index = (start[:, None] + offsets).clamp(max=cache.shape[2] - 1)
             cache.transpose(1, 2).index_put_((slots[:, None], index.long()), rows.transpose(1, 2))
-            return cache
+            return
         for slot, first in enumerate(start.tolist()):
             room = cache[slot, :, first : first + rows.shape[2]]
             room.copy_(rows[slot, :, : room.shape[1]])
-        return cache
 
     def attention(
         self,

@@ -263,7 +263,8 @@ def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     # For torch: no compiler is asked what it can compile here.
     compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
     plainly = {name: BuildSettings.model_fields[name].default for name in compilers}
-    return plan_engine(pair, build.model_copy(update=plainly), choice)
+    kv = "engine" if build.backend == "tensorrt" else build.kv
+    return plan_engine(pair, build.model_copy(update={**plainly, "kv": kv}), choice)
 
 
 def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
@@ -293,7 +294,7 @@ def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
     if not 2 <= block_size <= most:
         raise SettingsError(f"--block-size {block_size}: the drafter was trained for blocks of 2 to {most}")
     changes = {"precision": choice.engine, "target": target, "drafter": drafter, "block_size": block_size}
-    return config.model_copy(update=changes)
+    return config.model_copy(update={**changes, "kv": "fp8" if build.kv == "fp8" else None})
 
 
 def _check(config: EngineConfig, settings: PlanSettings) -> None:
@@ -459,6 +460,8 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
             f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only, yet their caches are "
             "linear: they hold every slot's whole length, as the others' do."
         )
+    if config.kv == "fp8":
+        notes.append("Caches: FP8, read in half the time; no such step has been measured.")
     if target.linear_precision is not None:
         notes.append(_quantized_note(config, target.linear_precision))
     if drafter is not None and drafter.linear_precision is WeightPrecision.FP8:

@@ -1,0 +1,64 @@
+"""In which precision an engine keeps its K/V caches: what was asked for, and what the checkpoints bring."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from trtllm_dflash.checkpoint.pair import Pair
+from trtllm_dflash.checkpoint.quantized import cache_format
+from trtllm_dflash.engine.config import Backend, Precision
+from trtllm_dflash.engine.weights import cache_scales
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.models.drafter import PREFIX
+
+#: What `--kv` takes. auto: FP8 where the target's checkpoint says so; engine: the engine's own type.
+CachePrecision: TypeAlias = Literal["auto", "fp8", "engine"]
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """What was chosen, as in `EngineConfig.kv`, and what to say of it."""
+
+    kv: Literal["fp8"] | None
+    said: str | None = None
+
+
+def check_caches(asked: CachePrecision, backend: Backend) -> None:
+    """Returns where a backend can keep such caches.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    if asked == "fp8" and backend == "tensorrt":
+        raise SettingsError(
+            "--kv fp8: TensorRT updates caches of FP32, FP16 or BF16 only; use --kv engine, or --backend torch"
+        )
+
+
+def choose_caches(pair: Pair, asked: CachePrecision, backend: Backend, engine: Precision) -> CacheChoice:
+    """The precision of an engine's caches, the target's and the drafter's alike.
+
+    Args:
+        engine: the engine's own type.
+
+    Raises:
+        SettingsError: as `check_caches`.
+        CheckpointError: a checkpoint's scale is none.
+    """
+    check_caches(asked, backend)
+    wanted = cache_format(pair.target_folder)
+    if asked == "engine" or (asked == "auto" and wanted is None):
+        return CacheChoice(None)
+    if asked == "auto" and (wanted != "FP8" or backend == "tensorrt"):
+        return CacheChoice(None, f"kv auto: the target's checkpoint asks for caches in {wanted}; they are in {engine}")
+    models = {"target": pair.target_config, **({"drafter": pair.drafter.config} if pair.drafter is not None else {})}
+    found = dict.fromkeys(models, 0)
+    for name in cache_scales(pair):
+        found["drafter" if name.startswith(PREFIX) else "target"] += 1
+    scales = [f"{role}: {_scales(found[role], 2 * model.layers)}" for role, model in models.items()]
+    return CacheChoice("fp8", f"kv {asked}: caches in fp8; {', '.join(scales)}")
+
+
+def _scales(found: int, caches: int) -> str:
+    if found == 0:
+        return "scale 1"
+    return "its checkpoint's scales" if found == caches else f"scale 1 in {caches - found} of {caches} caches"
