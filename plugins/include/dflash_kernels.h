@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 6
+#define DFLASH_ABI_VERSION 7
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -33,7 +33,7 @@ typedef enum
     DFLASH_FP16 = 0,
     DFLASH_BF16 = 1,
     DFLASH_FP32 = 2, /* argmax's logits and attention's sinks only */
-    DFLASH_FP8 = 3 /* E4M3; weights of products only */
+    DFLASH_FP8 = 3 /* E4M3; weights of products only: caches say it by their scales */
 } dflash_dtype;
 
 /* Attention of a short block of rows over a long linear cache.
@@ -43,7 +43,7 @@ typedef enum
  * output is zero. */
 typedef struct
 {
-    int32_t dtype; /* FP16 or BF16: q, caches and out */
+    int32_t dtype; /* FP16 or BF16: q and out, and caches without scales */
     int32_t slots;
     int32_t rows; /* Q */
     int32_t heads;
@@ -67,6 +67,8 @@ typedef struct
     int64_t q_head_stride;
     int64_t cache_slot_stride;
     int64_t cache_head_stride;
+    const float* key_scale; /* []: caches are E4M3, and stand for their numbers times these; or both null */
+    const float* value_scale;
 } dflash_attention_params;
 
 /* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
@@ -111,6 +113,8 @@ typedef struct
     int64_t context_row_stride;
     int64_t cache_slot_stride;
     int64_t cache_head_stride;
+    const float* key_scale; /* []: caches are E4M3: rows of `dtype` divided by these, rounded to nearest, saturated; */
+    const float* value_scale; /* or both null */
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);

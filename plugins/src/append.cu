@@ -3,6 +3,9 @@
 #include "element.cuh"
 #include "launch.cuh"
 
+#include <cuda_fp8.h>
+#include <type_traits>
+
 namespace dflash
 {
 namespace
@@ -71,9 +74,22 @@ struct Head
         }
         store_vector(to + threadIdx.x % 32 * kPerLane, out);
     }
+
+    // Of what T holds, as a composition of operations would divide it.
+    __device__ void store(E4M3* to, float scale) const
+    {
+        Vector<E4M3, kPerLane> out;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+        {
+            out.at[i] = __nv_cvt_float_to_fp8(rounded<T>(x[i]) / scale, __NV_SATFINITE, __NV_E4M3);
+        }
+        store_vector(to + threadIdx.x % 32 * kPerLane, out);
+    }
 };
 
-template <typename T, int D>
+// C: of the caches.
+template <typename T, typename C, int D>
 __global__ void __launch_bounds__(kWarps * 32) append_kernel(dflash_append_params const p)
 {
     begin();
@@ -127,22 +143,36 @@ __global__ void __launch_bounds__(kWarps * 32) append_kernel(dflash_append_param
         x.store(static_cast<T*>(p.q_out) + ((int64_t{slot} * p.rows + row) * p.heads + head) * D);
         return;
     }
-    T* cache = static_cast<T*>(is_key ? p.keys : p.values);
-    x.store(cache + slot * p.cache_slot_stride + head * p.cache_head_stride + int64_t{position} * D);
+    C* cache = static_cast<C*>(is_key ? p.keys : p.values);
+    C* const to = cache + slot * p.cache_slot_stride + head * p.cache_head_stride + int64_t{position} * D;
+    if constexpr (std::is_same_v<C, E4M3>)
+    {
+        x.store(to, __ldg(is_key ? p.key_scale : p.value_scale));
+    }
+    else
+    {
+        x.store(to);
+    }
 }
 
-template <typename T, int D>
+template <typename T, typename C, int D>
 cudaError_t launch(dflash_append_params const& p, cudaStream_t stream)
 {
     int const units = p.rows * (p.heads + 2 * p.kv_heads) + p.context_rows * 2 * p.kv_heads;
     dim3 const grid((units + kWarps - 1) / kWarps, p.slots);
-    return launch_kernel(append_kernel<T, D>, grid, kWarps * 32, 0, stream, p);
+    return launch_kernel(append_kernel<T, C, D>, grid, kWarps * 32, 0, stream, p);
+}
+
+template <typename T, typename C>
+cudaError_t launch_size(dflash_append_params const& p, cudaStream_t stream)
+{
+    return p.head_size == 64 ? launch<T, C, 64>(p, stream) : launch<T, C, 128>(p, stream);
 }
 
 template <typename T>
-cudaError_t launch_size(dflash_append_params const& p, cudaStream_t stream)
+cudaError_t launch_caches(dflash_append_params const& p, cudaStream_t stream)
 {
-    return p.head_size == 64 ? launch<T, 64>(p, stream) : launch<T, 128>(p, stream);
+    return p.key_scale ? launch_size<T, E4M3>(p, stream) : launch_size<T, T>(p, stream);
 }
 
 } // namespace
@@ -152,7 +182,7 @@ extern "C" cudaError_t dflash_append(dflash_append_params const* p, cudaStream_t
 {
     using namespace dflash;
     bool const is_known = (p->head_size == 64 || p->head_size == 128) && p->slots <= 65535 && p->positions > 0;
-    if (!is_known || (p->rows && (!p->qkv || !p->q_out)) || (p->context_rows && (!p->context_k || !p->context_v)))
+    if (!is_known || !p->key_scale != !p->value_scale || (p->rows && (!p->qkv || !p->q_out)) || (p->context_rows && (!p->context_k || !p->context_v)))
     {
         return cudaErrorInvalidValue;
     }
@@ -162,8 +192,8 @@ extern "C" cudaError_t dflash_append(dflash_append_params const* p, cudaStream_t
     }
     switch (p->dtype)
     {
-    case DFLASH_FP16: return launch_size<__half>(*p, stream);
-    case DFLASH_BF16: return launch_size<__nv_bfloat16>(*p, stream);
+    case DFLASH_FP16: return launch_caches<__half>(*p, stream);
+    case DFLASH_BF16: return launch_caches<__nv_bfloat16>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -6,6 +6,11 @@
 // together, and lengths are read on the device, so that one captured launch serves them all. A block whose range begins
 // or ends inside a (slot, head) leaves a partial result (unnormalized output, maximum, sum), which a second kernel
 // combines; ranges that hold all of one write the output themselves.
+//
+// FP8 caches are read and kept in shared memory as they are, and made FP16 on their way into the products: one
+// instruction makes two of them, each exact. Queries and weights are then FP16 too, whatever the model's type. A word
+// of four numbers holds other dimensions (of keys) and other rows (of values) than a product's operand does: see where
+// each is loaded. The scales meet the logits and the output.
 #include "attention_sm90.cuh"
 #include "attention_work.cuh"
 #include "dflash_kernels.h"
@@ -14,6 +19,7 @@
 
 #include <algorithm>
 #include <cudaTypedefs.h>
+#include <type_traits>
 #include <utility>
 
 namespace dflash
@@ -33,11 +39,11 @@ constexpr int most_blocks_per_sm(int head_size)
 }
 
 // Tiles of keys and values, and the box through which warps that share a tile's keys merge their results.
-constexpr int shared_bytes(int head_size, int warps_m, int stages)
+constexpr int shared_bytes(int head_size, int warps_m, int stages, int number_bytes)
 {
     int const warps_n = kWarps / warps_m;
     int const merge = warps_n / 2 * warps_m * 32 * (head_size / 2 + 4) * static_cast<int>(sizeof(float));
-    return 2 * stages * kTile * head_size * 2 + merge;
+    return 2 * stages * kTile * head_size * number_bytes + merge;
 }
 
 // -- instructions -----------------------------------------------------------------------------------------------------
@@ -99,34 +105,99 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The first two E4M3 numbers of x as two FP16 ones.
+__device__ __forceinline__ uint32_t widened(uint32_t x)
+{
+    uint32_t y;
+    asm("{.reg .b16 two; cvt.u16.u32 two, %1; cvt.rn.f16x2.e4m3x2 %0, two;}" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// Two neighbouring queries in the type that they are multiplied in.
+template <typename P, typename T>
+__device__ __forceinline__ uint32_t load_queries(T const* from)
+{
+    uint32_t const two = *reinterpret_cast<uint32_t const*>(from);
+    if constexpr (std::is_same_v<P, T>)
+    {
+        return two;
+    }
+    else
+    {
+        auto const& x = reinterpret_cast<T const(&)[2]>(two);
+        constexpr float kMost = 65504.f; // of FP16; beyond it BF16 goes on
+        return packed<P>(
+            fminf(fmaxf(to_float(x[0]), -kMost), kMost), fminf(fmaxf(to_float(x[1]), -kMost), kMost));
+    }
+}
+
 // -- one range --------------------------------------------------------------------------------------------------------
 
 // Each warp has a softmax of its own until the end of a (slot, head).
-template <typename T, int D, int kWarpsM>
+template <typename C, int D, int kWarpsM>
 struct Shape
 {
+    static constexpr bool kIsFp8 = std::is_same_v<C, E4M3>;
     static constexpr int kWarpsN = kWarps / kWarpsM;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kM = 16 * kWarpsM;
     static constexpr int kKeys = kTile / kWarpsN; // a warp's share of a tile
     static constexpr int kKeySteps = kKeys / 16;
     static constexpr int kDimSteps = D / 16;
-    static constexpr int kChunks = D / 8; // 16-byte chunks of a cache row
-    static constexpr int kTileBytes = kTile * D * sizeof(T);
+    static constexpr int kChunkNumbers = 16 / sizeof(C);
+    static constexpr int kChunks = D / kChunkNumbers; // 16-byte chunks of a cache row
+    static constexpr int kTileBytes = kTile * D * sizeof(C);
+    static constexpr int kLaneDims = kIsFp8 ? 4 : 2; // neighbouring dimensions of one lane
 };
 
 // Chunks of a row are permuted by its number: eight rows' chunks of one column then lie in eight different banks.
-template <int D>
+template <int kChunks>
 __device__ __forceinline__ int swizzled(int row, int chunk)
 {
-    return (row * (D / 8) + (chunk ^ (row & 7))) * 16;
+    return (row * kChunks + (chunk ^ (kChunks < 8 ? row / 2 & 3 : row & 7))) * 16;
 }
 
-// kStages: tiles in shared memory, one in use, the others on their way.
-template <typename T, int D, int kWarpsM, int kStages>
+// The products with FP8 values leave a lane four neighbouring dimensions of sixteen: the even ones in one fragment, the
+// odd ones in the next. Here they are scaled, and come to the lanes that have them in other outputs: two neighbours of the
+// first eight, and two of the last.
+template <int kFragments>
+__device__ __forceinline__ void in_order(float (&out)[kFragments][4], float scale)
+{
+    int const lane = threadIdx.x % 32, part = lane % 4;
+#pragma unroll
+    for (int i = 0; i < kFragments; i += 2)
+    {
+        float(&even)[4] = out[i];
+        float(&odd)[4] = out[i + 1];
+        float x[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            int const from = lane - part + half * 2 + part / 2;
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+            {
+                // A lane's first two dimensions are its c = 0 of both fragments, its last two its c = 1.
+                float const first = __shfl_sync(0xffffffffu, c % 2 ? odd[c - 1] : even[c], from);
+                float const last = __shfl_sync(0xffffffffu, c % 2 ? odd[c] : even[c + 1], from);
+                x[half][c] = (part % 2 ? last : first) * scale;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+        {
+            even[c] = x[0][c];
+            odd[c] = x[1][c];
+        }
+    }
+}
+
+// C: the caches' numbers. kStages: tiles in shared memory, one in use, the others on their way.
+template <typename T, typename C, int D, int kWarpsM, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_kernel(Work const w)
 {
-    using S = Shape<T, D, kWarpsM>;
+    using S = Shape<C, D, kWarpsM>;
+    using P = std::conditional_t<S::kIsFp8, __half, T>; // what is multiplied
     constexpr int kWarpsN = S::kWarpsN;
     dflash_attention_params const& p = w.p;
     // In this order: what begins beside this kernel may then read lengths.
@@ -161,8 +232,8 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
         if (next < past_unit)
         {
             int64_t const offset = ahead.slot * p.cache_slot_stride + ahead.head * p.cache_head_stride;
-            T const* keys = static_cast<T const*>(p.keys) + offset;
-            T const* values = static_cast<T const*>(p.values) + offset;
+            C const* keys = static_cast<C const*>(p.keys) + offset;
+            C const* values = static_cast<C const*>(p.values) + offset;
             uint32_t const to = tiles_at + stage * 2 * S::kTileBytes;
             int const first = ahead.first_key();
 #pragma unroll
@@ -172,9 +243,9 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
                 int const row = index / S::kChunks;
                 int const chunk = index % S::kChunks;
                 bool const is_real = first + row < ahead.length;
-                int64_t const from = is_real ? int64_t{first + row} * D + chunk * 8 : 0;
-                copy_async(to + swizzled<D>(row, chunk), keys + from, is_real);
-                copy_async(to + S::kTileBytes + swizzled<D>(row, chunk), values + from, is_real);
+                int64_t const from = is_real ? int64_t{first + row} * D + chunk * S::kChunkNumbers : 0;
+                copy_async(to + swizzled<S::kChunks>(row, chunk), keys + from, is_real);
+                copy_async(to + S::kTileBytes + swizzled<S::kChunks>(row, chunk), values + from, is_real);
             }
             if (++next < past_unit)
             {
@@ -188,7 +259,11 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     int const packed_rows[2]
         = {row_block * S::kM + warp_m * 16 + lane / 4, row_block * S::kM + warp_m * 16 + lane / 4 + 8};
     int const rows[2] = {packed_rows[0] % p.rows, packed_rows[1] % p.rows};
-    float const scale = p.scale * kLog2E;
+    float scale = p.scale * kLog2E;
+    if constexpr (S::kIsFp8)
+    {
+        scale *= __ldg(p.key_scale);
+    }
 
     uint32_t q[S::kDimSteps][4];
     float out[2 * S::kDimSteps][4];
@@ -206,12 +281,12 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
             bool const is_real = packed_rows[r] < w.packed_rows;
             int const head = at.head * w.group + (is_real ? packed_rows[r] / p.rows : 0);
             T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride + rows[r] * p.q_row_stride
-                + head * p.q_head_stride + lane % 4 * 2;
+                + head * p.q_head_stride + lane % 4 * S::kLaneDims;
 #pragma unroll
             for (int k = 0; k < S::kDimSteps; ++k)
             {
-                q[k][r] = is_real ? *reinterpret_cast<uint32_t const*>(from + k * 16) : 0;
-                q[k][r + 2] = is_real ? *reinterpret_cast<uint32_t const*>(from + k * 16 + 8) : 0;
+                q[k][r] = is_real ? load_queries<P>(from + k * 16) : 0;
+                q[k][r + 2] = is_real ? load_queries<P>(from + k * 16 + (S::kIsFp8 ? 2 : 8)) : 0;
             }
         }
 #pragma unroll
@@ -238,17 +313,31 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
 
         // logits = q k^T
         float logits[2 * S::kKeySteps][4] = {};
+        constexpr int kSteps = S::kIsFp8 ? 2 : 1; // of 16 dimensions, in what is loaded at a time
 #pragma unroll
-        for (int k = 0; k < S::kDimSteps; ++k)
+        for (int k = 0; k < S::kDimSteps; k += kSteps)
         {
 #pragma unroll
             for (int n = 0; n < S::kKeySteps; ++n)
             {
                 uint32_t b[4];
                 int const row = own + n * 16 + lane % 8 + lane / 16 * 8;
-                load_matrices(b, keys_at + swizzled<D>(row, k * 2 + lane / 8 % 2));
-                multiply_add<T>(logits[2 * n], q[k], b[0], b[1]);
-                multiply_add<T>(logits[2 * n + 1], q[k], b[2], b[3]);
+                load_matrices(b, keys_at + swizzled<S::kChunks>(row, k * 2 / kSteps + lane / 8 % 2));
+                if constexpr (S::kIsFp8)
+                {
+                    // A lane has four neighbouring dimensions of a key, and has of its queries the same four.
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                    {
+                        multiply_add<P>(logits[2 * n], q[k + i], widened(b[i]), widened(b[i] >> 16));
+                        multiply_add<P>(logits[2 * n + 1], q[k + i], widened(b[2 + i]), widened(b[2 + i] >> 16));
+                    }
+                }
+                else
+                {
+                    multiply_add<P>(logits[2 * n], q[k], b[0], b[1]);
+                    multiply_add<P>(logits[2 * n + 1], q[k], b[2], b[3]);
+                }
             }
         }
 
@@ -325,17 +414,33 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
                     x[i] = exp2f(fmaf(x[i], scale, -base[i / 2]));
                     sum[i / 2] += x[i];
                 }
-                weights[2 * half] = packed<T>(x[0], x[1]);
-                weights[2 * half + 1] = packed<T>(x[2], x[3]);
+                weights[2 * half] = packed<P>(x[0], x[1]);
+                weights[2 * half + 1] = packed<P>(x[2], x[3]);
             }
             int const row = own + n * 16 + lane % 16;
 #pragma unroll
-            for (int d = 0; d < S::kDimSteps; ++d)
+            for (int d = 0; d < S::kDimSteps; d += kSteps)
             {
                 uint32_t b[4];
-                load_matrices_transposed(b, values_at + swizzled<D>(row, d * 2 + lane / 16));
-                multiply_add<T>(out[2 * d], weights, b[0], b[1]);
-                multiply_add<T>(out[2 * d + 1], weights, b[2], b[3]);
+                load_matrices_transposed(b, values_at + swizzled<S::kChunks>(row, d * 2 / kSteps + lane / 16));
+                if constexpr (S::kIsFp8)
+                {
+                    // A lane has two neighbouring dimensions of two keys. One product takes the even dimensions, the
+                    // next the odd ones.
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                    {
+                        uint32_t const low = __byte_perm(b[2 * i], 0, 0x3120); // both keys' even one, then the odd
+                        uint32_t const high = __byte_perm(b[2 * i + 1], 0, 0x3120);
+                        multiply_add<P>(out[2 * (d + i)], weights, widened(low), widened(high));
+                        multiply_add<P>(out[2 * (d + i) + 1], weights, widened(low >> 16), widened(high >> 16));
+                    }
+                }
+                else
+                {
+                    multiply_add<P>(out[2 * d], weights, b[0], b[1]);
+                    multiply_add<P>(out[2 * d + 1], weights, b[2], b[3]);
+                }
             }
         }
 
@@ -402,6 +507,10 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
         }
         if (warp_n == 0)
         {
+            if constexpr (S::kIsFp8)
+            {
+                in_order(out, __ldg(p.value_scale));
+            }
             if (first_tile == 0 && is_last_tile)
             {
                 write_rows<T, D>(w, at.slot, at.head, packed_rows, maximum, sum, out, 0);
@@ -582,7 +691,8 @@ struct Plan
 cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 {
     bool const is_known = (p.head_size == 64 || p.head_size == 128) && p.rows > 0 && p.kv_heads > 0 && p.slots >= 0
-        && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16);
+        && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
+        && !p.key_scale == !p.value_scale;
     if (!is_known)
     {
         return cudaErrorInvalidValue;
@@ -611,7 +721,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.per_row = 1.f / p.rows;
     plan.sms = sms;
 #ifdef DFLASH_SM90A
-    plan.is_sm90 = major == 9;
+    plan.is_sm90 = major == 9 && !p.key_scale; // its products take no FP8 as it lies in a cache
 #else
     plan.is_sm90 = false;
 #endif
@@ -628,8 +738,9 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         plan.warps_m = w.packed_rows <= 16 ? 1 : w.packed_rows <= 32 ? 2 : 4;
         plan.m = 16 * plan.warps_m;
         // SM120 has less than half the shared memory of the others.
-        plan.stages = shared_bytes(p.head_size, plan.warps_m, kMostStages) <= block_bytes ? kMostStages : 2;
-        int const bytes = shared_bytes(p.head_size, plan.warps_m, plan.stages) + 1024; // the system's own
+        int const number = p.key_scale ? 1 : 2; // bytes
+        plan.stages = shared_bytes(p.head_size, plan.warps_m, kMostStages, number) <= block_bytes ? kMostStages : 2;
+        int const bytes = shared_bytes(p.head_size, plan.warps_m, plan.stages, number) + 1024; // the system's own
         int const blocks_per_sm = std::clamp(sm_bytes / bytes, 1, most_blocks_per_sm(p.head_size));
         w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
         blocks = std::max(blocks_per_sm * sms / w.row_blocks, 1);
@@ -643,11 +754,11 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     return cudaSuccess;
 }
 
-template <typename T, int D, int kWarpsM, int kStages>
+template <typename T, typename C, int D, int kWarpsM, int kStages>
 cudaError_t launch_attend(Work const& w, cudaStream_t stream)
 {
-    constexpr int kBytes = shared_bytes(D, kWarpsM, kStages);
-    auto const kernel = attend_kernel<T, D, kWarpsM, kStages>;
+    constexpr int kBytes = shared_bytes(D, kWarpsM, kStages, sizeof(C));
+    auto const kernel = attend_kernel<T, C, D, kWarpsM, kStages>;
     cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess)
     {
@@ -657,11 +768,11 @@ cudaError_t launch_attend(Work const& w, cudaStream_t stream)
     return launch_kernel(kernel, grid, 32 * kWarps, kBytes, stream, w);
 }
 
-template <typename T, int D, int kWarpsM>
+template <typename T, typename C, int D, int kWarpsM>
 cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 {
-    return plan.stages == kMostStages ? launch_attend<T, D, kWarpsM, kMostStages>(plan.work, stream)
-                                      : launch_attend<T, D, kWarpsM, 2>(plan.work, stream);
+    return plan.stages == kMostStages ? launch_attend<T, C, D, kWarpsM, kMostStages>(plan.work, stream)
+                                      : launch_attend<T, C, D, kWarpsM, 2>(plan.work, stream);
 }
 
 // A cache as the copy engine sees it: [slots, kv_heads, D / 64, S, 64], in boxes of one tile.
@@ -715,17 +826,20 @@ cudaError_t launch_attend_sm90(Work const& w, cudaStream_t stream)
     return launch_kernel(kernel, grid, sm90::kThreads, kBytes, stream, w, keys, values);
 }
 
-template <typename T, int D>
+template <typename T, typename C, int D>
 cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 {
-    if (plan.is_sm90)
+    if constexpr (std::is_same_v<T, C>)
     {
-        return plan.work.row_blocks > 1 ? launch_attend_sm90<T, D, true>(plan.work, stream)
-                                        : launch_attend_sm90<T, D, false>(plan.work, stream);
+        if (plan.is_sm90)
+        {
+            return plan.work.row_blocks > 1 ? launch_attend_sm90<T, D, true>(plan.work, stream)
+                                            : launch_attend_sm90<T, D, false>(plan.work, stream);
+        }
     }
-    return plan.warps_m == 1 ? launch_attend<T, D, 1>(plan, stream)
-        : plan.warps_m == 2  ? launch_attend<T, D, 2>(plan, stream)
-                             : launch_attend<T, D, 4>(plan, stream);
+    return plan.warps_m == 1 ? launch_attend<T, C, D, 1>(plan, stream)
+        : plan.warps_m == 2  ? launch_attend<T, C, D, 2>(plan, stream)
+                             : launch_attend<T, C, D, 4>(plan, stream);
 }
 
 template <typename T, int D, int kSharing, int kFragments>
@@ -742,7 +856,8 @@ template <typename T, int D>
 cudaError_t launch(Plan const& plan, cudaStream_t stream)
 {
     Work const& w = plan.work;
-    cudaError_t const error = launch_attend<T, D>(plan, stream);
+    cudaError_t const error
+        = w.p.key_scale ? launch_attend<T, E4M3, D>(plan, stream) : launch_attend<T, T, D>(plan, stream);
     if (error != cudaSuccess)
     {
         return error;

@@ -8,6 +8,9 @@
 namespace dflash
 {
 
+// Numbers of caches in FP8.
+using E4M3 = uint8_t;
+
 template <typename T>
 struct Pair;
 

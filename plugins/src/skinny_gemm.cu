@@ -27,8 +27,6 @@ constexpr int kLine = 128; // bytes of a row in one unit: a line of the cache
 constexpr int kUnit = kGranule * kLine; // bytes that a warp loads at a time
 constexpr int kSlots = kWarps / 2; // sums of two warps each, to be added up
 
-using E4M3 = uint8_t;
-
 // How a block goes about a pass: kGranules of its rows, for at most kTokens tokens, of whose inputs a unit meets
 // kInputBytes each, the norm's weights for as many beside them.
 template <int kGranules, int kTokens, int kInputBytes, bool kSwiglu, bool kNormed>

@@ -99,6 +99,22 @@ def test_the_adaptive_length_changes_no_text(tiny: LLM, tmp_path) -> None:  # ty
     assert [replies[i] for i in range(len(prompts))] == [c.token_ids for c in expected]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_fp8_caches_keep_the_acceptance_and_most_texts(precision: str) -> None:
+    """In captured steps, with our kernels and (FP32) with torch's; near-ties may turn."""
+    prompts, params = shipped_prompts(8), SamplingParams(max_tokens=96)
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    limits: dict[str, Any] = {"precision": precision, "device": "cuda", "max_batch": 8, "max_seq_len": 1024}
+    with LLM.from_pretrained(*folders, **limits, kv="fp8") as fp8, LLM.from_pretrained(*folders, **limits) as wide:
+        assert {cache.dtype for cache in fp8.session.caches.values()} == {torch.float8_e4m3fn}
+        drafted, plain = fp8.generate(prompts, params), fp8.generate(prompts, params, draft=False)
+        expected = wide.generate(prompts, params)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True))
+    print(acceptance(drafted), acceptance(expected), same, len(prompts))
+    assert acceptance(drafted) == pytest.approx(acceptance(expected), rel=0.15)
+    assert same >= len(prompts) // 2
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_kernels_draft_as_well_as_torch_does(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = shipped_prompts(8), SamplingParams(max_tokens=96)

@@ -214,6 +214,101 @@ def test_repeated_runs_are_equal_to_the_bit():
     assert all(cuda_kernels.attention(q, keys, values, lengths, True).equal(first) for _ in range(20))
 
 
+# -- FP8 caches --------------------------------------------------------------------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+SCALES = (0.031, 0.017)  # of keys, and of values
+
+
+def make_scales() -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = (torch.tensor(scale, device="cuda") for scale in SCALES)
+    return key, value
+
+
+@pytest.mark.parametrize("case", [*random_cases(80), *LONG], ids=str)
+def test_attention_over_fp8_caches_equals_float64_over_what_they_stand_for(case):
+    q, keys, values, lengths, sinks = make_inputs(case)
+    scales = make_scales()
+    rounded = [(cache / scale).to(FP8) for cache, scale in zip((keys, values), scales, strict=True)]
+    stands_for = [cache.double() * scale.double() for cache, scale in zip(rounded, scales, strict=True)]
+    assert rounded[0][-1, 0, -1].isnan().all()  # past the length
+    out = cuda_kernels.attention(q, *rounded, lengths, case.causal, case.window, sinks, scales)
+    assert_close(out, reference(case, q, *stands_for, sinks), case.dtype)
+
+
+def test_every_number_of_an_fp8_cache_is_read_as_it_is():
+    """One key a slot: its weight is 1, and what comes out is its value."""
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(FP8)
+    numbers = numbers[numbers.float().isfinite()]  # 254
+    values = torch.cat([numbers, numbers[:2]]).view(2, 1, 1, 128).expand(2, 2, 1, 128).contiguous()
+    q = torch.randn(2, 4, 1, 128, dtype=torch.bfloat16, device="cuda")
+    lengths = torch.ones(2, dtype=torch.int32, device="cuda")
+    key_scale, value_scale = torch.tensor(3.0, device="cuda"), torch.tensor(0.25, device="cuda")
+    out = cuda_kernels.attention(q, values, values, lengths, True, scales=(key_scale, value_scale))
+    expected = (values[:, :, 0].bfloat16() * 0.25).repeat_interleave(2, dim=1)  # [slots, heads, D]
+    assert out.view(2, 4, 128).equal(expected)
+
+
+def fp8_steps(x: torch.Tensor) -> torch.Tensor:
+    """Each number's place among all E4M3 numbers: neighbours differ by 1."""
+    code = x.view(torch.uint8).int()
+    return torch.where(code >= 128, 128 - code, code)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_rows_are_appended_in_fp8_as_torch_appends_them(dtype, size, rows):
+    """Values to the bit; of keys, a rare last bit of the norm may turn the rounding to the neighbouring number."""
+    slots, heads, kv_heads, length = 3, 8, 2, 400
+    weights = layer_weights(dtype, size, length, normed=True)
+    weights |= {f"l.{name}.scale": scale for name, scale in zip(("key", "value"), make_scales(), strict=True)}
+    layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6)
+    start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
+    qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
+    qkv[:, 0, -size:] = torch.linspace(-20, 20, size, device="cuda")  # some saturate: 448 * 0.017 is 7.6
+    positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
+    results = []
+    for ops_type in (TorchOps, CudaOps):
+        torch.manual_seed(1)
+        caches = {f"l.{n}": torch.randn(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
+        out = ops_type(weights, caches).self_attention(layer, qkv, positions, start, start + rows)
+        results.append((out, caches["l.key"], caches["l.value"]))
+    (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
+    assert cuda_values.view(torch.uint8).equal(values.view(torch.uint8))
+    assert cuda_values.float().abs().max() == 448
+    turned = (fp8_steps(cuda_keys) - fp8_steps(keys)).abs()
+    assert turned.max() <= 1 and turned.float().mean() < 0.01
+    assert_close(cuda_out, out, dtype, roundings=6)
+
+
+def test_context_and_block_are_written_in_fp8_in_one_run():
+    slots, heads, kv_heads, length, size, dtype = 3, 8, 2, 600, 128, torch.bfloat16
+    weights = layer_weights(dtype, size, length, normed=True)
+    weights |= {f"l.{name}.scale": scale for name, scale in zip(("key", "value"), make_scales(), strict=True)}
+    layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6)
+    start = torch.tensor([0, 33, 300], dtype=torch.int32, device="cuda")
+    committed = torch.tensor([1, 8, 16], dtype=torch.int32, device="cuda")
+    kv = torch.randn(slots, 16, 3 * 2 * kv_heads * size, dtype=dtype, device="cuda")
+    qkv = torch.randn(slots, 16, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
+    row = torch.arange(16, dtype=torch.int32, device="cuda")
+    lengths = start + committed + 16
+    results = []
+    for ops_type in (TorchOps, CudaOps):
+        caches = {f"l.{n}": torch.zeros(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
+        ops = ops_type(weights, caches)
+        context = ops.context_rows(layer, kv, 1, start[:, None] + row)
+        positions = (start + committed)[:, None] + row
+        out = ops.block_attention(layer, context, qkv, positions, start, committed, lengths)
+        used = (torch.arange(length, device="cuda")[None, :] < lengths[:, None])[:, None, :, None]
+        results.append((out, *(cache.float() * used for cache in caches.values())))
+    (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
+    assert cuda_values.equal(values)
+    turned = (fp8_steps(cuda_keys.to(FP8)) - fp8_steps(keys.to(FP8))).abs()
+    assert turned.max() <= 1 and turned.float().mean() < 0.01
+    assert_close(cuda_out, out, dtype, roundings=6)
+
+
 # -- append ------------------------------------------------------------------------------------------------------------
 
 

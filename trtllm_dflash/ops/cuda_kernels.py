@@ -9,6 +9,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -36,11 +37,14 @@ ALL_REDUCE_SHARED = 2 * ALL_REDUCE_BYTES + 4096
 MOE_ROWS = 512
 
 _BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
-_ABI_VERSION = 6
+_ABI_VERSION = 7
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
 _MOST_RANKS = 8
+
+#: Of FP8 caches: the keys' and the values', FP32 [] each.
+Scales: TypeAlias = tuple[Tensor, Tensor] | None
 
 _Int, _Long, _Float, _Pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -58,6 +62,7 @@ _Attention = _struct(
     floats="scale",
     pointers="q keys values lengths added sinks out",
     longs="q_slot_stride q_row_stride q_head_stride cache_slot_stride cache_head_stride",
+    pointers_="key_scale value_scale",
 )
 _Append = _struct(
     "dflash_append_params",
@@ -65,6 +70,7 @@ _Append = _struct(
     floats="norm_eps",
     pointers="qkv context_k context_v q_norm k_norm cos sin start committed q_out keys values",
     longs="qkv_slot_stride qkv_row_stride context_slot_stride context_row_stride cache_slot_stride cache_head_stride",
+    pointers_="key_scale value_scale",
 )
 _SkinnyGemm = _struct(
     "dflash_skinny_gemm_params",
@@ -145,6 +151,7 @@ def attention(
     sinks: Tensor | None = None,
     added: Tensor | None = None,
     offset: int = 0,
+    scales: Scales = None,
 ) -> Tensor:
     """q [B, Hq, Q, D] by strides, Q at most MAX_ROWS; caches [B, Hkv, S, D]; lengths [B] int32: [B, Q, Hq*D].
 
@@ -155,13 +162,14 @@ def attention(
         causal: each row sees the keys up to its own position, else all of the slot's.
         window: a row at position p sees keys > p - window; 0: no window.
         sinks: [Hq], a logit for each head that takes part in the softmax and has no value.
+        scales: of caches in E4M3, keys' and values'; None: caches have q's type.
     """
     slots, heads, rows, size = q.shape
     _check(q.dtype in _HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
     _check(size in HEAD_SIZES, f"head size {size}; known: {HEAD_SIZES}")
     _check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
     _check(q.stride(3) == 1 and not any(stride % 2 for stride in q.stride()[:3]), "q's heads must be contiguous")
-    _check_caches(keys, values, slots, size, q.dtype)
+    _check_caches(keys, values, slots, size, q.dtype, scales)
     _check(heads % keys.shape[1] == 0, f"{heads} heads cannot share {keys.shape[1]} key/value heads")
     _check_ints(slots, lengths=lengths, added=added)
     if sinks is not None:
@@ -192,6 +200,7 @@ def attention(
         q_head_stride=q.stride(1),
         cache_slot_stride=keys.stride(0),
         cache_head_stride=keys.stride(1),
+        **_scale_addresses(scales),
     )
     needed = ctypes.c_size_t()
     _run("dflash_attention_workspace", params, ctypes.byref(needed))
@@ -206,6 +215,7 @@ class Append:
     Args:
         cos, sin: the RoPE tables [P, D/2].
         q_norm, k_norm: weights [D] of the norms of heads, where there are any.
+        scales: of caches in E4M3, keys' and values': FP32 [] each; None: caches have the tables' type.
     """
 
     def __init__(
@@ -215,11 +225,13 @@ class Append:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         norm_eps: float = 0.0,
+        scales: Scales = None,
     ) -> None:
         _check(cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape, "RoPE tables must be contiguous")
         self.cos, self.sin = cos, sin
         self.q_norm, self.k_norm = q_norm, k_norm
         self.norm_eps = norm_eps
+        self.scales = scales
 
     def __call__(
         self,
@@ -238,14 +250,15 @@ class Append:
         past S are dropped.
         """
         slots, kv_heads, length, size = keys.shape
-        _check(keys.dtype in _HALVES, f"caches of {keys.dtype}; known: float16, bfloat16")
+        dtype = self.cos.dtype
+        _check(dtype in _HALVES, f"rows of {dtype}; known: float16, bfloat16")
         _check(size in HEAD_SIZES and self.cos.shape[1] * 2 == size, f"head size {size}; known: {HEAD_SIZES}")
-        _check_caches(keys, values, slots, size, keys.dtype)
+        _check_caches(keys, values, slots, size, dtype, self.scales)
         _check_ints(slots, start=start, committed=committed)
         for x in (self.cos, self.sin, self.q_norm, self.k_norm):
-            _check(x is None or x.dtype == keys.dtype, f"norms and RoPE tables must be {keys.dtype}, as the caches are")
+            _check(x is None or x.dtype == dtype, "norms and RoPE tables must have one type")
         params = _Append(
-            dtype=_DTYPES[keys.dtype],
+            dtype=_DTYPES[dtype],
             slots=slots,
             heads=heads,
             kv_heads=kv_heads,
@@ -263,16 +276,17 @@ class Append:
             values=values.data_ptr(),
             cache_slot_stride=keys.stride(0),
             cache_head_stride=keys.stride(1),
+            **_scale_addresses(self.scales),
         )
         q = None
         if qkv is not None:
-            _check_rows(qkv, slots, (heads + 2 * kv_heads) * size, keys.dtype)
+            _check_rows(qkv, slots, (heads + 2 * kv_heads) * size, dtype)
             q = torch.empty(slots, qkv.shape[1], heads, size, dtype=qkv.dtype, device=qkv.device)
             params.rows, params.qkv, params.q_out = qkv.shape[1], qkv.data_ptr(), q.data_ptr()
             params.qkv_slot_stride, params.qkv_row_stride = qkv.stride(0), qkv.stride(1)
         if context is not None:
             for x in context:
-                _check_rows(x, slots, kv_heads * size, keys.dtype)
+                _check_rows(x, slots, kv_heads * size, dtype)
             k, v = context
             _check(k.shape == v.shape and k.stride() == v.stride(), "context K and V must be slices of one tensor")
             params.context_rows, params.context_k, params.context_v = k.shape[1], k.data_ptr(), v.data_ptr()
@@ -688,7 +702,16 @@ def _check_slots(tokens: Tensor, start: Tensor, row_count: Tensor) -> None:
     _check(len(row_count) <= len(tokens), f"{len(row_count)} slots of {len(tokens)}")
 
 
-def _check_caches(keys: Tensor, values: Tensor, slots: int, size: int, dtype: torch.dtype) -> None:
+def _scale_addresses(scales: Scales) -> dict[str, int]:
+    return {} if scales is None else {"key_scale": scales[0].data_ptr(), "value_scale": scales[1].data_ptr()}
+
+
+def _check_caches(
+    keys: Tensor, values: Tensor, slots: int, size: int, dtype: torch.dtype, scales: Scales = None
+) -> None:
+    if scales is not None:
+        _check(all(x.dtype == torch.float32 and x.numel() == 1 for x in scales), "scales of caches must be FP32 []")
+        dtype = torch.float8_e4m3fn
     _check(keys.shape == values.shape and keys.stride() == values.stride(), "caches must be alike")
     _check(keys.dtype == values.dtype == dtype, f"caches must be {dtype}")
     _check(keys.shape[0] == slots and keys.shape[3] == size, f"caches {tuple(keys.shape)} for {slots} slots of {size}")

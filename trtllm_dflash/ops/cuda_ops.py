@@ -9,7 +9,7 @@ from trtllm_dflash.ops import Acceptance, AttentionLayer, MoELayer, Residual
 from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.experts import Experts
-from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, dequantize_cache_rows
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -148,28 +148,9 @@ class CudaOps(TorchOps):
         window: int | None = None,
         sinks: str | None = None,
     ) -> Tensor:
-        return self._attend(q, keys, values, lengths, None, 0, causal, window, sinks)
-
-    def _attend(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: Tensor,
-        committed: Tensor | None,
-        offset: int,
-        causal: bool,
-        window: int | None,
-        sinks: str | None,
-    ) -> Tensor:
-        """`attention` of lengths start [B] + committed [B] + offset."""
         rows = q.shape[2]
         if rows <= kernels.MAX_ROWS:
-            sink_logits = None if sinks is None else self.weights[sinks]
-            return kernels.attention(
-                q, keys, values, start, causal, window or 0, sink_logits, added=committed, offset=offset
-            )
-        lengths = start + offset if committed is None else start + committed + offset
+            return kernels.attention(q, keys, values, lengths, causal, window or 0, self._sinks(sinks))
         if self._chunk_end is None or not causal:
             return super().attention(q, keys, values, lengths, causal, window, sinks)
         if window is not None:
@@ -193,7 +174,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv)
         assert q is not None
-        return self._attend(q, keys, values, start, None, q.shape[2], True, layer.window, layer.sinks)
+        return self._attend(layer, q, start, None, True)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         # As projected: they are normed and rotated on their way into the cache.
@@ -218,7 +199,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
-        return self._attend(q, keys, values, start, committed, q.shape[2], False, layer.window, layer.sinks)
+        return self._attend(layer, q, start, committed, False)
 
     def argmax(self, logits: Tensor) -> Tensor:
         best, ids = kernels.argmax(logits)
@@ -238,9 +219,35 @@ class CudaOps(TorchOps):
     def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
 
+    def _scales(self, layer: AttentionLayer) -> kernels.Scales:
+        """Of FP8 caches; None: they have the rows' type."""
+        if self.caches[layer.prefix + "key"].dtype != FP8:
+            return None
+        return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
+
+    def _sinks(self, name: str | None) -> Tensor | None:
+        return None if name is None else self.weights[name]
+
     def _append(self, layer: AttentionLayer) -> kernels.Append:
         cos, sin = self.weights[layer.rope + ".cos"], self.weights[layer.rope + ".sin"]
+        scales = self._scales(layer)
         if layer.norm_eps is None:
-            return kernels.Append(cos, sin)
+            return kernels.Append(cos, sin, scales=scales)
         q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
-        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps)
+        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
+
+    def _attend(
+        self, layer: AttentionLayer, q: Tensor, start: Tensor, committed: Tensor | None, causal: bool
+    ) -> Tensor:
+        """Attention of q [B, heads, N, D] over a layer's caches, in which start [B] + committed [B] rows came before."""
+        (keys, values), scales, rows = self._caches(layer), self._scales(layer), q.shape[2]
+        if rows <= kernels.MAX_ROWS:
+            sinks, window = self._sinks(layer.sinks), layer.window or 0
+            return kernels.attention(q, keys, values, start, causal, window, sinks, committed, rows, scales)
+        if scales is not None:
+            # A prompt's chunk: torch's kernels read 16-bit rows.
+            end = self._chunk_end if self._chunk_end is not None and causal else keys.shape[2]
+            pairs = zip((keys, values), scales, strict=True)
+            keys, values = (dequantize_cache_rows(cache[:, :, :end], scale, q.dtype) for cache, scale in pairs)
+        lengths = start + rows if committed is None else start + committed + rows
+        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
