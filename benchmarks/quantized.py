@@ -16,6 +16,7 @@ import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="in a round")
     parser.add_argument("--cache-length", type=int, default=1024)
     parser.add_argument("--checkpoints", nargs="*", type=Path, default=[], help="folders that `quantize` wrote")
+    parser.add_argument("--kv", nargs="*", default=["auto"], help="caches, as build's --kv: auto, fp8, engine")
     parser.add_argument("--prompts", type=int, default=6, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--device", default="auto")
@@ -138,11 +140,11 @@ def measure_acceptance(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     prompts: list[Any] = [[{"role": "user", "content": text}] for texts in kinds.values() for text in texts]
     params = SamplingParams(max_tokens=arguments.max_tokens)
     found = []
-    for target in (PAIR, *arguments.checkpoints):
-        for drafter in (PAIR, *arguments.checkpoints):
-            with LLM.from_pretrained(
-                target / "target", drafter / "drafter", device=arguments.device, max_batch=8, max_seq_len=2048
-            ) as llm:
+    limits = {"device": arguments.device, "max_batch": 8, "max_seq_len": 2048}
+    checkpoints = (PAIR, *arguments.checkpoints)
+    for kv, target in product(arguments.kv, checkpoints):
+        for drafter in checkpoints:
+            with LLM.from_pretrained(target / "target", drafter / "drafter", kv=kv, **limits) as llm:
                 drafted = llm.generate(prompts, params)
                 plain = llm.generate(prompts, params, draft=False)
                 models = {"target": llm.config.target, "drafter": llm.config.drafter}
@@ -156,6 +158,7 @@ def measure_acceptance(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     {
                         **precisions,
                         "rest": llm.config.precision,
+                        "caches": llm.config.kv or llm.config.precision,
                         "acceptance_length": tokens / sum(reply.steps for reply in drafted),
                         "replies": len(drafted),
                         "replies_equal_to_plain": same,
@@ -168,13 +171,14 @@ def acceptance_table(found: list[dict[str, Any]]) -> list[str]:
     """A row for each combination."""
     lines = [
         "",
-        "| target | drafter | the rest | acceptance length | replies equal to plain |",
-        "|---|---|---|---|---|",
+        "| target | drafter | the rest | caches | acceptance length | replies equal to plain |",
+        "|---|---|---|---|---|---|",
     ]
     for row in found:
         equal = f"{row['replies_equal_to_plain']} of {row['replies']}"
         length = f"{row['acceptance_length']:.2f}"
-        lines.append(f"| {row['target']} | {row['drafter']} | {row['rest']} | {length} | {equal} |")
+        cells = row["target"], row["drafter"], row["rest"], row["caches"], length, equal
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

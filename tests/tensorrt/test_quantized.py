@@ -1,5 +1,6 @@
 """Networks of quantized matrices: evaluated, they are the dequantized numbers' products; and they compile for real."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.checkpoints import make_drafter, make_target
 from tests.quantized import quantize_folder
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.builder import BuildSettings, as_planned, plan_engine
+from trtllm_dflash.engine.caches import choose_caches
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.models.weights import WeightPrecision
@@ -190,3 +192,41 @@ def test_a_plan_keeps_matrices_in_their_few_bits(tmp_path: Path) -> None:
 def test_the_target_s_precision_is_the_plan_s(pairs: dict[str, Pair]) -> None:
     config = make_config(pairs["channel"], backend="tensorrt", gpu="sm120")
     assert (config.precision, config.target.linear_precision) == ("bf16", WeightPrecision.FP8)
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+class Heard(trt.ILogger):  # type: ignore[misc]
+    """What TensorRT says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def log(self, severity: Any, message: str) -> None:
+        self.lines.append(message)
+
+
+def test_tensorrt_updates_no_fp8_cache_which_is_why_a_build_refuses_them() -> None:
+    logger = Heard()
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    cache, rows = (network.add_input(name, trt.fp8, (-1, 2, size, 64)) for name, size in (("cache", 128), ("rows", 4)))
+    start = network.add_input("start", trt.int32, (-1,))
+    layer = network.add_kv_cache_update(cache, rows, start, trt.KVCacheMode.LINEAR)
+    network.mark_output(layer.get_output(0))
+    assert builder.build_serialized_network(network, builder.create_builder_config()) is None
+    assert any("cache has type FP8 but must have type Float, Half, or BFloat16" in line for line in logger.lines)
+
+
+def test_a_checkpoint_that_asks_for_fp8_caches_gets_the_engine_s_in_a_plan(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", layers=1)
+    summary = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (target / "hf_quant_config.json").write_text(json.dumps(summary))
+    pair, settings = open_pair(target), {"name": "a", "target": "", "max_seq_len": 64}
+    config = plan_engine(pair, BuildSettings.model_validate({**settings, "backend": "tensorrt", "gpu": "sm120"}))
+    assert (config.kv, config.cache_dtype) == (None, torch.bfloat16)
+    said = choose_caches(pair, "auto", "tensorrt", "bf16").said
+    assert said == "kv auto: the target's checkpoint asks for caches in FP8; they are in bf16"
+    assert plan_engine(pair, BuildSettings.model_validate(settings)).kv == "fp8"

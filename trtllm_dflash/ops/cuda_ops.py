@@ -239,7 +239,7 @@ class CudaOps(TorchOps):
     def _attend(
         self, layer: AttentionLayer, q: Tensor, start: Tensor, committed: Tensor | None, causal: bool
     ) -> Tensor:
-        """Attention of q [B, heads, N, D] over a layer's caches, in which start [B] + committed [B] rows came before."""
+        """Attention of q [B, heads, N, D] over a layer's caches; start [B] + committed [B] rows came before."""
         (keys, values), scales, rows = self._caches(layer), self._scales(layer), q.shape[2]
         if rows <= kernels.MAX_ROWS:
             sinks, window = self._sinks(layer.sinks), layer.window or 0
