@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from trtllm_dflash.ops import AttentionLayer, cuda_kernels
 from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -74,32 +75,37 @@ def ints(value: int, *shape: int) -> Tensor:
 
 
 def attention_row(batch: int, length: int, rows: int, caches: list[Tensor], rate: float) -> str:
-    """Our attention beside torch's, which is told the length by the host and masks nothing."""
+    """Our attention beside torch's, which is told the length by the host, masks nothing, and reads 16-bit rows."""
     used, q = ints(length, batch), normal(batch, HEADS, rows, HEAD_SIZE)
+    one = torch.ones((), device="cuda")
+    scales = (one, one) if caches[0].dtype == FP8 else None
 
     def ours(cache: Tensor) -> Callable[[], object]:
-        return lambda: cuda_kernels.attention(q, cache[0], cache[1], used, causal=True)
+        return lambda: cuda_kernels.attention(q, cache[0], cache[1], used, causal=True, scales=scales)
 
     def theirs(cache: Tensor) -> Callable[[], object]:
         keys, values = cache[0, :, :, :length], cache[1, :, :, :length]
         return lambda: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
-    size = 2 * batch * KV_HEADS * length * HEAD_SIZE * 2
-    time, torch_time = (seconds([make(cache) for cache in caches]) for make in (ours, theirs))
+    size = 2 * batch * KV_HEADS * length * HEAD_SIZE * caches[0].itemsize
+    time = seconds([ours(cache) for cache in caches])
+    torchs = "-" if scales else f"{seconds([theirs(cache) for cache in caches]) * 1e6:.1f}"
     return (
         f"| {batch} | {length} | {rows} | {time * 1e6:.1f} | {size / time / 1e12:.2f} | {size / time / rate:.0%} "
-        f"| {torch_time * 1e6:.1f} |"
+        f"| {torchs} |"
     )
 
 
-def attention_table(rate: float, batches: list[int], lengths: list[int], rows: list[int]) -> list[str]:
-    """Attention over all of these."""
+def attention_table(
+    rate: float, batches: list[int], lengths: list[int], rows: list[int], dtype: torch.dtype
+) -> list[str]:
+    """Attention over all of these, with caches of that type."""
     lines = ["| batch | cache rows | Q | us | TB/s | of copy rate | torch SDPA us |", "|---|---|---|---|---|---|---|"]
     for batch in batches:
         for length in lengths:
-            size = 2 * batch * KV_HEADS * length * HEAD_SIZE * 2
+            size = 2 * batch * KV_HEADS * length * HEAD_SIZE * dtype.itemsize
             count = max(1, min(64, math.ceil(COLD / size)))
-            caches = [normal(2, batch, KV_HEADS, length + 64, HEAD_SIZE) for _ in range(count)]
+            caches = [normal(2, batch, KV_HEADS, length + 64, HEAD_SIZE).to(dtype) for _ in range(count)]
             lines += [attention_row(batch, length, q_rows, caches, rate) for q_rows in rows]
             del caches
     return lines
@@ -185,7 +191,11 @@ def main() -> None:
             "",
             f"Attention, {HEADS} heads on {KV_HEADS} of {HEAD_SIZE}, BF16, causal:",
             "",
-            *attention_table(rate, settings.batch, settings.cache_rows, settings.rows),
+            *attention_table(rate, settings.batch, settings.cache_rows, settings.rows, torch.bfloat16),
+            "",
+            "The same with caches in FP8:",
+            "",
+            *attention_table(rate, settings.batch, settings.cache_rows, settings.rows, FP8),
         ]
         if not settings.attention_only:
             lines += ["", "The others; torch: the composition in `TorchOps`, captured too:", ""]

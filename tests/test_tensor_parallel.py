@@ -114,7 +114,7 @@ def test_ctrl_c_ends_all_ranks(engines):
 
 
 def test_ranks_with_fp8_caches_say_what_one_says(prompts, tmp_path):
-    """Sums over ranks differ in their last digits, which may turn a near-tie of a row's rounding: so of most prompts."""
+    """Sums over ranks differ in their last digits, and may turn how a row is rounded: so of most prompts."""
     from trtllm_dflash import LLM, SamplingParams
 
     folders = TINY / "target", TINY / "drafter"
