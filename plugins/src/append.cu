@@ -181,8 +181,9 @@ cudaError_t launch_caches(dflash_append_params const& p, cudaStream_t stream)
 extern "C" cudaError_t dflash_append(dflash_append_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    bool const is_known = (p->head_size == 64 || p->head_size == 128) && p->slots <= 65535 && p->positions > 0;
-    if (!is_known || !p->key_scale != !p->value_scale || (p->rows && (!p->qkv || !p->q_out)) || (p->context_rows && (!p->context_k || !p->context_v)))
+    bool const is_known = (p->head_size == 64 || p->head_size == 128) && p->slots <= 65535 && p->positions > 0
+        && !p->key_scale == !p->value_scale;
+    if (!is_known || (p->rows && (!p->qkv || !p->q_out)) || (p->context_rows && (!p->context_k || !p->context_v)))
     {
         return cudaErrorInvalidValue;
     }

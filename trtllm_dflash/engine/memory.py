@@ -220,7 +220,10 @@ def _scratch(config: EngineConfig) -> int:
     logit_rows = config.max_batch * config.block_size
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.
     logits = target.vocab_size * 3 if config.sampling else 2 * target.vocab_size // config.tp
-    return rows * wide * size + logit_rows * logits * 4
+    # A prompt's chunk reads a layer's keys and values in the engine's type, made by way of FP32.
+    cache = units_per_rank(target.kv_heads, config.tp) * target.head_size * config.cache_length
+    widened = cache * (2 * size + 4) if config.kv == "fp8" else 0
+    return rows * wide * size + logit_rows * logits * 4 + widened
 
 
 def computes_all_experts(config: EngineConfig) -> bool:
