@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cooperative_groups.h>
+#include <cuda.h>
 #include <type_traits>
 
 namespace dflash
@@ -42,9 +43,9 @@ struct Layout
     // half of a multiprocessor's: two blocks of one product must not share one, or they would take twice the others'
     // time. Small kernels may still stand beside a block.
     static constexpr int kLimit = 212 * 1024;
-    static constexpr int kPitch = kInputBytes + 64; // from one token's inputs to the next one's: few meet in one bank
-    static constexpr int kInputs = (kTokens + kNormed) * kPitch; // bytes of a run; a warp has two, used by turns
-    static constexpr int kInputsBytes = kWarps * 2 * kInputs;
+    static constexpr int kInputs = kTokens * kInputBytes; // bytes of a run; a warp has two, used by turns
+    static constexpr int kNormBytes = kNormed ? kInputBytes : 0; // likewise
+    static constexpr int kInputsBytes = kWarps * 2 * (kInputs + kNormBytes);
     static constexpr int kSlot = kRows * kTokens; // numbers
     static constexpr int kSumBytes = kSlots * kSlot * static_cast<int>(sizeof(float));
     static constexpr int kInbox = kSlot / 2; // numbers; there are two, used by turns
@@ -138,6 +139,21 @@ __device__ __forceinline__ void arrive_at_pair(int pair)
 __device__ __forceinline__ void wait_at_pair(int pair)
 {
     asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
+
+// A tile of a tensor map, from its column and its first row on. Of its rows, each 128 bytes, the 16-byte parts are at the
+// places that `swizzled` says; rows past the tensor's are zeros.
+__device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& map, int column, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(0), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ int swizzled(int row, int part)
+{
+    return row * kLine + (part ^ row % 8) * 16;
 }
 
 __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity)
@@ -268,7 +284,7 @@ struct Cursor
 // are multiplied by the norm's weights before the products, sums of products by the inputs' inverse root mean square after.
 template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu, bool kNormed>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    skinny_gemm_kernel(dflash_skinny_gemm_params const p)
+    skinny_gemm_kernel(dflash_skinny_gemm_params const p, __grid_constant__ CUtensorMap const x_map)
 {
     namespace cg = cooperative_groups;
     constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
@@ -283,8 +299,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     // An input times a norm's weight may exceed FP16: each warp then makes its weights smaller by one power of two.
     constexpr bool kScaled = kNormed && std::is_same_v<T, __half>;
 
-    extern __shared__ __align__(128) unsigned char shared[];
+    extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char* const inputs = shared + L::kRingBytes;
+    unsigned char* const norms = inputs + kWarps * 2 * L::kInputs;
     float* const sums = reinterpret_cast<float*>(inputs + L::kInputsBytes);
     float* const inbox = sums + L::kSumBytes / sizeof(float);
     float* const warp_squares = inbox + L::kInboxBytes / sizeof(float);
@@ -364,40 +381,38 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     int const input_runs = runs > 1 ? runs * passes : runs; // a single one stays in registers
     unsigned char* const own_inputs = inputs + warp * 2 * L::kInputs;
     int load_run = 0;
+    uint32_t const inputs_at = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs));
+    uint32_t const norms_at = static_cast<uint32_t>(__cvta_generic_to_shared(norms)) + warp * 2 * L::kNormBytes;
     auto const expect_inputs = [&](int run, int of_row) // of input_runs, and of the runs of a row
     {
         uint32_t const barrier = own_barriers + run % 2 * 8;
-        if (lane == 0)
+        expect_bytes(barrier, L::kInputs + L::kNormBytes);
+        if constexpr (kNormed)
         {
-            expect_bytes(barrier, (p.rows + kNormed) * kInputBytes);
-            if constexpr (kNormed)
-            {
-                char const* from
-                    = static_cast<char const*>(p.norm_weight) + (column_warp + of_row * kRunWarps) * kInputBytes;
-                uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs)) + run % 2 * L::kInputs
-                    + kTokens * L::kPitch;
-                copy_bulk(to, from, kInputBytes, barrier);
-            }
+            char const* from
+                = static_cast<char const*>(p.norm_weight) + (column_warp + of_row * kRunWarps) * kInputBytes;
+            copy_bulk(norms_at + run % 2 * L::kNormBytes, from, kInputBytes, barrier);
         }
-        __syncwarp();
     };
     auto const load_inputs = [&](int run)
     {
-        uint32_t const barrier = own_barriers + run % 2 * 8;
-        if (lane < p.rows)
+#pragma unroll
+        for (int i = 0; i < kInputBytes / kLine; ++i)
         {
-            char const* from = static_cast<char const*>(p.x) + static_cast<int64_t>(lane) * p.inputs * sizeof(T)
-                + (column_warp + load_run * kRunWarps) * kInputBytes;
-            uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs)) + run % 2 * L::kInputs
-                + lane * L::kPitch;
-            copy_bulk(to, from, kInputBytes, barrier);
+            copy_tile(inputs_at + run % 2 * L::kInputs + i * kTokens * kLine, x_map,
+                (column_warp + load_run * kRunWarps) * kColumns + i * (kLine / static_cast<int>(sizeof(T))),
+                own_barriers + run % 2 * 8);
         }
-        load_run = load_run + 1 == runs ? 0 : load_run + 1;
     };
-    for (int run = 0; run < min(input_runs, 2); ++run)
+    if (lane == 0)
     {
-        expect_inputs(run, run); // the norm's weights are constants: they come before the wait
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+        for (int run = 0; run < min(input_runs, 2); ++run)
+        {
+            expect_inputs(run, run); // the norm's weights are constants: they come before the wait
+        }
     }
+    __syncwarp();
     Two scaled_by{};
     float sum_scale = 1.f;
     if constexpr (kScaled)
@@ -544,8 +559,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     wait();
     for (int run = 0; run < min(input_runs, 2); ++run)
     {
-        load_inputs(run);
+        if (lane == 0)
+        {
+            load_inputs(run);
+        }
+        load_run = load_run + 1 == runs ? 0 : load_run + 1;
     }
+    __syncwarp();
     load_residual(0);
 
     uint32_t b[2][kTiles][kPairs]; // both halves of a run
@@ -553,10 +573,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     auto const take_inputs = [&](int run, bool is_first_pass)
     {
         wait_for_phase(own_barriers + run % 2 * 8, run / 2 % 2);
-        unsigned char const* const from = own_inputs + run % 2 * L::kInputs + part * (kPairs * 4);
-        auto const take = [&](int row, int half, int pair, uint32_t (&to)[kPairs])
+        auto const take = [&](unsigned char const* from, int pair, uint32_t (&to)[kPairs])
         {
-            auto const v = *reinterpret_cast<uint4 const*>(from + row * L::kPitch + half * (kInputBytes / 2) + pair * 4);
+            auto const v = *reinterpret_cast<uint4 const*>(from);
             to[pair] = v.x;
             to[pair + 1] = v.y;
             to[pair + 2] = v.z;
@@ -568,7 +587,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int i = 0; i < 2 * kPairs; i += 4)
             {
-                take(tile * 8 + quad, i / kPairs, i % kPairs, b[i / kPairs][tile]);
+                // Of a row of 128 bytes the part's place; a second one's are in a tile of their own.
+                int const half = i / kPairs * (kInputBytes / 2);
+                int const place = (part * kPairs + i % kPairs) / 4 + half % kLine / 16;
+                unsigned char const* const from
+                    = own_inputs + run % 2 * L::kInputs + half / kLine * (kTokens * kLine);
+                take(from + swizzled(tile * 8 + quad, place), i % kPairs, b[i / kPairs][tile]);
             }
         }
         if constexpr (kNormed)
@@ -595,7 +619,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll
                 for (int i = 0; i < kPairs; i += 4)
                 {
-                    take(kTokens, half, i, weights);
+                    unsigned char const* const from = norms + (warp * 2 + run % 2) * L::kNormBytes;
+                    take(from + half * (kInputBytes / 2) + (part * kPairs + i) * 4, i, weights);
                 }
 #pragma unroll
                 for (int i = 0; i < kPairs; ++i)
@@ -679,8 +704,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             __syncwarp();
             if (next_run < input_runs)
             {
-                expect_inputs(next_run, load_run);
-                load_inputs(next_run);
+                if (lane == 0)
+                {
+                    expect_inputs(next_run, load_run);
+                    load_inputs(next_run);
+                }
+                load_run = load_run + 1 == runs ? 0 : load_run + 1;
             }
         }
 
@@ -794,13 +823,41 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     finish(passes - 1);
 }
 
+// The tokens' inputs in tiles of kTokens rows of 128 bytes.
+cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int tokens, CUtensorMap& map)
+{
+    static void* encode = nullptr;
+    static cudaError_t const found = []
+    {
+        cudaDriverEntryPointQueryResult result;
+        cudaError_t const error
+            = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result);
+        return error == cudaSuccess && result != cudaDriverEntryPointSuccess ? cudaErrorSymbolNotFound : error;
+    }();
+    if (found != cudaSuccess)
+    {
+        return found;
+    }
+    cuuint64_t const sizes[] = {static_cast<cuuint64_t>(p.inputs), static_cast<cuuint64_t>(p.rows)};
+    cuuint64_t const strides[] = {static_cast<cuuint64_t>(p.inputs) * 2};
+    cuuint32_t const tile[] = {kLine / 2, static_cast<cuuint32_t>(tokens)};
+    cuuint32_t const steps[] = {1, 1};
+    CUresult const error = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(&map,
+        CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(p.x), sizes, strides, tile, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return error == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu, bool kNormed>
 cudaError_t launch_layout(dflash_skinny_gemm_params const& p, int clusters, cudaStream_t stream)
 {
     constexpr int kBytes = Layout<kGranules, kTokens, kLine / sizeof(W) * sizeof(T), kSwiglu, kNormed>::kBytes;
     auto const kernel = skinny_gemm_kernel<T, W, kGranules, kTokens, kSwiglu, kNormed>;
     static cudaError_t const raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    return raised ? raised : launch_kernel(kernel, dim3(clusters * kCluster), kThreads, kBytes, stream, p);
+    CUtensorMap map;
+    cudaError_t const error = raised ? raised : map_inputs(p, kTokens, map);
+    return error ? error : launch_kernel(kernel, dim3(clusters * kCluster), kThreads, kBytes, stream, p, map);
 }
 
 template <typename T, typename W, int kTokens, bool kSwiglu, bool kNormed>
