@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
     }
     __syncthreads();
     largest = warp_max(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.f);
-    float const scale = kLeast + largest / kLargest;
+    float const scale = fmaf(largest, 1.f / kLargest, kLeast);
     if (threadIdx.x == 0)
     {
         p.scale[row] = scale;

@@ -130,13 +130,8 @@ __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
     return there;
 }
 
-// Of a pair of warps, the one that reads waits until the other has written.
-__device__ __forceinline__ void arrive_at_pair(int pair)
-{
-    asm volatile("bar.arrive %0, 64;" ::"r"(pair + 1) : "memory");
-}
-
-__device__ __forceinline__ void wait_at_pair(int pair)
+// Two warps wait for each other.
+__device__ __forceinline__ void meet(int pair)
 {
     asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
 }
@@ -753,11 +748,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         if (warp >= kSlots)
         {
             each_sum([](Item& there, Item const& here) { there = here; });
-            arrive_at_pair(warp - kSlots);
+            meet(warp - kSlots);
         }
         else
         {
-            wait_at_pair(warp);
+            meet(warp);
             each_sum(
                 [](Item& there, Item const& here)
                 {

@@ -232,7 +232,7 @@ def test_attention_over_fp8_caches_equals_float64_over_what_they_stand_for(case)
     rounded = [(cache / scale).to(FP8) for cache, scale in zip((keys, values), scales, strict=True)]
     stands_for = [cache.double() * scale.double() for cache, scale in zip(rounded, scales, strict=True)]
     assert rounded[0][-1, 0, -1].isnan().all()  # past the length
-    out = cuda_kernels.attention(q, *rounded, lengths, case.causal, case.window, sinks, scales)
+    out = cuda_kernels.attention(q, *rounded, lengths, case.causal, case.window, sinks, scales=scales)
     assert_close(out, reference(case, q, *stands_for, sinks), case.dtype)
 
 
@@ -688,7 +688,7 @@ def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
     # A scale's last bit may move a number that lies between two.
     near = (dequantize_rows(rows, scale) - dequantize_rows(expected, expected_scale)).abs()
     assert (near <= 2**-3 * x.float().abs() + 2**-9 * scale).all()
-    assert (near > 1e-6 * x.float().abs()).float().mean() < 1e-3
+    assert (near > 1e-6 * x.float().abs()).float().mean() < 1e-2
 
 
 # -- the two ends of a step --------------------------------------------------------------------------------------------
