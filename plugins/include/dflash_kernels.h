@@ -128,7 +128,8 @@ DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStr
  * 1 / sqrt(mean(x^2) + eps). The result is rounded before the bias, after it, and after the residual.
  *
  * A weight's row is a multiple of 128 bytes, and there are a multiple of 16 of them. E4M3 weights have an FP32 scale a
- * row and are multiplied in x's type. */
+ * row and are multiplied in FP16, into which BF16 inputs go by a power of two for each 128 of a row: what rounding takes
+ * from them is less than 2^-38 of the largest of the 128. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x, norm_weight, bias, residual and out */

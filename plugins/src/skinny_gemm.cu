@@ -186,7 +186,7 @@ __device__ __forceinline__ void multiply_add<__half>(float (&c)[4], uint32_t con
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Sixteen bytes of a weight's row as registers of pairs: eight 16-bit numbers, or sixteen E4M3 ones made 16-bit.
+// Sixteen bytes of a weight's row as registers of pairs: eight 16-bit numbers, or sixteen E4M3 ones made FP16.
 template <typename T, typename W>
 struct Fragment;
 
@@ -204,8 +204,7 @@ struct Fragment<T, T>
     }
 };
 
-// E4M3 has 4 bits of exponent with bias 7 and 3 of fraction. Put where the wider type has its exponent's low bits, they
-// are the number times a power of two, subnormal ones too; one exact product takes that away.
+// E4M3 numbers are all FP16 numbers, and one instruction makes two of them.
 template <typename T>
 struct Fragment<T, E4M3>
 {
@@ -217,24 +216,62 @@ struct Fragment<T, E4M3>
 #pragma unroll
         for (int i = 0; i < 4; ++i)
         {
-            pairs[2 * i] = widen(__byte_perm(words[i], 0, 0x1404)); // bytes 0 and 1, each the high one of its half
-            pairs[2 * i + 1] = widen(__byte_perm(words[i], 0, 0x3424));
+            asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low;"
+                " cvt.rn.f16x2.e4m3x2 %1, high; }"
+                : "=r"(pairs[2 * i]), "=r"(pairs[2 * i + 1])
+                : "r"(words[i]));
         }
     }
-
-    static __device__ __forceinline__ uint32_t widen(uint32_t x)
-    {
-        using Two = typename Pair<T>::type;
-        constexpr bool kIsHalf = sizeof(T) == 2 && !std::is_same_v<T, __nv_bfloat16>;
-        constexpr int kShift = kIsHalf ? 1 : 4;
-        constexpr uint32_t kMagnitude = (0x7f00u >> kShift) * 0x10001u;
-        uint32_t const bits = (x & 0x80008000u) | (x >> kShift & kMagnitude);
-        // 2^(15 - 7), and 2^(127 - 7), in both halves.
-        uint32_t const factor = kIsHalf ? 0x5c005c00u : 0x7b807b80u;
-        Two const y = __hmul2(reinterpret_cast<Two const&>(bits), reinterpret_cast<Two const&>(factor));
-        return reinterpret_cast<uint32_t const&>(y);
-    }
 };
+
+// BF16 inputs of a run, those of token l / 4 of each tile in lane l, become FP16 ones times a power of two that brings
+// the token's largest to about 2^14: exact, but for less than 2^-38 of the largest. `back` undoes it for those tokens
+// whose sums the lane has. Zeros, infinities and NaNs stay what they are.
+template <int kTiles, int kPairs>
+__device__ __forceinline__ void to_half(uint32_t (&x)[2][kTiles][kPairs], float (&back)[kTiles][2])
+{
+    auto const two = [](uint32_t const& bits) { return reinterpret_cast<__nv_bfloat162 const&>(bits); };
+    uint32_t exponents = 0; // of each tile's token, biased, 16 bits each
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+    {
+        __nv_bfloat162 most = __habs2(two(x[0][tile][0]));
+#pragma unroll
+        for (int i = 1; i < 2 * kPairs; ++i)
+        {
+            most = __hmax2_nan(most, __habs2(two(x[i / kPairs][tile][i % kPairs])));
+        }
+        auto const bits = reinterpret_cast<uint32_t const&>(most);
+        exponents |= max(bits & 0xffff, bits >> 16) >> 7 << tile * 16;
+    }
+    exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, 1));
+    exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, 2));
+    exponents = __vmaxu2(exponents, 0x000f000fu); // so that the power and its inverse are normal numbers
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+    {
+        uint32_t const of_column = __shfl_sync(0xffffffffu, exponents, (threadIdx.x % 4 * 2 + i) * 4);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+        {
+            back[tile][i] = __uint_as_float(((of_column >> tile * 16 & 0xff) - 14) << 23);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+    {
+        uint32_t const factor = (268 - (exponents >> tile * 16 & 0xff)) * 0x00800080u; // 2^(14 - the exponent)
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; ++i)
+        {
+            uint32_t& pair = x[i / kPairs][tile][i % kPairs];
+            __nv_bfloat162 const y = __hmul2(two(pair), two(factor));
+            auto const bits = reinterpret_cast<uint32_t const&>(y);
+            __half2 const z = __floats2half2_rn(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+            pair = reinterpret_cast<uint32_t const&>(z);
+        }
+    }
+}
 
 // The share of `count` that is the index-th of `parts`: first and last + 1.
 __device__ __forceinline__ int share_begin(int count, int index, int parts)
@@ -293,6 +330,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     constexpr int kFirstRows = kSwiglu ? kGranule / 2 : kGranule; // of a granule that lie together
     // An input times a norm's weight may exceed FP16: each warp then makes its weights smaller by one power of two.
     constexpr bool kScaled = kNormed && std::is_same_v<T, __half>;
+    constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
+    constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
 
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char* const inputs = shared + L::kRingBytes;
@@ -462,7 +501,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kOutputs; ++i)
         {
             int const output = output_at(pass) + i * (p.outputs / 2);
-            if constexpr (std::is_same_v<W, E4M3>)
+            if constexpr (kDecoded)
             {
                 scale[i] = p.scale[output];
             }
@@ -515,7 +554,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 float const squares = block_squares[token_of(i)] + block_squares[kTokens + token_of(i)];
                 y[i] *= rsqrtf(squares / static_cast<float>(p.inputs) + p.eps);
             }
-            if constexpr (std::is_same_v<W, E4M3>)
+            if constexpr (kDecoded)
             {
                 y[i] *= scale[output];
             }
@@ -564,6 +603,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     load_residual(0);
 
     uint32_t b[2][kTiles][kPairs]; // both halves of a run
+    float back[kTiles][2]; // see to_half
     float squares[kTiles][4] = {}; // of a tile's inputs with all inputs: the diagonal counts
     auto const take_inputs = [&](int run, bool is_first_pass)
     {
@@ -634,12 +674,42 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 }
             }
         }
+        if constexpr (kToHalf)
+        {
+            to_half(b, back);
+        }
     };
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); // the other block can be sent to
 
     // -- multiplying: lane l has parts of the rows l / 4 and l / 4 + 8 of a granule
     uint32_t const at = quad * kLine + (part ^ (quad % 2 * 4)) * 16;
     int slot = 0;
+    struct Unit
+    {
+        uint4 upper[2], lower[2];
+    };
+    auto const read_unit = [&]
+    {
+        wait_for_copies<L::kUnits - 1>();
+        __syncwarp();
+        unsigned char const* const from = shared + (warp * L::kUnits + slot) * kUnit;
+        Unit unit;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            unit.upper[half] = *reinterpret_cast<uint4 const*>(from + (at ^ half * 64));
+            unit.lower[half] = *reinterpret_cast<uint4 const*>(from + (at ^ half * 64) + 8 * kLine);
+        }
+        slot = slot + 1 == L::kUnits ? 0 : slot + 1;
+        __syncwarp();
+        load_unit();
+        return unit;
+    };
+    Unit ahead; // E4M3 is read one unit ahead; after the last one, whatever the ring has is read and not used
+    if constexpr (kDecoded)
+    {
+        ahead = read_unit();
+    }
     for (int pass = 0; pass < passes; ++pass)
     {
         if (pass > 0)
@@ -661,33 +731,62 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             {
                 if (granule < active)
                 {
-                    wait_for_copies<L::kUnits - 1>();
-                    __syncwarp();
-                    unsigned char const* const unit = shared + (warp * L::kUnits + slot) * kUnit;
-                    uint4 upper[2], lower[2];
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
+                    Unit unit;
+                    if constexpr (kDecoded)
                     {
-                        upper[half] = *reinterpret_cast<uint4 const*>(unit + (at ^ half * 64));
-                        lower[half] = *reinterpret_cast<uint4 const*>(unit + (at ^ half * 64) + 8 * kLine);
+                        unit = ahead;
                     }
-                    slot = slot + 1 == L::kUnits ? 0 : slot + 1;
-                    __syncwarp();
-                    load_unit();
+                    else
+                    {
+                        unit = read_unit();
+                    }
+                    uint32_t u[2][kPairs], v[2][kPairs];
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
                     {
-                        uint32_t u[kPairs], v[kPairs];
-                        Fragment<T, W>::decode(upper[half], u);
-                        Fragment<T, W>::decode(lower[half], v);
+                        Fragment<T, W>::decode(unit.upper[half], u[half]);
+                        Fragment<T, W>::decode(unit.lower[half], v[half]);
+                    }
+                    if constexpr (kDecoded)
+                    {
+                        float d[2][kTiles][4] = {}; // of each half, so that fewer products wait for each other
 #pragma unroll
                         for (int i = 0; i < kPairs; i += 2)
                         {
-                            uint32_t const a[4] = {u[i], v[i], u[i + 1], v[i + 1]};
+#pragma unroll
+                            for (int half = 0; half < 2; ++half)
+                            {
+                                uint32_t const a[4] = {u[half][i], v[half][i], u[half][i + 1], v[half][i + 1]};
+#pragma unroll
+                                for (int tile = 0; tile < kTiles; ++tile)
+                                {
+                                    multiply_add<__half>(d[half][tile], a, b[half][tile][i], b[half][tile][i + 1]);
+                                }
+                            }
+                        }
+                        ahead = read_unit(); // while the products are on their way
+#pragma unroll
+                        for (int tile = 0; tile < kTiles; ++tile)
+                        {
+#pragma unroll
+                            for (int i = 0; i < 4; ++i)
+                            {
+                                float const sum = d[0][tile][i] + d[1][tile][i];
+                                c[granule][tile][i] += kToHalf ? sum * back[tile][i % 2] : sum;
+                            }
+                        }
+                    }
+                    else
+                    {
+#pragma unroll
+                        for (int i = 0; i < 2 * kPairs; i += 2)
+                        {
+                            int const half = i / kPairs, j = i % kPairs;
+                            uint32_t const a[4] = {u[half][j], v[half][j], u[half][j + 1], v[half][j + 1]};
 #pragma unroll
                             for (int tile = 0; tile < kTiles; ++tile)
                             {
-                                multiply_add<T>(c[granule][tile], a, b[half][tile][i], b[half][tile][i + 1]);
+                                multiply_add<T>(c[granule][tile], a, b[half][tile][j], b[half][tile][j + 1]);
                             }
                         }
                     }

@@ -571,6 +571,58 @@ def test_a_row_of_zeros_is_normed_to_zeros():
     assert found.isfinite().all() and found[3].eq(0).all() and found[2].ne(0).any()
 
 
+def wide_rows(inputs: int, normed: bool) -> torch.Tensor:
+    """BF16 rows of very different sizes, and rows with very different inputs. Squares of normed ones fit FP32."""
+    x = torch.randn(cuda_kernels.SKINNY_ROWS, inputs, device="cuda").bfloat16()
+    x *= torch.logspace(-30, 30, len(x), base=2, device="cuda").bfloat16()[:, None]
+    x[5] = 0
+    x[6] = torch.randn(inputs, device="cuda").bfloat16()
+    x[6, 17] = 2.0**60
+    x[7, :128] *= 2.0**-25
+    x[7, -128:] *= 2.0**25
+    x[8] = torch.randn(inputs, device="cuda").bfloat16() * 2.0**-119
+    if not normed:
+        x[9] = torch.randn(inputs, device="cuda").bfloat16() * 2.0**110
+    x[10, ::2] *= 2.0**-30
+    return x
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 128 == 0], ids=str)
+def test_fp8_weights_times_inputs_beyond_fp16_equal_float64(shape, normed):
+    _, weight, scale, *_ = product(shape, torch.bfloat16, fp8=True)
+    x = wide_rows(shape[1], normed)
+    norm = cuda_kernels.Norm((torch.rand(shape[1], device="cuda") * 3).bfloat16(), 1e-6) if normed else None
+    expected = (in_double(x, norm) if norm else x.double()) @ (weight.double() * scale.double()[:, None]).t()
+    whole = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    for found, row in zip(whole, expected, strict=True):
+        assert_close(found, row, torch.bfloat16)
+    for rows in (1, 7, 8, 9, 12):
+        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, norm=norm), whole[:rows])
+        assert torch.equal(cuda_kernels.skinny_gemm(x[-rows:], weight, scale, norm=norm), whole[-rows:])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_with_fp8_weights_an_infinity_or_nan_stays_in_its_row(normed):
+    _, weight, scale, *_ = product((4096, 512), torch.bfloat16, fp8=True)
+    x = wide_rows(512, normed)
+    norm = cuda_kernels.Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6) if normed else None
+    expected = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    bad = [2, 3, 11]
+    x[bad, [40, 200, 511]] = torch.tensor([torch.inf, -torch.inf, torch.nan], device="cuda").bfloat16()
+    found = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    assert not found[bad].isfinite().any()
+    others = [row for row in range(len(x)) if row not in bad]
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("exponent", [-90, -30, -1, 30, 100])
+def test_with_fp8_weights_a_power_of_two_goes_through_a_product_to_the_bit(exponent):
+    x, weight, scale, *_ = product((6144, 4096), torch.bfloat16, fp8=True)
+    expected = cuda_kernels.skinny_gemm(x, weight, scale) * 2.0**exponent
+    assert torch.equal(cuda_kernels.skinny_gemm(x * 2.0**exponent, weight, scale), expected)
+
+
 def test_a_captured_chain_of_normed_products_repeats_itself_to_the_bit():
     """As in a step: each kernel begins while the one before it still runs."""
     x, up, *_ = product((12288, 1024), torch.bfloat16)
