@@ -14,9 +14,10 @@ from trtllm_dflash.bench.floor import StepCount, experts_touched, step_work
 from trtllm_dflash.bench.shapes import SHAPES, shape_config
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.engine.memory import GPUS, plan_memory, weight_bytes
+from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.plan.build_plan import BuildPlan, Comparison
 from trtllm_dflash.plan.gpus import PUBLISHED
-from trtllm_dflash.plan.prediction import ERROR_BOUND, predict_step, sum_seconds
+from trtllm_dflash.plan.prediction import ERROR_BOUND, MIXTURE_ERROR_BOUND, predict_step, sum_seconds
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -31,13 +32,14 @@ def config(name="gpt-oss-120b", **settings):
 # -- against what was measured on H200s ------------------------------------------------------------------------------
 
 
-def measured_steps():
-    """Of Qwen3-8B's shape: GPUs, batch, rows, cached tokens, seconds."""
-    for row in json.loads((RESULTS / "step-qwen3-8b-h200.json").read_text())["rows"]:
-        yield 1, row["batch"], row["rows"], row["cache_length"], row["seconds"]
-    for gpus, sums, batch, step, ms, *_ in tensor_parallel_rows():
-        if sums != "NCCL":  # an engine's own choice
-            yield int(gpus), int(batch), 1 if step == "plain" else 16, 1024, float(ms) * 1e-3
+#: Records, and how far off their steps may be predicted.
+RECORDS = {
+    "qwen3-8b": ERROR_BOUND,
+    "qwen3-8b-light": MIXTURE_ERROR_BOUND,
+    "gpt-oss-20b": MIXTURE_ERROR_BOUND,
+    "gpt-oss-120b-tp2": MIXTURE_ERROR_BOUND,
+}
+DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}
 
 
 def tensor_parallel_rows():
@@ -46,17 +48,47 @@ def tensor_parallel_rows():
     return [row for row in rows if row[0].isdigit()]
 
 
-def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s():
-    counts = {tp: StepCount(config("qwen3-8b", tp=tp)) for tp in (1, 2, 4)}
+@pytest.mark.parametrize("name", RECORDS)
+def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s(name):
+    record = json.loads((RESULTS / f"step-{name}-h200.json").read_text())
+    engine = config(record["shape"], tp=record["config"]["tp"])
+    drafter = DrafterConfig.model_validate(record["drafter"])  # a lighter one is not of the shape
+    count, errors = StepCount(engine.model_copy(update={"drafter": drafter})), {}
+    for row in record["rows"]:
+        arm = row["arm"], row["batch"], row["rows"]
+        drafting = DRAFTING[row["arm"]]
+        time = predict_step(count, PUBLISHED["h200"], drafting, row["batch"], row["rows"], row["cache_length"])
+        errors[arm] = time.seconds / row["seconds"] - 1
+        bytes_, flops = (
+            sum(getattr(part.total, kind) for part in count.parts(drafting, *arm[1:], row["cache_length"]))
+            for kind in ("bytes", "flops")
+        )
+        assert (bytes_, flops) == (row["bytes"], row["flops"])
+    assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in (1, 8, 32)}
+    assert max(map(abs, errors.values())) <= RECORDS[name], errors
+    assert RECORDS[name] <= 0.10
+
+
+def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus():
     errors = {}
-    for tp, batch, rows, length, seconds in measured_steps():
-        drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
-        predicted = predict_step(counts[tp], PUBLISHED["h200"], drafting, batch, rows, length).seconds
-        errors[tp, batch, rows, seconds] = predicted / seconds - 1
-    assert len(errors) == 27
-    assert {(tp, batch) for tp, batch, *_ in errors} == {(tp, batch) for tp in (1, 2, 4) for batch in (1, 8, 32)}
+    for gpus, sums, batch, step, ms, *_ in tensor_parallel_rows():
+        rows = 1 if step == "plain" else 16
+        # Of fewer rows the record has older kernels.
+        if sums == "ours" and int(batch) * rows > 16:
+            drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
+            count = StepCount(config("qwen3-8b", tp=int(gpus)))
+            time = predict_step(count, PUBLISHED["h200"], drafting, int(batch), rows, 1024)
+            errors[gpus, batch, rows] = time.seconds / (float(ms) * 1e-3) - 1
+    assert len(errors) == 6
     assert max(map(abs, errors.values())) <= ERROR_BOUND, errors
-    assert ERROR_BOUND <= 0.10
+
+
+def test_experts_that_more_than_16_rows_chose_are_read_again():
+    count = StepCount(config("gpt-oss-20b", max_batch=512))
+    few, many = (predict_step(count, PUBLISHED["h200"], Drafting.OFF, batch, 1, 1).products for batch in (128, 512))
+    (part,) = count.parts(Drafting.OFF, 128, 1, 1)
+    once = part.experts.bytes / PUBLISHED["h200"].achieved("bf16").copy
+    assert many - few > 3 * once  # of 16 and of 64 rows: all 32 experts, in at most two tiles and in four
 
 
 def test_predicted_sums_are_those_measured_to_a_few_microseconds():
@@ -150,7 +182,7 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     text = succeeds(*MODEL, "--tp", 8, "--gpu", "b300", "--acceptance", 6.49)
     for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
         assert words in text
-    assert "predicts H200 steps within 7%" in text
+    assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 5%" in text
     assert "18 of 36 layers see 128 tokens only, yet their caches are linear" in text
     assert not list(tmp_path.iterdir())
 
@@ -206,8 +238,9 @@ def test_every_batch_has_a_plain_step_and_its_best_length_commits_the_most():
             assert point.tokens_per_step == pytest.approx(imposed.at(point.drafts + 1))
             assert point.tokens_per_second_per_user == pytest.approx(point.tokens_per_second / batch)
     bests = [point.drafts for point in plan.points if point.best]
-    assert bests == sorted(bests, reverse=True)  # the more slots, the shorter
-    assert bests[0] == 9
+    # The more slots, the shorter; two slots have 16 rows with K = 7, and a layer of more waits longer.
+    assert bests[:2] == [9, 7]
+    assert bests[2:] == sorted(bests[2:], reverse=True)
 
 
 def test_ranks_divide_tokens_by_gpus_and_add_their_sums():

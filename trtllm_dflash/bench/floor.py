@@ -41,7 +41,8 @@ class Work:
 class PartWork:
     """The target's or the drafter's work in a step on one rank, by kind."""
 
-    products: Work  # of matrices, with the embedding's rows
+    products: Work  # of matrices, with the embedding's rows; without the experts'
+    experts: Work  # of a mixture, those that the rows are expected to choose
     attention: Work  # over the caches, with the rows that are written
     layers: int  # that the rows go through, one after another
     rows: int
@@ -50,7 +51,7 @@ class PartWork:
     @property
     def total(self) -> Work:
         """All of it."""
-        return self.products + self.attention
+        return self.products + self.experts + self.attention
 
     @property
     def sums(self) -> int:
@@ -116,21 +117,24 @@ class StepCount:
             seen = [length + i + 1 if window is None else min(window, length + i + 1) for i in range(rows)]
             pairs += batch * sum(seen)
             cached += batch * (seen[0] + rows - 1)
-        products = self._target.work(tokens) + self._embedding_rows(tokens)
-        return PartWork(products, self._attention(target, cached, pairs), target.layers, tokens, target.hidden_size)
+        products = self._target.dense_work(tokens) + self._embedding_rows(tokens)
+        experts, attention = self._target.expert_work(tokens), self._attention(target, cached, pairs)
+        return PartWork(products, experts, attention, target.layers, tokens, target.hidden_size)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
         """One row a slot is committed, the least, and written. Its layers are not gone through."""
         written = self._attention(drafter, batch * drafter.layers, 0)
-        return PartWork(self._context.work(batch * rows), written, 0, batch * rows, drafter.hidden_size)
+        products = self._context.dense_work(batch * rows)
+        return PartWork(products, Work(0, 0), written, 0, batch * rows, drafter.hidden_size)
 
     def _draft_work(self, drafter: DrafterConfig, batch: int, rows: int, length: int) -> PartWork:
         """One row a slot is committed, the least: it and the block are written. Context and block have as many rows."""
         tokens, cached = batch * rows, drafter.layers * (length + 1 + rows)
         known = batch  # bonus tokens, which need no logits
-        products = self._drafter.work(tokens) + self._head.work(tokens - known) + self._embedding_rows(tokens)
+        products = self._drafter.dense_work(tokens) + self._head.dense_work(tokens - known)
         attention = self._attention(drafter, batch * cached, tokens * cached)
-        return PartWork(products, attention, drafter.layers, tokens, drafter.hidden_size)
+        products += self._embedding_rows(tokens)
+        return PartWork(products, Work(0, 0), attention, drafter.layers, tokens, drafter.hidden_size)
 
     def _embedding_rows(self, tokens: int) -> Work:
         return Work(tokens * self.config.target.hidden_size * self.config.dtype.itemsize, 0)
@@ -163,15 +167,16 @@ class _Matrices:
             return cls(works[False] + works[True], Work(0, 0), None)
         return cls(works[False], works[True], config.target.moe)
 
-    def work(self, rows: int) -> Work:
+    def dense_work(self, rows: int) -> Work:
+        """Of so many rows through what each of them goes through."""
+        return Work(self.dense.bytes, rows * self.dense.flops)
+
+    def expert_work(self, rows: int) -> Work:
         """Of so many rows: experts that none of them chose are not read, and each row goes through `top_k` of them."""
-        work = Work(self.dense.bytes, rows * self.dense.flops)
         if self.moe is None:
-            return work
+            return Work(0, 0)
         touched = experts_touched(self.moe, rows) / self.moe.experts
-        return work + Work(
-            round(touched * self.experts.bytes), rows * self.experts.flops * self.moe.top_k // self.moe.experts
-        )
+        return Work(round(touched * self.experts.bytes), rows * self.experts.flops * self.moe.top_k // self.moe.experts)
 
 
 def is_expert(weight: Weight) -> bool:

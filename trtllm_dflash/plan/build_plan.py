@@ -37,9 +37,10 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import Weight, WeightPrecision
+from trtllm_dflash.ops.cuda_kernels import MOE_ROWS
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 from trtllm_dflash.plan.gpus import COPY_SHARE, GEMM_SHARE, PUBLISHED
-from trtllm_dflash.plan.prediction import ERROR_BOUND, Limit, predict_step, sum_bytes
+from trtllm_dflash.plan.prediction import ERROR_BOUND, MIXTURE_ERROR_BOUND, MXFP4_SHARE, Limit, predict_step, sum_bytes
 from trtllm_dflash.runtime.draft_length import lengths_up_to
 from trtllm_dflash.step import Drafting
 
@@ -145,7 +146,7 @@ class BuildPlan(BaseModel):
     memory: Memory
     largest_batch: int  # with slots of max_seq_len tokens; no more than 65,536 are looked for
     largest_seq_len: int  # with max_batch slots
-    error_bound: float = ERROR_BOUND
+    error_bound: float  # of predicted steps against measured ones: see the assumptions
     assumptions: list[str]
     points: list[Point]
 
@@ -238,6 +239,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         ),
         largest_batch=most,
         largest_seq_len=longest,
+        error_bound=MIXTURE_ERROR_BOUND if moe is not None or _drafts_in_fp8(config) else ERROR_BOUND,
         assumptions=_assumptions(config, gpu, settings.acceptance),
         points=_points(config, gpu, settings.acceptance, sorted({min(batch, most) for batch in batches}), length),
     )
@@ -416,6 +418,10 @@ def _point(
 # -- what is assumed -------------------------------------------------------------------------------------------------
 
 
+def _drafts_in_fp8(config: EngineConfig) -> bool:
+    return config.drafter is not None and config.drafter.linear_precision is WeightPrecision.FP8
+
+
 def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> list[str]:
     """One a line."""
     target, drafter = config.target, config.drafter
@@ -425,8 +431,9 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
     notes = [
         f"Rates: {COPY_SHARE:.0%} of the published bandwidth and {GEMM_SHARE:.0%} of the published dense operations, "
         "as a large copy and a large BF16 product were measured to get on an H200.",
-        f"Steps: predicts H200 steps within {ERROR_BOUND:.0%}, those that its constants were fitted to: of Qwen3-8B's "
-        "shape, plain and drafted, on 1, 2 and 4 GPUs, at batch 1, 8 and 32. Other GPUs are taken to wait as long.",
+        "Steps: predicts H200 steps, those that its constants were fitted to, plain and drafted, at batch 1, 8 and 32: "
+        f"of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within {ERROR_BOUND:.0%}, of gpt-oss-20b "
+        f"on 1 and gpt-oss-120b on 2 within {MIXTURE_ERROR_BOUND:.0%}. Other GPUs are taken to wait as long.",
         f"Backend: steps are {steps}; none of a TensorRT plan has been measured.",
     ]
     if config.tp > 4:
@@ -441,19 +448,18 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
         if computes_all_experts(config):
             chosen = f"A TensorRT plan for this GPU reads all {moe.experts} in every step."
         notes.append(
-            f"Experts: {stored}, multiplied in {precision}, read once a step if touched; the rest "
+            f"Experts: {stored}, multiplied in {precision}, read if touched, once for each 16 rows; the rest "
             f"{precision if target.linear_precision is None else target.linear_precision.value.upper()}."
         )
-        unpacked = (
-            " Without our kernels the torch backend unpacks experts' weights in memory, and so is slower than this."
-        )
-        if stored in ("FP8", "FP8-BLOCKS", "NVFP4"):
-            unpacked = " The torch backend dequantizes these experts in memory, and so is slower than this."
-        notes += [
-            f"Experts: {chosen}",
-            "Experts: no such step has been measured, and a layer of experts is taken to wait as long as a dense one."
-            + (unpacked if config.backend == "torch" else ""),
-        ]
+        notes.append(f"Experts: {chosen}")
+        if stored == "MXFP4":
+            notes.append(
+                f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it."
+            )
+        if config.backend == "torch":
+            dequantized = stored in ("FP8", "FP8-BLOCKS", "NVFP4")
+            where = "" if dequantized else f"of more than {MOE_ROWS} rows, or without our kernels, "
+            notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
     if target.windows is not None and any(target.windows):
         sizes = [window for window in target.windows if window is not None]
         notes.append(
@@ -464,9 +470,9 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
         notes.append("Caches: FP8, read in half the time; no such step has been measured.")
     if target.linear_precision is not None:
         notes.append(_quantized_note(config, target.linear_precision))
-    if drafter is not None and drafter.linear_precision is WeightPrecision.FP8:
+    if _drafts_in_fp8(config):
         notes.append(
-            "Drafter: FP8, read in half the time; measured steps of such drafters were up to 13% slower than predicted."
+            "Drafter: FP8, read in half the time; measured steps of such drafters were up to 7% slower than predicted."
         )
     if acceptance is not None and drafter is not None:
         survival = ImposedAcceptance(acceptance, drafter.block_size).survival

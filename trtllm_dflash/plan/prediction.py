@@ -1,35 +1,46 @@
 """How long a decoding step will take, from what it must move and compute.
 
-    products   memory and arithmetic, each at what was seen of it, joined smoothly: neither hides the other entirely
+    products   memory and arithmetic, each at what was seen of it, joined smoothly: neither hides the other entirely;
+               and experts, read once for each tile of rows that chose them, with their arithmetic on top
     attention  the caches' rows, after the products
     layers     what a layer costs beside its bytes: waits from kernel to kernel, and each row's norms and activations
     sums       of the ranks, two a layer
 
-The constants of sums were fitted to sums alone (benchmarks/results/tensor-parallel-h200.md). The others were fitted to
-captured steps of Qwen3-8B's shape on H200s, plain and drafted, at batch 1, 8 and 32, on one GPU
-(step-qwen3-8b-h200.json) and on two and four: a layer's cost and its bytes' can be told apart only where ranks divide
-the bytes and not the layers.
+The constants were fitted to captured steps on H200s, plain and drafted, at batch 1, 8 and 32: those of dense layers to
+Qwen3-8B's shape on one GPU (benchmarks/results/step-qwen3-8b-h200.json) and, more than 16 rows, on two and four
+(tensor-parallel-h200.md: of fewer rows that has older kernels); those of experts to gpt-oss-20b on one and gpt-oss-120b
+on two (step-gpt-oss-*-h200.json), and to the experts' kernels alone (experts-h200.json); those of sums to sums alone.
 """
 
 from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
-from trtllm_dflash.bench.floor import PartWork, StepCount, Work, floor_seconds
+from trtllm_dflash.bench.floor import PartWork, StepCount, Work, experts_touched, floor_seconds
 from trtllm_dflash.bench.machine import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.ops.cuda_kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS
+from trtllm_dflash.models.decoder import MoEConfig
+from trtllm_dflash.ops.cuda_kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
 from trtllm_dflash.plan.gpus import Published
 from trtllm_dflash.step import Drafting
 
-#: Of a predicted step against a measured one, at most; tests/test_plan.py compares them.
-ERROR_BOUND = 0.07
+#: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models, and of
+#: mixtures of experts or with the drafter in FP8.
+ERROR_BOUND = 0.05
+MIXTURE_ERROR_BOUND = 0.08
 
 _STREAM = 0.95  # of the copy rate, that weights and caches are read at
 _JOIN = 2.5  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
-_LAYER = 36e-6  # seconds a layer
+# Seconds a layer: of few rows, whose products norm them and call for weights early; of more; and of more over ranks.
+_LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 12e-6, 26e-6, 38e-6
 _ROW = 22e-9  # seconds a layer for each row, of 4,096 numbers
 _ROW_SIZE = 4096
+
+#: Of the copy rate, that experts in MXFP4 are read and decoded at; others are read as any weight.
+MXFP4_SHARE = 0.64
+# Of experts: their kernels' and the router's latency in a layer; the share of a large product's rate; and the rows of a
+# tile, for each of which an expert is read once.
+_EXPERTS, _EXPERTS_GEMM, _TILE = 24e-6, 0.9, 16
 
 # Sums: latency, and the share of the link's rate one way. In our kernel every rank reads all others' rows; in NCCL's
 # ring each sends its rows nearly twice.
@@ -63,15 +74,16 @@ def predict_step(count: StepCount, gpu: Published, drafting: Drafting, batch: in
     rates = gpu.achieved(config.precision)
     parts = count.parts(drafting, batch, rows, length)
     stream = Rates(rates.copy * _STREAM, rates.gemm)
-    products = sum(_joined(part.products, stream) for part in parts)
+    read = [_experts_read(config.target.moe, part) / rates.copy for part in parts]
+    multiplied = sum(part.experts.flops for part in parts) / (rates.gemm * _EXPERTS_GEMM)
+    products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
     attention = sum(part.attention.seconds(stream) for part in parts)
-    latency = sum(part.layers * _LAYER for part in parts)
+    latency = sum(part.layers * _layer_latency(part, config.tp) for part in parts)
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts)
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
-    work = [part.total for part in parts]
     shares: dict[Limit, float] = {
-        "memory": sum(part.bytes for part in work) / stream.copy,
-        "arithmetic": sum(part.flops for part in work) / stream.gemm,
+        "memory": sum(part.products.bytes + part.attention.bytes for part in parts) / stream.copy + sum(read),
+        "arithmetic": sum(part.total.flops for part in parts) / stream.gemm,
         "latency": latency,
         "sums": sums,
     }
@@ -80,7 +92,7 @@ def predict_step(count: StepCount, gpu: Published, drafting: Drafting, batch: in
         attention=attention,
         layers=latency + by_rows,
         sums=sums,
-        floor=floor_seconds(work, rates),
+        floor=floor_seconds([part.total for part in parts], rates),
         limit=max(shares, key=lambda name: shares[name]),
     )
 
@@ -103,3 +115,18 @@ def sum_seconds(count: int, tp: int, gpu: Published) -> float:
 def _joined(work: Work, rates: Rates) -> float:
     memory, arithmetic = work.bytes / rates.copy, work.flops / rates.gemm
     return float((memory**_JOIN + arithmetic**_JOIN) ** (1 / _JOIN))
+
+
+def _layer_latency(part: PartWork, tp: int) -> float:
+    of_many = _LAYER if tp == 1 else _LAYER_OVER_RANKS
+    return (_LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many) + (_EXPERTS if part.experts.bytes else 0.0)
+
+
+def _experts_read(moe: MoEConfig | None, part: PartWork) -> float:
+    """Bytes of experts that a large copy would move in the time that reading these takes."""
+    if moe is None or not part.experts.bytes:
+        return 0.0
+    rows_of_each = part.rows * moe.top_k / experts_touched(moe, part.rows)
+    # The last tile is on average half empty, and there is one at least.
+    tiles = max(1.0, rows_of_each / _TILE + (_TILE - 1) / (2 * _TILE))
+    return part.experts.bytes * tiles / (MXFP4_SHARE if moe.mxfp4 else _STREAM)
