@@ -114,8 +114,7 @@ def attention_table(
 class OurAppend(CudaOps):
     """Attention is left out, on both sides: what remains is the append."""
 
-    def attention(self, q: Tensor, *_: object, **__: object) -> Tensor:
-        """The queries as they are."""
+    def _attend(self, layer: AttentionLayer, q: Tensor, *_: object) -> Tensor:
         return q
 
 

@@ -104,7 +104,7 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
 
 
 def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[float, float]]) -> list[str]:
-    """Writes the marks' texts beside them, where they cover no mark, nothing at `others`, and not one another.
+    """Writes the marks' texts beside them, where they cover no mark, nothing at `others`, no axis, and not one another.
 
     Returns the texts for which there was room. What is predicted lies above what is measured: then the texts go below.
     """
@@ -123,8 +123,9 @@ def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[flo
                 for other, high, width in taken
             )
             near = (mark.width / 2 + 1) * pixels
+            inside = axes.bbox.x0 + near <= center[0] <= axes.bbox.x1 - near
             free = all(abs(center[0] - spot[0]) > near or abs(center[1] - spot[1]) > 6 * pixels for spot in spots)
-            if clear and free:
+            if clear and free and inside:
                 taken.append((*center, mark.width))
                 written.append(mark.text)
                 style = {"fontsize": 8, "color": mark.color, "ha": "center", "va": "center"}
