@@ -131,9 +131,9 @@ class StepCount:
         """One row a slot is committed, the least: it and the block are written. Context and block have as many rows."""
         tokens, cached = batch * rows, drafter.layers * (length + 1 + rows)
         known = batch  # bonus tokens, which need no logits
-        products = self._drafter.dense_work(tokens) + self._head.dense_work(tokens - known)
+        products = self._drafter.dense_work(tokens) + self._embedding_rows(tokens)
+        products += self._head.dense_work(tokens - known)
         attention = self._attention(drafter, batch * cached, tokens * cached)
-        products += self._embedding_rows(tokens)
         return PartWork(products, Work(0, 0), attention, drafter.layers, tokens, drafter.hidden_size)
 
     def _embedding_rows(self, tokens: int) -> Work:

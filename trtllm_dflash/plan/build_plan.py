@@ -452,7 +452,7 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
             f"{precision if target.linear_precision is None else target.linear_precision.value.upper()}."
         )
         notes.append(f"Experts: {chosen}")
-        if stored == "MXFP4":
+        if stored == "MXFP4" and config.backend == "torch":
             notes.append(
                 f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it."
             )

@@ -19,7 +19,6 @@ from typing import Literal
 from trtllm_dflash.bench.floor import PartWork, StepCount, Work, experts_touched, floor_seconds
 from trtllm_dflash.bench.machine import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.models.decoder import MoEConfig
 from trtllm_dflash.ops.cuda_kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
 from trtllm_dflash.plan.gpus import Published
 from trtllm_dflash.step import Drafting
@@ -74,7 +73,7 @@ def predict_step(count: StepCount, gpu: Published, drafting: Drafting, batch: in
     rates = gpu.achieved(config.precision)
     parts = count.parts(drafting, batch, rows, length)
     stream = Rates(rates.copy * _STREAM, rates.gemm)
-    read = [_experts_read(config.target.moe, part) / rates.copy for part in parts]
+    read = [_experts_read(config, part) / rates.copy for part in parts]
     multiplied = sum(part.experts.flops for part in parts) / (rates.gemm * _EXPERTS_GEMM)
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
     attention = sum(part.attention.seconds(stream) for part in parts)
@@ -122,11 +121,12 @@ def _layer_latency(part: PartWork, tp: int) -> float:
     return (_LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many) + (_EXPERTS if part.experts.bytes else 0.0)
 
 
-def _experts_read(moe: MoEConfig | None, part: PartWork) -> float:
+def _experts_read(config: EngineConfig, part: PartWork) -> float:
     """Bytes of experts that a large copy would move in the time that reading these takes."""
+    moe = config.target.moe
     if moe is None or not part.experts.bytes:
         return 0.0
     rows_of_each = part.rows * moe.top_k / experts_touched(moe, part.rows)
     # The last tile is on average half empty, and there is one at least.
     tiles = max(1.0, rows_of_each / _TILE + (_TILE - 1) / (2 * _TILE))
-    return part.experts.bytes * tiles / (MXFP4_SHARE if moe.mxfp4 else _STREAM)
+    return part.experts.bytes * tiles / (MXFP4_SHARE if moe.mxfp4 and config.backend == "torch" else _STREAM)
