@@ -491,4 +491,4 @@ def _quantized_note(config: EngineConfig, kind: WeightPrecision) -> str:
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."
     rate = "at twice BF16's rate" if kind is WeightPrecision.FP8 else "at BF16's rate"
-    return f"{said}, read as they are and multiplied {rate}; no step of such a target has been measured."
+    return f"{said}, read as they are and multiplied {rate}; not compared with steps of such a target."
