@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_target
+from tests.checkpoints import make_gpt_oss, make_target
 from tests.conftest import refusal, succeeds
 from tests.quantized import quantize_folder
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
@@ -17,7 +17,13 @@ from trtllm_dflash.engine.memory import GPUS, plan_memory, weight_bytes
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.plan.build_plan import BuildPlan, Comparison
 from trtllm_dflash.plan.gpus import PUBLISHED
-from trtllm_dflash.plan.prediction import ERROR_BOUND, MIXTURE_ERROR_BOUND, predict_step, sum_seconds
+from trtllm_dflash.plan.prediction import (
+    ERROR_BOUND,
+    FP8_CACHE_ERROR_BOUND,
+    MIXTURE_ERROR_BOUND,
+    predict_step,
+    sum_seconds,
+)
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -36,6 +42,7 @@ def config(name="gpt-oss-120b", **settings):
 RECORDS = {
     "qwen3-8b": ERROR_BOUND,
     "qwen3-8b-light": MIXTURE_ERROR_BOUND,
+    "qwen3-8b-fp8-caches": FP8_CACHE_ERROR_BOUND,
     "gpt-oss-20b": MIXTURE_ERROR_BOUND,
     "gpt-oss-120b-tp2": MIXTURE_ERROR_BOUND,
 }
@@ -53,7 +60,8 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s(
     record = json.loads((RESULTS / f"step-{name}-h200.json").read_text())
     engine = config(record["shape"], tp=record["config"]["tp"])
     drafter = DrafterConfig.model_validate(record["drafter"])  # a lighter one is not of the shape
-    count, errors = StepCount(engine.model_copy(update={"drafter": drafter})), {}
+    kv = "fp8" if "--kv fp8" in record["command"] else None
+    count, errors = StepCount(engine.model_copy(update={"drafter": drafter, "kv": kv})), {}
     for row in record["rows"]:
         arm = row["arm"], row["batch"], row["rows"]
         drafting = DRAFTING[row["arm"]]
@@ -66,7 +74,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s(
         assert (bytes_, flops) == (row["bytes"], row["flops"])
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in (1, 8, 32)}
     assert max(map(abs, errors.values())) <= RECORDS[name], errors
-    assert RECORDS[name] <= 0.10
+    assert RECORDS[name] <= 0.13
 
 
 def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus():
@@ -143,6 +151,14 @@ def test_layers_with_a_window_read_no_more_than_it():
 
 
 # -- shapes and GPUs -------------------------------------------------------------------------------------------------
+
+
+def test_experts_of_a_copy_in_bf16_are_planned_as_that(tmp_path):
+    target = make_gpt_oss(tmp_path / "target", mxfp4=False)
+    plan = BuildPlan.model_validate_json(
+        succeeds("build", "--plan", "--target", target, "--gpu", "h200", "--max-seq-len", 64, "--json")
+    )
+    assert plan.expert_precision == plan.precision
 
 
 def test_shapes_of_known_pairs_are_what_the_catalog_says():

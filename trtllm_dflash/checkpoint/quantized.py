@@ -223,9 +223,10 @@ def _check_method(folder: CheckpointFolder) -> None:
         raise CheckpointError(f"{folder.path}: config.json: quantization_config is not an object")
     method = said.get("quant_method", "modelopt")
     kind = said.get("quant_algo") if method == "modelopt" else said.get("format")
-    if kind is None and cache_format(folder) is not None:
-        return  # of its caches alone
     read = _READ.get(method, ())
+    caches_alone = kind is None or (method, kind) == ("compressed-tensors", "dense")
+    if method in _READ and caches_alone and cache_format(folder) is not None:
+        return
     if read is not None and kind not in read:
         raise CheckpointError(
             f"{folder.path}: quantized by {method} as {kind}, which is not read; make FP8 or NVFP4 of the unquantized "

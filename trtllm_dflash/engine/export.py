@@ -79,6 +79,8 @@ def _check(engine: Path, config: EngineConfig) -> None:
         raise EngineError(f"{engine}: its weights are inside TensorRT plans; export an engine of --backend torch")
     if TARGET_CONFIG_FILE not in config.files:
         raise EngineError(f"{engine}: was built before engines kept {TARGET_CONFIG_FILE}; build it again: --force")
+    if config.kv is not None:
+        raise EngineError(f"{engine}: its caches are FP8, which is not written back; build it with --kv engine")
     check_shared_files(engine, config)
     for weight in (*_target_weights(config), *_drafter_weights(config)):
         if weight.precision is not WeightPrecision.ENGINE:

@@ -10,6 +10,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
+from trtllm_dflash.ops.cuda_kernels import HEAD_SIZES, MAX_ROWS
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 
@@ -220,9 +221,11 @@ def _scratch(config: EngineConfig) -> int:
     logit_rows = config.max_batch * config.block_size
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.
     logits = target.vocab_size * 3 if config.sampling else 2 * target.vocab_size // config.tp
-    # A prompt's chunk reads a layer's keys and values in the engine's type, made by way of FP32.
+    # A layer's keys and values in the engine's type, made by way of FP32: a prompt's chunk reads those of its slot, and
+    # where our kernels do not compute, a step those of all slots.
     cache = units_per_rank(target.kv_heads, config.tp) * target.head_size * config.cache_length
-    widened = cache * (2 * size + 4) if config.kv == "fp8" else 0
+    ours = size == 2 and target.head_size in HEAD_SIZES and config.block_size <= MAX_ROWS
+    widened = cache * (2 * size + 4) * (1 if ours else config.max_batch) if config.kv == "fp8" else 0
     return rows * wide * size + logit_rows * logits * 4 + widened
 
 

@@ -168,7 +168,8 @@ def attention(
     _check(q.dtype in _HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
     _check(size in HEAD_SIZES, f"head size {size}; known: {HEAD_SIZES}")
     _check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
-    _check(q.stride(3) == 1 and not any(stride % 2 for stride in q.stride()[:3]), "q's heads must be contiguous")
+    is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:3])
+    _check(q.stride(3) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
     _check_caches(keys, values, slots, size, q.dtype, scales)
     _check(heads % keys.shape[1] == 0, f"{heads} heads cannot share {keys.shape[1]} key/value heads")
     _check_ints(slots, lengths=lengths, added=added)
@@ -342,10 +343,15 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
+def takes_quantize(x: Tensor) -> bool:
+    """Whether `quantize_rows` takes contiguous rows x [N, I]."""
+    return x.dtype in _HALVES and x.shape[1] % 8 == 0 and x.shape[1] <= 1 << 15
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """`ops.fp8.quantize_rows` of 16-bit rows x [N, I] in one kernel. I is a multiple of 8 and at most 32,768."""
     rows, size = x.shape
-    _check(x.dtype in _HALVES and x.is_contiguous() and size % 8 == 0 and size <= 1 << 15, f"rows of {size} {x.dtype}")
+    _check(takes_quantize(x) and x.is_contiguous(), f"rows of {size} {x.dtype}")
     out = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     params = _Quantize(

@@ -122,7 +122,8 @@ class CudaOps(TorchOps):
         return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu, norm, residual)
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.quantize_rows(x.contiguous())
+        x = x.contiguous()
+        return kernels.quantize_rows(x) if kernels.takes_quantize(x) else super()._quantize_rows(x)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, self.weights[name + ".weight"], eps)

@@ -138,7 +138,12 @@ def measure(
     for done, (names, folders) in enumerate(arms):
         progress("measuring", done, len(arms))
         with LLM.from_pretrained(
-            folders["target"], folders.get("drafter"), device=device, max_batch=min(8, len(samples)), max_seq_len=length
+            folders["target"],
+            folders.get("drafter"),
+            device=device,
+            max_batch=min(8, len(samples)),
+            max_seq_len=length,
+            kv="engine",  # what is compared are weights
         ) as llm:
             found = observe(llm, samples)
             if plain is None:
