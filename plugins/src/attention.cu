@@ -15,6 +15,7 @@
 #include "attention_work.cuh"
 #include "dflash_kernels.h"
 #include "element.cuh"
+#include "instructions.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -55,17 +56,6 @@ __device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool i
                  : "memory");
 }
 
-__device__ __forceinline__ void copy_commit()
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void copy_wait()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -80,29 +70,6 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(from)
                  : "memory");
-}
-
-// c [16, 8] += a [16, 16] b [16, 8]
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
-
-template <>
-__device__ __forceinline__ void multiply_add<__half>(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void multiply_add<__nv_bfloat16>(
-    float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // The first two E4M3 numbers of x as two FP16 ones.
@@ -252,7 +219,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
                 ahead.advance(p);
             }
         }
-        copy_commit();
+        commit_copies();
     };
 
     // This thread's two packed rows, as in a fragment.
@@ -304,7 +271,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
 
     for (int unit = first_unit, stage = 0; unit < past_unit; ++unit, stage = stage + 1 == kStages ? 0 : stage + 1)
     {
-        copy_wait<kStages - 2>();
+        wait_for_copies<kStages - 2>();
         __syncthreads();
         fetch(stage == 0 ? kStages - 1 : stage - 1); // where the tile before this one was
         uint32_t const keys_at = tiles_at + stage * 2 * S::kTileBytes;
@@ -387,17 +354,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
             maximum[r] = top;
             sum[r] *= decay[r];
         }
-        if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
-        {
-#pragma unroll
-            for (auto& fragment : out)
-            {
-                fragment[0] *= decay[0];
-                fragment[1] *= decay[0];
-                fragment[2] *= decay[1];
-                fragment[3] *= decay[1];
-            }
-        }
+        scale_rows(out, decay);
 
         // out += softmax v
 #pragma unroll

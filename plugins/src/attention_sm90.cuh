@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention_work.cuh"
+#include "instructions.cuh"
 #include "launch.cuh"
 
 #include <cuda.h>
@@ -42,32 +43,9 @@ struct Shared
 
 // -- instructions -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)
-{
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
 __device__ __forceinline__ void arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes)
-{
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity)
-{
-    uint32_t is_done = 0;
-    while (!is_done)
-    {
-        asm volatile(
-            "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-            : "=r"(is_done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    }
 }
 
 // Both warpgroups.
@@ -284,9 +262,9 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
             uint32_t parity = 1;
             for (int unit = span.first; unit < span.past; ++unit)
             {
-                wait_for(empty + stage * 8, parity);
+                wait_for_phase(empty + stage * 8, parity);
                 uint32_t const to = tiles_at + stage * 2 * S::kTileBytes;
-                arrive_expecting(full + stage * 8, 2 * S::kTileBytes);
+                expect_bytes(full + stage * 8, 2 * S::kTileBytes);
                 copy_tile(to, keys, ahead, full + stage * 8);
                 copy_tile(to + S::kTileBytes, values, ahead, full + stage * 8);
                 if (unit + 1 < span.past)
@@ -364,7 +342,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
             uint32_t const keys_at = tiles_at + stage * 2 * S::kTileBytes;
             uint32_t const values_at = keys_at + S::kTileBytes;
             int const first_key = at.first_key() + i * kTile;
-            wait_for(full + stage * 8, nth / S::kStages % 2);
+            wait_for_phase(full + stage * 8, nth / S::kStages % 2);
 
             // logits = q k^T
             float logits[8][4] = {};
@@ -447,17 +425,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
                     maximum[r] = top;
                     sum[r] *= decay[r];
                 }
-                if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
-                {
-#pragma unroll
-                    for (auto& fragment : out)
-                    {
-                        fragment[0] *= decay[0];
-                        fragment[1] *= decay[0];
-                        fragment[2] *= decay[1];
-                        fragment[3] *= decay[1];
-                    }
-                }
+                scale_rows(out, decay);
 #pragma unroll
                 for (int n = 0; n < 8; ++n)
                 {

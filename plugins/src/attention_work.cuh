@@ -289,6 +289,23 @@ __device__ __forceinline__ float normalizer(dflash_attention_params const& p, in
     return __fdividef(scale, sum * scale + exp2f(sink - top));
 }
 
+// The two rows of each fragment times what their maximum, now larger, leaves of them. By all lanes of a warp.
+template <int N>
+__device__ __forceinline__ void scale_rows(float (&x)[N][4], float const (&decay)[2])
+{
+    if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
+    {
+#pragma unroll
+        for (auto& fragment : x)
+        {
+            fragment[0] *= decay[0];
+            fragment[1] *= decay[0];
+            fragment[2] *= decay[1];
+            fragment[3] *= decay[1];
+        }
+    }
+}
+
 // -- results ----------------------------------------------------------------------------------------------------------
 
 // A partial result of 16 packed rows. A range has two: of the (slot, head) that began before it, and of the one that
@@ -350,11 +367,6 @@ __device__ __forceinline__ void write_rows(Work const& w, int slot, int kv_head,
             *reinterpret_cast<uint32_t*>(to + n * 8) = packed<T>(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
         }
     }
-}
-
-__device__ __forceinline__ uint32_t shared_address(void const* at)
-{
-    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
 } // namespace dflash

@@ -7,6 +7,7 @@
 // A product's warp takes 16 rows of a weight, a granule, and all of their inputs, so that no sum leaves it.
 #include "dflash_kernels.h"
 #include "element.cuh"
+#include "instructions.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -375,42 +376,6 @@ __device__ __forceinline__ void copy_async_8(uint32_t to, void const* from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 
-__device__ __forceinline__ void commit_copies()
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
-{
-    if constexpr (std::is_same_v<T, __half>)
-    {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-    else
-    {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-}
-
-// The share of `count` that is the index-th of `parts`: its begin.
-__device__ __forceinline__ int share_begin(int count, int index, int parts)
-{
-    return static_cast<int>(static_cast<int64_t>(count) * index / parts);
-}
-
 // Walks the granules of a warp: in each group that its block has a share of, every warps-th one.
 struct Cursor
 {
@@ -485,7 +450,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     // -- loading: four rows of 128 bytes at a time, each second row's halves swapped
     unsigned char* const own = shared + warp * layout.warp_bytes;
     unsigned char* const own_scales = own + kUnits * kUnit;
-    uint32_t const ring = static_cast<uint32_t>(__cvta_generic_to_shared(own));
+    uint32_t const ring = shared_address(own);
     uint32_t const ring_at = ring + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
     uint32_t const scales_at = ring + kUnits * kUnit;
     int const blocks = p.inputs / 32;

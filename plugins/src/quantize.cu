@@ -16,16 +16,6 @@ constexpr int kMaxVectors = 4; // a thread's
 constexpr float kLargest = 448.f; // of E4M3
 constexpr float kLeast = 1e-12f; // so that a row of zeros has a scale
 
-__device__ __forceinline__ float warp_max(float x)
-{
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-    {
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-    }
-    return x;
-}
-
 // One block a row, which stays in registers between its largest number and its scaling.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_params const p)

@@ -8,6 +8,7 @@
 // kernels in between, the memory goes on reading.
 #include "dflash_kernels.h"
 #include "element.cuh"
+#include "instructions.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -63,28 +64,6 @@ struct Layout
 __device__ __forceinline__ void copy_async(uint32_t to, void const* from)
 {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-
-__device__ __forceinline__ void commit_copies()
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// A barrier in shared memory that counts the bytes of bulk copies.
-__device__ __forceinline__ void init_barrier(uint32_t barrier)
-{
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes)
-{
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier)
@@ -149,41 +128,6 @@ __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& map, i
 __device__ __forceinline__ int swizzled(int row, int part)
 {
     return row * kLine + (part ^ row % 8) * 16;
-}
-
-__device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity)
-{
-    uint32_t is_done = 0;
-    while (!is_done)
-    {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(is_done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
-
-template <>
-__device__ __forceinline__ void multiply_add<__nv_bfloat16>(
-    float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void multiply_add<__half>(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
-{
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Sixteen bytes of a weight's row as registers of pairs: eight 16-bit numbers, or sixteen E4M3 ones made FP16.
@@ -273,12 +217,6 @@ __device__ __forceinline__ void to_half(uint32_t (&x)[2][kTiles][kPairs], float 
     }
 }
 
-// The share of `count` that is the index-th of `parts`: first and last + 1.
-__device__ __forceinline__ int share_begin(int count, int index, int parts)
-{
-    return static_cast<int>(static_cast<int64_t>(count) * index / parts);
-}
-
 // Walks a warp's units: in each pass, for each of its runs of inputs, its granules. Offsets are in bytes.
 struct Cursor
 {
@@ -363,7 +301,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             + lane % 8 * 16,
         kFirstRows * row_bytes, kGranules, runs, kRunWarps * kLine, 0, runs, runs > 0 ? count : 0};
     load.granules_left = min(load.most, load.left);
-    uint32_t const ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + warp * L::kUnits * kUnit
+    uint32_t const ring = shared_address(shared) + warp * L::kUnits * kUnit
         + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
     uint32_t load_slot = ring;
     auto const load_unit = [&]
@@ -387,16 +325,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         load_unit();
     }
 
-    uint32_t const own_barriers = static_cast<uint32_t>(__cvta_generic_to_shared(barriers)) + warp * 16;
-    uint32_t const inbox_barriers = static_cast<uint32_t>(__cvta_generic_to_shared(barriers)) + kWarps * 16;
+    uint32_t const own_barriers = shared_address(barriers) + warp * 16;
+    uint32_t const inbox_barriers = shared_address(barriers) + kWarps * 16;
     if (lane == 0)
     {
-        init_barrier(own_barriers);
-        init_barrier(own_barriers + 8);
+        init_barrier(own_barriers, 1);
+        init_barrier(own_barriers + 8, 1);
         if (warp == 0)
         {
-            init_barrier(inbox_barriers);
-            init_barrier(inbox_barriers + 8);
+            init_barrier(inbox_barriers, 1);
+            init_barrier(inbox_barriers + 8, 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (warp == 0)
@@ -415,8 +353,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     int const input_runs = runs > 1 ? runs * passes : runs; // a single one stays in registers
     unsigned char* const own_inputs = inputs + warp * 2 * L::kInputs;
     int load_run = 0;
-    uint32_t const inputs_at = static_cast<uint32_t>(__cvta_generic_to_shared(own_inputs));
-    uint32_t const norms_at = static_cast<uint32_t>(__cvta_generic_to_shared(norms)) + warp * 2 * L::kNormBytes;
+    uint32_t const inputs_at = shared_address(own_inputs);
+    uint32_t const norms_at = shared_address(norms) + warp * 2 * L::kNormBytes;
     auto const expect_inputs = [&](int run, int of_row) // of input_runs, and of the runs of a row
     {
         uint32_t const barrier = own_barriers + run % 2 * 8;
@@ -885,8 +823,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         uint32_t const barrier = inbox_barriers + pass % 2 * 8;
         if (item < L::kItems)
         {
-            uint32_t const to = static_cast<uint32_t>(
-                __cvta_generic_to_shared(inbox + pass % 2 * L::kInbox + item * L::kItemNumbers));
+            uint32_t const to = shared_address(inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
             send(address_at(to, rank ^ 1), block_sum(rank ^ 1).at, address_at(barrier, rank ^ 1));
             own = block_sum(rank); // while the other's are on their way
         }
@@ -902,7 +839,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                     sum[0] += warp_squares[i * kTokens + token];
                 }
                 uint32_t const to
-                    = static_cast<uint32_t>(__cvta_generic_to_shared(block_squares + rank * kTokens + token));
+                    = shared_address(block_squares + rank * kTokens + token);
                 for (int i = 0; i < kCluster; ++i)
                 {
                     send(address_at(to, i), sum, address_at(barrier, i));

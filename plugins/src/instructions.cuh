@@ -1,0 +1,86 @@
+// Instructions that C++ has no words for, and the division of work among blocks.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_fp16.h>
+
+namespace dflash
+{
+
+__device__ __forceinline__ uint32_t shared_address(void const* at)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// -- asynchronous copies ----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void commit_copies()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// -- barriers in shared memory that count arrivals and the bytes of bulk copies ---------------------------------------
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Arrives, too.
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity)
+{
+    uint32_t is_done = 0;
+    while (!is_done)
+    {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(is_done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    }
+}
+
+// -- products ---------------------------------------------------------------------------------------------------------
+
+// c [16, 8] += a [16, 16] b [16, 8]
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    else
+    {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// -- division ---------------------------------------------------------------------------------------------------------
+
+// Where the index-th of `parts` shares of `count` begins.
+__device__ __forceinline__ int share_begin(int count, int index, int parts)
+{
+    return static_cast<int>(static_cast<int64_t>(count) * index / parts);
+}
+
+} // namespace dflash
