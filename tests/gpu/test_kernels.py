@@ -461,6 +461,8 @@ SHAPES = [(16, 64), (48, 192), (1040, 128), (2880, 2880), (4096, 512), (6144, 40
 
 def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tuple[Any, ...]:
     """x of as many rows as there may be, a weight, its scale, a bias, and their product in float64."""
+    if fp8 and shape[1] % 128:
+        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
     outputs, inputs = shape
     x = torch.randn(cuda_kernels.SKINNY_ROWS, inputs, dtype=dtype, device="cuda")
     weight = torch.randn(outputs, inputs, dtype=dtype, device="cuda") * 0.05
@@ -477,8 +479,6 @@ def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_skinny_product_equals_float64_whatever_the_other_rows_are(dtype, shape, fp8):
-    if fp8 and shape[1] % 128:
-        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
     x, weight, scale, bias, expected = product(shape, dtype, fp8)
     whole = cuda_kernels.skinny_gemm(x, weight, scale)
     assert_close(whole, expected, dtype)
@@ -491,8 +491,6 @@ def test_a_skinny_product_equals_float64_whatever_the_other_rows_are(dtype, shap
 @pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 32 == 0], ids=str)
 def test_a_product_with_swiglu_is_the_product_then_swiglu(shape, fp8):
-    if fp8 and shape[1] % 128:
-        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
     x, weight, scale, bias, _ = product(shape, torch.bfloat16, fp8)
     for rows in (1, 8, 16):
         apart = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias))
@@ -513,8 +511,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_product_of_normed_rows_is_closer_to_float64_than_the_norm_then_the_product(dtype, shape, fp8):
-    if fp8 and shape[1] % 128:
-        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
     x, weight, scale, bias, _ = product(shape, dtype, fp8)
     x *= torch.logspace(-3, 3, len(x), dtype=dtype, device="cuda")[:, None]  # rows of all sizes beside each other
     norm = cuda_kernels.Norm((torch.rand(shape[1], device="cuda") * 3).to(dtype), 1e-6)
@@ -540,8 +536,6 @@ def test_a_product_of_normed_rows_is_closer_to_float64_than_the_norm_then_the_pr
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_residual_is_added_as_it_would_be_afterwards(dtype, shape, fp8):
-    if fp8 and shape[1] % 128:
-        pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
     x, weight, scale, bias, _ = product(shape, dtype, fp8)
     norm = cuda_kernels.Norm(torch.rand(shape[1], device="cuda").to(dtype), 1e-6)
     residual = torch.randn(len(x), shape[0], dtype=dtype, device="cuda")

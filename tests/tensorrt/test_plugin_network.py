@@ -25,15 +25,14 @@ from tests.tensorrt.evaluator import trt
 from tests.tensorrt.plugin_network import LIBRARY, PluginBuilder, PluginTensorRT, use_plugins
 from tests.tensorrt.test_moe_network import make_moe_pair
 from tests.tensorrt.test_network import Both, compare_generation, make_config, make_pair
-from tests.tensorrt.test_session import CPU, EvaluatedEngine
+from tests.tensorrt.test_session import CPU, EvaluatedEngine, replies
 from trtllm_dflash.engine.tensorrt_compiler import Plan
 from trtllm_dflash.engine.tensorrt_network import build_network
 from trtllm_dflash.engine.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers, load_plugin
-from trtllm_dflash.runtime.request import SamplingParams, Sequence
-from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.request import SamplingParams
 
 
 @pytest.fixture
@@ -115,19 +114,10 @@ def test_a_session_gets_the_same_replies_from_a_plan_with_plugins(
     weights = read_rank_weights(pair, 1, 0, config.dtype)
     step = build_network(builder, config, complete_weights(weights, config, 0), 0)
     session = TensorRTSession(config, EvaluatedEngine(step, aliased=False), CPU)
-    replies = []
-    for one in (TorchSession(plain, weights, CPU), session):
-        scheduler = Scheduler(one)
-        # The last begins as the second does, and starts from that one's rows.
-        prompts = [[5, 6, 7], list(range(30)), [9] * 11, [*range(28), 3, 3]]
-        params = SamplingParams(max_tokens=9, ignore_eos=True)
-        sequences = [Sequence(prompt, params, 9, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
-        for sequence in sequences:
-            scheduler.submit(sequence)
-        while scheduler.busy:
-            scheduler.step()
-        replies.append([(s.completion().token_ids, s.accepted_per_step) for s in sequences])
-    assert replies[0] == replies[1]
+    # The last begins as the second does, and starts from that one's rows.
+    prompts = [[5, 6, 7], list(range(30)), [9] * 11, [*range(28), 3, 3]]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    assert replies(TorchSession(plain, weights, CPU), prompts, params) == replies(session, prompts, params)
 
 
 # -- from the command line to the plan, and back -----------------------------------------------------------------------

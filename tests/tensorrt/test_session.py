@@ -213,19 +213,21 @@ def test_capsule_holds_the_address() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, family: str, sampled: bool) -> None:
     torch_session, session, _ = sessions({}, sampled, family)
-    replies = []
-    for one in (torch_session, session):
-        scheduler = Scheduler(one)
-        params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.9 if sampled else 0, seed=2**63 + 5)
-        # The last begins as the second does, and starts from that one's rows.
-        prompts = [[5, 6, 7], list(range(20)), [9] * 11, [*range(18), 3, 3]]
-        sequences = [Sequence(prompt, params, 9, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
-        for sequence in sequences:
-            scheduler.submit(sequence)
-        while scheduler.busy:
-            scheduler.step()
-        replies.append([(s.completion().token_ids, s.accepted_per_step) for s in sequences])
-    assert replies[0] == replies[1]
+    params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.9 if sampled else 0, seed=2**63 + 5)
+    # The last begins as the second does, and starts from that one's rows.
+    prompts = [[5, 6, 7], list(range(20)), [9] * 11, [*range(18), 3, 3]]
+    assert replies(torch_session, prompts, params) == replies(session, prompts, params)
+
+
+def replies(session: Any, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], list[int]]]:
+    """What a scheduler over a session gives: tokens, and drafts accepted by step. The second prompt decodes plainly."""
+    scheduler = Scheduler(session)
+    sequences = [Sequence(prompt, params, 9, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while scheduler.busy:
+        scheduler.step()
+    return [(s.completion().token_ids, s.accepted_per_step) for s in sequences]
 
 
 def test_copied_rows_are_those_of_the_same_tokens(sessions: Any) -> None:

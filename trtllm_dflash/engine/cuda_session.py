@@ -17,7 +17,6 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
-from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
@@ -116,8 +115,7 @@ class CudaSession(TorchSession):
         logit_rows = self._constant(count, rows)
         sampling = slots.sampling(here, slots.start[here, None] + logit_rows) if sampled else None
         inputs = StepInputs(token_ids, start, row_count, logit_rows, self._constant(1, block), sampling)
-        caches = {name: cache[here] for name, cache in self.caches.items()}
-        out = self._step(CudaOps(self.weights, caches, self.communicator), inputs, drafting)
+        out = self._step(CudaOps(self.weights, self._caches_of(0, count), self.communicator), inputs, drafting)
         return kernels.end_step(slots.tokens, slots.start, row_count, self.config.max_seq_len - 1, out)
 
     def _constant(self, count: int, rows: int) -> Tensor:
@@ -128,10 +126,9 @@ class CudaSession(TorchSession):
         return made
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        last_slot = first_slot + inputs.token_ids.shape[0]
-        caches = {name: cache[first_slot:last_slot] for name, cache in self.caches.items()}
         if not self.has_kernels:
-            return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
+            return super()._run(inputs, drafting, first_slot)
+        caches = self._caches_of(first_slot, len(inputs.token_ids))
         ops = CudaOps(self.weights, caches, self.communicator, self._chunk_end)
         if self._chunk_end is None:
             inputs = replace(inputs, start=_idle_below_zero(inputs))

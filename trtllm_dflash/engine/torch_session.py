@@ -33,6 +33,9 @@ class TorchSession(Session):
         self.weights = {}
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        last_slot = first_slot + inputs.token_ids.shape[0]
-        caches = {name: cache[first_slot:last_slot] for name, cache in self.caches.items()}
+        caches = self._caches_of(first_slot, len(inputs.token_ids))
         return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
+
+    def _caches_of(self, first_slot: int, count: int) -> dict[str, Tensor]:
+        """The caches of so many slots."""
+        return {name: cache[first_slot : first_slot + count] for name, cache in self.caches.items()}

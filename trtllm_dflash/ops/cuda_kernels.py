@@ -438,8 +438,7 @@ class MoE:
     """
 
     def __init__(self, layer: MoELayer, experts: Experts) -> None:
-        if not hasattr(load(), "dflash_moe"):
-            raise EngineError("the CUDA kernels are older than this: run `make kernels` again")
+        load()
         self._layer, self._experts = layer, experts
 
     def takes(self, x: Tensor, logits: Tensor) -> bool:
@@ -644,8 +643,7 @@ class AllReduce:
     """
 
     def __init__(self, shared: list[int], rank: int) -> None:
-        if not hasattr(load(), "dflash_all_reduce"):
-            raise EngineError("the CUDA kernels are older than this: run `make kernels` again")
+        load()
         self._shared = (_Pointer * _MOST_RANKS)(*shared)
         self._ranks, self._rank = len(shared), rank
 
