@@ -126,8 +126,7 @@ __global__ void swiglu_kernel(dflash_swiglu_params const p)
     for (int j = 0; j < kVector; ++j)
     {
         float const value = to_float(gate.at[j]);
-        float const silu = rounded<T>(value / (1.f + expf(-value)));
-        out.at[j] = from_float<T>(silu * to_float(up.at[j]));
+        out.at[j] = from_float<T>(rounded<T>(silu(value)) * to_float(up.at[j]));
     }
     store_vector(static_cast<T*>(p.out) + row * p.size + at, out);
 }

@@ -5,7 +5,8 @@
 // tokens there are: a token's result is the same to the bit alone and among others.
 //
 // Weights reach shared memory before the kernel waits for the one before it: between two products, however small the
-// kernels in between, the memory goes on reading.
+// kernels in between, the memory goes on reading. Products that follow each other at once are one launch, and each warp's
+// ring of weights goes on from one to the next while the grid waits for the sums of the one before.
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "instructions.cuh"
@@ -22,49 +23,45 @@ namespace
 {
 
 constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * 32;
+constexpr int kThreads = kWarps * 32; // that multiply; one more warp loads
 constexpr int kCluster = 2;
 constexpr int kGranule = 16; // rows of a weight that one product instruction takes
 constexpr int kLine = 128; // bytes of a row in one unit: a line of the cache
-constexpr int kUnit = kGranule * kLine; // bytes that a warp loads at a time
+constexpr int kUnit = kGranule * kLine; // bytes that a warp multiplies at a time
+constexpr int kStage = kWarps * kUnit; // bytes that come at a time: a unit for each warp
+constexpr int kInFlight = 3; // stages that are asked for at once; see `Block::load`
 constexpr int kSlots = kWarps / 2; // sums of two warps each, to be added up
 
 // How a block goes about a pass: kGranules of its rows, for at most kTokens tokens, of whose inputs a unit meets
-// kInputBytes each, the norm's weights for as many beside them.
-template <int kGranules, int kTokens, int kInputBytes, bool kSwiglu, bool kNormed>
+// kInputBytes each, a norm's weights for as many beside them.
+template <int kGranules, int kTokens, int kInputBytes>
 struct Layout
 {
     static constexpr int kRows = kGranules * kGranule;
 
-    // Results go by items, one a thread: of two tokens a gate and an up each, or one row's of all tokens that a lane has.
-    static constexpr int kItemNumbers = kSwiglu ? 4 : kTokens / 4;
-    static constexpr int kItems = kRows / 2 * kTokens / kItemNumbers; // of each block of the cluster
-
-    // Shared memory: each warp's ring of units and inputs, the sums, and what the other block sends. It is more than
+    // Shared memory: the ring of stages, each warp's inputs, the sums, and what the other block sends. It is more than
     // half of a multiprocessor's: two blocks of one product must not share one, or they would take twice the others'
     // time. Small kernels may still stand beside a block.
     static constexpr int kLimit = 212 * 1024;
+    static constexpr int kMostStages = 12;
     static constexpr int kInputs = kTokens * kInputBytes; // bytes of a run; a warp has two, used by turns
-    static constexpr int kNormBytes = kNormed ? kInputBytes : 0; // likewise
-    static constexpr int kInputsBytes = kWarps * 2 * (kInputs + kNormBytes);
+    static constexpr int kInputsBytes = kWarps * 2 * (kInputs + kInputBytes);
     static constexpr int kSlot = kRows * kTokens; // numbers
     static constexpr int kSumBytes = kSlots * kSlot * static_cast<int>(sizeof(float));
     static constexpr int kInbox = kSlot / 2; // numbers; there are two, used by turns
     static constexpr int kInboxBytes = 2 * kInbox * static_cast<int>(sizeof(float));
-    static constexpr int kSquares = kNormed ? kTokens : 0; // of each warp; then of each block
-    static constexpr int kSquaresBytes = (kWarps + kCluster) * kSquares * static_cast<int>(sizeof(float));
-    static constexpr int kBarrierBytes = (kWarps * 2 + 2) * 8;
+    static constexpr int kSquaresBytes = (kWarps + kCluster) * kTokens * static_cast<int>(sizeof(float));
+    static constexpr int kBarrierBytes = (kMostStages * 2 + kWarps * 2 + 3) * 8;
     static constexpr int kOther = kInputsBytes + kSumBytes + kInboxBytes + kSquaresBytes + kBarrierBytes;
-    static constexpr int kUnits = (kLimit - kOther) / (kWarps * kUnit); // of a warp's ring
-    static constexpr int kRingBytes = kWarps * kUnits * kUnit;
+    static constexpr int kStages = (kLimit - kOther) / kStage;
+    static constexpr int kRingBytes = kStages * kStage;
     static constexpr int kBytes = kRingBytes + kOther;
-    static_assert(kItems <= kThreads);
-};
 
-__device__ __forceinline__ void copy_async(uint32_t to, void const* from)
-{
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
+    // Results go by items, one a thread: of two tokens two of a granule's rows each, which are a gate and an up of swiglu.
+    static constexpr int kItemNumbers = 4;
+    static constexpr int kItems = kSlot / 2 / kItemNumbers; // of each block of the cluster
+    static_assert(kItems <= kThreads && kInFlight <= kStages && kStages <= kMostStages);
+};
 
 __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier)
 {
@@ -109,6 +106,14 @@ __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
     return there;
 }
 
+// Not from the L1 cache, which may have what was there before: a kernel that begins early does not empty it.
+template <typename T>
+__device__ __forceinline__ T load_new(T const* from)
+{
+    unsigned short const bits = __ldcg(reinterpret_cast<unsigned short const*>(from));
+    return reinterpret_cast<T const&>(bits);
+}
+
 // Two warps wait for each other.
 __device__ __forceinline__ void meet(int pair)
 {
@@ -123,6 +128,26 @@ __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& map, i
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(&map), "r"(column), "r"(0), "r"(barrier)
         : "memory");
+}
+
+// A unit of each warp, from a row and a line of a weight on: see `map_weight`.
+__device__ __forceinline__ void copy_stage(uint32_t to, CUtensorMap const& map, int row, int line, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(&map), "r"(0), "r"(row), "r"(0), "r"(line), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The warps that multiply wait for each other.
+__device__ __forceinline__ void meet_all()
+{
+    asm volatile("bar.sync %0, %1;" ::"n"(kSlots + 1), "n"(kThreads) : "memory");
 }
 
 __device__ __forceinline__ int swizzled(int row, int part)
@@ -168,202 +193,247 @@ struct Fragment<T, E4M3>
     }
 };
 
-// BF16 inputs of a run, those of token l / 4 of each tile in lane l, become FP16 ones times a power of two that brings
-// the token's largest to about 2^14: exact, but for less than 2^-38 of the largest. `back` undoes it for those tokens
-// whose sums the lane has. Zeros, infinities and NaNs stay what they are.
-template <int kTiles, int kPairs>
-__device__ __forceinline__ void to_half(uint32_t (&x)[2][kTiles][kPairs], float (&back)[kTiles][2])
+// BF16 inputs of a run, those of token l / 4 in lane l, become FP16 ones times a power of two that brings the token's
+// largest to about 2^14: exact, but for less than 2^-38 of the largest. `back` undoes it for those two tokens whose sums the
+// lane has. Zeros, infinities and NaNs stay what they are.
+template <int kPairs>
+__device__ __forceinline__ void to_half(uint32_t (&x)[2][kPairs], float (&back)[2])
 {
     auto const two = [](uint32_t const& bits) { return reinterpret_cast<__nv_bfloat162 const&>(bits); };
-    uint32_t exponents = 0; // of each tile's token, biased, 16 bits each
+    __nv_bfloat162 most = __habs2(two(x[0][0]));
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
+    for (int i = 1; i < 2 * kPairs; ++i)
     {
-        __nv_bfloat162 most = __habs2(two(x[0][tile][0]));
-#pragma unroll
-        for (int i = 1; i < 2 * kPairs; ++i)
-        {
-            most = __hmax2_nan(most, __habs2(two(x[i / kPairs][tile][i % kPairs])));
-        }
-        auto const bits = reinterpret_cast<uint32_t const&>(most);
-        exponents |= max(bits & 0xffff, bits >> 16) >> 7 << tile * 16;
+        most = __hmax2_nan(most, __habs2(two(x[i / kPairs][i % kPairs])));
     }
-    exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, 1));
-    exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, 2));
-    exponents = __vmaxu2(exponents, 0x000f000fu); // so that the power and its inverse are normal numbers
+    auto const bits = reinterpret_cast<uint32_t const&>(most);
+    uint32_t exponent = max(bits & 0xffff, bits >> 16) >> 7; // biased
+    exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 1));
+    exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 2));
+    exponent = max(exponent, 15); // so that the power and its inverse are normal numbers
 #pragma unroll
     for (int i = 0; i < 2; ++i)
     {
-        uint32_t const of_column = __shfl_sync(0xffffffffu, exponents, (threadIdx.x % 4 * 2 + i) * 4);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
-        {
-            back[tile][i] = __uint_as_float(((of_column >> tile * 16 & 0xff) - 14) << 23);
-        }
+        uint32_t const of_column = __shfl_sync(0xffffffffu, exponent, (threadIdx.x % 4 * 2 + i) * 4);
+        back[i] = __uint_as_float((of_column - 14) << 23);
     }
+    uint32_t const factor = (268 - exponent) * 0x00800080u; // 2^(14 - the exponent)
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
+    for (int i = 0; i < 2 * kPairs; ++i)
     {
-        uint32_t const factor = (268 - (exponents >> tile * 16 & 0xff)) * 0x00800080u; // 2^(14 - the exponent)
-#pragma unroll
-        for (int i = 0; i < 2 * kPairs; ++i)
-        {
-            uint32_t& pair = x[i / kPairs][tile][i % kPairs];
-            __nv_bfloat162 const y = __hmul2(two(pair), two(factor));
-            auto const bits = reinterpret_cast<uint32_t const&>(y);
-            __half2 const z = __floats2half2_rn(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-            pair = reinterpret_cast<uint32_t const&>(z);
-        }
+        uint32_t& pair = x[i / kPairs][i % kPairs];
+        __nv_bfloat162 const y = __hmul2(two(pair), two(factor));
+        auto const bits = reinterpret_cast<uint32_t const&>(y);
+        __half2 const z = __floats2half2_rn(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+        pair = reinterpret_cast<uint32_t const&>(z);
     }
 }
 
-// Walks a warp's units: in each pass, for each of its runs of inputs, its granules. Offsets are in bytes.
-struct Cursor
+struct Launch
 {
-    int64_t at; // the next unit
-    int64_t const granule_bytes;
-    int const most; // granules of a pass
-    int const runs;
-    int const run_bytes; // from one run to the next
-    int granules_left; // of the run
-    int runs_left;
-    int left; // granules of this pass and those after it; 0: at the end
+    dflash_skinny_gemm_params p;
+    CUtensorMap weight;
+    CUtensorMap inputs;
+    int lines; // of 128 bytes in a weight's row
+    int granules, more; // that a cluster has, and how many of the first ones have one more
+    float per_input; // 1 / p.inputs
+    uint32_t zero;
+};
 
-    __device__ __forceinline__ void advance()
+// What a cluster has of the weight's granules, and a block of its lines.
+struct Share
+{
+    int first, count; // granules
+    int runs; // of lines, one for each warp of the cluster
+
+    __device__ __forceinline__ Share(Launch const& launch, int rank)
     {
-        at += granule_bytes;
-        if (--granules_left > 0)
-        {
-            return;
-        }
-        int const taken = min(most, left);
-        granules_left = taken;
-        at += run_bytes - taken * granule_bytes;
-        if (--runs_left > 0)
-        {
-            return;
-        }
-        at += taken * granule_bytes - static_cast<int64_t>(runs) * run_bytes;
-        runs_left = runs;
-        left -= taken;
-        granules_left = min(most, left);
+        int const index = blockIdx.x / kCluster;
+        first = index * launch.granules + min(index, launch.more);
+        count = launch.granules + (index < launch.more);
+        runs = max(launch.lines - rank * kWarps + kWarps * kCluster - 1, 0) / (kWarps * kCluster);
     }
 };
 
-// W: the weight's type. kSwiglu: a granule is 8 rows of the gate and the 8 rows of up that belong to them. kNormed: inputs
-// are multiplied by the norm's weights before the products, sums of products by the inputs' inverse root mean square after.
-template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu, bool kNormed>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    skinny_gemm_kernel(dflash_skinny_gemm_params const p, __grid_constant__ CUtensorMap const x_map)
+// W: the weights' type.
+template <typename T, typename W, int kGranules, int kTokens>
+struct Block
 {
-    namespace cg = cooperative_groups;
-    constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
-    constexpr int kInputBytes = kColumns * static_cast<int>(sizeof(T));
-    using L = Layout<kGranules, kTokens, kInputBytes, kSwiglu, kNormed>;
-    using Item = Vector<float, L::kItemNumbers>;
+    static constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
+    static constexpr int kInputBytes = kColumns * static_cast<int>(sizeof(T));
+    static constexpr int kRunWarps = kWarps * kCluster; // that share the inputs of a row
+    static constexpr int kTiles = kTokens / 8;
+    static constexpr int kPairs = Fragment<T, W>::kPairs;
+    static constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
+    static constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
+    using L = Layout<kGranules, kTokens, kInputBytes>;
     using Two = typename Pair<T>::type;
-    constexpr int kRunWarps = kWarps * kCluster; // that share the inputs of a row
-    constexpr int kTiles = kTokens / 8;
-    constexpr int kPairs = Fragment<T, W>::kPairs;
-    constexpr int kFirstRows = kSwiglu ? kGranule / 2 : kGranule; // of a granule that lie together
-    // An input times a norm's weight may exceed FP16: each warp then makes its weights smaller by one power of two.
-    constexpr bool kScaled = kNormed && std::is_same_v<T, __half>;
-    constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
-    constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
 
-    extern __shared__ __align__(1024) unsigned char shared[];
+    using Item = Vector<float, L::kItemNumbers>;
+
+    struct Unit
+    {
+        uint4 upper[2], lower[2];
+    };
+
+    Launch const& launch;
+    unsigned char* const shared;
     unsigned char* const inputs = shared + L::kRingBytes;
     unsigned char* const norms = inputs + kWarps * 2 * L::kInputs;
     float* const sums = reinterpret_cast<float*>(inputs + L::kInputsBytes);
     float* const inbox = sums + L::kSumBytes / sizeof(float);
     float* const warp_squares = inbox + L::kInboxBytes / sizeof(float);
-    float* const block_squares = warp_squares + kWarps * L::kSquares;
-    unsigned char* const barriers = reinterpret_cast<unsigned char*>(block_squares + kCluster * L::kSquares);
-
-    trigger();
-    int const rank = static_cast<int>(cg::this_cluster().block_rank());
+    float* const block_squares = warp_squares + kWarps * kTokens;
+    uint32_t const barriers = shared_address(block_squares + kCluster * kTokens);
+    int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int const quad = lane / 4, part = lane % 4;
     int const column_warp = rank * kWarps + warp;
+    uint32_t const full = barriers, empty = full + L::kStages * 8; // of stages
+    uint32_t const own_barriers = empty + L::kStages * 8 + warp * 16; // of inputs
+    uint32_t const inbox_barriers = empty + L::kStages * 8 + kWarps * 16;
+    uint32_t const squares_barrier = inbox_barriers + 16;
+    int stage = 0; // the next one
+    uint32_t stage_phase = 0; // of its barriers
+    int oldest = 0; // stage that has not been given back
+    uint32_t input_phases = 0; // a bit for each of the two barriers
 
-    // The cluster's share of the granules, and the warp's of the inputs.
-    int const clusters = gridDim.x / kCluster, index = blockIdx.x / kCluster;
-    int const granules = p.outputs / kGranule;
-    int const first = share_begin(granules, index, clusters);
-    int const count = share_begin(granules, index + 1, clusters) - first;
-    int const lines = p.inputs / kColumns;
-    int const runs = lines > column_warp ? (lines - column_warp - 1) / kRunWarps + 1 : 0;
-    int const passes = (count + kGranules - 1) / kGranules;
-
-    // -- loading: four rows of 128 bytes at a time, each second row's halves swapped
-    int64_t const row_bytes = static_cast<int64_t>(p.inputs) * sizeof(W);
-    int64_t const up_bytes = kSwiglu ? (p.outputs / 2 - kGranule / 2) * row_bytes : 0; // to up's row from where it were
-    Cursor load{(static_cast<int64_t>(first) * kFirstRows + lane / 8) * row_bytes + column_warp * kLine
-            + lane % 8 * 16,
-        kFirstRows * row_bytes, kGranules, runs, kRunWarps * kLine, 0, runs, runs > 0 ? count : 0};
-    load.granules_left = min(load.most, load.left);
-    uint32_t const ring = shared_address(shared) + warp * L::kUnits * kUnit
-        + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
-    uint32_t load_slot = ring;
-    auto const load_unit = [&]
+    __device__ __forceinline__ void next_stage()
     {
-        if (load.left > 0)
+        if (++stage == L::kStages)
         {
-            char const* from = static_cast<char const*>(p.weight) + load.at;
-#pragma unroll
-            for (int i = 0; i < kGranule / 4; ++i)
+            stage = 0;
+            stage_phase ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void begin()
+    {
+        if (lane == 0)
+        {
+            if (warp == kWarps)
             {
-                copy_async(load_slot + i * 4 * kLine, from + i * 4 * row_bytes + (i < 2 ? 0 : up_bytes));
+                for (int i = 0; i < L::kStages; ++i)
+                {
+                    init_barrier(full + i * 8, 1);
+                    init_barrier(empty + i * 8, kWarps);
+                }
             }
-            load_slot = load_slot + kUnit == ring + L::kUnits * kUnit ? ring : load_slot + kUnit;
-            load.advance();
+            else
+            {
+                init_barrier(own_barriers, 1);
+                init_barrier(own_barriers + 8, 1);
+            }
+            if (warp == 0)
+            {
+                init_barrier(inbox_barriers, 1);
+                init_barrier(inbox_barriers + 8, 1);
+                init_barrier(squares_barrier, 1);
+            }
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            if (warp == 0)
+            {
+                expect_bytes(inbox_barriers, L::kInboxBytes / 2);
+                expect_bytes(inbox_barriers + 8, L::kInboxBytes / 2);
+            }
         }
-        commit_copies(); // empty ones at the end, so that the count of pending ones stays right
-    };
-#pragma unroll
-    for (int i = 0; i < L::kUnits; ++i)
-    {
-        load_unit();
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block can be sent to
     }
 
-    uint32_t const own_barriers = shared_address(barriers) + warp * 16;
-    uint32_t const inbox_barriers = shared_address(barriers) + kWarps * 16;
-    if (lane == 0)
+    // One thread's work: it asks for the stages as the ring has room. A stage is not asked for before all but the last few
+    // have come: more than fills the way to the memory only makes everything wait, first of all the inputs, for what is
+    // asked for at once comes in no order.
+    __device__ __forceinline__ void load()
     {
-        init_barrier(own_barriers, 1);
-        init_barrier(own_barriers + 8, 1);
-        if (warp == 0)
+        Share const share(launch, rank);
+        int const granule_rows = launch.p.swiglu ? kGranule / 2 : kGranule;
+        int count = 0;
+        for (int first = 0; first < share.count; first += kGranules)
         {
-            init_barrier(inbox_barriers, 1);
-            init_barrier(inbox_barriers + 8, 1);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (warp == 0)
-        {
-            // The squares come with the first sums.
-            constexpr int kBytes = L::kInbox * static_cast<int>(sizeof(float));
-            expect_bytes(inbox_barriers, kBytes + kCluster * L::kSquares * static_cast<int>(sizeof(float)));
-            expect_bytes(inbox_barriers + 8, kBytes);
+            for (int run = 0; run < share.runs; ++run)
+            {
+                for (int granule = first; granule < min(first + kGranules, share.count); ++granule)
+                {
+                    if (count >= kInFlight)
+                    {
+                        int const other = stage - kInFlight;
+                        wait_for_phase(full + (other < 0 ? other + L::kStages : other) * 8, stage_phase ^ (other < 0));
+                    }
+                    wait_for_phase(empty + stage * 8, stage_phase ^ 1);
+                    expect_bytes(full + stage * 8, kStage);
+                    copy_stage(shared_address(shared) + stage * kStage, launch.weight, (share.first + granule) * granule_rows,
+                        rank * kWarps + run * kRunWarps, full + stage * 8);
+                    next_stage();
+                    ++count;
+                }
+            }
         }
     }
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block can be sent to
+
+    // Lane l has parts of the rows l / 4 and l / 4 + 8 of a granule: of a row's eight parts two that lie together.
+    __device__ __forceinline__ Unit read_unit()
+    {
+        wait_for_phase(full + stage * 8, stage_phase);
+        unsigned char const* const from = shared + stage * kStage + warp * kUnit;
+        Unit unit;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            unit.upper[half] = *reinterpret_cast<uint4 const*>(from + swizzled(quad, part * 2 + half));
+            unit.lower[half] = *reinterpret_cast<uint4 const*>(from + swizzled(quad + 8, part * 2 + half));
+        }
+        next_stage();
+        return unit;
+    }
+
+    // Gives the oldest unit's stage back. Its numbers must have come, not only been asked for: a copy into the stage passes
+    // reads that wait in line, behind those of a residual, say. So the address is made to need what came of them.
+    __device__ __forceinline__ void release(uint32_t seen)
+    {
+        __syncwarp();
+        if (lane == 0)
+        {
+            arrive(empty + oldest * 8 + (seen & launch.zero));
+        }
+        oldest = oldest + 1 == L::kStages ? 0 : oldest + 1;
+    }
+
+    __device__ __forceinline__ void multiply();
+};
+
+// All products go through this one code, for what is read first from far away is not only weights but instructions. With
+// swiglu a granule is 8 rows of the gate and the 8 rows of up that belong to them. With a norm, inputs are multiplied by its
+// weights before the products, sums of products by the inputs' inverse root mean square after.
+template <typename T, typename W, int kGranules, int kTokens>
+__device__ __forceinline__ void Block<T, W, kGranules, kTokens>::multiply()
+{
+    // An input times a norm's weight may exceed FP16: each warp then makes its weights smaller by one power of two.
+    constexpr bool kScaled = std::is_same_v<T, __half>;
+
+    dflash_skinny_gemm_params const& p = launch.p;
+    CUtensorMap const& x_map = launch.inputs;
+    bool const is_normed = p.norm_weight != nullptr;
+    Share const share(launch, rank);
+    int const runs = share.runs, passes = (share.count + kGranules - 1) / kGranules;
 
     // -- the tokens' inputs, run by run, two runs ahead: lane l takes those of token l / 4 that meet its part of a row
-    int const quad = lane / 4, part = lane % 4;
-    int const input_runs = runs > 1 ? runs * passes : runs; // a single one stays in registers
+    // Of two runs the warp has room for, so that they are made ready once; a single one stays in registers.
+    bool const is_kept = runs <= 2;
+    int const input_runs = is_kept ? runs : runs * passes;
     unsigned char* const own_inputs = inputs + warp * 2 * L::kInputs;
+    unsigned char* const own_norms = norms + warp * 2 * kInputBytes;
     int load_run = 0;
-    uint32_t const inputs_at = shared_address(own_inputs);
-    uint32_t const norms_at = shared_address(norms) + warp * 2 * L::kNormBytes;
     auto const expect_inputs = [&](int run, int of_row) // of input_runs, and of the runs of a row
     {
         uint32_t const barrier = own_barriers + run % 2 * 8;
-        expect_bytes(barrier, L::kInputs + L::kNormBytes);
-        if constexpr (kNormed)
+        expect_bytes(barrier, L::kInputs + (is_normed ? kInputBytes : 0));
+        if (is_normed)
         {
-            char const* from
-                = static_cast<char const*>(p.norm_weight) + (column_warp + of_row * kRunWarps) * kInputBytes;
-            copy_bulk(norms_at + run % 2 * L::kNormBytes, from, kInputBytes, barrier);
+            // Past the end any numbers will do: they meet zeros.
+            int const line = min(column_warp + of_row * kRunWarps, p.inputs / kColumns - 1);
+            char const* from = static_cast<char const*>(p.norm_weight) + line * kInputBytes;
+            copy_bulk(shared_address(own_norms) + run % 2 * kInputBytes, from, kInputBytes, barrier);
         }
     };
     auto const load_inputs = [&](int run)
@@ -371,29 +441,32 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < kInputBytes / kLine; ++i)
         {
-            copy_tile(inputs_at + run % 2 * L::kInputs + i * kTokens * kLine, x_map,
-                (column_warp + load_run * kRunWarps) * kColumns + i * (kLine / static_cast<int>(sizeof(T))),
+            copy_tile(shared_address(own_inputs) + run % 2 * L::kInputs + i * kTokens * kLine, x_map,
+                (column_warp + load_run * kRunWarps) * kInputBytes + i * kLine,
                 own_barriers + run % 2 * 8);
         }
     };
     if (lane == 0)
     {
-        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int run = 0; run < min(input_runs, 2); ++run)
         {
             expect_inputs(run, run); // the norm's weights are constants: they come before the wait
+        }
+        if (is_normed && warp == 0)
+        {
+            expect_bytes(squares_barrier, kCluster * kTokens * static_cast<int>(sizeof(float)));
         }
     }
     __syncwarp();
     Two scaled_by{};
     float sum_scale = 1.f;
-    if constexpr (kScaled)
+    if (kScaled && is_normed)
     {
         uint32_t most = 0;
         for (int run = 0; run < runs; ++run)
         {
-            uint32_t const* from = static_cast<uint32_t const*>(p.norm_weight)
-                + (column_warp + run * kRunWarps) * (kColumns / 2) + lane;
+            int const line = min(column_warp + run * kRunWarps, p.inputs / kColumns - 1);
+            uint32_t const* from = static_cast<uint32_t const*>(p.norm_weight) + line * (kColumns / 2) + lane;
 #pragma unroll
             for (int i = 0; i < kColumns / 64; ++i)
             {
@@ -406,63 +479,178 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         scaled_by = reinterpret_cast<Two const&>(factor);
         sum_scale = __uint_as_float((127 + exponent - 14) << 23);
     }
-
-    // -- results: of each granule of a pass, each block of the cluster finishes half of the rows, a thread one item
-    constexpr int kOutputs = kSwiglu ? 2 : 1; // of an item
-    int const item = threadIdx.x;
-    int const item_lane = kSwiglu ? item % 16 + rank * 16 : item % 32; // the lane that had its numbers
-    int const item_granule = kSwiglu ? item / (16 * kTiles) : item / 32;
-    int const item_row = item_lane / 4 + (kSwiglu ? 0 : rank * 8);
-    int const item_token = item_lane % 4 * 2 + (kSwiglu ? item / 16 % kTiles * 8 : 0);
-    auto const token_of = [&](int number)
-    { return item_token + (kSwiglu ? number % 2 : number / 2 * 8 + number % 2); };
-    auto const number_at = [&](int of_rank) // in a slot of the sums
+    uint32_t b[kTiles][2][kPairs]; // of both halves of a lane's part
+    float back[kTiles][2]; // see to_half
+    float squares[kTiles][4] = {}; // of a tile's inputs with all inputs: the diagonal counts
+    // Inputs that meet 128 bytes of weights fill a tile of such rows, or two.
+    auto const inputs_at = [&](int run, int tile, int i) // the lane's i-th pair, and three more
     {
-        int const there = kSwiglu ? item / 16 * 32 + item % 16 + of_rank * 16 : (item / 32 * 2 + of_rank) * 32 + item % 32;
-        return there * L::kItemNumbers;
+        int const place = (part * 2 * kPairs + i) / 4;
+        unsigned char* const at = own_inputs + run % 2 * L::kInputs + place / 8 * (kTokens * kLine);
+        return reinterpret_cast<uint4*>(at + swizzled(tile * 8 + quad, place % 8));
     };
+    auto const factors_at = [&](int run) // of tokens, see to_half; where the norm's weights were
+    { return reinterpret_cast<float2*>(own_norms + run % 2 * kInputBytes) + part; };
+    auto const take_kept = [&](int run)
+    {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 2 * kPairs; i += 4)
+            {
+                uint4 const four = *inputs_at(run, tile, i);
+                uint32_t(&to)[kPairs] = b[tile][i / kPairs];
+                to[i % kPairs] = four.x;
+                to[i % kPairs + 1] = four.y;
+                to[i % kPairs + 2] = four.z;
+                to[i % kPairs + 3] = four.w;
+            }
+            if constexpr (kToHalf)
+            {
+                float2 const two = factors_at(run)[tile * 4];
+                back[tile][0] = two.x;
+                back[tile][1] = two.y;
+            }
+        }
+    };
+    auto const keep = [&](int run)
+    {
+        __syncwarp();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 2 * kPairs; i += 4)
+            {
+                uint32_t const(&from)[kPairs] = b[tile][i / kPairs];
+                *inputs_at(run, tile, i)
+                    = make_uint4(from[i % kPairs], from[i % kPairs + 1], from[i % kPairs + 2], from[i % kPairs + 3]);
+            }
+            if (kToHalf && quad == 0)
+            {
+                factors_at(run)[tile * 4] = make_float2(back[tile][0], back[tile][1]);
+            }
+        }
+        __syncwarp();
+    };
+    auto const take_inputs = [&](int run, bool is_first_pass)
+    {
+        wait_for_phase(own_barriers + run % 2 * 8, input_phases >> run % 2 & 1);
+        input_phases ^= 1 << run % 2;
+        if (is_normed && is_first_pass)
+        {
+#pragma unroll
+            for (int i = 0; i < 2 * kPairs; i += 4)
+            {
+                uint4 x[kTiles];
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                {
+                    x[tile] = *inputs_at(run, tile, i);
+                }
+                // Tokens as rows lie in registers as tokens as columns do.
+                auto const &upper = x[0], &lower = x[kTiles - 1];
+                uint32_t const first[4] = {upper.x, lower.x, upper.y, lower.y};
+                uint32_t const second[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                {
+                    multiply_add<T>(squares[tile], first, x[tile].x, x[tile].y);
+                    multiply_add<T>(squares[tile], second, x[tile].z, x[tile].w);
+                }
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+        {
+            uint32_t(&x)[2][kPairs] = b[tile];
+#pragma unroll
+            for (int i = 0; i < 2 * kPairs; i += 4)
+            {
+                uint4 const four = *inputs_at(run, tile, i);
+                uint32_t(&to)[kPairs] = x[i / kPairs];
+                to[i % kPairs] = four.x;
+                to[i % kPairs + 1] = four.y;
+                to[i % kPairs + 2] = four.z;
+                to[i % kPairs + 3] = four.w;
+            }
+            if (is_normed)
+            {
+#pragma unroll
+                for (int i = 0; i < 2 * kPairs; i += 4)
+                {
+                    auto const four = *reinterpret_cast<uint4 const*>(
+                        own_norms + run % 2 * kInputBytes + (part * 2 * kPairs + i) * 4);
+                    uint32_t const weights[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                    {
+                        Two weight = reinterpret_cast<Two const&>(weights[j]);
+                        if constexpr (kScaled)
+                        {
+                            weight = __hmul2(weight, scaled_by);
+                        }
+                        uint32_t& pair = x[i / kPairs][i % kPairs + j];
+                        Two const y = __hmul2(reinterpret_cast<Two const&>(pair), weight);
+                        pair = reinterpret_cast<uint32_t const&>(y);
+                    }
+                }
+            }
+            if constexpr (kToHalf)
+            {
+                to_half(x, back[tile]);
+            }
+        }
+    };
+
+    // -- results: of each granule of a pass, each block of the cluster finishes what 16 lanes had, a thread one item
+    int const item = threadIdx.x;
+    int const item_granule = item / (16 * kTiles), item_lane = item % 16 + rank * 16;
+    int const item_token = item_lane % 4 * 2 + item / 16 % kTiles * 8;
+    int const granule_rows = p.swiglu ? kGranule / 2 : kGranule; // that lie together
+    int const to_second = p.swiglu ? p.outputs / 2 : kGranule / 2; // from an item's first row
+    int const width = p.swiglu ? p.outputs / 2 : p.outputs;
     Item own{};
-    float scale[kOutputs]{};
-    T bias[kOutputs]{};
+    float inverse[2]; // root mean square of the two tokens
+    float scale[2]{}; // of the two rows
+    T bias[2]{};
     T residual[L::kItemNumbers]{};
-    auto const has_item = [&](int pass) { return item < L::kItems && pass * kGranules + item_granule < count; };
-    auto const output_at = [&](int pass) // up's is half of them further
-    { return (first + pass * kGranules + item_granule) * kFirstRows + item_row; };
+    auto const output_at = [&](int pass)
+    { return (share.first + pass * kGranules + item_granule) * granule_rows + item_lane / 4; };
+    auto const has_item = [&](int pass) { return item < L::kItems && pass * kGranules + item_granule < share.count; };
     // What is added at the end is read at the beginning. Scales and biases are constants.
     auto const load_constants = [&](int pass)
     {
-        if (!has_item(pass))
+        if (has_item(pass))
         {
-            return;
-        }
 #pragma unroll
-        for (int i = 0; i < kOutputs; ++i)
-        {
-            int const output = output_at(pass) + i * (p.outputs / 2);
-            if constexpr (kDecoded)
+            for (int i = 0; i < 2; ++i)
             {
-                scale[i] = p.scale[output];
-            }
-            if (p.bias)
-            {
-                bias[i] = static_cast<T const*>(p.bias)[output];
+                int const output = output_at(pass) + i * to_second;
+                if constexpr (kDecoded)
+                {
+                    scale[i] = p.scale[output];
+                }
+                if (p.bias)
+                {
+                    bias[i] = static_cast<T const*>(p.bias)[output];
+                }
             }
         }
     };
     auto const load_residual = [&](int pass)
     {
-        if constexpr (!kSwiglu)
+        if (p.residual && has_item(pass))
         {
-            if (p.residual && has_item(pass))
-            {
 #pragma unroll
-                for (int i = 0; i < L::kItemNumbers; ++i)
+            for (int i = 0; i < L::kItemNumbers; ++i)
+            {
+                int const token = item_token + i % 2;
+                if (token < p.rows)
                 {
-                    if (token_of(i) < p.rows)
-                    {
-                        residual[i] = static_cast<T const*>(
-                            p.residual)[static_cast<int64_t>(token_of(i)) * p.outputs + output_at(pass)];
-                    }
+                    int64_t const at = static_cast<int64_t>(token) * width + output_at(pass) + i / 2 * to_second;
+                    residual[i] = load_new(static_cast<T const*>(p.residual) + at);
                 }
             }
         }
@@ -475,257 +663,182 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         uint32_t const barrier = inbox_barriers + pass % 2 * 8;
         wait_for_phase(barrier, pass / 2 % 2);
-        if (item == 0 && pass + 2 < passes)
+        if (item == 0)
         {
-            expect_bytes(barrier, L::kInbox * static_cast<int>(sizeof(float)));
+            expect_bytes(barrier, L::kInboxBytes / 2);
         }
-        auto const theirs = load_vector<float, L::kItemNumbers>(
-            inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
-        float y[L::kItemNumbers];
+        if (is_normed && pass == 0)
+        {
+            wait_for_phase(squares_barrier, 0);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+            {
+                float const sum = block_squares[item_token + i] + block_squares[kTokens + item_token + i];
+                inverse[i] = rsqrtf(sum * launch.per_input + p.eps);
+            }
+        }
+        Item y = load_vector<float, L::kItemNumbers>(inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
 #pragma unroll
         for (int i = 0; i < L::kItemNumbers; ++i)
         {
-            int const output = kSwiglu ? i / 2 : 0;
-            y[i] = own.at[i] + theirs.at[i];
-            if constexpr (kNormed)
+            y.at[i] += own.at[i];
+            if (is_normed)
             {
-                float const squares = block_squares[token_of(i)] + block_squares[kTokens + token_of(i)];
-                y[i] *= rsqrtf(squares / static_cast<float>(p.inputs) + p.eps);
+                y.at[i] *= inverse[i % 2];
             }
             if constexpr (kDecoded)
             {
-                y[i] *= scale[output];
+                y.at[i] *= scale[i / 2];
             }
-            y[i] = rounded<T>(y[i]);
+            y.at[i] = rounded<T>(y.at[i]);
             if (p.bias)
             {
-                y[i] = rounded<T>(y[i] + to_float(bias[output]));
+                y.at[i] = rounded<T>(y.at[i] + to_float(bias[i / 2]));
             }
-            if constexpr (!kSwiglu)
+            if (p.residual)
             {
-                if (p.residual)
-                {
-                    y[i] = rounded<T>(y[i] + to_float(residual[i]));
-                }
+                y.at[i] = rounded<T>(y.at[i] + to_float(residual[i]));
             }
         }
-        constexpr int kResults = L::kItemNumbers / kOutputs;
-        int const width = p.outputs / kOutputs;
 #pragma unroll
-        for (int i = 0; i < kResults; ++i)
+        for (int i = 0; i < 2; ++i)
         {
-            float result = y[i];
-            if constexpr (kSwiglu)
+            if (item_token + i < p.rows && has_item(pass))
             {
-                result = rounded<T>(y[i] / (1.f + expf(-y[i]))) * y[i + 2];
-            }
-            if (token_of(i) < p.rows && has_item(pass))
-            {
-                static_cast<T*>(p.out)[static_cast<int64_t>(token_of(i)) * width + output_at(pass)]
-                    = from_float<T>(result);
+                T* const to = static_cast<T*>(p.out) + static_cast<int64_t>(item_token + i) * width + output_at(pass);
+                float const gate = y.at[i], up = y.at[i + 2];
+                *to = from_float<T>(p.swiglu ? rounded<T>(silu(gate)) * up : gate);
+                if (!p.swiglu)
+                {
+                    to[to_second] = from_float<T>(up);
+                }
             }
         }
     };
 
-    load_constants(0);
-    wait();
-    for (int run = 0; run < min(input_runs, 2); ++run)
-    {
-        if (lane == 0)
-        {
-            load_inputs(run);
-        }
-        load_run = load_run + 1 == runs ? 0 : load_run + 1;
-    }
-    __syncwarp();
-    load_residual(0);
-
-    uint32_t b[2][kTiles][kPairs]; // both halves of a run
-    float back[kTiles][2]; // see to_half
-    float squares[kTiles][4] = {}; // of a tile's inputs with all inputs: the diagonal counts
-    auto const take_inputs = [&](int run, bool is_first_pass)
-    {
-        wait_for_phase(own_barriers + run % 2 * 8, run / 2 % 2);
-        auto const take = [&](unsigned char const* from, int pair, uint32_t (&to)[kPairs])
-        {
-            auto const v = *reinterpret_cast<uint4 const*>(from);
-            to[pair] = v.x;
-            to[pair + 1] = v.y;
-            to[pair + 2] = v.z;
-            to[pair + 3] = v.w;
-        };
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
-        {
-#pragma unroll
-            for (int i = 0; i < 2 * kPairs; i += 4)
-            {
-                // Of a row of 128 bytes the part's place; a second one's are in a tile of their own.
-                int const half = i / kPairs * (kInputBytes / 2);
-                int const place = (part * kPairs + i % kPairs) / 4 + half % kLine / 16;
-                unsigned char const* const from
-                    = own_inputs + run % 2 * L::kInputs + half / kLine * (kTokens * kLine);
-                take(from + swizzled(tile * 8 + quad, place), i % kPairs, b[i / kPairs][tile]);
-            }
-        }
-        if constexpr (kNormed)
-        {
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                auto& x = b[half];
-                if (is_first_pass)
-                {
-#pragma unroll
-                    for (int i = 0; i < kPairs; i += 2)
-                    {
-                        // Tokens as rows lie in registers as tokens as columns do.
-                        uint32_t const a[4] = {x[0][i], x[kTiles - 1][i], x[0][i + 1], x[kTiles - 1][i + 1]};
-#pragma unroll
-                        for (int tile = 0; tile < kTiles; ++tile)
-                        {
-                            multiply_add<T>(squares[tile], a, x[tile][i], x[tile][i + 1]);
-                        }
-                    }
-                }
-                uint32_t weights[kPairs];
-#pragma unroll
-                for (int i = 0; i < kPairs; i += 4)
-                {
-                    unsigned char const* const from = norms + (warp * 2 + run % 2) * L::kNormBytes;
-                    take(from + half * (kInputBytes / 2) + (part * kPairs + i) * 4, i, weights);
-                }
-#pragma unroll
-                for (int i = 0; i < kPairs; ++i)
-                {
-                    Two weight = reinterpret_cast<Two const&>(weights[i]);
-                    if constexpr (kScaled)
-                    {
-                        weight = __hmul2(weight, scaled_by);
-                    }
-#pragma unroll
-                    for (int tile = 0; tile < kTiles; ++tile)
-                    {
-                        Two const y = __hmul2(reinterpret_cast<Two const&>(x[tile][i]), weight);
-                        x[tile][i] = reinterpret_cast<uint32_t const&>(y);
-                    }
-                }
-            }
-        }
-        if constexpr (kToHalf)
-        {
-            to_half(b, back);
-        }
-    };
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); // the other block can be sent to
-
-    // -- multiplying: lane l has parts of the rows l / 4 and l / 4 + 8 of a granule
-    uint32_t const at = quad * kLine + (part ^ (quad % 2 * 4)) * 16;
-    int slot = 0;
-    struct Unit
-    {
-        uint4 upper[2], lower[2];
-    };
-    auto const read_unit = [&]
-    {
-        wait_for_copies<L::kUnits - 1>();
-        __syncwarp();
-        unsigned char const* const from = shared + (warp * L::kUnits + slot) * kUnit;
-        Unit unit;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-        {
-            unit.upper[half] = *reinterpret_cast<uint4 const*>(from + (at ^ half * 64));
-            unit.lower[half] = *reinterpret_cast<uint4 const*>(from + (at ^ half * 64) + 8 * kLine);
-        }
-        slot = slot + 1 == L::kUnits ? 0 : slot + 1;
-        __syncwarp();
-        load_unit();
-        return unit;
-    };
-    Unit ahead; // E4M3 is read one unit ahead; after the last one, whatever the ring has is read and not used
-    if constexpr (kDecoded)
-    {
-        ahead = read_unit();
-    }
-    for (int pass = 0; pass < passes; ++pass)
+    // -- multiplying
+    constexpr bool kAhead = kDecoded && kTiles == 2; // where a unit takes longest, units are read one ahead
+    Unit ahead;
+    for (int pass = 0;; ++pass)
     {
         if (pass > 0)
         {
             finish(pass - 1);
-            load_constants(pass);
-            load_residual(pass);
         }
-        int const active = min(kGranules, count - pass * kGranules);
+        if (pass < passes)
+        {
+            load_constants(pass);
+        }
+        if (pass == 0)
+        {
+            wait();
+            for (int run = 0; run < min(input_runs, 2); ++run)
+            {
+                if (lane == 0)
+                {
+                    load_inputs(run);
+                }
+                load_run = load_run + 1 == runs ? 0 : load_run + 1;
+            }
+            __syncwarp();
+        }
+        if (pass == passes)
+        {
+            break;
+        }
+        load_residual(pass);
+        if (kAhead && pass == 0 && runs > 0)
+        {
+            ahead = read_unit();
+        }
+        int const active = min(kGranules, share.count - pass * kGranules);
         float c[kGranules][kTiles][4] = {};
+#pragma unroll 1
         for (int run = 0; run < runs; ++run)
         {
-            if (runs > 1 || pass == 0)
+            if (pass == 0 || !is_kept)
             {
                 take_inputs(pass * runs + run, pass == 0);
+                if (is_kept && runs > 1 && passes > 1)
+                {
+                    keep(run);
+                }
+            }
+            else if (runs > 1)
+            {
+                take_kept(run);
             }
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
             {
-                if (granule < active)
+                if (granule >= active)
                 {
-                    Unit unit;
-                    if constexpr (kDecoded)
-                    {
-                        unit = ahead;
-                    }
-                    else
-                    {
-                        unit = read_unit();
-                    }
-                    uint32_t u[2][kPairs], v[2][kPairs];
+                    continue;
+                }
+                Unit unit;
+                if constexpr (kAhead)
+                {
+                    unit = ahead;
+                }
+                else
+                {
+                    unit = read_unit();
+                }
+                uint32_t u[2][kPairs], v[2][kPairs];
 #pragma unroll
-                    for (int half = 0; half < 2; ++half)
+                for (int half = 0; half < 2; ++half)
+                {
+                    Fragment<T, W>::decode(unit.upper[half], u[half]);
+                    Fragment<T, W>::decode(unit.lower[half], v[half]);
+                }
+                if constexpr (!kDecoded)
+                {
+                    release(unit.upper[0].x ^ unit.upper[1].x ^ unit.lower[0].x ^ unit.lower[1].x);
+                }
+                if constexpr (kDecoded)
+                {
+                    float d[2][kTiles][4] = {}; // of each half, so that fewer products wait for each other
+#pragma unroll
+                    for (int i = 0; i < 2 * kPairs; i += 4)
                     {
-                        Fragment<T, W>::decode(unit.upper[half], u[half]);
-                        Fragment<T, W>::decode(unit.lower[half], v[half]);
-                    }
-                    if constexpr (kDecoded)
-                    {
-                        float d[2][kTiles][4] = {}; // of each half, so that fewer products wait for each other
-#pragma unroll
-                        for (int i = 0; i < kPairs; i += 2)
-                        {
-#pragma unroll
-                            for (int half = 0; half < 2; ++half)
-                            {
-                                uint32_t const a[4] = {u[half][i], v[half][i], u[half][i + 1], v[half][i + 1]};
-#pragma unroll
-                                for (int tile = 0; tile < kTiles; ++tile)
-                                {
-                                    multiply_add<__half>(d[half][tile], a, b[half][tile][i], b[half][tile][i + 1]);
-                                }
-                            }
-                        }
-                        ahead = read_unit(); // while the products are on their way
+                        int const half = i / 4 % 2, j = i / 8 * 4; // by turns
 #pragma unroll
                         for (int tile = 0; tile < kTiles; ++tile)
                         {
-#pragma unroll
-                            for (int i = 0; i < 4; ++i)
-                            {
-                                float const sum = d[0][tile][i] + d[1][tile][i];
-                                c[granule][tile][i] += kToHalf ? sum * back[tile][i % 2] : sum;
-                            }
+                            float(&sums)[4] = d[half][tile];
+                            uint32_t const first[4] = {u[half][j], v[half][j], u[half][j + 1], v[half][j + 1]};
+                            uint32_t const second[4] = {u[half][j + 2], v[half][j + 2], u[half][j + 3], v[half][j + 3]};
+                            multiply_add<__half>(sums, first, b[tile][half][j], b[tile][half][j + 1]);
+                            multiply_add<__half>(sums, second, b[tile][half][j + 2], b[tile][half][j + 3]);
                         }
                     }
-                    else
+                    if (kAhead && (granule + 1 < active || run + 1 < runs || pass + 1 < passes))
+                    {
+                        ahead = read_unit(); // while the products are on their way
+                    }
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; ++tile)
                     {
 #pragma unroll
-                        for (int i = 0; i < 2 * kPairs; i += 2)
+                        for (int i = 0; i < 4; ++i)
                         {
-                            int const half = i / kPairs, j = i % kPairs;
-                            uint32_t const a[4] = {u[half][j], v[half][j], u[half][j + 1], v[half][j + 1]};
+                            float const sum = d[0][tile][i] + d[1][tile][i];
+                            c[granule][tile][i] += kToHalf ? sum * back[tile][i % 2] : sum;
+                        }
+                    }
+                    release(__float_as_uint(c[granule][0][0]));
+                }
+                else
+                {
 #pragma unroll
-                            for (int tile = 0; tile < kTiles; ++tile)
-                            {
-                                multiply_add<T>(c[granule][tile], a, b[half][tile][j], b[half][tile][j + 1]);
-                            }
+                    for (int i = 0; i < 2 * kPairs; i += 2)
+                    {
+                        int const half = i / kPairs, j = i % kPairs;
+                        uint32_t const a[4] = {u[half][j], v[half][j], u[half][j + 1], v[half][j + 1]};
+#pragma unroll
+                        for (int tile = 0; tile < kTiles; ++tile)
+                        {
+                            multiply_add<T>(c[granule][tile], a, b[tile][half][j], b[tile][half][j + 1]);
                         }
                     }
                 }
@@ -746,40 +859,36 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
 
         // -- adding up the warps' sums, in one order whatever the tokens are
-        float* const mine = sums + warp % kSlots * L::kSlot;
+        Item* const mine = reinterpret_cast<Item*>(sums + warp % kSlots * L::kSlot) + lane;
         auto const each_sum = [&](auto const& use)
         {
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
             {
-#pragma unroll
-                for (int i = 0; i < (kSwiglu ? kTiles : 2); ++i) // of a tile, or of one of the rows that the lane has
+                if (granule >= active)
                 {
-                    Item here;
-#pragma unroll
-                    for (int j = 0; j < L::kItemNumbers; ++j)
-                    {
-                        here.at[j] = kSwiglu ? c[granule][i][j] : c[granule][j / 2][i * 2 + j % 2];
-                        if constexpr (kScaled)
-                        {
-                            here.at[j] *= sum_scale;
-                        }
-                    }
-                    int const there = (granule * (kSwiglu ? kTiles : 2) + i) * 32 + lane;
-                    use(reinterpret_cast<Item*>(mine)[there], here);
+                    continue;
                 }
-            }
-        };
-        if constexpr (kNormed)
-        {
-            if (pass == 0 && part == quad / 2)
-            {
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile)
                 {
-                    warp_squares[warp * kTokens + tile * 8 + quad]
-                        = quad % 2 ? squares[tile][tile * 2 + 1] : squares[tile][tile * 2];
+                    Item here;
+#pragma unroll
+                    for (int i = 0; i < L::kItemNumbers; ++i)
+                    {
+                        here.at[i] = kScaled ? c[granule][tile][i] * sum_scale : c[granule][tile][i];
+                    }
+                    use(mine[(granule * kTiles + tile) * 32], here);
                 }
+            }
+        };
+        if (is_normed && pass == 0 && part == quad / 2)
+        {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                warp_squares[warp * kTokens + tile * 8 + quad]
+                    = quad % 2 ? squares[tile][tile * 2 + 1] : squares[tile][tile * 2];
             }
         }
         if (warp >= kSlots)
@@ -795,14 +904,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 {
                     Item sum = there;
 #pragma unroll
-                    for (int j = 0; j < L::kItemNumbers; ++j)
+                    for (int i = 0; i < L::kItemNumbers; ++i)
                     {
-                        sum.at[j] += here.at[j];
+                        sum.at[i] += here.at[i];
                     }
                     there = sum;
                 });
         }
-        __syncthreads();
+        meet_all();
 
         // -- and the two blocks': the other one's half goes to its shared memory
         auto const block_sum = [&](int of_rank)
@@ -811,7 +920,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int i = 0; i < kSlots; ++i)
             {
-                x[i] = load_vector<float, L::kItemNumbers>(sums + i * L::kSlot + number_at(of_rank));
+                int const at = (item / 16 * 32 + item % 16 + of_rank * 16) * L::kItemNumbers;
+                x[i] = load_vector<float, L::kItemNumbers>(sums + i * L::kSlot + at);
             }
 #pragma unroll
             for (int i = 0; i < L::kItemNumbers; ++i)
@@ -820,42 +930,61 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             }
             return x[0];
         };
-        uint32_t const barrier = inbox_barriers + pass % 2 * 8;
         if (item < L::kItems)
         {
+            uint32_t const barrier = inbox_barriers + pass % 2 * 8;
             uint32_t const to = shared_address(inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
             send(address_at(to, rank ^ 1), block_sum(rank ^ 1).at, address_at(barrier, rank ^ 1));
             own = block_sum(rank); // while the other's are on their way
         }
-        if constexpr (kNormed)
+        int const token = static_cast<int>(threadIdx.x) - (kThreads - kTokens);
+        if (is_normed && pass == 0 && token >= 0)
         {
-            int const token = static_cast<int>(threadIdx.x) - (kThreads - kTokens);
-            if (pass == 0 && token >= 0)
-            {
-                float sum[1] = {0.f};
+            float sum[1] = {0.f};
 #pragma unroll
-                for (int i = 0; i < kWarps; ++i)
-                {
-                    sum[0] += warp_squares[i * kTokens + token];
-                }
-                uint32_t const to
-                    = shared_address(block_squares + rank * kTokens + token);
-                for (int i = 0; i < kCluster; ++i)
-                {
-                    send(address_at(to, i), sum, address_at(barrier, i));
-                }
+            for (int i = 0; i < kWarps; ++i)
+            {
+                sum[0] += warp_squares[i * kTokens + token];
+            }
+            uint32_t const to = shared_address(block_squares + rank * kTokens + token);
+            for (int i = 0; i < kCluster; ++i)
+            {
+                send(address_at(to, i), sum, address_at(squares_barrier, i));
             }
         }
         if (pass + 1 < passes)
         {
-            __syncthreads(); // the sums have been read
+            meet_all(); // the sums have been read
         }
     }
-    finish(passes - 1);
 }
 
-// The tokens' inputs in tiles of kTokens rows of 128 bytes.
-cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int tokens, CUtensorMap& map)
+template <typename T, typename W, int kGranules, int kTokens>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads + 32, 1)
+    skinny_gemm_kernel(__grid_constant__ Launch const launch)
+{
+    extern __shared__ __align__(1024) unsigned char shared[];
+    trigger();
+    Block<T, W, kGranules, kTokens> block{launch, shared};
+    block.begin();
+    if (block.warp == kWarps)
+    {
+        if (block.lane == 0)
+        {
+            block.load();
+        }
+        __syncwarp();
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        return;
+    }
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); // the other block can be sent to
+    block.multiply();
+}
+
+// A tensor's tiles: boxes of rows of 128 bytes. Sizes and steps count rows' bytes in the first place.
+template <int kDimensions>
+cudaError_t map_tiles(void const* tensor, cuuint64_t const (&sizes)[kDimensions],
+    cuuint64_t const (&strides)[kDimensions - 1], cuuint32_t const (&box)[kDimensions], CUtensorMap& map)
 {
     static void* encode = nullptr;
     static cudaError_t const found = []
@@ -869,33 +998,43 @@ cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int tokens, CUtensorM
     {
         return found;
     }
-    cuuint64_t const sizes[] = {static_cast<cuuint64_t>(p.inputs), static_cast<cuuint64_t>(p.rows)};
-    cuuint64_t const strides[] = {static_cast<cuuint64_t>(p.inputs) * 2};
-    cuuint32_t const tile[] = {kLine / 2, static_cast<cuuint32_t>(tokens)};
-    cuuint32_t const steps[] = {1, 1};
-    CUresult const error = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(&map,
-        CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(p.x), sizes, strides, tile, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    cuuint32_t steps[kDimensions];
+    std::fill_n(steps, kDimensions, 1);
+    CUresult const error = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        kDimensions, const_cast<void*>(tensor), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <typename T, typename W, int kGranules, int kTokens, bool kSwiglu, bool kNormed>
-cudaError_t launch_layout(dflash_skinny_gemm_params const& p, int clusters, cudaStream_t stream)
+// The tokens' inputs: rows, in columns of 128 bytes.
+template <typename T>
+cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int tokens, CUtensorMap& map)
 {
-    constexpr int kBytes = Layout<kGranules, kTokens, kLine / sizeof(W) * sizeof(T), kSwiglu, kNormed>::kBytes;
-    auto const kernel = skinny_gemm_kernel<T, W, kGranules, kTokens, kSwiglu, kNormed>;
-    static cudaError_t const raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    CUtensorMap map;
-    cudaError_t const error = raised ? raised : map_inputs(p, kTokens, map);
-    return error ? error : launch_kernel(kernel, dim3(clusters * kCluster), kThreads, kBytes, stream, p, map);
+    cuuint64_t const row_bytes = p.inputs * sizeof(T);
+    return map_tiles<2>(p.x, {row_bytes, static_cast<cuuint64_t>(p.rows)}, {row_bytes},
+        {kLine, static_cast<cuuint32_t>(tokens)}, map);
 }
 
-template <typename T, typename W, int kTokens, bool kSwiglu, bool kNormed>
-cudaError_t launch_tokens(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+// A weight's granules, eight rows and the eight that go with them, of a line for each warp.
+template <typename W>
+cudaError_t map_weight(dflash_skinny_gemm_params const& p, CUtensorMap& map)
 {
+    constexpr cuuint64_t kHalf = kGranule / 2;
+    cuuint64_t const row_bytes = p.inputs * sizeof(W), outputs = p.outputs;
+    cuuint64_t const to_second = p.swiglu ? outputs / 2 : kHalf; // rows
+    return map_tiles<4>(p.weight, {kLine, outputs - to_second, 2, row_bytes / kLine},
+        {row_bytes, to_second * row_bytes, kLine}, {kLine, kHalf, 2, kWarps}, map);
+}
+
+template <typename T, typename W, int kTokens>
+cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+{
+    constexpr int kGranules = 6;
+    constexpr int kBytes = Layout<kGranules, kTokens, kLine / sizeof(W) * sizeof(T)>::kBytes;
+    auto const kernel = skinny_gemm_kernel<T, W, kGranules, kTokens>;
+    static cudaError_t const raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     int device = 0, processors = 0;
-    cudaError_t error = cudaGetDevice(&device);
+    cudaError_t error = raised ? raised : cudaGetDevice(&device);
     if (error == cudaSuccess)
     {
         error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -904,35 +1043,23 @@ cudaError_t launch_tokens(dflash_skinny_gemm_params const& p, cudaStream_t strea
     {
         return error;
     }
-    int const granules = p.outputs / kGranule;
-    int const clusters = std::min(processors / kCluster, granules);
-    switch ((granules + clusters - 1) / clusters)
-    {
-    case 1: return launch_layout<T, W, 1, kTokens, kSwiglu, kNormed>(p, clusters, stream);
-    case 2: return launch_layout<T, W, 2, kTokens, kSwiglu, kNormed>(p, clusters, stream);
-    case 3:
-    case 4: return launch_layout<T, W, 4, kTokens, kSwiglu, kNormed>(p, clusters, stream);
-    default: return launch_layout<T, W, 6, kTokens, kSwiglu, kNormed>(p, clusters, stream);
-    }
-}
-
-template <typename T, typename W, bool kSwiglu, bool kNormed>
-cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, cudaStream_t stream)
-{
-    return p.rows <= 8 ? launch_tokens<T, W, 8, kSwiglu, kNormed>(p, stream)
-                       : launch_tokens<T, W, 16, kSwiglu, kNormed>(p, stream);
+    int const granules = p.outputs / kGranule, clusters = std::min(processors / kCluster, granules);
+    Launch launch;
+    launch.p = p;
+    launch.lines = p.inputs * static_cast<int>(sizeof(W)) / kLine;
+    launch.granules = granules / clusters;
+    launch.more = granules % clusters;
+    launch.per_input = 1.f / static_cast<float>(p.inputs);
+    launch.zero = 0;
+    error = map_weight<W>(p, launch.weight);
+    error = error ? error : map_inputs<T>(p, kTokens, launch.inputs);
+    return error ? error : launch_kernel(kernel, dim3(clusters * kCluster), kThreads + 32, kBytes, stream, launch);
 }
 
 template <typename T, typename W>
-cudaError_t launch_skinny_gemm_of(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
-    if (p.norm_weight)
-    {
-        return p.swiglu ? launch_skinny_gemm<T, W, true, true>(p, stream)
-                        : launch_skinny_gemm<T, W, false, true>(p, stream);
-    }
-    return p.swiglu ? launch_skinny_gemm<T, W, true, false>(p, stream)
-                    : launch_skinny_gemm<T, W, false, false>(p, stream);
+    return p.rows <= 8 ? launch_skinny_gemm<T, W, 8>(p, stream) : launch_skinny_gemm<T, W, 16>(p, stream);
 }
 
 } // namespace
@@ -956,9 +1083,10 @@ extern "C" cudaError_t dflash_skinny_gemm(dflash_skinny_gemm_params const* p, cu
     switch (p->dtype)
     {
     case DFLASH_FP16:
-        return is_fp8 ? launch_skinny_gemm_of<__half, E4M3>(*p, stream) : launch_skinny_gemm_of<__half, __half>(*p, stream);
+        return is_fp8 ? launch_skinny_gemm<__half, E4M3>(*p, stream) : launch_skinny_gemm<__half, __half>(*p, stream);
     case DFLASH_BF16:
-        return is_fp8 ? launch_skinny_gemm_of<__nv_bfloat16, E4M3>(*p, stream) : launch_skinny_gemm_of<__nv_bfloat16, __nv_bfloat16>(*p, stream);
+        return is_fp8 ? launch_skinny_gemm<__nv_bfloat16, E4M3>(*p, stream)
+                      : launch_skinny_gemm<__nv_bfloat16, __nv_bfloat16>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }
