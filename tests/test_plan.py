@@ -198,7 +198,7 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     text = succeeds(*MODEL, "--tp", 8, "--gpu", "b300", "--acceptance", 6.49)
     for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
         assert words in text
-    assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 5%" in text
+    assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 6%" in text
     assert "18 of 36 layers see 128 tokens only, yet their caches are linear" in text
     assert not list(tmp_path.iterdir())
 
