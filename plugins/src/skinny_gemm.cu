@@ -4,9 +4,8 @@
 // the inputs of each row. So all multiprocessors read equally much, in one launch, and no sum depends on how many
 // tokens there are: a token's result is the same to the bit alone and among others.
 //
-// Weights reach shared memory before the kernel waits for the one before it: between two products, however small the
-// kernels in between, the memory goes on reading. Products that follow each other at once are one launch, and each warp's
-// ring of weights goes on from one to the next while the grid waits for the sums of the one before.
+// Weights reach shared memory, by a warp that does nothing else, before the kernel waits for the one before it: between two
+// products, however small the kernels in between, the memory goes on reading.
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "instructions.cuh"
@@ -79,13 +78,6 @@ __device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint
     {
         asm volatile(
             "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x[0]), "r"(barrier)
-            : "memory");
-    }
-    else if constexpr (kCount == 2)
-    {
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x[0]),
-            "f"(x[1]), "r"(barrier)
             : "memory");
     }
     else
@@ -229,6 +221,7 @@ __device__ __forceinline__ void to_half(uint32_t (&x)[2][kPairs], float (&back)[
     }
 }
 
+// What the kernel is given.
 struct Launch
 {
     dflash_skinny_gemm_params p;
@@ -237,7 +230,7 @@ struct Launch
     int lines; // of 128 bytes in a weight's row
     int granules, more; // that a cluster has, and how many of the first ones have one more
     float per_input; // 1 / p.inputs
-    uint32_t zero;
+    uint32_t zero; // which the compiler does not know to be one: see `Block::release`
 };
 
 // What a cluster has of the weight's granules, and a block of its lines.
@@ -268,7 +261,6 @@ struct Block
     static constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
     using L = Layout<kGranules, kTokens, kInputBytes>;
     using Two = typename Pair<T>::type;
-
     using Item = Vector<float, L::kItemNumbers>;
 
     struct Unit
