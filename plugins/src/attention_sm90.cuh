@@ -43,11 +43,6 @@ struct Shared
 
 // -- instructions -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void arrive(uint32_t barrier)
-{
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Both warpgroups.
 __device__ __forceinline__ void meet_all()
 {

@@ -34,6 +34,11 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+__device__ __forceinline__ void arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, too.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes)
 {

@@ -131,11 +131,6 @@ __device__ __forceinline__ void copy_stage(uint32_t to, CUtensorMap const& map, 
         : "memory");
 }
 
-__device__ __forceinline__ void arrive(uint32_t barrier)
-{
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // The warps that multiply wait for each other.
 __device__ __forceinline__ void meet_all()
 {
@@ -783,10 +778,6 @@ __device__ __forceinline__ void Block<T, W, kGranules, kTokens>::multiply()
                     Fragment<T, W>::decode(unit.upper[half], u[half]);
                     Fragment<T, W>::decode(unit.lower[half], v[half]);
                 }
-                if constexpr (!kDecoded)
-                {
-                    release(unit.upper[0].x ^ unit.upper[1].x ^ unit.lower[0].x ^ unit.lower[1].x);
-                }
                 if constexpr (kDecoded)
                 {
                     float d[2][kTiles][4] = {}; // of each half, so that fewer products wait for each other
@@ -822,6 +813,7 @@ __device__ __forceinline__ void Block<T, W, kGranules, kTokens>::multiply()
                 }
                 else
                 {
+                    release(unit.upper[0].x ^ unit.upper[1].x ^ unit.lower[0].x ^ unit.lower[1].x);
 #pragma unroll
                     for (int i = 0; i < 2 * kPairs; i += 2)
                     {
