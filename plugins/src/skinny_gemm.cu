@@ -476,6 +476,13 @@ __device__ __forceinline__ void Block<T, W, kGranules, kTokens>::multiply()
         unsigned char* const at = own_inputs + run % 2 * L::kInputs + place / 8 * (kTokens * kLine);
         return reinterpret_cast<uint4*>(at + swizzled(tile * 8 + quad, place % 8));
     };
+    auto const take_four = [](uint4 const& four, uint32_t (&to)[kPairs], int first)
+    {
+        to[first] = four.x;
+        to[first + 1] = four.y;
+        to[first + 2] = four.z;
+        to[first + 3] = four.w;
+    };
     auto const factors_at = [&](int run) // of tokens, see to_half; where the norm's weights were
     { return reinterpret_cast<float2*>(own_norms + run % 2 * kInputBytes) + part; };
     auto const take_kept = [&](int run)
@@ -486,12 +493,7 @@ __device__ __forceinline__ void Block<T, W, kGranules, kTokens>::multiply()
 #pragma unroll
             for (int i = 0; i < 2 * kPairs; i += 4)
             {
-                uint4 const four = *inputs_at(run, tile, i);
-                uint32_t(&to)[kPairs] = b[tile][i / kPairs];
-                to[i % kPairs] = four.x;
-                to[i % kPairs + 1] = four.y;
-                to[i % kPairs + 2] = four.z;
-                to[i % kPairs + 3] = four.w;
+                take_four(*inputs_at(run, tile, i), b[tile][i / kPairs], i % kPairs);
             }
             if constexpr (kToHalf)
             {
@@ -555,12 +557,7 @@ __device__ __forceinline__ void Block<T, W, kGranules, kTokens>::multiply()
 #pragma unroll
             for (int i = 0; i < 2 * kPairs; i += 4)
             {
-                uint4 const four = *inputs_at(run, tile, i);
-                uint32_t(&to)[kPairs] = x[i / kPairs];
-                to[i % kPairs] = four.x;
-                to[i % kPairs + 1] = four.y;
-                to[i % kPairs + 2] = four.z;
-                to[i % kPairs + 3] = four.w;
+                take_four(*inputs_at(run, tile, i), x[i / kPairs], i % kPairs);
             }
             if (is_normed)
             {
