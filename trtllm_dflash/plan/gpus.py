@@ -8,7 +8,7 @@ from trtllm_dflash.engine.config import Precision
 _GB, _TERA = 1e9, 1e12
 
 #: Measured on an H200: a large copy moves 4.24 of 4.8 TB/s (read and written), a large BF16 product does 683 of 989
-#: TFLOP/s (benchmarks/results/step-qwen3-8b-h200.json).
+#: TFLOP/s. Others of the kind differ by a percent or two: see the records in benchmarks/results.
 COPY_SHARE = 4.24 / 4.8
 GEMM_SHARE = 683 / 989
 

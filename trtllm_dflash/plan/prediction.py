@@ -7,9 +7,9 @@
     sums       of the ranks, two a layer
 
 The constants were fitted to captured steps on H200s, plain and drafted, at batch 1, 8 and 32: those of dense layers to
-Qwen3-8B's shape on one GPU (benchmarks/results/step-qwen3-8b-h200.json) and, more than 16 rows, on two and four
-(tensor-parallel-h200.md: of fewer rows that has older kernels); those of experts to gpt-oss-20b on one and gpt-oss-120b
-on two (step-gpt-oss-*-h200.json), and to the experts' kernels alone (experts-h200.json); those of sums to sums alone.
+Qwen3-8B's shape on one GPU, with older kernels of few rows than benchmarks/results/step-qwen3-8b-h200.json has, and,
+more than 16 rows, on two and four (tensor-parallel-h200.md); those of experts to gpt-oss-20b on one and gpt-oss-120b on
+two (step-gpt-oss-*-h200.json), and to the experts' kernels alone (experts-h200.json); those of sums to sums alone.
 """
 
 from dataclasses import dataclass
