@@ -20,11 +20,12 @@ import torch
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.shapes import random_weights, shape_config
-from trtllm_dflash.engine.cuda_session import CudaSession
-from trtllm_dflash.engine.session import Decode, Prefill
-from trtllm_dflash.engine.step_times import measure
+from trtllm_dflash.engine.ladder import draft_lengths
 from trtllm_dflash.ops.communicator import Solo
-from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, lengths_up_to
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength
+from trtllm_dflash.runtime.step_times import measure
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 
 STEPS = 24  # in a round, each starting from the same lengths
@@ -113,7 +114,7 @@ def main() -> None:
     batches = [int(part) for part in options.batch.split(",")]
     bench = Bench(options, batches)
     times = measure(bench.session)
-    lengths = lengths_up_to(bench.config.block_size)
+    lengths = draft_lengths(bench.config.block_size)
     print(
         f"{torch.cuda.get_device_name()}, {options.shape}, {bench.length} cached tokens, acceptance imposed: "
         f"{options.simulate_acceptance:g} tokens a step at K = {lengths[-1]}, "

@@ -141,7 +141,7 @@ def opened(arm: Arm, folder: Path, counted: Path) -> Iterator[tuple[LLM, set[int
     pair = {"name": "tiny", "target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
     build(BuildSettings.model_validate({**pair, **values, "precision": "fp32", "max_seq_len": 2048}), folder)
     ops = RoundedOps if arm.rounded else TorchOps
-    with patch("trtllm_dflash.engine.torch_session.TorchOps", ops), LLM.load(folder, "cpu") as llm:
+    with patch("trtllm_dflash.session.torch_session.TorchOps", ops), LLM.load(folder, "cpu") as llm:
         table = load_weights(folder, llm.config, 0).get(DRAFT_TO_TARGET)
         yield llm, None if table is None else set(table.tolist())
 

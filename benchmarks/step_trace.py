@@ -15,9 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trtllm_dflash.bench.shapes import random_weights, shape_config
-from trtllm_dflash.engine.cuda_session import CudaSession
-from trtllm_dflash.engine.session import Decode, Outcome, Prefill
 from trtllm_dflash.ops.communicator import Solo
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.step import Drafting
 
 STEPS = 12

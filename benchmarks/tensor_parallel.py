@@ -20,9 +20,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.bench.shapes import random_weights, shape_config
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.cuda_session import CudaSession
-from trtllm_dflash.engine.session import Decode, Prefill, Session
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
 CACHE_LENGTH = 1024

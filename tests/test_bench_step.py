@@ -285,7 +285,7 @@ def test_ctrl_c_shows_what_is_finished(monkeypatch, tmp_path):
     ],
 )
 def test_what_cannot_be_timed_is_refused(arguments, words, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.engine.ranks.launch_ranks", lambda tp, arguments: None)
+    monkeypatch.setattr("trtllm_dflash.session.ranks.launch_ranks", lambda tp, arguments: None)
     monkeypatch.setattr("trtllm_dflash.bench.step.World", lambda tp: pytest.fail("refused too late"))
     assert words in refusal("bench", "step", *arguments)
 

@@ -8,13 +8,14 @@ import pytest
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.demo import read_prompts
-from trtllm_dflash.engine.step_times import FILE, batch_sizes, step_times
+from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, lengths_up_to
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.runtime.step_times import FILE, step_times
 
-LENGTHS = lengths_up_to(16)
+LENGTHS = draft_lengths(16)
 
 
 def times(cost_of_a_row, drafter=0.2):
@@ -42,9 +43,9 @@ def follow(length, slots, survival, steps, seed=0):
 
 
 def test_lengths_end_with_the_whole_block():
-    assert lengths_up_to(16) == [0, 1, 2, 3, 5, 7, 11, 15]
-    assert lengths_up_to(10) == [0, 1, 2, 3, 5, 7, 9]
-    assert lengths_up_to(1) == [0]
+    assert draft_lengths(16) == [0, 1, 2, 3, 5, 7, 11, 15]
+    assert draft_lengths(10) == [0, 1, 2, 3, 5, 7, 9]
+    assert draft_lengths(1) == [0]
     assert batch_sizes(12) == [1, 2, 4, 8, 12]
 
 
@@ -125,12 +126,12 @@ def test_the_text_does_not_depend_on_the_length(llm, ahead):
 
 
 def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.engine.step_times._ROUNDS", 1)
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times._ROUNDS", 1)
     found = step_times(llm.session, tmp_path)
     assert set(found) == {(slots, drafts) for slots in (1, 3) for drafts in LENGTHS}
     assert all(0 < seconds < 10 for seconds in found.values())
     assert found[3, 15] > found[1, 0]
-    monkeypatch.setattr("trtllm_dflash.engine.step_times.measure", lambda session: {(1, 0): 1.0})
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session: {(1, 0): 1.0})
     assert step_times(llm.session, tmp_path) == found
     kept = json.loads((tmp_path / FILE).read_text())
     kept["machine"]["device"] = "another"

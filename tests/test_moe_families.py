@@ -36,13 +36,14 @@ from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.builder import BuildSettings, build
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.memory import plan_memory
-from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.weights import complete_weights
 
 # Windows of 16 tokens, prompts of 200; the original context of YaRN ends at 64.
 GPT_OSS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from tests.checkpoints import make_drafter, make_target
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.runtime.philox import philox, uniform_numbers
+from trtllm_dflash.session.philox import philox, uniform_numbers
 
 KNOWN_ANSWERS = [  # the Random123 distribution's own vectors for philox4x32-10: counter, key, output
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

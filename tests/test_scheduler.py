@@ -8,10 +8,10 @@ import pytest
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.demo import read_prompts
-from trtllm_dflash.engine.session import Decode, Prefill
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slots
+from trtllm_dflash.session.calls import Decode, Prefill
 
 TEXTS = [text for kind in read_prompts(3).values() for text in kind]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]

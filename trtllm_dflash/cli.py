@@ -41,7 +41,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except DFlashError as error:
-            from trtllm_dflash.engine.ranks import launched_rank
+            from trtllm_dflash.session.ranks import launched_rank
 
             if launched_rank():  # rank 0 speaks for all
                 sys.exit(1)
@@ -370,8 +370,8 @@ def generate(
 ) -> None:
     """Generate replies; one prompt streams to the terminal."""
     from trtllm_dflash.engine.directory import read_config
-    from trtllm_dflash.engine.ranks import end_on_interrupt, launch_ranks, launched_rank
     from trtllm_dflash.runtime.request import SamplingParams
+    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     params = validated(SamplingParams, given, "--")
@@ -385,8 +385,8 @@ def generate(
         launch_ranks(tp, sys.argv[1:])
     end_on_interrupt()
 
-    from trtllm_dflash.engine.threads import limit_threads
     from trtllm_dflash.llm import LLM
+    from trtllm_dflash.session.threads import limit_threads
 
     limit_threads(read_config(engine))
     with LLM.load(engine, device) as llm:
@@ -635,7 +635,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
     """Time plain and drafted steps against the least that they could take."""
     from trtllm_dflash.bench.plot import check_plot, plot_steps
     from trtllm_dflash.bench.step import StepBenchSettings, open_bench, ranks_of
-    from trtllm_dflash.engine.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
 
     given = {key: value for key, value in flags.items() if value is not None}
     settings = validated(StepBenchSettings, given, "--")

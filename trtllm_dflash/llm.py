@@ -13,12 +13,7 @@ from pydantic import ValidationError
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.engine.builder import BuildSettings, as_planned, open_checkpoints, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.cuda_session import CudaSession
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
-from trtllm_dflash.engine.ranks import World
-from trtllm_dflash.engine.session import Session
-from trtllm_dflash.engine.tensorrt_session import TensorRTSession, load_engine
-from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.weights import cache_scales, read_rank_weights
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
@@ -26,6 +21,12 @@ from trtllm_dflash.runtime import request
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.ranks import World
+from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
+from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.tokenizer import TextCodec
 
 __all__ = ["LLM", "Completion", "SamplingParams", "TextChunk"]
@@ -285,22 +286,6 @@ class LLM:
             return None
         is_chat = not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
         return self.codec.reply(stop) if is_chat else TextStream(self.codec.backend, stop)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that a name means.
-
-    Raises:
-        SettingsError: there is no device of that name.
-        EngineError: CUDA is asked for, and torch sees no GPU.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise SettingsError(f"--device {name}: choose cpu, cuda or auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EngineError("--device cuda: torch sees no CUDA GPU; use --device cpu, or see trtllm-dflash doctor")
-    return torch.device(name)
 
 
 def _is_message(message: object) -> bool:

@@ -10,11 +10,12 @@ import torch
 from tests.conftest import TINY
 from tests.gpu.test_cuda import acceptance, load_tiny, shipped_prompts
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.engine.cuda_session import CudaSession
-from trtllm_dflash.engine.session import Decode, Prefill
-from trtllm_dflash.runtime.draft_length import DraftLength, lengths_up_to
+from trtllm_dflash.engine.ladder import draft_lengths
+from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -27,7 +28,7 @@ class RandomDraftLength(DraftLength):
         self._chance = random.Random(8)
 
     def choose(self, slots: int) -> int:
-        return self._chance.choice(lengths_up_to(16))
+        return self._chance.choice(draft_lengths(16))
 
 
 def test_graphs_in_any_order_give_the_tokens_of_the_cpu(tiny: LLM) -> None:
@@ -121,7 +122,7 @@ def test_kernels_draft_as_well_as_torch_does(precision: str, monkeypatch: pytest
     with_kernels = load_tiny(precision)
     if not with_kernels.session.has_kernels:  # type: ignore[attr-defined]
         pytest.skip("the CUDA kernels are not built (make kernels)")
-    monkeypatch.setattr("trtllm_dflash.engine.cuda_session._has_kernels", lambda config: False)
+    monkeypatch.setattr("trtllm_dflash.session.cuda_session._has_kernels", lambda config: False)
     without = load_tiny(precision)
     found, expected = with_kernels.generate(prompts, params), without.generate(prompts, params)
     assert acceptance(found) == pytest.approx(acceptance(expected), rel=0.05)

@@ -5,11 +5,11 @@ import torch
 
 from tests.gpu.test_cuda import load_tiny, shipped_prompts
 from tests.gpu.test_kernels import HALVES, assert_close, layer_weights, why_not
-from trtllm_dflash.engine.cuda_session import CudaSession
-from trtllm_dflash.engine.session import Decode, Prefill
 from trtllm_dflash.ops import AttentionLayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())

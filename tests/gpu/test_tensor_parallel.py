@@ -15,10 +15,10 @@ from tests.conftest import TINY
 from tests.gpu.test_cuda import acceptance, load_tiny, shipped_prompts
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
-from trtllm_dflash.engine.cuda_session import CudaSession
-from trtllm_dflash.engine.session import Decode, Prefill
 from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 from trtllm_dflash.tokenizer import TextCodec
 

@@ -13,8 +13,8 @@ from tests.conftest import build_tiny, refusal, succeeds
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.tensorrt_ranks import check_host_memory, compile_ranks, host_memory
-from trtllm_dflash.engine.tensorrt_session import check_version
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.session.tensorrt_session import check_version
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
 

@@ -13,13 +13,14 @@ from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.builder import BuildSettings, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.memory import cache_shapes
-from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import unit_range
 from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.tensorrt_attention import write_sink_key
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.weights import complete_weights
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
 
 Tensor = torch.Tensor

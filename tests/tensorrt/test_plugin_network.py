@@ -28,11 +28,12 @@ from tests.tensorrt.test_network import Both, compare_generation, make_config, m
 from tests.tensorrt.test_session import CPU, EvaluatedEngine, replies
 from trtllm_dflash.engine.tensorrt_compiler import Plan
 from trtllm_dflash.engine.tensorrt_network import build_network
-from trtllm_dflash.engine.tensorrt_session import TensorRTSession, load_engine
-from trtllm_dflash.engine.torch_session import TorchSession
-from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers, load_plugin
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
+from trtllm_dflash.session.torch_session import TorchSession
+from trtllm_dflash.session.weights import complete_weights
 
 
 @pytest.fixture

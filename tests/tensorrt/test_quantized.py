@@ -15,11 +15,12 @@ from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.builder import BuildSettings, as_planned, plan_engine
 from trtllm_dflash.engine.caches import choose_caches
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
 from trtllm_dflash.ops.linear_weight import QuantizedWeight
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.weights import complete_weights
 from trtllm_dflash.step import Drafting, StepInputs
 
 Tensor = torch.Tensor

@@ -10,10 +10,11 @@ from tests.checkpoints import make_drafter, make_qwen3_moe
 from tests.quantized import quantize_folder
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.builder import as_planned
-from trtllm_dflash.engine.weights import complete_weights, read_rank_weights
+from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.ops import MoELayer
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.weights import complete_weights
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 

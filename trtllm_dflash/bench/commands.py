@@ -205,7 +205,7 @@ def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
     from trtllm_dflash.bench.local_target import LocalTarget
     from trtllm_dflash.bench.machine import machine
     from trtllm_dflash.bench.sweep import imposed_curve
-    from trtllm_dflash.engine.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
 
     settings = with_shape_defaults(settings)
     tp = ranks_of(settings)

@@ -9,11 +9,11 @@ import math
 import torch
 
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
-from trtllm_dflash.engine.session import Session
-from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.ops import Acceptance, Ops
-from trtllm_dflash.runtime.philox import uniform_numbers
+from trtllm_dflash.session.philox import uniform_numbers
+from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
 
 Tensor = torch.Tensor

@@ -15,11 +15,12 @@ from trtllm_dflash.bench.step import check_room, own_device, random_session
 from trtllm_dflash.bench.sweep import SweepSettings
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.ranks import World
-from trtllm_dflash.engine.threads import limit_threads
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.ranks import World
+from trtllm_dflash.session.threads import limit_threads
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 256
 _RANDOM_SAMPLES = 512

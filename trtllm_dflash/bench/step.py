@@ -17,15 +17,17 @@ from trtllm_dflash.bench.floor import Work, floor_seconds, step_work
 from trtllm_dflash.bench.machine import Rates, free_memory, machine, measure_rates, versions
 from trtllm_dflash.bench.shapes import SHAPES, asked_precision, find_shape, random_weights, shape_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
-from trtllm_dflash.engine.cuda_session import CudaSession
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.memory import GB, RESERVED, plan_memory
-from trtllm_dflash.engine.ranks import World
-from trtllm_dflash.engine.session import Decode, Outcome, Prefill, Session
-from trtllm_dflash.engine.threads import limit_threads
-from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.llm import LLM
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.ranks import World
+from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.threads import limit_threads
+from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
 
 SCHEMA_VERSION = 1

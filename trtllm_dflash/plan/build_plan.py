@@ -21,6 +21,7 @@ from trtllm_dflash.engine.builder import (
     plan_engine,
 )
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.engine.memory import (
     GB,
     GPUS,
@@ -32,7 +33,6 @@ from trtllm_dflash.engine.memory import (
     plan_memory,
     stored_bytes,
 )
-from trtllm_dflash.engine.step_times import batch_sizes
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
@@ -49,7 +49,6 @@ from trtllm_dflash.plan.prediction import (
     predict_step,
     sum_bytes,
 )
-from trtllm_dflash.runtime.draft_length import lengths_up_to
 from trtllm_dflash.step import Drafting
 
 _CACHE_LENGTH = 1024
@@ -380,7 +379,7 @@ def _points(config: EngineConfig, gpu: str, acceptance: float | None, batches: l
         points.append(_point(count, gpu, acceptance, "plain", batch, 0, length))
         if config.drafter is None:
             continue
-        lengths = lengths_up_to(config.block_size)
+        lengths = draft_lengths(config.block_size)
         drafted = [_point(count, gpu, acceptance, "draft", batch, drafts, length) for drafts in lengths]
         if acceptance is not None:
             best = max(drafted, key=lambda point: point.tokens_per_second or 0)

@@ -12,7 +12,6 @@ from torch import nn
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
 from trtllm_dflash.checkpoint.quantized import MODELOPT_FILE
-from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -20,6 +19,7 @@ from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
+from trtllm_dflash.session.torch_session import TorchSession
 
 Tensor = torch.Tensor
 OpsKind = TypeVar("OpsKind", bound=TorchOps)

@@ -13,13 +13,14 @@ from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import Progress
 from trtllm_dflash.engine.directory import written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.llm import LLM, pick_device
+from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
 from trtllm_dflash.quantize.drafter import quantize_drafter
 from trtllm_dflash.quantize.modelopt import load_modelopt
 from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
 from trtllm_dflash.quantize.target import quantize_target
 from trtllm_dflash.quantize.text import Samples, read_samples
+from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.tokenizer import TextCodec
 
 SHIPPED_TEXT = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"

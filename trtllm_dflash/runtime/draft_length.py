@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
-#: Draft lengths to choose from, those that a drafter's block allows: each is a captured graph for every batch size.
-LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 #: Steps between two tries of the next longer length, without which a drafter that has become good is never noticed.
 PROBE_STEPS = 64
 #: Drafts at a position that are remembered: about so many, the recent ones more.
@@ -86,8 +84,3 @@ class AdaptiveDraftLength(DraftLength):
         below = max((known for known in self._slots if known <= slots), default=above)
         low, high = self._times[below, drafts], self._times[above, drafts]
         return low if above == below else low + (high - low) * (slots - below) / (above - below)
-
-
-def lengths_up_to(block_size: int) -> list[int]:
-    """The lengths to choose from with a drafter of this block size, its whole block among them."""
-    return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})

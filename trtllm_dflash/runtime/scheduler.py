@@ -9,13 +9,14 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
-from trtllm_dflash.engine.session import Copy, Decode, Outcome, Prefill, Session, SlotSampling
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slot, Slots
 from trtllm_dflash.runtime.statistics import Statistics
+from trtllm_dflash.session.calls import Copy, Decode, Prefill, SlotSampling
+from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.step import Drafting
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from trtllm_dflash.engine.step_times import step_times
 from trtllm_dflash.errors import (
     CancelledError,
     DFlashError,
@@ -21,6 +20,7 @@ from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength,
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.statistics import Statistics
+from trtllm_dflash.runtime.step_times import step_times
 
 if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Prompt

@@ -14,7 +14,6 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.threads import limit_threads
 from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Completion, Update
@@ -31,6 +30,7 @@ from trtllm_dflash.serving.tensors import (
     string_tensor,
     wants_codes,
 )
+from trtllm_dflash.session.threads import limit_threads
 
 
 @dataclass(eq=False)

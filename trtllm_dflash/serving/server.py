@@ -21,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from trtllm_dflash.engine.ranks import RANK_VARIABLES, find_launcher
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
 from trtllm_dflash.serving.triton import STUB, find_triton
+from trtllm_dflash.session.ranks import RANK_VARIABLES, find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 GRACE = 5  # seconds that running requests get when the server is told to end

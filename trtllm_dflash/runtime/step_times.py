@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-from trtllm_dflash.engine.session import Decode, Prefill, Session
-from trtllm_dflash.runtime.draft_length import StepTimes, lengths_up_to
+from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
+from trtllm_dflash.runtime.draft_length import StepTimes
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
 FILE = "step_times.json"
@@ -44,7 +46,7 @@ def measure(session: Session) -> StepTimes:
     for slots in sizes:
         for slot in range(slots):
             session.prefill(Prefill(slot, position, [0], True, Drafting.CONTEXT, 1)).read()
-        for drafts in lengths_up_to(config.block_size):
+        for drafts in draft_lengths(config.block_size):
             drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
             step = Decode([drafts + 1] * slots, drafting, drafts + 1, sampled=False)
             rounds = []
@@ -56,11 +58,6 @@ def measure(session: Session) -> StepTimes:
                 rounds.append((time.perf_counter() - begin) / _STEPS)
             times[slots, drafts] = statistics.median(rounds[1:])  # the first one may compile and capture
     return times
-
-
-def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most."""
-    return sorted({size for power in range(most.bit_length()) if (size := 2**power) <= most} | {most})
 
 
 def _machine(session: Session) -> dict[str, str]:

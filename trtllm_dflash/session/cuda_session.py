@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.session import Decode, Prefill
-from trtllm_dflash.engine.step_times import batch_sizes
-from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.engine.ladder import batch_sizes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
+from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor

@@ -3,12 +3,12 @@
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.session import Session
-from trtllm_dflash.engine.weights import complete_weights, multiplied_weights
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.weights import complete_weights, multiplied_weights
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
 
 Tensor = torch.Tensor

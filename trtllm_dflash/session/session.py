@@ -4,11 +4,8 @@ Each slot's next rows and position lie on the device, where a step leaves them f
 take part, launches, and reads what a step decided when it likes.
 """
 
-import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -17,57 +14,11 @@ from trtllm_dflash.engine.memory import GB, cache_shapes, plan_memory
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.runtime.philox import uniform_numbers
+from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, call_of, words_of
+from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
-
-_DRAFTING = list(Drafting)
-
-
-@dataclass(frozen=True)
-class SlotSampling:
-    """How the tokens of one slot are chosen; see `SamplingParams`."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A chunk of a prompt, into one slot."""
-
-    slot: int
-    start: int  # position of its first token
-    token_ids: list[int]
-    last: bool  # the reply's first token comes out of it, and the first block
-    drafting: Drafting
-    block: int  # rows of the block to draft
-    sampling: SlotSampling = SlotSampling()
-
-
-@dataclass(frozen=True)
-class Decode:
-    """A step of the slots 0..B-1 together."""
-
-    row_counts: list[int]  # [B] rows of each that are verified: the bonus token and drafts; 0: it takes no part
-    drafting: Drafting
-    block: int  # rows of the block to draft for the next step
-    sampled: bool  # False: all of them are greedy
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The first rows of one slot's caches, into another's."""
-
-    source: int
-    target: int
-    rows: int
-
-
-Call = Prefill | Decode | Copy
 
 
 class Outcome:
@@ -91,32 +42,6 @@ class Outcome:
         return [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
 
 
-class _Slots:
-    """What the device keeps of every slot between steps."""
-
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        slots, block = config.max_batch, config.block_size if config.drafter else 1
-        self.tokens = torch.zeros(slots, block, dtype=torch.int32, device=device)  # bonus token and drafts
-        self.start = torch.zeros(slots, dtype=torch.int32, device=device)  # position of the bonus token
-        self.temperature = torch.zeros(slots, device=device)
-        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(slots, device=device)
-        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
-
-    def sampling(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
-        """Of some slots, for rows at positions [B, R]."""
-        # The number belongs to the position of the token that is chosen: one after its row.
-        uniform = uniform_numbers(self.seed[slots], positions + 1)
-        return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
-
-    def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
-        # fill_: assigning a number to an element would stop for the device.
-        self.temperature[slot].fill_(sampling.temperature)
-        self.top_k[slot].fill_(sampling.top_k)
-        self.top_p[slot].fill_(sampling.top_p)
-        self.seed[slot].fill_(_signed(sampling.seed))
-
-
 class Session(ABC):
     """One rank of an engine, loaded: its weights, and the K/V caches of `config.max_batch` slots.
 
@@ -137,7 +62,7 @@ class Session(ABC):
         self.device = device
         self.communicator = communicator
         self.caches = _allocate_caches(config, device)
-        self._slots = _Slots(config, device)
+        self._slots = SlotTensors(config, device)
         self._closed = False
 
     @property
@@ -292,14 +217,14 @@ class Session(ABC):
     # -- calls between ranks: their number of integers, then the integers -------------------------------------------
 
     def _send(self, call: Call | None) -> None:
-        words = [] if call is None else list(_words(call))
+        words = [] if call is None else list(words_of(call))
         self._broadcast(torch.tensor([len(words)]))
         if words:
             self._broadcast(torch.tensor(words))
 
     def _receive(self) -> Call | None:
         count = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
-        return _call(self._broadcast(torch.zeros(count, dtype=torch.int64)).tolist()) if count else None
+        return call_of(self._broadcast(torch.zeros(count, dtype=torch.int64)).tolist()) if count else None
 
     def _broadcast(self, x: Tensor) -> Tensor:
         return self.communicator.broadcast(x)  # from host to host: the device is not waited for
@@ -308,44 +233,6 @@ class Session(ABC):
 def _decided(out: StepOutputs[Tensor]) -> Tensor:
     """What the host reads of a step, as one tensor."""
     return torch.cat([out.accepted[:, None], out.target_ids], dim=1)
-
-
-def _words(call: Call) -> Iterator[int]:
-    """A call as integers; real numbers by their bits."""
-    if isinstance(call, Copy):
-        yield from (0, call.source, call.target, call.rows)
-    elif isinstance(call, Decode):
-        yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
-    else:
-        yield from (2, call.slot, call.start, call.last, _DRAFTING.index(call.drafting), call.block)
-        sampling = call.sampling
-        yield from (_bits(sampling.temperature), sampling.top_k, _bits(sampling.top_p), _signed(sampling.seed))
-        yield from call.token_ids
-
-
-def _call(words: list[int]) -> Call:
-    kind, *rest = words
-    if kind == 0:
-        return Copy(*rest)
-    if kind == 1:
-        drafting, block, sampled, *row_counts = rest
-        return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))
-    slot, start, last, drafting, block, temperature, top_k, top_p, seed, *token_ids = rest
-    sampling = SlotSampling(_real(temperature), top_k, _real(top_p), seed % 2**64)
-    return Prefill(slot, start, token_ids, bool(last), _DRAFTING[drafting], block, sampling)
-
-
-def _signed(seed: int) -> int:
-    """A seed of 64 bits as torch's int64 of the same bits."""
-    return seed - 2**64 if seed >= 2**63 else seed
-
-
-def _bits(x: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", x))[0])
-
-
-def _real(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _moved(inputs: StepInputs[Tensor], device: torch.device) -> StepInputs[Tensor]:

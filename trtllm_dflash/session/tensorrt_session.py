@@ -9,13 +9,13 @@ import torch
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import PLUGIN_FILE, check_file
-from trtllm_dflash.engine.session import Session
 from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor

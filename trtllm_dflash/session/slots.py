@@ -1,0 +1,36 @@
+"""Tensors that the device keeps of every slot between two steps."""
+
+import torch
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.session.calls import SlotSampling, signed
+from trtllm_dflash.session.philox import uniform_numbers
+
+Tensor = torch.Tensor
+
+
+class SlotTensors:
+    """Next rows, position and sampling of every slot, on the device; B of `sampling` are the slots of its slice."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        slots, block = config.max_batch, config.block_size if config.drafter else 1
+        self.tokens = torch.zeros(slots, block, dtype=torch.int32, device=device)  # bonus token and drafts
+        self.start = torch.zeros(slots, dtype=torch.int32, device=device)  # position of the bonus token
+        self.temperature = torch.zeros(slots, device=device)
+        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(slots, device=device)
+        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def sampling(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
+        """Sampling inputs of `slots` for rows at `positions` [B, R]."""
+        # The number belongs to the position of the token that is chosen: one after its row.
+        uniform = uniform_numbers(self.seed[slots], positions + 1)
+        return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
+
+    def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
+        # fill_: assigning a number to an element would stop for the device.
+        self.temperature[slot].fill_(sampling.temperature)
+        self.top_k[slot].fill_(sampling.top_k)
+        self.top_p[slot].fill_(sampling.top_p)
+        self.seed[slot].fill_(signed(sampling.seed))

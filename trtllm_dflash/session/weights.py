@@ -1,0 +1,61 @@
+"""A rank's stored tensors on its device, completed with what need not be stored."""
+
+import torch
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.memory import cache_shapes
+from trtllm_dflash.models.drafter import PREFIX
+from trtllm_dflash.models.rope import rope_tables
+from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8
+from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight, stored_tensors
+
+
+def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
+    """Adds RoPE tables, this rank's view of a tied embedding, and a scale of 1 for FP8 caches that were given none."""
+    complete = dict(weights)
+    target = config.target
+    if target.tied_embeddings:
+        size = target.vocab_size // config.tp
+        complete["lm_head.weight"] = weights["model.embed_tokens.weight"][rank * size : (rank + 1) * size]
+    device = weights["model.embed_tokens.weight"].device
+    models = {"rope": target} if config.drafter is None else {"rope": target, PREFIX + "rope": config.drafter}
+    for name, model in models.items():
+        cos, sin = rope_tables(model.rope, model.head_size, config.cache_length)
+        complete[name + ".cos"] = cos.to(device, config.dtype)
+        complete[name + ".sin"] = sin.to(device, config.dtype)
+    if config.kv == "fp8":
+        for name in cache_shapes(config):
+            complete.setdefault(name + ".scale", torch.ones((), device=device))
+    return complete
+
+
+def multiplied_weights(
+    weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The weights on a device, where matrices that it does not multiply as they are stored have become `dtype`.
+
+    One after the other, so that no more than one of them is there twice. Experts stay as they are: those that rows
+    choose are dequantized then.
+    """
+    moved: dict[str, torch.Tensor] = {}
+    scales: set[str] = set()
+    for name, tensor in weights.items():
+        linear = name.removesuffix(".weight")
+        weight = tensor if linear == name else linear_weight(weights, linear)
+        if isinstance(weight, torch.Tensor):
+            moved[name] = tensor.to(device)
+            continue
+        parts = {key: part.to(device) for key, part in stored_tensors(linear, weight).items()}
+        if weight.values.ndim == 3 or _multiplies(device, weight):
+            moved |= parts
+            continue
+        there = linear_weight(parts, linear)
+        assert not isinstance(there, torch.Tensor)
+        moved[name] = there.dequantize().to(dtype)
+        scales |= parts.keys() - {name}
+    return {name: tensor for name, tensor in moved.items() if name not in scales}
+
+
+def _multiplies(device: torch.device, weight: QuantizedWeight) -> bool:
+    """Whether `TorchOps` has a product of that weight: FP8 with a scale a row, on GPUs that multiply FP8."""
+    return isinstance(weight, Fp8Weight) and not weight.by_block and multiplies_fp8(device)
