@@ -15,7 +15,7 @@ import torch
 
 from trtllm_dflash.bench import machine
 from trtllm_dflash.bench.shapes import SHAPES, random_weights, shape_config
-from trtllm_dflash.engine.tensorrt_compiler import CompileSettings, compile_rank
+from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.session.weights import complete_weights
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_dflash.build.builder import BuildSettings
 from trtllm_dflash.catalog import CatalogEntry, find_entry, load_catalog
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.engine.builder import BuildSettings
 from trtllm_dflash.errors import SettingsError
 
 VALID = """

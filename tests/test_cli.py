@@ -12,8 +12,8 @@ import pytest
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import refusal, run, succeeds
 from trtllm_dflash import __version__, doctor
+from trtllm_dflash.build.builder import BuildSettings
 from trtllm_dflash.cli import main
-from trtllm_dflash.engine.builder import BuildSettings
 from trtllm_dflash.engine.directory import read_config
 
 CONFIGS = sorted(file.stem for file in (Path(__file__).parents[1] / "build_configs").glob("*.yaml"))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target
 from tests.conftest import refusal, run, succeeds
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.engine.builder import BuildSettings, build
+from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.errors import EngineError
 
 
@@ -370,7 +370,7 @@ def test_end_tokens_left_open_are_the_configuration_s(checkpoints, tmp_path):
 
 def test_a_known_target_gets_the_chat_arguments_that_its_drafter_needs(checkpoints, tmp_path, monkeypatch):
     folders = {"Qwen/Qwen3-8B": checkpoints / "target", "mine": checkpoints / "drafter"}
-    monkeypatch.setattr("trtllm_dflash.engine.builder.resolve", folders.__getitem__)
+    monkeypatch.setattr("trtllm_dflash.build.builder.resolve", folders.__getitem__)
     assert LLM.from_pretrained("Qwen/Qwen3-8B", "mine", device="cpu").config.chat_arguments == {
         "enable_thinking": False
     }
@@ -389,7 +389,7 @@ def test_heads_that_cannot_share_key_value_heads_are_refused(checkpoints, tmp_pa
 def test_a_killed_build_leaves_nothing(checkpoints, tmp_path):
     script = (
         "import sys, time\n"
-        "import trtllm_dflash.engine.builder as builder\n"
+        "import trtllm_dflash.build.builder as builder\n"
         "from trtllm_dflash.cli import main\n"
         "builder.read_rank_weights = lambda *_: (print('reading', flush=True), time.sleep(30))\n"
         "main()\n"

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_gpt_oss, make_target
 from tests.conftest import TINY, refusal, succeeds
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.demo import read_prompts
-from trtllm_dflash.engine.builder import BuildSettings, plan_engine
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.memory import plan_memory
 from trtllm_dflash.errors import CheckpointError

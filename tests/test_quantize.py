@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, refusal, succeeds
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, build_tiny
+from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.demo import read_prompts
-from trtllm_dflash.engine.builder import BuildSettings, build
 
 pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
 

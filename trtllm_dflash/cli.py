@@ -148,7 +148,7 @@ def build(
     **flags: Any,
 ) -> None:
     """Build an engine directory from a target and its drafter."""
-    from trtllm_dflash.engine import builder
+    from trtllm_dflash.build import builder
     from trtllm_dflash.engine.directory import read_config
 
     given = {key: value for key, value in flags.items() if value is not None}
@@ -192,8 +192,8 @@ def _show_plan(model: str | None, assignments: tuple[str, ...], flags: dict[str,
 
 def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any]) -> Any:
     """Settings from the pair's build configuration, then --set, then flags; each overrides the one before."""
+    from trtllm_dflash.build.builder import BuildSettings
     from trtllm_dflash.catalog import find_entry
-    from trtllm_dflash.engine.builder import BuildSettings
     from trtllm_dflash.models import FAMILIES
 
     values: dict[str, Any] = {}
@@ -291,8 +291,8 @@ def quantize(model: str | None, output: Path | None, force: bool, as_json: bool,
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(engine: Path, caches: bool, as_json: bool) -> None:
     """Say what an engine directory holds, and the memory it needs."""
+    from trtllm_dflash.build.inspection import inspect_engine
     from trtllm_dflash.engine.directory import PLUGIN_FILE
-    from trtllm_dflash.engine.inspection import inspect_engine
 
     found = inspect_engine(engine)
     if as_json:
@@ -693,8 +693,8 @@ main.add_command(report_command)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
 def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output: Path | None, as_json: bool) -> None:
     """Watch the drafter speed up the model without changing a token."""
+    from trtllm_dflash.build import builder
     from trtllm_dflash.demo import run_demo
-    from trtllm_dflash.engine import builder
     from trtllm_dflash.engine.directory import read_config
     from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from trtllm_dflash.build.builder import BuildSettings, as_planned, open_checkpoints, plan_engine
+from trtllm_dflash.build.weights import cache_scales, read_rank_weights
 from trtllm_dflash.checkpoint.validation import first_problem
-from trtllm_dflash.engine.builder import BuildSettings, as_planned, open_checkpoints, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
-from trtllm_dflash.engine.weights import cache_scales, read_rank_weights
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.runtime import request

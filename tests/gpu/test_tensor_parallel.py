@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.conftest import TINY
 from tests.gpu.test_cuda import acceptance, load_tiny, shipped_prompts
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.engine.builder import BuildSettings, open_checkpoints, plan_engine
-from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.build.builder import BuildSettings, open_checkpoints, plan_engine
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill
 from trtllm_dflash.session.cuda_session import CudaSession

@@ -151,7 +151,7 @@ class PluginTensorRT:
 def use_plugins(monkeypatch: pytest.MonkeyPatch) -> PluginTensorRT:
     """Makes our code find the datacenter edition."""
     trt = PluginTensorRT()
-    modules = ("ops.tensorrt_ops", "ops.tensorrt_plugin", "engine.tensorrt_network", "engine.tensorrt_session")
-    for module in (*modules, "engine.builder"):
+    modules = ("ops.tensorrt_ops", "ops.tensorrt_plugin", "build.tensorrt_network", "session.tensorrt_session")
+    for module in (*modules, "build.builder"):
         monkeypatch.setattr(f"trtllm_dflash.{module}.load_tensorrt", lambda: trt)
     return trt

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from tests.conftest import build_tiny, refusal, succeeds
+from trtllm_dflash.build.tensorrt_ranks import check_host_memory, compile_ranks, host_memory
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.tensorrt_ranks import check_host_memory, compile_ranks, host_memory
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.session.tensorrt_session import check_version
 
@@ -144,7 +144,7 @@ def test_a_plan_of_another_tensorrt_is_refused(engine):
 
 
 def test_a_killed_worker_is_said_to_be_one(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.engine.tensorrt_ranks._compile", _die)
+    monkeypatch.setattr("trtllm_dflash.build.tensorrt_ranks._compile", _die)
     config = read_config(engine)
     with pytest.raises(EngineError, match="use fewer --workers"):
         compile_ranks(None, config, tmp_path, tmp_path, 2, lambda *_: None)  # type: ignore[arg-type]

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from tests.checkpoints import make_drafter, make_target
+from trtllm_dflash.build.builder import BuildSettings, plan_engine
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.builder import BuildSettings, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.memory import weight_count
-from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.session.weights import complete_weights
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
 
-from trtllm_dflash.engine.tensorrt_compiler import (
+from trtllm_dflash.build.tensorrt_compiler import (
     CompileSettings,
     Plan,
     compile_rank,

@@ -8,18 +8,18 @@ import torch
 
 from tests.checkpoints import edit_tensors, make_drafter, make_gpt_oss, make_qwen3_moe
 from tests.conftest import succeeds
+from trtllm_dflash.build.inspection import inspect_engine
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config
-from trtllm_dflash.engine.inspection import inspect_engine
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import trt
 from tests.tensorrt.test_network import BLOCK, Both, compare_generation, make_config
-from trtllm_dflash.engine.tensorrt_compiler import Plan
-from trtllm_dflash.engine.tensorrt_network import build_network
+from trtllm_dflash.build.tensorrt_compiler import Plan
+from trtllm_dflash.build.tensorrt_network import build_network
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_build_reports_what_the_transcode_to_nvfp4_lost(
     def damp(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.experts.down_proj_scales"][2, 5, 0] -= 40
 
-    monkeypatch.setattr("trtllm_dflash.engine.tensorrt_ranks.compile_rank", compiled_elsewhere)
+    monkeypatch.setattr("trtllm_dflash.build.tensorrt_ranks.compile_rank", compiled_elsewhere)
     target, engine = make_gpt_oss(tmp_path / "target", layers=2), tmp_path / "engine"
     if lossy:
         edit_tensors(target, damp)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.checkpoints import make_drafter, make_target
+from trtllm_dflash.build.builder import BuildSettings, plan_engine
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.builder import BuildSettings, plan_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.memory import cache_shapes
-from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import unit_range
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import evaluate, trt  # noqa: E402
-from trtllm_dflash.engine.tensorrt_network import build_network, io_of, step_io  # noqa: E402
+from trtllm_dflash.build.tensorrt_network import build_network, io_of, step_io  # noqa: E402
 
 TINY_PAIR = Path(__file__).parents[2] / "trtllm_dflash" / "pairs" / "tiny"
 SLOTS, CHUNK, BLOCK = 3, 24, 4

@@ -26,9 +26,9 @@ from tests.tensorrt.plugin_network import LIBRARY, PluginBuilder, PluginTensorRT
 from tests.tensorrt.test_moe_network import make_moe_pair
 from tests.tensorrt.test_network import Both, compare_generation, make_config, make_pair
 from tests.tensorrt.test_session import CPU, EvaluatedEngine, replies
-from trtllm_dflash.engine.tensorrt_compiler import Plan
-from trtllm_dflash.engine.tensorrt_network import build_network
-from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.build.tensorrt_compiler import Plan
+from trtllm_dflash.build.tensorrt_network import build_network
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers, load_plugin
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
@@ -140,7 +140,7 @@ def compiled(builder: PluginBuilder, datacenter: PluginTensorRT, monkeypatch: py
         step = build_network(builder, config, weights, rank, 120)
         return Plan(memoryview(b"plan"), step.network.num_layers, step.weight_count, step.transcoded)
 
-    monkeypatch.setattr("trtllm_dflash.engine.tensorrt_ranks.compile_rank", compile_rank)
+    monkeypatch.setattr("trtllm_dflash.build.tensorrt_ranks.compile_rank", compile_rank)
     datacenter.libraries.clear()
     return datacenter
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from tests.checkpoints import make_drafter, make_target
 from tests.quantized import quantize_folder
+from trtllm_dflash.build.builder import BuildSettings, as_planned, plan_engine
+from trtllm_dflash.build.caches import choose_caches
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.builder import BuildSettings, as_planned, plan_engine
-from trtllm_dflash.engine.caches import choose_caches
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
 from trtllm_dflash.ops.linear_weight import QuantizedWeight
@@ -29,7 +29,7 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 
 from tests.tensorrt.evaluator import evaluate, trt  # noqa: E402
 from tests.tensorrt.test_network import TINY_PAIR, Both, bound_inputs, ints  # noqa: E402
-from trtllm_dflash.engine.tensorrt_compiler import CompileSettings, Plan, compile_rank  # noqa: E402
+from trtllm_dflash.build.tensorrt_compiler import CompileSettings, Plan, compile_rank  # noqa: E402
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps  # noqa: E402
 
 STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)

@@ -8,9 +8,9 @@ import torch
 
 from tests.checkpoints import make_drafter, make_qwen3_moe
 from tests.quantized import quantize_folder
+from trtllm_dflash.build.builder import as_planned
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.builder import as_planned
-from trtllm_dflash.engine.weights import read_rank_weights
 from trtllm_dflash.ops import MoELayer
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -21,7 +21,7 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 from tests.tensorrt.evaluator import evaluate, trt
 from tests.tensorrt.test_network import BLOCK, Both, compare_generation
 from tests.tensorrt.test_quantized import STRONGLY_TYPED, _to_fp8, _to_nvfp4, make_config
-from trtllm_dflash.engine.tensorrt_compiler import CompileSettings, compile_rank
+from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps
 
 Tensor = torch.Tensor

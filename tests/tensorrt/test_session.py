@@ -16,8 +16,8 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 from tests.tensorrt.evaluator import evaluate, trt
 from tests.tensorrt.test_moe_network import make_moe_pair
 from tests.tensorrt.test_network import ints, make_config, make_pair, make_sampling
-from trtllm_dflash.engine.tensorrt_network import DECODE, PREFILL, StepNetwork, build_network
-from trtllm_dflash.engine.weights import read_rank_weights
+from trtllm_dflash.build.tensorrt_network import DECODE, PREFILL, StepNetwork, build_network
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.runtime.request import SamplingParams, Sequence

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import torch
 
+from trtllm_dflash.build.precision import rounded
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.precision import rounded
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig

@@ -10,9 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.floor import StepCount, experts_touched, is_expert
 from trtllm_dflash.bench.shapes import SHAPES, shape_config
-from trtllm_dflash.checkpoint.hub import PACKAGE
-from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.builder import (
+from trtllm_dflash.build.builder import (
     BuildSettings,
     build_precision,
     check_sides,
@@ -20,6 +18,8 @@ from trtllm_dflash.engine.builder import (
     open_checkpoints,
     plan_engine,
 )
+from trtllm_dflash.checkpoint.hub import PACKAGE
+from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.engine.memory import (

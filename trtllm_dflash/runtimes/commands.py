@@ -155,8 +155,8 @@ def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> N
 @click.option("--force", is_flag=True, help="Replace an export that stands at --output.")
 def export(engine: Path, output: Path, force: bool) -> None:
     """Write an engine's pair as Hugging Face folders: target and drafter."""
-    from trtllm_dflash.engine.export import DRAFTER, TARGET
-    from trtllm_dflash.engine.export import export as run
+    from trtllm_dflash.build.export import DRAFTER, TARGET
+    from trtllm_dflash.build.export import export as run
 
     with progress_bar() as progress:
         has_drafter = run(engine, output, force, progress)

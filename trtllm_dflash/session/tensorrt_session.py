@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from trtllm_dflash.build.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import PLUGIN_FILE, check_file
-from trtllm_dflash.engine.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key

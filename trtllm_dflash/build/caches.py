@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from trtllm_dflash.build.weights import cache_scales
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.checkpoint.quantized import cache_format
 from trtllm_dflash.engine.config import Backend, Precision
-from trtllm_dflash.engine.weights import cache_scales
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.drafter import PREFIX
 

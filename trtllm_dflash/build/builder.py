@@ -13,13 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors.torch import save_file
 
 import trtllm_dflash
+from trtllm_dflash.build.caches import CachePrecision, check_caches, choose_caches
+from trtllm_dflash.build.precision import DrafterPrecision, PrecisionChoice, TargetPrecision, choose_precision
+from trtllm_dflash.build.tensorrt_compiler import compile_target
+from trtllm_dflash.build.tensorrt_ranks import compile_ranks
+from trtllm_dflash.build.weights import cache_scales, read_rank_weights
 from trtllm_dflash.catalog import PairFacts, chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.caches import CachePrecision, check_caches, choose_caches
 from trtllm_dflash.engine.config import Backend, EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
@@ -34,10 +38,6 @@ from trtllm_dflash.engine.directory import (
     written_aside,
 )
 from trtllm_dflash.engine.memory import GPUS, check_fits
-from trtllm_dflash.engine.precision import DrafterPrecision, PrecisionChoice, TargetPrecision, choose_precision
-from trtllm_dflash.engine.tensorrt_compiler import compile_target
-from trtllm_dflash.engine.tensorrt_ranks import compile_ranks
-from trtllm_dflash.engine.weights import cache_scales, read_rank_weights
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
