@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from trtllm_dflash.bench import machine
-from trtllm_dflash.bench.shapes import SHAPES, random_weights, shape_config
+from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
+from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.session.weights import complete_weights
 

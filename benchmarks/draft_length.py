@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.shapes import random_weights, shape_config
+from trtllm_dflash.bench.random_weights import random_weights
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.ladder import draft_lengths
 from trtllm_dflash.ops.communicator import Solo
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trtllm_dflash.bench.shapes import random_weights, shape_config
+from trtllm_dflash.bench.random_weights import random_weights
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.ops.communicator import Solo
 from trtllm_dflash.session.calls import Decode, Prefill
 from trtllm_dflash.session.cuda_session import CudaSession

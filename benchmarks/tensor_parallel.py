@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trtllm_dflash.bench.shapes import random_weights, shape_config
+from trtllm_dflash.bench.random_weights import random_weights
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill

@@ -7,11 +7,12 @@ import torch
 
 from tests.conftest import refusal, run, succeeds
 from trtllm_dflash.bench import machine, plot, step
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
-from trtllm_dflash.bench.floor import Work, floor_seconds, step_work
-from trtllm_dflash.bench.machine import Rates
-from trtllm_dflash.bench.shapes import SHAPES, random_weights, shape_config
+from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.bench.step import StepBenchSettings, open_bench
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
+from trtllm_dflash.cost.rates import Rates
+from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.step import Drafting
 

@@ -29,14 +29,15 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import all_logits, greedy
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.shapes import SHAPES, random_weights, shape_config
+from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
+from trtllm_dflash.cost.memory import plan_memory
+from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.memory import plan_memory
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.moe import MoEDecoder

@@ -9,21 +9,21 @@ import pytest
 from tests.checkpoints import make_gpt_oss, make_target
 from tests.conftest import refusal, succeeds
 from tests.quantized import quantize_folder
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
-from trtllm_dflash.bench.floor import StepCount, experts_touched, step_work
-from trtllm_dflash.bench.shapes import SHAPES, shape_config
+from trtllm_dflash.build.plan import BuildPlan, Comparison
 from trtllm_dflash.catalog import load_catalog
-from trtllm_dflash.engine.memory import GPUS, plan_memory, weight_bytes
-from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.plan.build_plan import BuildPlan, Comparison
-from trtllm_dflash.plan.gpus import PUBLISHED
-from trtllm_dflash.plan.prediction import (
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
+from trtllm_dflash.cost.gpus import PUBLISHED
+from trtllm_dflash.cost.memory import GPUS, plan_memory, weight_bytes
+from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
     predict_step,
     sum_seconds,
 )
+from trtllm_dflash.cost.shapes import SHAPES, shape_config
+from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -16,7 +16,7 @@ from trtllm_dflash.build.builder import BuildSettings, as_planned, plan_engine
 from trtllm_dflash.build.precision import choose_precision
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.memory import plan_memory
+from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import Fp8Weight

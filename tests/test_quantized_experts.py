@@ -13,11 +13,11 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.quantized import quantize_folder
 from tests.test_quantize import modelopt_numbers
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.shapes import shape_config
 from trtllm_dflash.build.builder import BuildSettings, as_planned, check_sides, plan_engine
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.engine.memory import plan_memory
+from trtllm_dflash.cost.memory import plan_memory
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.moe import MoEDecoder

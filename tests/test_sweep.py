@@ -12,7 +12,6 @@ from tests.conftest import refusal, run, succeeds
 from tests.test_sweep_load import FixedServer
 from tests.virtual_time import run_virtually
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.bench.imposed import draw_accepted
 from trtllm_dflash.bench.load import Reply
@@ -28,6 +27,7 @@ from trtllm_dflash.bench.sweep import (
     search_real,
     tidy_command,
 )
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")

@@ -174,8 +174,8 @@ def build(
 
 
 def _show_plan(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any], asked: dict[str, Any]) -> None:
-    from trtllm_dflash.plan.build_plan import BuildPlan, PlanSettings, compare_gpus, make_plan
-    from trtllm_dflash.plan.table import comparison_lines, plan_lines
+    from trtllm_dflash.build.plan import BuildPlan, PlanSettings, compare_gpus, make_plan
+    from trtllm_dflash.commands.plan_table import comparison_lines, plan_lines
 
     settings = _build_settings(model, assignments, {key: value for key, value in flags.items() if key != "gpu"})
     gpu, as_json = flags.get("gpu") or settings.gpu, asked.pop("json")

@@ -13,8 +13,8 @@ from tests.conftest import TINY
 from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
+from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.demo import read_prompts
-from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from tests.conftest import TINY, refusal, run, succeeds
 from trtllm_dflash.catalog import load_catalog
-from trtllm_dflash.engine.memory import GPUS
+from trtllm_dflash.cost.memory import GPUS
 from trtllm_dflash.runtimes import tensorrt_llm, vllm
 from trtllm_dflash.runtimes.plan import EAGLE3, LaunchSettings, find_gpu
 from trtllm_dflash.runtimes.registry import RUNTIMES, launch_of, plan_for

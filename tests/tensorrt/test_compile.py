@@ -14,8 +14,8 @@ from tests.checkpoints import make_drafter, make_target
 from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.cost.memory import weight_count
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import weight_count
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.session.weights import complete_weights
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from trtllm_dflash.bench.shapes import shape_config
+from trtllm_dflash.cost.memory import GB, GPUS, RESERVED, MemoryPlan, check_fits, plan_memory
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import GB, GPUS, RESERVED, MemoryPlan, check_fits, plan_memory
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig

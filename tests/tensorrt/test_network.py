@@ -12,8 +12,8 @@ from tests.checkpoints import make_drafter, make_target
 from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import unit_range

@@ -14,9 +14,9 @@ import torch
 from tests.checkpoints import make_drafter, make_gpt_oss
 from tests.conftest import refusal, succeeds
 from trtllm_dflash.checkpoint.pair import Pair
+from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import PLUGIN_FILE, digest, read_config
-from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.errors import EngineError
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")

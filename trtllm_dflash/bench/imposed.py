@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.ops import Acceptance, Ops
 from trtllm_dflash.session.philox import uniform_numbers

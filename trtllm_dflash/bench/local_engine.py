@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
 from trtllm_dflash.bench.dataset import Dataset, random_dataset, read_dataset
 from trtllm_dflash.bench.imposed import impose_acceptance
-from trtllm_dflash.bench.shapes import asked_precision, find_shape, shape_config
 from trtllm_dflash.bench.step import check_room, own_device, random_session
 from trtllm_dflash.bench.sweep import SweepSettings
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.shapes import asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import SettingsError

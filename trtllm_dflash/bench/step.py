@@ -12,13 +12,15 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationInfo
 
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
-from trtllm_dflash.bench.floor import Work, floor_seconds, step_work
-from trtllm_dflash.bench.machine import Rates, free_memory, machine, measure_rates, versions
-from trtllm_dflash.bench.shapes import SHAPES, asked_precision, find_shape, random_weights, shape_config
+from trtllm_dflash.bench.machine import machine, versions
+from trtllm_dflash.bench.random_weights import random_weights
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
+from trtllm_dflash.cost.memory import GB, RESERVED, plan_memory
+from trtllm_dflash.cost.rates import Rates, free_memory, measure_rates
+from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.engine.memory import GB, RESERVED, plan_memory
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.session.calls import Decode, Prefill

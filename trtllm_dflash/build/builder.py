@@ -24,6 +24,7 @@ from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.checkpoint.slicing import check_tp
+from trtllm_dflash.cost.memory import GPUS, check_fits
 from trtllm_dflash.engine.config import Backend, EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
@@ -37,7 +38,6 @@ from trtllm_dflash.engine.directory import (
     weights_file,
     written_aside,
 )
-from trtllm_dflash.engine.memory import GPUS, check_fits
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig

@@ -5,8 +5,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from trtllm_dflash.cost.memory import capability
 from trtllm_dflash.engine.config import Backend, Precision
-from trtllm_dflash.engine.memory import capability
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig

@@ -13,8 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.build.tensorrt_network import StepNetwork, build_network
+from trtllm_dflash.cost.memory import capability
 from trtllm_dflash.engine.config import EngineConfig, Progress
-from trtllm_dflash.engine.memory import capability
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.ops.nvfp4 import Transcoded

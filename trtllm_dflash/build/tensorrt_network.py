@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import cache_shapes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter

@@ -11,9 +11,9 @@ from pathlib import Path
 from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair
+from trtllm_dflash.cost.memory import GB, weight_bytes
 from trtllm_dflash.engine.config import EngineConfig, PlanSummary, Progress
 from trtllm_dflash.engine.directory import PLUGIN_FILE, plan_file
-from trtllm_dflash.engine.memory import GB, weight_bytes
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
 from trtllm_dflash.session.weights import complete_weights

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from trtllm_dflash.engine.memory import GB, RESERVED
+from trtllm_dflash.cost.memory import GB, RESERVED
 from trtllm_dflash.runtimes.launch import Launch, Option, Runtime
 from trtllm_dflash.runtimes.plan import SCRATCH, Plan, free_memory
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from trtllm_dflash.cost.memory import GB, cache_shapes, plan_memory
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import GB, cache_shapes, plan_memory
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator

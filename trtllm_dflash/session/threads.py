@@ -4,8 +4,8 @@ import os
 
 import torch
 
+from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import plan_memory
 
 SMALL_MODEL = 100_000_000  # bytes of weights
 

@@ -7,9 +7,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from trtllm_dflash.bench.acceptance import ImposedAcceptance
-from trtllm_dflash.bench.floor import StepCount, experts_touched, is_expert
-from trtllm_dflash.bench.shapes import SHAPES, shape_config
 from trtllm_dflash.build.builder import (
     BuildSettings,
     build_precision,
@@ -20,9 +17,10 @@ from trtllm_dflash.build.builder import (
 )
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
-from trtllm_dflash.engine.memory import (
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
+from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PUBLISHED
+from trtllm_dflash.cost.memory import (
     GB,
     GPUS,
     RESERVED,
@@ -33,14 +31,7 @@ from trtllm_dflash.engine.memory import (
     plan_memory,
     stored_bytes,
 )
-from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.models import build_target
-from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.models.weights import Weight, WeightPrecision
-from trtllm_dflash.ops.cuda_kernels import MOE_ROWS
-from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
-from trtllm_dflash.plan.gpus import COPY_SHARE, GEMM_SHARE, PUBLISHED
-from trtllm_dflash.plan.prediction import (
+from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
@@ -49,6 +40,15 @@ from trtllm_dflash.plan.prediction import (
     predict_step,
     sum_bytes,
 )
+from trtllm_dflash.cost.shapes import SHAPES, shape_config
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.models import build_target
+from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.models.weights import Weight, WeightPrecision
+from trtllm_dflash.ops.cuda_kernels import MOE_ROWS
+from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 from trtllm_dflash.step import Drafting
 
 _CACHE_LENGTH = 1024

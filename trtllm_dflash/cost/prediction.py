@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
-from trtllm_dflash.bench.floor import PartWork, StepCount, Work, experts_touched, floor_seconds
-from trtllm_dflash.bench.machine import Rates
+from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds
+from trtllm_dflash.cost.gpus import Published
+from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.ops.cuda_kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
-from trtllm_dflash.plan.gpus import Published
 from trtllm_dflash.step import Drafting
 
 #: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models, and of
@@ -60,7 +60,7 @@ class StepTime:
     attention: float
     layers: float
     sums: float
-    floor: float  # the least: see `bench.floor`
+    floor: float  # the least: see `cost.floor`
     limit: Limit  # what takes the most
 
     @property
@@ -70,7 +70,7 @@ class StepTime:
 
 
 def predict_step(count: StepCount, gpu: Published, drafting: Drafting, batch: int, rows: int, length: int) -> StepTime:
-    """The time of a step of the engine that is counted; the other arguments as `bench.floor.step_work`'s."""
+    """The time of a step of the engine that is counted; the other arguments as `cost.floor.step_work`'s."""
     config = count.config
     rates = gpu.achieved(config.precision)
     parts = count.parts(drafting, batch, rows, length)

@@ -8,9 +8,9 @@ the few integers; nor norms, RoPE and softmax among the operations, nor what ran
 from dataclasses import dataclass
 from math import prod
 
-from trtllm_dflash.bench.machine import Rates
+from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, stored_bytes
+from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.memory import computes_all_experts, plan_adds, stored_bytes
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig

@@ -1,6 +1,5 @@
-"""Engines of real shapes with random weights: enough to know what a step costs, without a checkpoint."""
+"""Real models' shapes, and the engines of them: enough to know what a step costs, without a checkpoint."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,15 +10,9 @@ from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import build_target, read_target_config
-from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
-from trtllm_dflash.models.weights import Content, Weight, WeightPrecision
-from trtllm_dflash.ops.fp8 import FP8_MULTIPLE, Fp8Weight, quantize_rows
-from trtllm_dflash.ops.linear_weight import stored_tensors
-from trtllm_dflash.ops.mxfp4 import ONE
-
-#: Of random matrices, as models are initialised: activations stay far from what BF16 and FP16 hold.
-_STD = 0.02
+from trtllm_dflash.models import read_target_config
+from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 
 #: What a drafter never has, whatever its target is.
 _TARGETS_OWN = ("windows", "attention_sinks", "moe")
@@ -247,37 +240,3 @@ def shape_config(
     if config.max_seq_len > target.max_positions:
         raise SettingsError(f"--shape {name} takes {target.max_positions} positions, not {config.max_seq_len}")
     return config
-
-
-def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Every stored tensor of a rank, made where it lies: matrices at random, norms of 1, biases of 0."""
-    weights = build_target(config.target).weights()
-    generator = torch.Generator(device).manual_seed(rank)
-    tensors = {}
-    if config.drafter is not None:
-        weights = weights + Drafter(config.drafter).weights()
-        if config.drafter.draft_vocab_size is not None:
-            tensors[DRAFT_TO_TARGET] = torch.arange(config.drafter.draft_vocab_size, dtype=torch.int32, device=device)
-    for weight in weights:
-        if weight.precision is WeightPrecision.BYTES:
-            tensors[weight.name] = _random_bytes(weight, config, rank, generator)
-            continue
-        tensor = torch.empty(weight.shape(config.tp, rank), dtype=config.dtype, device=device)
-        if tensor.ndim > 1:
-            tensor.normal_(0, _STD, generator=generator)
-        else:
-            tensor.fill_(0 if weight.name.endswith("bias") else 1)
-        if weight.precision is WeightPrecision.FP8:
-            values, scale = quantize_rows(tensor)
-            tensors |= stored_tensors(weight.linear, Fp8Weight(values, scale.flatten()))
-        else:
-            tensors[weight.name] = tensor
-    return tensors
-
-
-def _random_bytes(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> torch.Tensor:
-    """MXFP4: numbers of about 3, all with the scale that makes them about as large as other matrices' are."""
-    shape, device = weight.shape(config.tp, rank), generator.device
-    if weight.parts[0].content is Content.E8M0:
-        return torch.full(shape, ONE + round(math.log2(_STD / 3)), dtype=torch.uint8, device=device)
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=device)

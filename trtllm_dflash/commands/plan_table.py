@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from trtllm_dflash.plan.build_plan import COMPARED, BuildPlan, Comparison, Point
+from trtllm_dflash.build.plan import COMPARED, BuildPlan, Comparison, Point
 
 _GB, _MB, _KB = 1e9, 1e6, 1e3
 

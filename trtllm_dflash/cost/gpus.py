@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trtllm_dflash.bench.machine import Rates
+from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import Precision
 
 _GB, _TERA = 1e9, 1e12
@@ -32,7 +32,7 @@ class Published:
         return Rates(self.bandwidth * COPY_SHARE, self.products(precision) * GEMM_SHARE)
 
 
-#: By the names of `engine.memory.GPUS`. Data-center GPUs are the SXM ones, of an HGX board.
+#: By the names of `cost.memory.GPUS`. Data-center GPUs are the SXM ones, of an HGX board.
 PUBLISHED = {
     "b300": Published(8_000 * _GB, 2_250 * _TERA, 75 * _TERA, 900 * _GB),
     "b200": Published(8_000 * _GB, 2_250 * _TERA, 75 * _TERA, 900 * _GB),

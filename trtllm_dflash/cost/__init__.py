@@ -1,0 +1,1 @@
+"""What steps and engines cost: GPUs, model shapes, bytes and operations counted, rates, predictions, acceptance."""
