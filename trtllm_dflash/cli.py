@@ -20,7 +20,7 @@ from trtllm_dflash import __version__, api_key
 from trtllm_dflash.api_key import read_api_key
 from trtllm_dflash.bench.commands import report_command, sweep_command
 from trtllm_dflash.errors import DFlashError, SettingsError
-from trtllm_dflash.runtimes.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
+from trtllm_dflash.foreign.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
 from trtllm_dflash.terminal import progress_bar, show
 
 if TYPE_CHECKING:

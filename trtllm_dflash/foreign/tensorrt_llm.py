@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.cost.memory import GB, RESERVED
-from trtllm_dflash.runtimes.launch import Launch, Option, Runtime
-from trtllm_dflash.runtimes.plan import SCRATCH, Plan, free_memory
+from trtllm_dflash.foreign.launch import Launch, Option, Runtime
+from trtllm_dflash.foreign.plan import SCRATCH, Plan, free_memory
 
 _FREE = 0.88  # of what is free after the weights, for both caches
 _MOST = 0.85  # for the target's, as in NVIDIA's recipes

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from trtllm_dflash.runtimes.launch import Launch, Option, Runtime
-from trtllm_dflash.runtimes.plan import Plan, static_memory
+from trtllm_dflash.foreign.launch import Launch, Option, Runtime
+from trtllm_dflash.foreign.plan import Plan, static_memory
 
 _MEMORY = 0.75
 _HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # families with linear attention beside the usual one

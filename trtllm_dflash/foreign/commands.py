@@ -14,7 +14,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from trtllm_dflash.compare import Comparison
+    from trtllm_dflash.foreign.compare import Comparison
 
 #: The exit code of `compare` where the swap is not safe; 1 and 2 are errors, as everywhere.
 UNSAFE = 3
@@ -49,7 +49,7 @@ def launch_settings(given: dict[str, Any]) -> Any:
         SettingsError: one is wrong, or there is no runtime.
     """
     from trtllm_dflash.cli import validated
-    from trtllm_dflash.runtimes.plan import LaunchSettings
+    from trtllm_dflash.foreign.plan import LaunchSettings
 
     values = {name: value for name, value in given.items() if value is not None}
     if "runtime" not in values:
@@ -71,8 +71,8 @@ def launch_settings(given: dict[str, Any]) -> Any:
 @click.option("--dry-run", is_flag=True, help="Print the command and files, each choice with its reason.")
 def launch(output: Path | None, dry_run: bool, **flags: Any) -> None:
     """Serve a pair with TensorRT-LLM, vLLM or SGLang, until Ctrl-C."""
-    from trtllm_dflash.runtimes.launch import start
-    from trtllm_dflash.runtimes.registry import launch_of
+    from trtllm_dflash.foreign.launch import start
+    from trtllm_dflash.foreign.registry import launch_of
 
     if dry_run and output is not None:
         raise SettingsError("--output: --dry-run writes nothing")
@@ -90,8 +90,8 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
         SettingsError: another runtime, or a flag that is an engine's.
         EngineError: see `deploy_llmapi`.
     """
-    from trtllm_dflash.runtimes.registry import plan_for
-    from trtllm_dflash.runtimes.triton import deploy_llmapi
+    from trtllm_dflash.foreign.registry import plan_for
+    from trtllm_dflash.foreign.triton import deploy_llmapi
 
     if pair["runtime"] != "tensorrt-llm":
         raise SettingsError(f"--runtime {pair['runtime']}: Triton serves tensorrt-llm; for another runtime use launch")
@@ -132,8 +132,8 @@ def deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict
 def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> None:
     """Send the same prompts to two servers: may B take A's place?"""
     from trtllm_dflash.cli import read_prompts, validated
-    from trtllm_dflash.compare import CompareSettings, shipped_prompts
-    from trtllm_dflash.compare import compare as run
+    from trtllm_dflash.foreign.compare import CompareSettings, shipped_prompts
+    from trtllm_dflash.foreign.compare import compare as run
 
     given = {name: value for name, value in flags.items() if value is not None}
     for name in ("body_a", "body_b"):

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.runtimes.launch import Launch, Option, Runtime
-from trtllm_dflash.runtimes.plan import Gpu, Plan, static_memory
+from trtllm_dflash.foreign.launch import Launch, Option, Runtime
+from trtllm_dflash.foreign.plan import Gpu, Plan, static_memory
 
 _MEMORY = 0.9
 _PREFILL = 8192  # tokens that a step can take besides drafts; with fewer vLLM warns of its speed

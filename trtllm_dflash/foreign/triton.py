@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trtllm_dflash.engine.directory import written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.runtimes import tensorrt_llm
-from trtllm_dflash.runtimes.plan import Plan
+from trtllm_dflash.foreign import tensorrt_llm
+from trtllm_dflash.foreign.plan import Plan
 
 #: Begins the configuration that is written; it is how a repository is known to be ours.
 MARK = "# Written by `trtllm-dflash deploy --runtime tensorrt-llm`"

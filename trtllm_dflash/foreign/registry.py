@@ -2,9 +2,9 @@
 
 from types import ModuleType
 
-from trtllm_dflash.runtimes import sglang, tensorrt_llm, vllm
-from trtllm_dflash.runtimes.launch import Launch
-from trtllm_dflash.runtimes.plan import LaunchSettings, Plan, plan
+from trtllm_dflash.foreign import sglang, tensorrt_llm, vllm
+from trtllm_dflash.foreign.launch import Launch
+from trtllm_dflash.foreign.plan import LaunchSettings, Plan, plan
 
 RUNTIMES: dict[str, ModuleType] = {"tensorrt-llm": tensorrt_llm, "vllm": vllm, "sglang": sglang}
 

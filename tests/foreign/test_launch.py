@@ -18,10 +18,10 @@ from transformers import AutoConfig
 from tests.conftest import TINY, refusal, run, succeeds
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.memory import GPUS
-from trtllm_dflash.runtimes import tensorrt_llm, vllm
-from trtllm_dflash.runtimes.plan import EAGLE3, LaunchSettings, find_gpu
-from trtllm_dflash.runtimes.registry import RUNTIMES, launch_of, plan_for
-from trtllm_dflash.runtimes.shapes import DRAFTERS, TARGETS
+from trtllm_dflash.foreign import tensorrt_llm, vllm
+from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings, find_gpu
+from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
+from trtllm_dflash.foreign.shapes import DRAFTERS, TARGETS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

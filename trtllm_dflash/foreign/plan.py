@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from trtllm_dflash.catalog import CatalogEntry, find_entry
 from trtllm_dflash.cost.memory import GB, GPUS, RESERVED
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.runtimes.shapes import (
+from trtllm_dflash.foreign.shapes import (
     DRAFTERS,
     TARGETS,
     DrafterFacts,
