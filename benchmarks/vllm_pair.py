@@ -24,10 +24,10 @@ import torch
 
 import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.runtime_metrics import read_metrics
 from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.build.export import export
 from trtllm_dflash.foreign.compare import NEAR_TIE, Difference, Reply, Token, find_difference, shipped_prompts
+from trtllm_dflash.sweep.runtime_metrics import read_metrics
 
 TINY = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 MAX_SEQ_LEN, SLOTS = 2048, 8

@@ -12,13 +12,15 @@ from tests.conftest import refusal, run, succeeds
 from tests.test_sweep_load import FixedServer
 from tests.virtual_time import run_virtually
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.bench.imposed import draw_accepted
-from trtllm_dflash.bench.load import Reply
-from trtllm_dflash.bench.pareto import Measured, compare, frontier, rate_at
-from trtllm_dflash.bench.report import read_plan
-from trtllm_dflash.bench.results import read_results
-from trtllm_dflash.bench.sweep import (
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
+from trtllm_dflash.sweep.load import Reply
+from trtllm_dflash.sweep.pareto import Measured, compare, frontier, rate_at
+from trtllm_dflash.sweep.report import read_plan
+from trtllm_dflash.sweep.results import read_results
+from trtllm_dflash.sweep.sweep import (
     Sweep,
     SweepSettings,
     open_results,
@@ -27,8 +29,6 @@ from trtllm_dflash.bench.sweep import (
     search_real,
     tidy_command,
 )
-from trtllm_dflash.cost.acceptance import ImposedAcceptance
-from trtllm_dflash.errors import EngineError, SettingsError
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 
@@ -544,7 +544,7 @@ def test_conversations_need_a_chat_template_where_the_server_takes_text(tmp_path
 
 
 def test_without_matplotlib_there_are_figures_and_word_of_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr("trtllm_dflash.bench.sweep_plots.can_plot", lambda: False)
+    monkeypatch.setattr("trtllm_dflash.sweep.plots.can_plot", lambda: False)
     result = run("sweep", *QUICK, "--concurrency", 1, "--draft-length", 7, "--output", tmp_path)
     assert result.exit_code == 0
     assert "pip install 'trtllm-dflash[sweep]'" in result.stderr

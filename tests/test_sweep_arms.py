@@ -8,12 +8,12 @@ import pytest
 from tests.conftest import refusal, run, succeeds
 from tests.test_sweep_load import FixedServer
 from tests.virtual_time import run_virtually
-from trtllm_dflash.bench.dataset import Dataset, Sample
-from trtllm_dflash.bench.report import compare_runs
-from trtllm_dflash.bench.results import read_results
-from trtllm_dflash.bench.server_arms import ServerArms
-from trtllm_dflash.bench.sweep import Sweep, SweepSettings, plan_results
-from trtllm_dflash.bench.sweep_plots import arm_colors, plot_pareto
+from trtllm_dflash.sweep.dataset import Dataset, Sample
+from trtllm_dflash.sweep.plots import arm_colors, plot_pareto
+from trtllm_dflash.sweep.report import compare_runs
+from trtllm_dflash.sweep.results import read_results
+from trtllm_dflash.sweep.server_arms import ServerArms
+from trtllm_dflash.sweep.sweep import Sweep, SweepSettings, plan_results
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
@@ -66,7 +66,7 @@ class TensorRTLLMPage:
 @pytest.fixture
 def four(monkeypatch):
     """DFlash on vLLM, EAGLE-3 on SGLang, n-grams on TensorRT-LLM, and vLLM without drafts."""
-    monkeypatch.setattr("trtllm_dflash.bench.sweep.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("trtllm_dflash.sweep.sweep.SETTLE_SECONDS", 0)
     with ExitStack() as stack:
         running = {arm: stack.enter_context(servers.openai_server()) for arm in GAPS}
         for arm, server in running.items():

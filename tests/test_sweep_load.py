@@ -8,9 +8,9 @@ import pytest
 
 from tests.virtual_time import run_virtually
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.bench.dataset import Dataset, Sample
-from trtllm_dflash.bench.load import Amount, ClosedLoop, OpenLoop, Reply, Target, Traits, run_load
-from trtllm_dflash.bench.summary import Round, Spread, summarize
+from trtllm_dflash.sweep.dataset import Dataset, Sample
+from trtllm_dflash.sweep.load import Amount, ClosedLoop, OpenLoop, Reply, Target, Traits, run_load
+from trtllm_dflash.sweep.summary import Round, Spread, summarize
 
 SAMPLES = Dataset("test", tuple(Sample((f"prompt {i}",)) for i in range(50)))
 TRAITS = Traits(SamplingParams(max_tokens=8), "served")

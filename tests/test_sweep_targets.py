@@ -11,11 +11,11 @@ import pytest
 import trtllm_dflash
 from tests.conftest import refusal, succeeds
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.bench.dataset import Dataset, Sample
-from trtllm_dflash.bench.load import Amount, ClosedLoop, Traits, run_load
-from trtllm_dflash.bench.runtime_metrics import find_metrics, parse_metrics
-from trtllm_dflash.bench.summary import Round, summarize
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.sweep.dataset import Dataset, Sample
+from trtllm_dflash.sweep.load import Amount, ClosedLoop, Traits, run_load
+from trtllm_dflash.sweep.runtime_metrics import find_metrics, parse_metrics
+from trtllm_dflash.sweep.summary import Round, summarize
 from trtllm_dflash.tokenizer import TextCodec
 
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
@@ -40,8 +40,8 @@ def healthy(server):
 
 
 def target(server, model=None):
-    from trtllm_dflash.bench.openai_target import OpenAITarget
-    from trtllm_dflash.bench.triton_target import TritonTarget, chat_text
+    from trtllm_dflash.sweep.openai_target import OpenAITarget
+    from trtllm_dflash.sweep.triton_target import TritonTarget, chat_text
 
     if server.url.startswith("http"):
         return OpenAITarget(server.url, model)
@@ -145,7 +145,7 @@ def test_text_for_triton_begins_once_however_often_that_is_written(tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
-    from trtllm_dflash.bench.triton_target import chat_text
+    from trtllm_dflash.sweep.triton_target import chat_text
 
     shutil.copytree(SHIPPED, tmp_path, dirs_exist_ok=True)
     messages = [{"role": "user", "content": "Hi"}]
@@ -213,7 +213,7 @@ def test_metrics_of_something_else_are_refused_where_they_were_named_and_else_le
 def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(server, named, tmp_path, monkeypatch):
     server.page = lambda replies: VLLM.replace(" 10.0", f" {10 * replies}").replace(" 7.0", f" {7 * replies}")
     server.drafts_in_replies = False
-    monkeypatch.setattr("trtllm_dflash.bench.sweep.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("trtllm_dflash.sweep.sweep.SETTLE_SECONDS", 0)
     quick = ("--concurrency", 1, "--requests", 2, "--warmup", 1)
     page = ("--metrics-url", f"{server.url}/metrics") if named else ()
     succeeds("sweep", "--url", server.url, *quick, *page, "--output", tmp_path)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from trtllm_dflash import __version__, api_key
 from trtllm_dflash.api_key import read_api_key
-from trtllm_dflash.bench.commands import report_command, sweep_command
+from trtllm_dflash.commands.sweep import report_command, sweep_command
 from trtllm_dflash.errors import DFlashError, SettingsError
 from trtllm_dflash.foreign.commands import PAIR_FLAGS, RUNTIME, compare, deploy_runtime, export, launch, pair_options
 from trtllm_dflash.terminal import progress_bar, show
@@ -665,7 +665,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
 
 
 def _show_steps(report: "StepReport") -> None:
-    from trtllm_dflash.bench.table import foot_lines, head_lines, step_table
+    from trtllm_dflash.commands.step_table import foot_lines, head_lines, step_table
 
     show(*head_lines(report), step_table(report), *foot_lines(report))
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trtllm_dflash.bench.runtime_metrics import Drafts, drafts_of_reply, parse_metrics
+from trtllm_dflash.sweep.runtime_metrics import Drafts, drafts_of_reply, parse_metrics
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

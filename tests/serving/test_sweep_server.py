@@ -4,8 +4,8 @@ import pytest
 
 from tests.conftest import refusal, succeeds
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.dataset import read_dataset
-from trtllm_dflash.bench.results import read_results
+from trtllm_dflash.sweep.dataset import read_dataset
+from trtllm_dflash.sweep.results import read_results
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 import trtllm_dflash
-from trtllm_dflash.bench.runtime_metrics import SETTLE_SECONDS, Drafts, Reading, drafts_of_reply, read_metrics
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Drafts, Reading, drafts_of_reply, read_metrics
 
 #: Log-probabilities (natural) that two tokens may be apart where two servers chose differently: two steps of BF16 for a
 #: logit between 16 and 32, which is what a pass of one row and one of 16 rows may differ by.

@@ -6,11 +6,11 @@ from typing import Any
 
 import aiohttp
 
-from trtllm_dflash.bench.load import Arm, Reply, Request, Target
-from trtllm_dflash.bench.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
+from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
 
 
 class OpenAITarget(Target):

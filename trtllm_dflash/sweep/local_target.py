@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from trtllm_dflash.bench.load import Arm, Reply, Request, Target
 from trtllm_dflash.errors import RequestError, SettingsError
 from trtllm_dflash.llm import LLM, Prompt
 from trtllm_dflash.runtime.request import SamplingParams, Update
 from trtllm_dflash.runtime.service import Service
+from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
 
 
 class LocalTarget(Target):

@@ -11,7 +11,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from trtllm_dflash.bench.load import Arm, Record, Traffic
+from trtllm_dflash.sweep.load import Arm, Record, Traffic
 
 PERCENTILES = (50, 90, 99)
 

@@ -10,12 +10,12 @@ from typing import Literal
 from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
 from rich.table import Table
 
-from trtllm_dflash.bench.pareto import Comparison, Reading, compare
-from trtllm_dflash.bench.results import Results
-from trtllm_dflash.bench.summary import Point, Spread
-from trtllm_dflash.bench.sweep_plots import Predicted, plot_acceptance, plot_pareto
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.sweep.pareto import Comparison, Reading, compare
+from trtllm_dflash.sweep.plots import Predicted, plot_acceptance, plot_pareto
+from trtllm_dflash.sweep.results import Results
+from trtllm_dflash.sweep.summary import Point, Spread
 
 PARETO, ACCEPTANCE, REPORT, CSV = "pareto.png", "acceptance.png", "report.html", "results.csv"
 

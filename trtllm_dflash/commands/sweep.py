@@ -18,10 +18,10 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.terminal import show
 
 if TYPE_CHECKING:
-    from trtllm_dflash.bench.dataset import Dataset
-    from trtllm_dflash.bench.load import Target
-    from trtllm_dflash.bench.results import Results
-    from trtllm_dflash.bench.sweep import SweepSettings
+    from trtllm_dflash.sweep.dataset import Dataset
+    from trtllm_dflash.sweep.load import Target
+    from trtllm_dflash.sweep.results import Results
+    from trtllm_dflash.sweep.sweep import SweepSettings
 
 _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
 
@@ -80,9 +80,9 @@ def sweep_command(
     output: Path, resume: bool, force: bool, as_json: bool, api_key_file: Path | None, **flags: Any
 ) -> None:
     """Measure throughput against latency, with and without drafting."""
-    from trtllm_dflash.bench.sweep import SweepSettings, check_settings
-    from trtllm_dflash.bench.sweep_plots import can_plot
     from trtllm_dflash.cli import validated
+    from trtllm_dflash.sweep.plots import can_plot
+    from trtllm_dflash.sweep.sweep import SweepSettings, check_settings
 
     given = {key: value for key, value in flags.items() if value is not None}
     if str(given.get("draft_length", "auto")).isdecimal():
@@ -110,8 +110,8 @@ class _Store:
         self, settings: "SweepSettings", dataset: "Dataset", make: "Callable[[], Target]", **about: Any
     ) -> None:
         """Runs the sweep on a target that is made on its event loop, and writes what came of it in any case."""
-        from trtllm_dflash.bench.results import Results
-        from trtllm_dflash.bench.sweep import Sweep, open_results, plan_results
+        from trtllm_dflash.sweep.results import Results
+        from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results
 
         fresh = plan_results(settings, dataset, **about)
         with _writing(self.folder):
@@ -131,8 +131,8 @@ class _Store:
                 self._show(results)
 
     def _show(self, results: "Results") -> None:
-        from trtllm_dflash.bench.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
-        from trtllm_dflash.bench.sweep_plots import can_plot
+        from trtllm_dflash.sweep.plots import can_plot
+        from trtllm_dflash.sweep.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
 
         with _writing(self.folder):
             results.write_csv(self.folder / CSV)
@@ -149,7 +149,7 @@ class _Store:
 
 
 def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path | None) -> None:
-    from trtllm_dflash.bench.dataset import read_dataset
+    from trtllm_dflash.sweep.dataset import read_dataset
 
     dataset = read_dataset(settings.dataset).shuffled(settings.seed)
     urls = list(settings.servers.values()) or [settings.url or ""]
@@ -164,7 +164,7 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
         )
     try:
         open_server = _servers(settings, urls, read_api_key(api_key_file, "--api-key-file"))
-        from trtllm_dflash.bench.server_arms import ServerArms
+        from trtllm_dflash.sweep.server_arms import ServerArms
 
         def make() -> "Target":
             if not settings.servers:
@@ -185,9 +185,9 @@ def _is_openai(url: str) -> bool:
 def _servers(settings: "SweepSettings", urls: list[str], key: str | None) -> "Callable[[str, str, str], Target]":
     """What makes a target of an arm, its URL, and what errors call it."""
     if any(map(_is_openai, urls)):
-        from trtllm_dflash.bench.openai_target import OpenAITarget
+        from trtllm_dflash.sweep.openai_target import OpenAITarget
     if not all(map(_is_openai, urls)):
-        from trtllm_dflash.bench.triton_target import TritonTarget, chat_text
+        from trtllm_dflash.sweep.triton_target import TritonTarget, chat_text
 
         render, count = chat_text(settings.tokenizer)
 
@@ -201,11 +201,11 @@ def _servers(settings: "SweepSettings", urls: list[str], key: str | None) -> "Ca
 
 
 def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
-    from trtllm_dflash.bench.local_engine import open_local_engine, ranks_of, with_shape_defaults
-    from trtllm_dflash.bench.local_target import LocalTarget
     from trtllm_dflash.bench.machine import machine
-    from trtllm_dflash.bench.sweep import imposed_curve
     from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.sweep.local_engine import open_local_engine, ranks_of, with_shape_defaults
+    from trtllm_dflash.sweep.local_target import LocalTarget
+    from trtllm_dflash.sweep.sweep import imposed_curve
 
     settings = with_shape_defaults(settings)
     tp = ranks_of(settings)
@@ -237,7 +237,8 @@ def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
 def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None) -> None:
     """Show sweeps again, and compare them (folders or results.json)."""
-    from trtllm_dflash.bench.report import (
+    from trtllm_dflash.sweep.plots import can_plot
+    from trtllm_dflash.sweep.report import (
         compare_runs,
         differences,
         fixed_speed_table,
@@ -247,9 +248,8 @@ def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, ou
         read_plan,
         write_comparison,
     )
-    from trtllm_dflash.bench.results import read_results
-    from trtllm_dflash.bench.sweep import positive_numbers
-    from trtllm_dflash.bench.sweep_plots import can_plot
+    from trtllm_dflash.sweep.results import read_results
+    from trtllm_dflash.sweep.sweep import positive_numbers
 
     if output is not None and not can_plot():
         raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")

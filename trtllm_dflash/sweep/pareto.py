@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from trtllm_dflash.bench.summary import Round
+from trtllm_dflash.sweep.summary import Round
 
 Floats = NDArray[np.float64]
 

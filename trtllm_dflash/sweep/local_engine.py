@@ -7,10 +7,8 @@ from typing import Literal
 
 import torch
 
-from trtllm_dflash.bench.dataset import Dataset, random_dataset, read_dataset
 from trtllm_dflash.bench.imposed import impose_acceptance
 from trtllm_dflash.bench.step import check_room, own_device, random_session
-from trtllm_dflash.bench.sweep import SweepSettings
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.shapes import asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig
@@ -21,6 +19,8 @@ from trtllm_dflash.runtime.service import Service, ServiceSettings
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
+from trtllm_dflash.sweep.dataset import Dataset, random_dataset, read_dataset
+from trtllm_dflash.sweep.sweep import SweepSettings
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 256
 _RANDOM_SAMPLES = 512

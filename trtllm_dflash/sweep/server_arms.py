@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from trtllm_dflash.bench.load import Arm, Reply, Request, Target
-from trtllm_dflash.bench.runtime_metrics import Reading
 from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.runtime_metrics import Reading
 
 
 class ServerArms(Target):

@@ -12,12 +12,12 @@ from tritonclient.grpc import InferRequestedOutput, InferResult
 from tritonclient.grpc.aio import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from trtllm_dflash.bench.dataset import Message
-from trtllm_dflash.bench.load import Arm, Reply, Request, Target
-from trtllm_dflash.bench.runtime_metrics import Reading, find_metrics
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
+from trtllm_dflash.sweep.dataset import Message
+from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.runtime_metrics import Reading, find_metrics
 from trtllm_dflash.tokenizer import TextCodec
 
 #: The last one is ours: TensorRT-LLM's ensemble has none.

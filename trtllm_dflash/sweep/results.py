@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trtllm_dflash.bench.load import Arm
-from trtllm_dflash.bench.pareto import Comparison, Measured, compare, measured
-from trtllm_dflash.bench.summary import PERCENTILES, Point, Round, summarize
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.sweep.load import Arm
+from trtllm_dflash.sweep.pareto import Comparison, Measured, compare, measured
+from trtllm_dflash.sweep.summary import PERCENTILES, Point, Round, summarize
 
 SCHEMA_VERSION: Literal[1] = 1
 FILE = "results.json"

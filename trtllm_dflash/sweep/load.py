@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trtllm_dflash.bench.dataset import Dataset, Sample
-from trtllm_dflash.bench.runtime_metrics import Reading
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.sweep.dataset import Dataset, Sample
+from trtllm_dflash.sweep.runtime_metrics import Reading
 
 #: "served", or "plain" and "draft" of one server; or a name of each of several servers.
 Arm = str

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.bench.pareto import frontier
-from trtllm_dflash.bench.results import Results
-from trtllm_dflash.bench.summary import Point
+from trtllm_dflash.sweep.pareto import frontier
+from trtllm_dflash.sweep.results import Results
+from trtllm_dflash.sweep.summary import Point
 
 _COLORS = {"plain": "C7", "draft": "C2", "served": "C0"}
 _OTHER_COLORS = ("C2", "C0", "C1", "C4", "C3", "C5", "C6", "C8", "C9")

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationInfo
 
-from trtllm_dflash.bench.dataset import Dataset
-from trtllm_dflash.bench.load import Amount, Arm, ClosedLoop, Load, OpenLoop, Target, Traits, run_load
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.results import FILE, Limit, Results, read_results
-from trtllm_dflash.bench.runtime_metrics import SETTLE_SECONDS, Reading
 from trtllm_dflash.bench.step import Numbers
-from trtllm_dflash.bench.summary import Counted, Point, Round, summarize
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.sweep.dataset import Dataset
+from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop, Target, Traits, run_load
+from trtllm_dflash.sweep.results import FILE, Limit, Results, read_results
+from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Reading
+from trtllm_dflash.sweep.summary import Counted, Point, Round, summarize
 
 #: Told what is measured, how much of that is done, and of how much.
 Progress = Callable[[str, int, int], None]
