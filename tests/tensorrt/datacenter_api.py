@@ -26,7 +26,8 @@ from typing import Any
 PACKAGE = Path(__file__).parents[2] / "trtllm_dflash"
 SOURCES = [
     *sorted((PACKAGE / "ops").glob("tensorrt_*.py")),
-    *sorted((PACKAGE / "engine").glob("tensorrt_*.py")),
+    *sorted((PACKAGE / "build").glob("tensorrt_*.py")),
+    *sorted((PACKAGE / "session").glob("tensorrt_*.py")),
 ]
 RECORD = Path(__file__).with_name("datacenter_api.txt")
 
