@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from kernels import copy_rate, normal, seconds
 
-from trtllm_dflash.ops import ClampedSwiglu, MoELayer, cuda_kernels
+from trtllm_dflash.ops import cuda_kernels
+from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.experts import Experts, in_tiles, route
 
 Tensor = torch.Tensor

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.ops import AttentionLayer, cuda_kernels
+from trtllm_dflash.ops import cuda_kernels
+from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -130,7 +131,6 @@ def operations(batch: int, rows: int, length: int) -> dict[str, Callable[[TorchO
     """The other kernels, each as an operation over `Ops`."""
     start, committed, row_count = ints(length, batch), ints(6, batch), ints(rows, batch)
     offsets = torch.arange(rows, dtype=torch.int32, device="cuda")
-    positions, block_positions = start[:, None] + offsets, (start + committed)[:, None] + offsets
     x, y = normal(batch, rows, HIDDEN), normal(batch, rows, HIDDEN)
     gate_up, logits = normal(batch, rows, 2 * FFN), normal(batch, rows, VOCABULARY)
     qkv = normal(batch, rows, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
@@ -138,14 +138,14 @@ def operations(batch: int, rows: int, length: int) -> dict[str, Callable[[TorchO
     ids, logit_rows = ints(0, batch, rows), offsets.expand(batch, -1).contiguous()
 
     def inject(ops: TorchOps) -> object:
-        context = ops.context_rows(LAYER, kv, 2, positions)
-        return ops.block_attention(LAYER, context, qkv, block_positions, start, committed, start)
+        context = ops.context_rows(LAYER, kv, 2, start)
+        return ops.block_attention(LAYER, context, qkv, start, committed)
 
     return {
         "RMSNorm": lambda ops: ops.rms_norm("norm", x, 1e-6),
         "residual + RMSNorm": lambda ops: ops.add_rms_norm("norm", x, y, 1e-6),
         "SwiGLU": lambda ops: ops.swiglu(gate_up),
-        "q/k norm, RoPE, append": lambda ops: ops.self_attention(LAYER, qkv, positions, start, start),
+        "q/k norm, RoPE, append": lambda ops: ops.self_attention(LAYER, qkv, start),
         "KV injection, 6 context rows": inject,
         "argmax of 151,936": lambda ops: ops.argmax(logits),
         "acceptance": lambda ops: ops.accept(ids, ids, logit_rows, row_count),

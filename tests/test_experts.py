@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_dflash.ops import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, route
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.torch_ops import TorchOps

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import AttentionLayer, Residual, cuda_kernels, tensorrt_ops, tensorrt_plugin
+from trtllm_dflash.ops import cuda_kernels, tensorrt_ops, tensorrt_plugin
+from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 
 from tests.checkpoints import make_drafter, make_target
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.philox import philox, uniform_numbers
 

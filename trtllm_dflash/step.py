@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops import Ops, SamplingInputs
+from trtllm_dflash.ops.base import Ops, SamplingInputs
 
 T = TypeVar("T")
 
@@ -67,13 +67,13 @@ class DraftVerifyStep:
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
         target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
         verdict = ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
-        next_start = ops.add(inputs.start, verdict.committed)
+        next_start = ops.block_start(inputs.start, verdict.committed)
         next_tokens = ops.column(verdict.bonus)
         if drafter:
             context = drafter.context(ops, features.taps, inputs.start)
             if drafting is Drafting.BLOCK:
                 drafts = drafter.draft(
-                    ops, context, inputs.start, verdict.committed, next_start, verdict.bonus, inputs.block_offsets
+                    ops, context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
                 )
                 next_tokens = ops.join_ids(verdict.bonus, drafts)
             else:

@@ -18,7 +18,8 @@ from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops import AttentionLayer, Residual, cuda_kernels
+from trtllm_dflash.ops import cuda_kernels
+from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -268,12 +269,11 @@ def test_rows_are_appended_in_fp8_as_torch_appends_them(dtype, size, rows):
     start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
     qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     qkv[:, 0, -size:] = torch.linspace(-20, 20, size, device="cuda")  # some saturate: 448 * 0.017 is 7.6
-    positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
     results = []
     for ops_type in (TorchOps, CudaOps):
         torch.manual_seed(1)
         caches = {f"l.{n}": torch.randn(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
-        out = ops_type(weights, caches).self_attention(layer, qkv, positions, start, start + rows)
+        out = ops_type(weights, caches).self_attention(layer, qkv, start)
         results.append((out, caches["l.key"], caches["l.value"]))
     (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
     assert cuda_values.view(torch.uint8).equal(values.view(torch.uint8))
@@ -292,15 +292,13 @@ def test_context_and_block_are_written_in_fp8_in_one_run():
     committed = torch.tensor([1, 8, 16], dtype=torch.int32, device="cuda")
     kv = torch.randn(slots, 16, 3 * 2 * kv_heads * size, dtype=dtype, device="cuda")
     qkv = torch.randn(slots, 16, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
-    row = torch.arange(16, dtype=torch.int32, device="cuda")
     lengths = start + committed + 16
     results = []
     for ops_type in (TorchOps, CudaOps):
         caches = {f"l.{n}": torch.zeros(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
         ops = ops_type(weights, caches)
-        context = ops.context_rows(layer, kv, 1, start[:, None] + row)
-        positions = (start + committed)[:, None] + row
-        out = ops.block_attention(layer, context, qkv, positions, start, committed, lengths)
+        context = ops.context_rows(layer, kv, 1, start)
+        out = ops.block_attention(layer, context, qkv, start, committed)
         used = (torch.arange(length, device="cuda")[None, :] < lengths[:, None])[:, None, :, None]
         results.append((out, *(cache.float() * used for cache in caches.values())))
     (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
@@ -341,8 +339,7 @@ def test_self_attention_appends_what_torch_appends(dtype, size, normed, rows):
             for name in ("key", "value")
         }
         ops = ops_type(weights, caches)
-        positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
-        out = ops.self_attention(layer, qkv, positions, start, start + rows)
+        out = ops.self_attention(layer, qkv, start)
         results.append((out, caches["l.key"], caches["l.value"]))
     (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
     assert cuda_values.equal(values)
@@ -361,8 +358,6 @@ def test_block_attention_writes_committed_context_and_block_in_one_run(dtype, si
     committed = torch.tensor([1, (context_rows + 1) // 2, context_rows], dtype=torch.int32, device="cuda")
     kv = torch.randn(slots, context_rows, layers * 2 * kv_heads * size, dtype=dtype, device="cuda")
     qkv = torch.randn(slots, block, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
-    row, drafted = (torch.arange(n, dtype=torch.int32, device="cuda") for n in (context_rows, block))
-    first = (start + committed)[:, None]
     results = []
     for ops_type in (TorchOps, CudaOps):
         torch.manual_seed(1)
@@ -371,9 +366,9 @@ def test_block_attention_writes_committed_context_and_block_in_one_run(dtype, si
             for name in ("key", "value")
         }
         ops = ops_type(weights, caches)
-        context = ops.context_rows(layer, kv, index, start[:, None] + row)
+        context = ops.context_rows(layer, kv, index, start)
         lengths = start + committed + block
-        out = ops.block_attention(layer, context, qkv, first + drafted, start, committed, lengths)
+        out = ops.block_attention(layer, context, qkv, start, committed)
         used = torch.arange(length, device="cuda")[None, :] < lengths[:, None]
         caches = {name: cache * used[:, None, :, None] for name, cache in caches.items()}  # what follows is scratch
         results.append((out, caches["l.key"], caches["l.value"]))
@@ -394,7 +389,7 @@ def test_rows_outside_of_the_cache_are_dropped(start):
     layer = AttentionLayer("l.", "rope", 4, kv_heads, size, 1e-6)
     qkv = torch.randn(slots, rows, 8 * size, dtype=torch.bfloat16, device="cuda")
     at = torch.full((slots,), start, dtype=torch.int32, device="cuda")
-    out = CudaOps(weights, caches).self_attention(layer, qkv, at, at, at + rows)
+    out = CudaOps(weights, caches).self_attention(layer, qkv, at)
     assert out.isfinite().all()
     if start == -16:
         assert out.eq(0).all()
@@ -412,7 +407,6 @@ def test_context_alone_is_kept_whole():
     layer = AttentionLayer("l.", "rope", 4, kv_heads, size, 1e-6)
     kv = torch.randn(slots, rows, 2 * 2 * kv_heads * size, dtype=torch.bfloat16, device="cuda")
     start = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
-    positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
     kept = []
     for ops_type in (TorchOps, CudaOps):
         caches = {
@@ -420,7 +414,7 @@ def test_context_alone_is_kept_whole():
             for n in ("key", "value")
         }
         ops = ops_type(weights, caches)
-        ops.keep_context(layer, ops.context_rows(layer, kv, 1, positions), start)
+        ops.keep_context(layer, ops.context_rows(layer, kv, 1, start), start)
         kept.append(caches)
     assert kept[1]["l.value"].equal(kept[0]["l.value"])
     assert_close(kept[1]["l.key"], kept[0]["l.key"], torch.bfloat16, roundings=0.5)

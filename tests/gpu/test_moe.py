@@ -11,7 +11,8 @@ from tests.gpu.test_kernels import why_not as why_no_kernels
 from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.ops import ClampedSwiglu, MoELayer, cuda_kernels
+from trtllm_dflash.ops import cuda_kernels
+from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.experts import Experts, activate, route
 from trtllm_dflash.ops.torch_ops import TorchOps

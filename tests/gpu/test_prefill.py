@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.test_cuda import load_tiny, shipped_prompts
 from tests.gpu.test_kernels import HALVES, assert_close, layer_weights, why_not
-from trtllm_dflash.ops import AttentionLayer
+from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Decode, Prefill
@@ -32,10 +32,9 @@ def test_chunk_after_chunk_equals_attention_under_a_mask(dtype, size, heads):
         for rows in (100, 33, 20, 300):
             qkv = torch.randn(1, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
             start = torch.tensor([first], dtype=torch.int32, device="cuda")
-            positions = start[:, None] + torch.arange(rows, dtype=torch.int32, device="cuda")
             first += rows
             ops = ops_type(weights, caches, None, first) if ops_type is CudaOps else ops_type(weights, caches)
-            outs.append(ops.self_attention(layer, qkv, positions, start, start + rows))
+            outs.append(ops.self_attention(layer, qkv, start))
         results.append(torch.cat(outs, dim=1))
     assert_close(results[1], results[0], dtype, roundings=4)
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import evaluate, trt
-from trtllm_dflash.ops import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps
 from trtllm_dflash.ops.torch_ops import TorchOps
 

@@ -17,7 +17,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import unit_range
-from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.tensorrt_attention import write_sink_key
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.weights import complete_weights

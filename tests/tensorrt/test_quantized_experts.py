@@ -11,7 +11,7 @@ from tests.quantized import quantize_folder
 from trtllm_dflash.build.builder import as_planned
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.weights import complete_weights

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import evaluate, trt
-from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, ordered_values
 from trtllm_dflash.ops.torch_ops import TorchOps
 

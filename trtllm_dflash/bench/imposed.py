@@ -10,7 +10,7 @@ import torch
 
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.ops import Acceptance, Ops
+from trtllm_dflash.ops.base import Acceptance, Ops
 from trtllm_dflash.session.philox import uniform_numbers
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.torch_session import TorchSession

@@ -11,7 +11,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.nvfp4 import Transcoded
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
-from trtllm_dflash.ops import AttentionLayer, ClampedSwiglu, Ops, Residual
+from trtllm_dflash.ops.base import AttentionLayer, ClampedSwiglu, Ops, Residual
 
 T = TypeVar("T")
 
@@ -142,13 +142,10 @@ class Decoder:
 
     def forward(self, ops: Ops[T], token_ids: T, start: T, tap_layers: tuple[int, ...]) -> Features[T]:
         """Runs token_ids [B, Q] at positions start [B] onwards, appending their K and V to the cache."""
-        offsets = ops.row_offsets(token_ids)
-        positions = ops.positions(start, offsets)  # [B, Q]
-        lengths = ops.key_lengths(start, offsets)  # [B]
         x = Residual(ops.embedding("model.embed_tokens", token_ids))
         streams = []
         for i in range(self.config.layers):
-            stream, x = self._layer(ops, i, x, positions, start, lengths)
+            stream, x = self._layer(ops, i, x, start)
             streams.append(stream)
         hidden = ops.add_pending(x)
         # After layer i is before layer i + 1: Hugging Face's hidden_states[i + 1], but for the last layer's, which it
@@ -160,13 +157,13 @@ class Decoder:
         """hidden [B, R, H], before the final norm -> [B, R, V/tp]."""
         return ops.norm_linear("model.norm", "lm_head", Residual(hidden), self.config.norm_eps)[1]
 
-    def _layer(self, ops: Ops[T], i: int, x: Residual[T], positions: T, start: T, lengths: T) -> tuple[T, Residual[T]]:
+    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
         """The whole residual stream before layer i, and the stream after it."""
         c = self.config
         prefix = f"model.layers.{i}."
         layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms, c.windows[i] if c.windows else None)
         stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
-        h = ops.self_attention(layer, qkv, positions, start, lengths)
+        h = ops.self_attention(layer, qkv, start)
         return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h))
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:

@@ -19,7 +19,7 @@ from trtllm_dflash.models.decoder import (
     mlp_weights,
 )
 from trtllm_dflash.models.weights import Part, Split, Weight, in_precision
-from trtllm_dflash.ops import AttentionLayer, Ops, Residual
+from trtllm_dflash.ops.base import AttentionLayer, Context, Ops, Residual
 
 T = TypeVar("T")
 
@@ -83,16 +83,15 @@ class Drafter:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def context(self, ops: Ops[T], taps: list[T], start: T) -> list[tuple[T, T]]:
-        """Each layer's K and V of the context rows (see `Ops.context_rows`): taps [B, Q, H] at start [B]."""
+    def context(self, ops: Ops[T], taps: list[T], start: T) -> list[Context[T]]:
+        """The context rows of each layer (see `Ops.context_rows`), of taps [B, Q, H] at start [B]."""
         c = self.config
         x = ops.linear(PREFIX + "fc", ops.concat(taps))
         # [B, Q, layers * 2 * Hkv * D]
         _, kv = ops.norm_linear(PREFIX + "hidden_norm", PREFIX + "context_kv_proj", Residual(x), c.norm_eps)
-        positions = ops.positions(start, ops.row_offsets(x))
-        return [ops.context_rows(self._attention(ops, i), kv, i, positions) for i in range(c.layers)]
+        return [ops.context_rows(self._attention(ops, i), kv, i, start) for i in range(c.layers)]
 
-    def keep_context(self, ops: Ops[T], context: list[tuple[T, T]], start: T) -> None:
+    def keep_context(self, ops: Ops[T], context: list[Context[T]], start: T) -> None:
         """Writes the context rows and drafts nothing, so that drafting can resume at any later step."""
         for i, rows in enumerate(context):
             ops.keep_context(self._attention(ops, i), rows, start)
@@ -100,27 +99,23 @@ class Drafter:
     def draft(
         self,
         ops: Ops[T],
-        context: list[tuple[T, T]],
+        context: list[Context[T]],
         start: T,
         committed: T,
-        block_start: T,
         bonus: T,
         block_offsets: T,
     ) -> T:
         """Drafts the tokens after the bonus token: [B, Bd - 1].
 
         Of the context rows, the first committed [B] become permanent, at start [B]. The block's own rows follow them
-        at once, at block_start [B] (start + committed), and are scratch: the next call writes the true context rows
-        over them.
+        at once and are scratch: the next call writes the true context rows over them.
         """
         c = self.config
-        positions = ops.positions(block_start, block_offsets)  # [B, Bd]
-        lengths = ops.key_lengths(block_start, block_offsets)  # [B]
         x = Residual(ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id))
         for i, rows in enumerate(context):
             prefix = f"{PREFIX}layers.{i}."
             stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
-            h = ops.block_attention(self._attention(ops, i), rows, qkv, positions, start, committed, lengths)
+            h = ops.block_attention(self._attention(ops, i), rows, qkv, start, committed)
             x = mlp(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h), c)
         # Row 0 stands at the bonus token, which is known: only the rows after it are drafts.
         drafts = Residual(ops.drop_first_row(ops.add_pending(x)))

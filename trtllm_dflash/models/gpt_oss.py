@@ -10,7 +10,7 @@ from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, read_decoder_config
 from trtllm_dflash.models.moe import MoEDecoder, check_experts
 from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPrecision
-from trtllm_dflash.ops import ClampedSwiglu
+from trtllm_dflash.ops.base import ClampedSwiglu
 from trtllm_dflash.ops.mxfp4 import BLOCK, BLOCK_BYTES
 
 #: What transformers takes these to be where config.json lacks them (GptOssConfig); other families' are others.

@@ -6,7 +6,7 @@ from typing import TypeVar
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig, MoEConfig
 from trtllm_dflash.models.weights import Part, Weight, unit_range
-from trtllm_dflash.ops import MoELayer, Ops, Residual
+from trtllm_dflash.ops.base import MoELayer, Ops, Residual
 
 T = TypeVar("T")
 

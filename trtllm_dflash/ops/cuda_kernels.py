@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.step import StepOutputs
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import Acceptance, AttentionLayer, MoELayer, Residual
 from trtllm_dflash.ops import cuda_kernels as kernels
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, dequantize_cache_rows
@@ -60,18 +60,6 @@ class CudaOps(TorchOps):
 
     def block_embedding(self, name: str, bonus: Tensor, block_offsets: Tensor, mask_id: int) -> Tensor:
         return kernels.embed(self.weights[name + ".weight"], bonus, block_offsets.shape[1], mask_id)
-
-    # The kernels know where rows stand from `start` and from how many they are. What says so to other backends is left
-    # unmade: it has a shape and no numbers.
-
-    def row_offsets(self, rows: Tensor) -> Tensor:
-        return torch.empty(1, rows.shape[1], dtype=torch.int32, device="meta")
-
-    def positions(self, start: Tensor, offsets: Tensor) -> Tensor:
-        return torch.empty(len(start), offsets.shape[1], dtype=torch.int32, device="meta")
-
-    def key_lengths(self, start: Tensor, offsets: Tensor) -> Tensor:
-        return torch.empty(len(start), dtype=torch.int32, device="meta")
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = self._skinny_gemm(name, x)
@@ -169,36 +157,29 @@ class CudaOps(TorchOps):
             out = (out.float() * share[..., None]).to(out.dtype)
         return out.transpose(1, 2).flatten(2)
 
-    def self_attention(
-        self, layer: AttentionLayer, qkv: Tensor, positions: Tensor, start: Tensor, lengths: Tensor
-    ) -> Tensor:
+    def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
         keys, values = self._caches(layer)
         q = self._append(layer)(keys, values, start, layer.heads, qkv)
         assert q is not None
         return self._attend(layer, q, start, None, True)
 
-    def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         # As projected: they are normed and rotated on their way into the cache.
         size = layer.kv_heads * layer.head_size
         first = 2 * index * size
-        return kv[..., first : first + size], kv[..., first + size : first + 2 * size]
+        return Context((kv[..., first : first + size], kv[..., first + size : first + 2 * size]), index)
 
-    def keep_context(self, layer: AttentionLayer, context: tuple[Tensor, Tensor], start: Tensor) -> None:
+    def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
         keys, values = self._caches(layer)
-        self._append(layer)(keys, values, start, layer.heads, context=context)
+        k, v = context.tensors
+        self._append(layer)(keys, values, start, layer.heads, context=(k, v))
 
     def block_attention(
-        self,
-        layer: AttentionLayer,
-        context: tuple[Tensor, Tensor],
-        qkv: Tensor,
-        positions: Tensor,
-        start: Tensor,
-        committed: Tensor,
-        lengths: Tensor,
+        self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
     ) -> Tensor:
         keys, values = self._caches(layer)
-        q = self._append(layer)(keys, values, start, layer.heads, qkv, context, committed)
+        k, v = context.tensors
+        q = self._append(layer)(keys, values, start, layer.heads, qkv, (k, v), committed)
         assert q is not None
         return self._attend(layer, q, start, committed, False)
 

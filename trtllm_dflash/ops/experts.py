@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.ops import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
 

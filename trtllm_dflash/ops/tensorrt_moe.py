@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 
-from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize

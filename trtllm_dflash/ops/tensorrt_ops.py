@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
 from trtllm_dflash.ops.tensorrt_layers import ITensor
@@ -134,14 +134,24 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 
-    def row_offsets(self, ids: ITensor) -> ITensor:
-        return self._once(ids, "offsets", lambda: self._reshape(self._range(self._size(ids, 1)), (1, -1)))
+    def positions(self, start: ITensor, rows: ITensor) -> ITensor:
+        # By `start` alone: all rows of a step that begin there are equally many.
+        return self._once(
+            start, "positions", lambda: self._binary("SUM", self.column(start), self._row_offsets(rows), "positions")
+        )
 
-    def positions(self, start: ITensor, offsets: ITensor) -> ITensor:
-        return self._binary("SUM", self.column(start), offsets, "positions")
+    def key_lengths(self, start: ITensor, rows: ITensor) -> ITensor:
+        def emit() -> ITensor:
+            return self._binary("SUM", start, self._cast(self._size(rows, 1), self.trt.int32), "lengths")
 
-    def key_lengths(self, start: ITensor, offsets: ITensor) -> ITensor:
-        return self._binary("SUM", start, self._cast(self._size(offsets, 1), self.trt.int32), "lengths")
+        return self._once(start, "lengths", emit)
+
+    def block_start(self, start: ITensor, committed: ITensor) -> ITensor:
+        return self._once(committed, "block start", lambda: self.add(start, committed))
+
+    def _row_offsets(self, rows: ITensor) -> ITensor:
+        """0..N-1 as [1, N] for rows [B, N, ...]."""
+        return self._once(rows, "offsets", lambda: self._reshape(self._range(self._size(rows, 1)), (1, -1)))
 
     def gather_rows(self, x: ITensor, rows: ITensor) -> ITensor:
         return self._gather(x, rows, axis=1, per_slot=True)
@@ -306,7 +316,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         drafts = self._gather(token_ids, self._binary("MIN", next_rows, last), axis=1, per_slot=True)
         # The last choice has no draft. (Dropping its column would leave prefill's R = 1 with an empty tensor.)
         has_draft = self._binary(
-            "LESS", self.row_offsets(logit_rows), self._binary("SUB", self._row_count(logit_rows, 1), one)
+            "LESS", self._row_offsets(logit_rows), self._binary("SUB", self._row_count(logit_rows, 1), one)
         )
         is_real = self._binary("LESS", next_rows, self.column(row_count))
         equal = self._binary("AND", self._binary("EQUAL", drafts, target_ids), self._binary("AND", is_real, has_draft))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import AttentionLayer
+from trtllm_dflash.ops.base import AttentionLayer, Context
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
@@ -73,31 +73,20 @@ class TensorRTPluginOps(TensorRTOps):
         if self._creator is None:
             raise EngineError(f"the plugin {PLUGIN[0]} is not loaded")
 
-    def self_attention(
-        self, layer: AttentionLayer, qkv: ITensor, positions: ITensor, start: ITensor, lengths: ITensor
-    ) -> ITensor:
+    def self_attention(self, layer: AttentionLayer, qkv: ITensor, start: ITensor) -> ITensor:
         return self._emit(layer, qkv, start, causal=True, context_index=-1, context=[])
 
-    def context_rows(
-        self, layer: AttentionLayer, kv: ITensor, index: int, positions: ITensor
-    ) -> tuple[ITensor, ITensor]:
-        return kv, index  # as projected: the plugin takes its layer's part
+    def context_rows(self, layer: AttentionLayer, kv: ITensor, index: int, start: ITensor) -> Context[ITensor]:
+        return Context((kv,), index)  # as projected, of all layers: the plugin takes its layer's part
 
-    def keep_context(self, layer: AttentionLayer, context: tuple[ITensor, ITensor], start: ITensor) -> None:
+    def keep_context(self, layer: AttentionLayer, context: Context[ITensor], start: ITensor) -> None:
         raise EngineError("a plan with the plugin has no step that only keeps context")
 
     def block_attention(
-        self,
-        layer: AttentionLayer,
-        context: tuple[ITensor, ITensor],
-        qkv: ITensor,
-        positions: ITensor,
-        start: ITensor,
-        committed: ITensor,
-        lengths: ITensor,
+        self, layer: AttentionLayer, context: Context[ITensor], qkv: ITensor, start: ITensor, committed: ITensor
     ) -> ITensor:
-        kv, index = context
-        return self._emit(layer, qkv, start, causal=False, context_index=index, context=[kv, committed])
+        inputs = [*context.tensors, committed]
+        return self._emit(layer, qkv, start, causal=False, context_index=context.index, context=inputs)
 
     def _emit(
         self,

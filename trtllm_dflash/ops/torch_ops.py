@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.ops import Acceptance, MoELayer, Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, MoELayer, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
 from trtllm_dflash.ops.fp8 import (
@@ -196,14 +196,19 @@ class TorchOps(Ops[Tensor]):
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 
-    def row_offsets(self, rows: Tensor) -> Tensor:
-        return torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)[None]
+    def positions(self, start: Tensor, rows: Tensor) -> Tensor:
+        count = rows.shape[1]
+        positions: Tensor = self._once(("positions", count), start, lambda: start[:, None] + _offsets(count, start))
+        return positions
 
-    def positions(self, start: Tensor, offsets: Tensor) -> Tensor:
-        return start[:, None] + offsets
+    def key_lengths(self, start: Tensor, rows: Tensor) -> Tensor:
+        count = rows.shape[1]
+        lengths: Tensor = self._once(("lengths", count), start, lambda: start + count)
+        return lengths
 
-    def key_lengths(self, start: Tensor, offsets: Tensor) -> Tensor:
-        return start + offsets.shape[1]
+    def block_start(self, start: Tensor, committed: Tensor) -> Tensor:
+        first: Tensor = self._once(("block start",), committed, lambda: start + committed)
+        return first
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         if rows.shape[1] == x.shape[1]:
@@ -298,3 +303,8 @@ class TorchOps(Ops[Tensor]):
 
     def column(self, ids: Tensor) -> Tensor:
         return ids[:, None]
+
+
+def _offsets(count: int, like: Tensor) -> Tensor:
+    """0..count-1, int32, on the device of `like`."""
+    return torch.arange(count, dtype=torch.int32, device=like.device)

@@ -136,7 +136,7 @@ def draft_blocks(ops: TorchOps, llm: LLM, sample: Sample) -> Iterator[Tensor]:
     last = ids.shape[1] - 1
     for committed in sorted({max(1, last * (i + 1) // _BLOCKS) for i in range(_BLOCKS)}):
         count = torch.full((1,), committed, dtype=torch.int32, device=device)
-        yield drafter.draft(ops, context, start, count, start + count, ids[:, committed], block)
+        yield drafter.draft(ops, context, start, count, ids[:, committed], block)
 
 
 def _export(linears: DrafterLinears) -> tuple[dict[str, Tensor], dict[str, Any]]:

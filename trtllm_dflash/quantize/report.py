@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import PREFIX
-from trtllm_dflash.ops import MoELayer
+from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import draft_blocks, ops_over
 from trtllm_dflash.quantize.text import Sample

@@ -12,7 +12,7 @@ import torch
 from trtllm_dflash.cost.memory import GB, cache_shapes, plan_memory
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, call_of, words_of
 from trtllm_dflash.session.slots import SlotTensors

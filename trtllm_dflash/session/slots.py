@@ -3,7 +3,7 @@
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.ops import SamplingInputs
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.session.calls import SlotSampling, signed
 from trtllm_dflash.session.philox import uniform_numbers
 

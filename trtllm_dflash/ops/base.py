@@ -1,0 +1,375 @@
+"""The vocabulary of operations that models and the step are written over.
+
+A model is plain Python over `Ops`. `TorchOps` computes it; a compiler backend emits it as layers. Tensors are opaque
+(`T`): models never look inside one. Weights, RoPE tables and caches are named, never passed.
+
+Letters: B slots in the call, Q rows a slot, R logit rows, N any number of rows, H hidden, D head size, S cache length,
+V vocabulary, Bd length of the drafted block. Integers are int32. Under tensor parallelism a rank sees its own heads,
+its own FFN columns and its own slice of the vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SamplingInputs(Generic[T]):
+    """How each slot's tokens are chosen. A temperature of 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+
+    temperature: T  # [B] float32
+    top_k: T  # [B] int32
+    top_p: T  # [B] float32
+    uniform: T  # [B, R] float32 in [0, 1): one number a row
+
+
+@dataclass(frozen=True)
+class Acceptance(Generic[T]):
+    """What a verify pass decided for each slot."""
+
+    accepted: T  # [B] leading drafts that equal the target's own choice
+    committed: T  # [B] rows of this call whose tokens are now final
+    bonus: T  # [B] the target's choice after the last of them
+
+
+@dataclass(frozen=True)
+class Residual(Generic[T]):
+    """The residual stream, and what is still to be added to it: kernels may add it where the stream is next normed."""
+
+    x: T  # [B, N, H]
+    pending: T | None = None  # [B, N, H]
+
+
+@dataclass(frozen=True)
+class Context(Generic[T]):
+    """A drafter layer's context rows on their way into its caches: for `keep_context` and `block_attention` alone.
+
+    What the tensors hold is the backend's matter: rows that are normed and rotated, or as they were projected.
+    """
+
+    tensors: tuple[T, ...]
+    index: int  # of the layer, among the drafter's
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer, as a rank sees it.
+
+    Its caches are `{prefix}key` and `{prefix}value`; the norms of its heads, where it has them,
+    `{prefix}self_attn.q_norm` and `{prefix}self_attn.k_norm`; its sinks, where it has them, `{prefix}self_attn.sinks`.
+    """
+
+    prefix: str
+    rope: str  # name of the RoPE tables; YaRN's attention factor is in them
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_eps: float | None  # None: heads are not normed
+    window: int | None = None  # keys that a row sees, itself included; None: all
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> str | None:
+        """The name of the sinks [heads], where there are any."""
+        return self.prefix + "self_attn.sinks" if self.has_sinks else None
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's activation of gate and up: min(gate, limit) * sigmoid(alpha * gate') * (clamp(up, -limit, limit) + 1).
+
+    gate' is the clamped gate. A zero gate gives zero, so FFN columns that are padded with zeros add nothing.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """The experts of one mixture-of-experts feed-forward, as a rank sees them.
+
+    E: experts that this rank has; F: FFN columns that it has of each, zeros for padding included.
+
+    | tensor | shape | type |
+    |---|---|---|
+    | `{prefix}experts.gate_up_proj.weight` | [E, 2F, H]: all gate rows, then all up rows | the engine's |
+    | `{prefix}experts.down_proj.weight` | [E, H, F] | the engine's |
+    | `{prefix}experts.gate_up_proj.bias`, where there is one | [E, 2F] | the engine's |
+    | `{prefix}experts.down_proj.bias`, where there is one | [E, H]; of divided columns, on rank 0 alone | likewise |
+
+    In MXFP4 (OCP Microscaling: E2M1 values, an E8M0 scale for 32 of them along the last dimension; see `ops.mxfp4`),
+    each `.weight` [E, O, I] is instead
+
+    | `.blocks` | [E, O, I / 32, 16]: two values a byte, the even one in the low half | uint8 |
+    | `.scales` | [E, O, I / 32]: 127 + the power of two | uint8 |
+
+    In FP8 and NVFP4 (see `ops.linear_weight`), `.weight` has its scales beside it, of every expert
+
+    | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
+    | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
+
+    Ranks divide either each expert's columns (all have all experts: `first` 0, `count` `experts`), or the experts.
+    """
+
+    prefix: str
+    experts: int  # that the router chooses among: on all ranks together
+    first: int  # the first expert that this rank has
+    count: int  # how many it has
+    top_k: int  # experts a row
+    normalized: bool  # a row's top_k weights add up to 1
+    clamp: ClampedSwiglu | None = None  # None: plain SwiGLU
+
+
+class Ops(ABC, Generic[T]):
+    """About twenty operations; see the module's docstring for the letters.
+
+    Attributes:
+        tp: number of ranks.
+        rank: this rank.
+    """
+
+    tp: int
+    rank: int
+
+    # -- the network -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embedding(self, name: str, ids: T) -> T:
+        """Rows of the table `name.weight` [V, H] (whole on every rank): ids [B, N] -> [B, N, H]."""
+
+    @abstractmethod
+    def linear(self, name: str, x: T) -> T:
+        """x [B, N, I] times `name.weight` [O, I] transposed, plus `name.bias` [O] where there is one: [B, N, O]."""
+
+    @abstractmethod
+    def rms_norm(self, name: str, x: T, eps: float) -> T:
+        """x / sqrt(mean(x^2) + eps) * `name.weight`, over the last dimension, inside in FP32."""
+
+    @abstractmethod
+    def add(self, x: T, y: T) -> T:
+        """x + y, of one shape."""
+
+    @abstractmethod
+    def concat(self, xs: Sequence[T]) -> T:
+        """Joins [B, N, H_i] along the last dimension."""
+
+    @abstractmethod
+    def split_heads(self, x: T, first: int, count: int, head_size: int) -> T:
+        """Heads first..first+count-1 of x [B, N, heads*D], as [B, count, N, D]."""
+
+    @abstractmethod
+    def rope(self, name: str, x: T, positions: T) -> T:
+        """Rotates x [B, heads, N, D] by positions [B, N], halves as pairs; tables `name.cos`, `name.sin` [P, D/2]."""
+
+    @abstractmethod
+    def append_kv(self, name: str, rows: T, start: T) -> T:
+        """Writes rows [B, heads, N, D] into cache `name` [B, heads, S, D] at start [B], in place; returns the cache.
+
+        Rows at or past S are dropped without a word. A cache in FP8 (E4M3) holds rows divided by the FP32 number
+        `name.scale` [], rounded to nearest and saturated; what is returned is what those stand for, in the rows' type,
+        of all the rows that any slot has now: a call sees its own rows as a later one will.
+        """
+
+    @abstractmethod
+    def attention(
+        self,
+        q: T,
+        keys: T,
+        values: T,
+        lengths: T,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+    ) -> T:
+        """softmax(q k^T / sqrt(D)) v over the first lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
+
+        The last query row is aligned with the last key: row i stands at p = lengths - N + i. Causal: it sees no key
+        after p. window: it sees no key at or before p - window. sinks: the name of a tensor [heads]; each is one more
+        logit of its head's softmax, not scaled, whose value is zero.
+        """
+
+    @abstractmethod
+    def swiglu(self, x: T) -> T:
+        """x [B, N, 2F] holds gate, then up: silu(gate) * up, [B, N, F]."""
+
+    @abstractmethod
+    def moe(self, layer: MoELayer, x: T, logits: T) -> T:
+        """This rank's part of a mixture of experts' feed-forward: x [B, N, H], logits [B, N, experts] -> [B, N, H].
+
+        A row's experts are those of its top_k largest logits (the lowest ids among equals). Their weights are the
+        softmax over those top_k logits where `layer.normalized`, else the softmax over all logits; in FP32. (Softmax,
+        then top k, then division by their sum is the first of the two.) Each computes
+        act(x gate_up^T + bias) down^T + bias; the result is the weighted sum over those that this rank has, to be
+        summed over the ranks by `all_reduce`. logits are the same on all ranks.
+        """
+
+    @abstractmethod
+    def all_reduce(self, x: T) -> T:
+        """The sum of x over the ranks."""
+
+    # -- fused: each is what is written here; a backend that has one kernel for it overrides it ---------------------
+
+    def add_rms_norm(self, name: str, x: T, y: T, eps: float) -> tuple[T, T]:
+        """x + y, and that sum normed by `name`."""
+        total = self.add(x, y)
+        return total, self.rms_norm(name, total, eps)
+
+    def block_embedding(self, name: str, bonus: T, block_offsets: T, mask_id: int) -> T:
+        """The embeddings of [bonus, MASK, ..., MASK], for bonus [B] and block_offsets [1, Bd]: [B, Bd, H]."""
+        return self.embedding(name, self.masked_block(bonus, block_offsets, mask_id))
+
+    def linear_swiglu(self, name: str, x: T) -> T:
+        """x [B, N, I] through a weight `name` that holds gate, then up: silu(gate) * up, [B, N, F]."""
+        return self.swiglu(self.linear(name, x))
+
+    def add_product(self, name: str, x: T, y: T) -> Residual[T]:
+        """The stream x [B, N, H] plus the linear `name` of y [B, N, I], summed over the ranks."""
+        return Residual(x, self.all_reduce(self.linear(name, y)))
+
+    def add_pending(self, x: Residual[T]) -> T:
+        """The whole stream."""
+        return x.x if x.pending is None else self.add(x.x, x.pending)
+
+    def norm(self, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """The whole stream, and that normed by `name`."""
+        if x.pending is None:
+            return x.x, self.rms_norm(name, x.x, eps)
+        return self.add_rms_norm(name, x.x, x.pending, eps)
+
+    def norm_linear(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """The whole stream, and the linear `name` of that normed by `norm`."""
+        total, h = self.norm(norm, x, eps)
+        return total, self.linear(name, h)
+
+    def norm_linear_swiglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """The whole stream, and `linear_swiglu` of that normed by `norm`."""
+        total, h = self.norm(norm, x, eps)
+        return total, self.linear_swiglu(name, h)
+
+    def self_attention(self, layer: AttentionLayer, qkv: T, start: T) -> T:
+        """Causal attention of rows over the cache and themselves, with the layer's window and sinks: [B, N, heads*D].
+
+        qkv [B, N, (heads + 2 kv_heads)*D] holds the rows' queries, keys and values, at positions from start [B] on;
+        keys and values are appended to the layer's caches.
+        """
+        q, k, v = self._split_qkv(layer, qkv, self.positions(start, qkv))
+        keys = self.append_kv(layer.prefix + "key", k, start)
+        values = self.append_kv(layer.prefix + "value", v, start)
+        return self.attention(q, keys, values, self.key_lengths(start, qkv), True, layer.window, layer.sinks)
+
+    def context_rows(self, layer: AttentionLayer, kv: T, index: int, start: T) -> Context[T]:
+        """The context rows of a drafter's index-th layer, from start [B] on: its K and V of all layers' in `kv`.
+
+        kv: [B, Q, layers*2*kv_heads*D], as projected.
+        """
+        k = self.split_heads(kv, 2 * index * layer.kv_heads, layer.kv_heads, layer.head_size)
+        v = self.split_heads(kv, (2 * index + 1) * layer.kv_heads, layer.kv_heads, layer.head_size)
+        k = self.rope(layer.rope, self._norm_heads(layer, "k", k), self.positions(start, kv))
+        return Context((k, v), index)
+
+    def keep_context(self, layer: AttentionLayer, context: Context[T], start: T) -> None:
+        """Writes all rows of context into the layer's caches at start [B]."""
+        k, v = context.tensors
+        self.append_kv(layer.prefix + "key", k, start)
+        self.append_kv(layer.prefix + "value", v, start)
+
+    def block_attention(self, layer: AttentionLayer, context: Context[T], qkv: T, start: T, committed: T) -> T:
+        """Attention of a drafted block over the cache, its new context rows and all of itself: [B, Bd, heads*D].
+
+        The caches get one run of rows at start [B]: the first committed [B] rows of context, then at once the block's,
+        whose queries, keys and values are qkv [B, Bd, (heads + 2 kv_heads)*D].
+        """
+        block_start = self.block_start(start, committed)
+        q, k, v = self._split_qkv(layer, qkv, self.positions(block_start, qkv))
+        context_k, context_v = context.tensors
+        keys = self.append_kv(layer.prefix + "key", self.splice_rows(context_k, k, committed), start)
+        values = self.append_kv(layer.prefix + "value", self.splice_rows(context_v, v, committed), start)
+        lengths = self.key_lengths(block_start, qkv)
+        return self.attention(q, keys, values, lengths, False, layer.window, layer.sinks)
+
+    def _split_qkv(self, layer: AttentionLayer, qkv: T, positions: T) -> tuple[T, T, T]:
+        """q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""
+        q = self.split_heads(qkv, 0, layer.heads, layer.head_size)
+        k = self.split_heads(qkv, layer.heads, layer.kv_heads, layer.head_size)
+        v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
+        q, k = self._norm_heads(layer, "q", q), self._norm_heads(layer, "k", k)
+        return self.rope(layer.rope, q, positions), self.rope(layer.rope, k, positions), v
+
+    def _norm_heads(self, layer: AttentionLayer, which: str, x: T) -> T:
+        if layer.norm_eps is None:
+            return x
+        return self.rms_norm(f"{layer.prefix}self_attn.{which}_norm", x, layer.norm_eps)
+
+    # -- rows and positions ----------------------------------------------------------------------------------------
+
+    # Every layer asks for the same three: a backend makes each of them once a step.
+
+    @abstractmethod
+    def positions(self, start: T, rows: T) -> T:
+        """The positions [B, N] of rows [B, N, ...] that begin at start [B]."""
+
+    @abstractmethod
+    def key_lengths(self, start: T, rows: T) -> T:
+        """The cache rows in use [B] once rows [B, N, ...] are written at start [B]: start + N."""
+
+    @abstractmethod
+    def block_start(self, start: T, committed: T) -> T:
+        """Where a block begins behind committed [B] rows of context at start [B]: their sum."""
+
+    @abstractmethod
+    def gather_rows(self, x: T, rows: T) -> T:
+        """x [B, N, H] at rows [B, R], slot by slot, ascending: [B, R, H]."""
+
+    @abstractmethod
+    def splice_rows(self, context: T, block: T, committed: T) -> T:
+        """One run of rows a slot: its first committed [B] rows of context, then at once all rows of block.
+
+        context [B, heads, Q, D], block [B, heads, Bd, D] -> [B, heads, Q + Bd, D]; what follows the block is scratch.
+        """
+
+    @abstractmethod
+    def drop_first_row(self, x: T) -> T:
+        """x [B, N, H] without its row 0: [B, N - 1, H]."""
+
+    # -- choosing tokens -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def argmax(self, logits: T) -> T:
+        """The most likely id of each row; the lowest among equals. logits [B, R, V/tp] -> [B, R] of the whole V."""
+
+    @abstractmethod
+    def sample(self, logits: T, sampling: SamplingInputs[T]) -> T:
+        """Draws each row's id from its filtered distribution; rows of temperature 0 are greedy. Shapes as `argmax`.
+
+        logits / temperature; keep the top_k largest; of those, the smallest set of largest probabilities that reaches
+        top_p (equals of the last one stay in); then the inverse CDF, in order of ids, at the row's uniform number.
+        """
+
+    @abstractmethod
+    def accept(self, token_ids: T, target_ids: T, logit_rows: T, row_count: T) -> Acceptance[T]:
+        """Compares each draft with the target's choice one row before it.
+
+        token_ids [B, Q]; target_ids [B, R], the choices at logit_rows [B, R]; row_count [B]. A draft counts while it
+        and all before it are equal, and only within row_count. A prefill chunk has R = 1: nothing to compare, and all
+        its rows are committed.
+        """
+
+    @abstractmethod
+    def lookup(self, name: str, ids: T) -> T:
+        """The int32 table `name` [n] at ids [B, N]: [B, N]."""
+
+    @abstractmethod
+    def masked_block(self, bonus: T, block_offsets: T, mask_id: int) -> T:
+        """[bonus, MASK, ..., MASK] for bonus [B] and block_offsets [1, Bd]: [B, Bd]."""
+
+    @abstractmethod
+    def join_ids(self, bonus: T, drafts: T) -> T:
+        """bonus [B] before drafts [B, Bd - 1]: [B, Bd]."""
+
+    @abstractmethod
+    def column(self, ids: T) -> T:
+        """ids [B] as [B, 1]."""
