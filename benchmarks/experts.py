@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from kernels import copy_rate, normal, seconds
 
-from trtllm_dflash.ops import cuda_kernels
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.cuda_ops import moe_kernel
 from trtllm_dflash.ops.experts import Experts, in_tiles, route
 
 Tensor = torch.Tensor
@@ -81,7 +81,7 @@ def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: floa
     def calls(compute: Callable[[Experts, Tensor, Tensor], object]) -> list[Callable[[], object]]:
         return [partial(compute, experts[i % LAYERS], *inputs[i]) for i in range(CALLS)]
 
-    ours = seconds(calls(lambda own, x, logits: cuda_kernels.MoE(shape.layer, own)(x, logits)))
+    ours = seconds(calls(lambda own, x, logits: moe_kernel(shape.layer, own)(x, logits)))
     theirs = seconds(calls(lambda own, x, logits: in_tiles(shape.layer, own, x, logits))[:2], rounds=3)
     return {
         "rows": rows,

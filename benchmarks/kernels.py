@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.ops import cuda_kernels
+from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import FP8
@@ -82,7 +82,7 @@ def attention_row(batch: int, length: int, rows: int, caches: list[Tensor], rate
     scales = (one, one) if caches[0].dtype == FP8 else None
 
     def ours(cache: Tensor) -> Callable[[], object]:
-        return lambda: cuda_kernels.attention(q, cache[0], cache[1], used, causal=True, scales=scales)
+        return lambda: kernels.attention(q, cache[0], cache[1], used, causal=True, scales=scales)
 
     def theirs(cache: Tensor) -> Callable[[], object]:
         keys, values = cache[0, :, :, :length], cache[1, :, :, :length]

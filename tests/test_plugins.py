@@ -5,14 +5,18 @@ import os
 import re
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import cuda_kernels, tensorrt_ops, tensorrt_plugin
+from trtllm_dflash.kernels import library, norm
+from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
@@ -40,15 +44,13 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Loads the library at a path, as a process that starts does."""
+    """Loads the library at a path, from here on."""
 
     def load(path):
-        monkeypatch.setenv(cuda_kernels.LIBRARY_VARIABLE, str(path))
-        cuda_kernels.load.cache_clear()
-        return cuda_kernels.load()
+        monkeypatch.setenv(kernels.LIBRARY_VARIABLE, str(path))
+        return kernels.load()
 
-    yield load
-    cuda_kernels.load.cache_clear()
+    return load
 
 
 @needs_compiler
@@ -59,12 +61,13 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
 
 @needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_kernel_fails_with_cudas_own_words(built, load, monkeypatch):
+def test_without_a_gpu_a_kernel_fails_with_cudas_own_words(built, load):
     load(built / "libdflash_kernels.so")
-    monkeypatch.setattr(cuda_kernels, "_stream", lambda: ctypes.c_void_p(0))
-    x = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    x, weight, out = (torch.ones(8, dtype=torch.bfloat16) for _ in range(3))
+    addresses = {"x": x.data_ptr(), "weight": weight.data_ptr(), "out": out.data_ptr()}
+    params = norm.RmsNormParams(dtype=1, slots=1, rows=1, size=8, x_slot_stride=8, x_row_stride=8, **addresses)
     with pytest.raises(EngineError, match=r"dflash_rms_norm: .*(driver|device)"):
-        cuda_kernels.rms_norm(x, torch.ones(8, dtype=torch.bfloat16), 1e-6)
+        library.run("dflash_rms_norm", params, ctypes.c_void_p(0))
 
 
 @needs_compiler
@@ -99,8 +102,9 @@ def test_tensorrts_registry_makes_plugins_of_the_fields_that_python_gives(built,
 @needs_compiler
 def test_structures_have_the_layout_of_the_header(tmp_path):
     """Every structure and member that Python declares, by size and offset as the C compiler sees them."""
-    kinds = [value for value in vars(cuda_kernels).values() if isinstance(value, type(ctypes.Structure))]
-    structures = [kind for kind in kinds if kind.__name__.startswith("dflash_")]
+    modules = [import_module(f"{kernels.__name__}.{found.name}") for found in iter_modules(kernels.__path__)]
+    values = [value for module in modules for value in vars(module).values()]
+    structures = [value for value in values if isinstance(value, type(ctypes.Structure))]
     assert len(structures) == 13
     lines = []
     for kind in structures:
@@ -119,7 +123,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
 
 def test_python_and_header_name_one_interface():
     header = (PLUGINS / "include" / "dflash_kernels.h").read_text()
-    assert re.search(rf"DFLASH_ABI_VERSION {cuda_kernels._ABI_VERSION}\n", header)
+    assert re.search(rf"DFLASH_ABI_VERSION {library.ABI_VERSION}\n", header)
 
 
 def test_every_gpu_that_we_name_is_compiled_for():
@@ -186,10 +190,10 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
         y = torch.nn.functional.silu(y[..., :128]) * y[..., 128:] if swiglu else y
         return (y if residual is None else y + residual).to(x.dtype)
 
-    monkeypatch.setattr(cuda_kernels, "load", lambda: None)
-    monkeypatch.setattr(cuda_kernels, "_major", lambda device: 9)
-    monkeypatch.setattr(cuda_kernels, "skinny_gemm", skinny_gemm)
-    monkeypatch.setattr(cuda_kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "skinny_gemm", skinny_gemm)
+    monkeypatch.setattr(kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
     torch_ops = TorchOps(weights, {})
     for name in ("rms_norm", "add_rms_norm"):
         monkeypatch.setattr(CudaOps, name, lambda self, *args, name=name: getattr(torch_ops, name)(*args))
@@ -216,10 +220,10 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
 
 def test_under_tensor_parallelism_a_product_is_summed_over_the_ranks_before_the_stream_gets_it(monkeypatch):
     calls = []
-    monkeypatch.setattr(cuda_kernels, "load", lambda: None)
-    monkeypatch.setattr(cuda_kernels, "_major", lambda device: 9)
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(
-        cuda_kernels,
+        kernels,
         "skinny_gemm",
         lambda x, values, scale, bias, swiglu, norm, residual: calls.append((norm, residual)) or x @ values.t(),
     )

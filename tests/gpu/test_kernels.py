@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import TINY
+from trtllm_dflash import kernels
 from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
@@ -18,13 +18,12 @@ from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops import cuda_kernels
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.weights import complete_weights
-from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
+from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 from trtllm_dflash.tokenizer import TextCodec
 
 
@@ -33,7 +32,7 @@ def why_not() -> str:
     if not torch.cuda.is_available():
         return "needs an NVIDIA GPU"
     try:
-        cuda_kernels.load()
+        kernels.load()
     except EngineError as error:
         return str(error)
     return ""
@@ -46,23 +45,8 @@ EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What a kernel does not write is NaN, or -1: outputs and scratch begin as that."""
-
-    def empty(*shape, dtype=torch.float32, device=None):
-        value = float("nan") if dtype.is_floating_point else 255 if dtype is torch.uint8 else -1
-        return torch.full(
-            shape if not isinstance(shape[0], tuple | torch.Size) else shape[0], value, dtype=dtype, device=device
-        )
-
-    def like(x):
-        return empty(x.shape, dtype=x.dtype, device=x.device)
-
-    monkeypatch.setattr(cuda_kernels, "torch", SimpleNamespace(**{**vars(torch), "empty": empty, "empty_like": like}))
-
-
-@pytest.fixture(autouse=True)
-def seeded():
+def begun(poisoned):
+    """Every test here begins with poisoned memory and the same random numbers."""
     torch.manual_seed(0)
 
 
@@ -173,7 +157,7 @@ def make_inputs(case: Case, spare: int = 40):
 @pytest.mark.parametrize("case", [*random_cases(80), *LONG], ids=str)
 def test_attention_equals_float64(case):
     q, keys, values, lengths, sinks = make_inputs(case)
-    out = cuda_kernels.attention(q, keys, values, lengths, case.causal, case.window, sinks)
+    out = kernels.attention(q, keys, values, lengths, case.causal, case.window, sinks)
     assert_close(out, reference(case, q, keys, values, sinks), case.dtype)
 
 
@@ -182,7 +166,7 @@ def test_sinks_may_be_of_the_models_type(dtype):
     case = Case(torch.bfloat16, [70, 9], 8, 4, 64, causal=True, sinks=True)
     q, keys, values, lengths, sinks = make_inputs(case)
     sinks = sinks.to(dtype)
-    out = cuda_kernels.attention(q, keys, values, lengths, True, 0, sinks)
+    out = kernels.attention(q, keys, values, lengths, True, 0, sinks)
     assert_close(out, reference(case, q, keys, values, sinks), case.dtype)
 
 
@@ -190,7 +174,7 @@ def test_large_logits_do_not_overflow():
     case = Case(torch.bfloat16, [200, 65], 16, 4, 128, causal=True)
     q, keys, values, lengths, _ = make_inputs(case)
     q = q * 100
-    out = cuda_kernels.attention(q, keys, values, lengths, True)
+    out = kernels.attention(q, keys, values, lengths, True)
     assert_close(out, reference(case, q, keys, values, None), case.dtype)
 
 
@@ -198,10 +182,10 @@ def test_one_captured_launch_serves_all_lengths():
     case = Case(torch.bfloat16, [500, 0, 2000], 16, 4, 128, causal=True)
     q, keys, values, lengths, _ = make_inputs(case)
     keys.nan_to_num_(0.5), values.nan_to_num_(-0.5)
-    cuda_kernels.attention(q, keys, values, lengths, True)
+    kernels.attention(q, keys, values, lengths, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = cuda_kernels.attention(q, keys, values, lengths, True)
+        out = kernels.attention(q, keys, values, lengths, True)
     for case.lengths in ([500, 0, 2000], [1, 2039, 64], [0, 0, 0], [700, 701, 702]):
         lengths.copy_(torch.tensor(case.lengths, dtype=torch.int32))
         out.fill_(float("nan"))
@@ -212,8 +196,8 @@ def test_one_captured_launch_serves_all_lengths():
 def test_repeated_runs_are_equal_to_the_bit():
     case = Case(torch.bfloat16, [3000, 900, 64], 16, 4, 128, causal=True)
     q, keys, values, lengths, _ = make_inputs(case)
-    first = cuda_kernels.attention(q, keys, values, lengths, True)
-    assert all(cuda_kernels.attention(q, keys, values, lengths, True).equal(first) for _ in range(20))
+    first = kernels.attention(q, keys, values, lengths, True)
+    assert all(kernels.attention(q, keys, values, lengths, True).equal(first) for _ in range(20))
 
 
 # -- FP8 caches --------------------------------------------------------------------------------------------------------
@@ -234,7 +218,7 @@ def test_attention_over_fp8_caches_equals_float64_over_what_they_stand_for(case)
     rounded = [(cache / scale).to(FP8) for cache, scale in zip((keys, values), scales, strict=True)]
     stands_for = [cache.double() * scale.double() for cache, scale in zip(rounded, scales, strict=True)]
     assert rounded[0][-1, 0, -1].isnan().all()  # past the length
-    out = cuda_kernels.attention(q, *rounded, lengths, case.causal, case.window, sinks, scales=scales)
+    out = kernels.attention(q, *rounded, lengths, case.causal, case.window, sinks, scales=scales)
     assert_close(out, reference(case, q, *stands_for, sinks), case.dtype)
 
 
@@ -246,7 +230,7 @@ def test_every_number_of_an_fp8_cache_is_read_as_it_is():
     q = torch.randn(2, 4, 1, 128, dtype=torch.bfloat16, device="cuda")
     lengths = torch.ones(2, dtype=torch.int32, device="cuda")
     key_scale, value_scale = torch.tensor(3.0, device="cuda"), torch.tensor(0.25, device="cuda")
-    out = cuda_kernels.attention(q, values, values, lengths, True, scales=(key_scale, value_scale))
+    out = kernels.attention(q, values, values, lengths, True, scales=(key_scale, value_scale))
     expected = (values[:, :, 0].bfloat16() * 0.25).repeat_interleave(2, dim=1)  # [slots, heads, D]
     assert out.view(2, 4, 128).equal(expected)
 
@@ -433,9 +417,9 @@ def test_norms_equal_float64(dtype, size):
         x = x.double()
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
 
-    assert_close(cuda_kernels.rms_norm(x, weight, 1e-6), normed(x), dtype)
-    assert_close(cuda_kernels.rms_norm(x[:, 1:], weight, 1e-6), normed(x[:, 1:]), dtype)
-    total, out = cuda_kernels.add_rms_norm(x, y, weight, 1e-6)
+    assert_close(kernels.rms_norm(x, weight, 1e-6), normed(x), dtype)
+    assert_close(kernels.rms_norm(x[:, 1:], weight, 1e-6), normed(x[:, 1:]), dtype)
+    total, out = kernels.add_rms_norm(x, y, weight, 1e-6)
     assert total.equal(x + y)
     assert_close(out, normed(x + y), dtype)
 
@@ -445,7 +429,7 @@ def test_norms_equal_float64(dtype, size):
 def test_swiglu_equals_float64(dtype, size):
     x = torch.randn(2, 5, 2 * size, dtype=dtype, device="cuda") * 4
     gate, up = x.double().chunk(2, dim=-1)
-    assert_close(cuda_kernels.swiglu(x), F.silu(gate) * up, dtype)
+    assert_close(kernels.swiglu(x), F.silu(gate) * up, dtype)
 
 
 # -- matrix products of few rows ---------------------------------------------------------------------------------------
@@ -459,7 +443,7 @@ def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tu
     if fp8 and shape[1] % 128:
         pytest.skip("a row of FP8 weights is a multiple of 128 bytes")
     outputs, inputs = shape
-    x = torch.randn(cuda_kernels.SKINNY_ROWS, inputs, dtype=dtype, device="cuda")
+    x = torch.randn(kernels.SKINNY_ROWS, inputs, dtype=dtype, device="cuda")
     weight = torch.randn(outputs, inputs, dtype=dtype, device="cuda") * 0.05
     bias = torch.randn(outputs, dtype=dtype, device="cuda")
     scale = None
@@ -475,11 +459,11 @@ def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_skinny_product_equals_float64_whatever_the_other_rows_are(dtype, shape, fp8):
     x, weight, scale, bias, expected = product(shape, dtype, fp8)
-    whole = cuda_kernels.skinny_gemm(x, weight, scale)
+    whole = kernels.skinny_gemm(x, weight, scale)
     assert_close(whole, expected, dtype)
     for rows in (1, 3, 8, 9, 15):
-        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale), whole[:rows])
-    biased = cuda_kernels.skinny_gemm(x[:5], weight, scale, bias)
+        assert torch.equal(kernels.skinny_gemm(x[:rows], weight, scale), whole[:rows])
+    biased = kernels.skinny_gemm(x[:5], weight, scale, bias)
     assert_close(biased, expected[:5] + bias.double(), dtype)
 
 
@@ -488,11 +472,11 @@ def test_a_skinny_product_equals_float64_whatever_the_other_rows_are(dtype, shap
 def test_a_product_with_swiglu_is_the_product_then_swiglu(shape, fp8):
     x, weight, scale, bias, _ = product(shape, torch.bfloat16, fp8)
     for rows in (1, 8, 16):
-        apart = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias))
-        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, swiglu=True), apart)
+        apart = kernels.swiglu(kernels.skinny_gemm(x[:rows], weight, scale, bias))
+        assert torch.equal(kernels.skinny_gemm(x[:rows], weight, scale, bias, swiglu=True), apart)
 
 
-def in_double(x: torch.Tensor, norm: cuda_kernels.Norm) -> torch.Tensor:
+def in_double(x: torch.Tensor, norm: kernels.Norm) -> torch.Tensor:
     """x normed in float64."""
     x = x.double()
     return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
@@ -508,23 +492,23 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_a_product_of_normed_rows_is_closer_to_float64_than_the_norm_then_the_product(dtype, shape, fp8):
     x, weight, scale, bias, _ = product(shape, dtype, fp8)
     x *= torch.logspace(-3, 3, len(x), dtype=dtype, device="cuda")[:, None]  # rows of all sizes beside each other
-    norm = cuda_kernels.Norm((torch.rand(shape[1], device="cuda") * 3).to(dtype), 1e-6)
+    norm = kernels.Norm((torch.rand(shape[1], device="cuda") * 3).to(dtype), 1e-6)
     wide = weight.double() * (1 if scale is None else scale.double()[:, None])
     expected = in_double(x, norm) @ wide.t()
-    whole = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    whole = kernels.skinny_gemm(x, weight, scale, norm=norm)
     for found, row in zip(whole, expected, strict=True):
         assert_close(found, row, dtype)
-    apart = cuda_kernels.skinny_gemm(cuda_kernels.rms_norm(x[None], norm.weight, norm.eps), weight, scale)
+    apart = kernels.skinny_gemm(kernels.rms_norm(x[None], norm.weight, norm.eps), weight, scale)
     assert relative_error(whole, expected) < 1.02 * relative_error(apart[0], expected)
     for rows in (1, 3, 8, 9, 15):
-        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, norm=norm), whole[:rows])
-        assert torch.equal(cuda_kernels.skinny_gemm(x[-rows:], weight, scale, norm=norm), whole[-rows:])
-    biased = cuda_kernels.skinny_gemm(x[:5], weight, scale, bias, norm=norm)
+        assert torch.equal(kernels.skinny_gemm(x[:rows], weight, scale, norm=norm), whole[:rows])
+        assert torch.equal(kernels.skinny_gemm(x[-rows:], weight, scale, norm=norm), whole[-rows:])
+    biased = kernels.skinny_gemm(x[:5], weight, scale, bias, norm=norm)
     assert_close(biased, expected[:5] + bias.double(), dtype)
     if shape[0] % 32 == 0:
         for rows in (1, 8, 16):
-            apart = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, norm=norm))
-            assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, bias, True, norm), apart)
+            apart = kernels.swiglu(kernels.skinny_gemm(x[:rows], weight, scale, bias, norm=norm))
+            assert torch.equal(kernels.skinny_gemm(x[:rows], weight, scale, bias, True, norm), apart)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
@@ -532,37 +516,37 @@ def test_a_product_of_normed_rows_is_closer_to_float64_than_the_norm_then_the_pr
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_residual_is_added_as_it_would_be_afterwards(dtype, shape, fp8):
     x, weight, scale, bias, _ = product(shape, dtype, fp8)
-    norm = cuda_kernels.Norm(torch.rand(shape[1], device="cuda").to(dtype), 1e-6)
+    norm = kernels.Norm(torch.rand(shape[1], device="cuda").to(dtype), 1e-6)
     residual = torch.randn(len(x), shape[0], dtype=dtype, device="cuda")
     for rows in (1, 7, 8, 9, 16):
         for options in ({}, {"bias": bias}, {"norm": norm}, {"bias": bias, "norm": norm}):
-            apart = cuda_kernels.skinny_gemm(x[:rows], weight, scale, **options) + residual[:rows]
-            found = cuda_kernels.skinny_gemm(x[:rows], weight, scale, residual=residual[:rows], **options)
+            apart = kernels.skinny_gemm(x[:rows], weight, scale, **options) + residual[:rows]
+            found = kernels.skinny_gemm(x[:rows], weight, scale, residual=residual[:rows], **options)
             assert torch.equal(found, apart)
 
 
 def test_in_fp16_inputs_times_large_norm_weights_do_not_overflow():
-    norm = cuda_kernels.Norm(torch.rand(4096, device="cuda").half() * 200, 1e-6)
+    norm = kernels.Norm(torch.rand(4096, device="cuda").half() * 200, 1e-6)
     norm.weight[::7] = 0.002
     x, weight, *_ = product((6144, 4096), torch.float16)
     x *= 10000
     x.clamp_(-60000, 60000)
     assert (x * norm.weight).isinf().any()
     expected = in_double(x, norm) @ weight.double().t()
-    assert_close(cuda_kernels.skinny_gemm(x, weight, norm=norm), expected, torch.float16)
+    assert_close(kernels.skinny_gemm(x, weight, norm=norm), expected, torch.float16)
 
 
 def test_a_row_of_zeros_is_normed_to_zeros():
     x, weight, *_ = product((4096, 512), torch.bfloat16)
     x[3] = 0
-    norm = cuda_kernels.Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6)
-    found = cuda_kernels.skinny_gemm(x, weight, norm=norm)
+    norm = kernels.Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6)
+    found = kernels.skinny_gemm(x, weight, norm=norm)
     assert found.isfinite().all() and found[3].eq(0).all() and found[2].ne(0).any()
 
 
 def wide_rows(inputs: int, normed: bool) -> torch.Tensor:
     """BF16 rows of very different sizes, and rows with very different inputs. Squares of normed ones fit FP32."""
-    x = torch.randn(cuda_kernels.SKINNY_ROWS, inputs, device="cuda").bfloat16()
+    x = torch.randn(kernels.SKINNY_ROWS, inputs, device="cuda").bfloat16()
     x *= torch.logspace(-30, 30, len(x), base=2, device="cuda").bfloat16()[:, None]
     x[5] = 0
     x[6] = torch.randn(inputs, device="cuda").bfloat16()
@@ -581,25 +565,25 @@ def wide_rows(inputs: int, normed: bool) -> torch.Tensor:
 def test_fp8_weights_times_inputs_beyond_fp16_equal_float64(shape, normed):
     _, weight, scale, *_ = product(shape, torch.bfloat16, fp8=True)
     x = wide_rows(shape[1], normed)
-    norm = cuda_kernels.Norm((torch.rand(shape[1], device="cuda") * 3).bfloat16(), 1e-6) if normed else None
+    norm = kernels.Norm((torch.rand(shape[1], device="cuda") * 3).bfloat16(), 1e-6) if normed else None
     expected = (in_double(x, norm) if norm else x.double()) @ (weight.double() * scale.double()[:, None]).t()
-    whole = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    whole = kernels.skinny_gemm(x, weight, scale, norm=norm)
     for found, row in zip(whole, expected, strict=True):
         assert_close(found, row, torch.bfloat16)
     for rows in (1, 7, 8, 9, 12):
-        assert torch.equal(cuda_kernels.skinny_gemm(x[:rows], weight, scale, norm=norm), whole[:rows])
-        assert torch.equal(cuda_kernels.skinny_gemm(x[-rows:], weight, scale, norm=norm), whole[-rows:])
+        assert torch.equal(kernels.skinny_gemm(x[:rows], weight, scale, norm=norm), whole[:rows])
+        assert torch.equal(kernels.skinny_gemm(x[-rows:], weight, scale, norm=norm), whole[-rows:])
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_with_fp8_weights_an_infinity_or_nan_stays_in_its_row(normed):
     _, weight, scale, *_ = product((4096, 512), torch.bfloat16, fp8=True)
     x = wide_rows(512, normed)
-    norm = cuda_kernels.Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6) if normed else None
-    expected = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    norm = kernels.Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6) if normed else None
+    expected = kernels.skinny_gemm(x, weight, scale, norm=norm)
     bad = [2, 3, 11]
     x[bad, [40, 200, 511]] = torch.tensor([torch.inf, -torch.inf, torch.nan], device="cuda").bfloat16()
-    found = cuda_kernels.skinny_gemm(x, weight, scale, norm=norm)
+    found = kernels.skinny_gemm(x, weight, scale, norm=norm)
     assert not found[bad].isfinite().any()
     others = [row for row in range(len(x)) if row not in bad]
     assert torch.equal(found[others], expected[others])
@@ -608,20 +592,20 @@ def test_with_fp8_weights_an_infinity_or_nan_stays_in_its_row(normed):
 @pytest.mark.parametrize("exponent", [-90, -30, -1, 30, 100])
 def test_with_fp8_weights_a_power_of_two_goes_through_a_product_to_the_bit(exponent):
     x, weight, scale, *_ = product((6144, 4096), torch.bfloat16, fp8=True)
-    expected = cuda_kernels.skinny_gemm(x, weight, scale) * 2.0**exponent
-    assert torch.equal(cuda_kernels.skinny_gemm(x * 2.0**exponent, weight, scale), expected)
+    expected = kernels.skinny_gemm(x, weight, scale) * 2.0**exponent
+    assert torch.equal(kernels.skinny_gemm(x * 2.0**exponent, weight, scale), expected)
 
 
 def test_a_captured_chain_of_normed_products_repeats_itself_to_the_bit():
     """As in a step: each kernel begins while the one before it still runs."""
     x, up, *_ = product((12288, 1024), torch.bfloat16)
     down = product((1024, 6144), torch.bfloat16)[1]
-    norm = cuda_kernels.Norm(torch.rand(1024, device="cuda").bfloat16(), 1e-6)
+    norm = kernels.Norm(torch.rand(1024, device="cuda").bfloat16(), 1e-6)
 
     def chain(x):
         for _ in range(20):
-            h = cuda_kernels.skinny_gemm(x, up, norm=norm, swiglu=True)
-            x = cuda_kernels.skinny_gemm(h, down, residual=x)
+            h = kernels.skinny_gemm(x, up, norm=norm, swiglu=True)
+            x = kernels.skinny_gemm(h, down, residual=x)
         return x
 
     expected = chain(x)
@@ -634,9 +618,9 @@ def test_a_captured_chain_of_normed_products_repeats_itself_to_the_bit():
         assert torch.equal(found, expected)
     slow = x
     for _ in range(20):
-        h = cuda_kernels.swiglu(cuda_kernels.skinny_gemm(slow, up, norm=norm))
+        h = kernels.swiglu(kernels.skinny_gemm(slow, up, norm=norm))
         torch.cuda.synchronize()
-        slow = cuda_kernels.skinny_gemm(h, down) + slow
+        slow = kernels.skinny_gemm(h, down) + slow
         torch.cuda.synchronize()
     assert torch.equal(slow, expected)
 
@@ -672,7 +656,7 @@ def test_every_fp8_number_is_multiplied_as_it_is():
         one = torch.eye(256, dtype=dtype, device="cuda")
         scale = torch.ones(240, device="cuda")
         for first in range(0, 240, 16):
-            found = cuda_kernels.skinny_gemm(one[first : first + 16], weight, scale)
+            found = kernels.skinny_gemm(one[first : first + 16], weight, scale)
             assert torch.equal(found[:, first : first + 16].diagonal().float(), numbers[first : first + 16].float())
 
 
@@ -682,15 +666,15 @@ def test_argmax_is_the_lowest_id_among_equals(dtype, size):
     logits = torch.randn(2, 17, size, device="cuda").to(dtype)
     best = logits.amax(-1)
     expected = torch.where(logits == best[..., None], torch.arange(size, device="cuda"), size).amin(-1)
-    found, ids = cuda_kernels.argmax(logits)
+    found, ids = kernels.argmax(logits)
     assert ids.equal(expected.int())
     assert found.equal(best.float())
     few = torch.randint(-2, 2, (4, 3, size), device="cuda").to(dtype)  # with many equals, and zeros of both signs
     few = torch.where(torch.rand_like(few, dtype=torch.float32) < 0.5, few, -few)
     best = few.amax(-1)
     expected = torch.where(few == best[..., None], torch.arange(size, device="cuda"), size).amin(-1)
-    assert cuda_kernels.argmax(few)[1].equal(expected.int())
-    assert cuda_kernels.argmax(torch.full((1, 1, size), -torch.inf, device="cuda"))[1].item() == 0
+    assert kernels.argmax(few)[1].equal(expected.int())
+    assert kernels.argmax(torch.full((1, 1, size), -torch.inf, device="cuda"))[1].item() == 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 31, 32, 33, 64])
@@ -706,7 +690,7 @@ def test_acceptance_equals_torch(rows):
     logit_rows = torch.arange(rows, dtype=torch.int32).expand(slots, -1).contiguous()
     ops = TorchOps({}, {})
     expected = ops.accept(token_ids, target_ids, logit_rows, row_count)
-    found = cuda_kernels.accept(token_ids.cuda(), target_ids.cuda(), logit_rows.cuda(), row_count.cuda())
+    found = kernels.accept(token_ids.cuda(), target_ids.cuda(), logit_rows.cuda(), row_count.cuda())
     for x, y in zip(found, (expected.accepted, expected.committed, expected.bonus), strict=True):
         assert x.cpu().equal(y)
 
@@ -714,7 +698,7 @@ def test_acceptance_equals_torch(rows):
 def test_a_prefill_chunk_commits_its_real_rows():
     ids = torch.zeros(1, 50, dtype=torch.int32, device="cuda")
     last = torch.tensor([[41]], dtype=torch.int32, device="cuda")
-    found = cuda_kernels.accept(ids, torch.full_like(last, 7), last, last[:, 0] + 1)
+    found = kernels.accept(ids, torch.full_like(last, 7), last, last[:, 0] + 1)
     assert [x.item() for x in found] == [0, 42, 7]
 
 
@@ -723,7 +707,7 @@ def test_a_prefill_chunk_commits_its_real_rows():
 def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
     x = torch.randn(33, size, dtype=dtype, device="cuda") * torch.logspace(-4, 3, 33, device="cuda")[:, None].to(dtype)
     x[5] = 0
-    rows, scale = cuda_kernels.quantize_rows(x)
+    rows, scale = kernels.quantize_rows(x)
     expected, expected_scale = quantize_rows(x)
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
     # A scale's last bit may move a number that lies between two.
@@ -737,7 +721,7 @@ def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
 
 def test_a_step_begins_with_what_slots_kept_and_idle_ones_below_zero():
     tokens = torch.arange(40, dtype=torch.int32, device="cuda").view(5, 8)
-    token_ids, start = cuda_kernels.begin_step(tokens, ints([7, 8, 9, 10, 11]), ints([3, 0, 1]), 3, 11)
+    token_ids, start = kernels.begin_step(tokens, ints([7, 8, 9, 10, 11]), ints([3, 0, 1]), 3, 11)
     assert token_ids.equal(tokens[:3, :3])
     assert start.tolist() == [7, -11, 9]
 
@@ -745,8 +729,8 @@ def test_a_step_begins_with_what_slots_kept_and_idle_ones_below_zero():
 def test_a_step_ends_with_what_each_slot_that_took_part_keeps():
     kept, start = torch.full((4, 8), -1, dtype=torch.int32, device="cuda"), ints([5, 6, 7, 8])
     targets = torch.arange(9, dtype=torch.int32, device="cuda").view(3, 3)
-    out = StepOutputs(targets, ints([2, 0, 1]), ints([8, 1, 90]), 100 + torch.arange(12).int().cuda().view(3, 4))
-    decided = cuda_kernels.end_step(kept, start, ints([3, 0, 3]), 63, out)
+    drafts = 100 + torch.arange(12, dtype=torch.int32, device="cuda").view(3, 4)
+    decided = kernels.end_step(kept, start, ints([3, 0, 3]), 63, targets, ints([2, 0, 1]), ints([8, 1, 90]), drafts)
     assert decided.tolist() == [[2, 0, 1, 2], [0, 3, 4, 5], [1, 6, 7, 8]]
     assert start.tolist() == [8, 6, 63, 8]  # the second slot is idle, the third at the cache's end
     assert kept[:, :4].tolist() == [[100, 101, 102, 103], [-1] * 4, [108, 109, 110, 111], [-1] * 4]
@@ -758,12 +742,12 @@ def test_a_step_ends_with_what_each_slot_that_took_part_keeps():
 def test_embeddings_are_rows_of_the_table(dtype, size):
     table = torch.randn(50, size, dtype=dtype, device="cuda")
     ids = torch.randint(0, 50, (3, 7), dtype=torch.int32, device="cuda")
-    assert cuda_kernels.embed(table, ids).equal(table[ids])
-    block = cuda_kernels.embed(table, ids[:, 0].contiguous(), 16, 49)
+    assert kernels.embed(table, ids).equal(table[ids])
+    block = kernels.embed(table, ids[:, 0].contiguous(), 16, 49)
     assert block.shape == (3, 16, size)
     assert block[:, 0].equal(table[ids[:, 0]])
     assert block[:, 1:].equal(table[49].expand(3, 15, -1))
-    assert not cuda_kernels.embed(table, ints([[50, -1]])).any()
+    assert not kernels.embed(table, ints([[50, -1]])).any()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -773,13 +757,13 @@ def test_what_the_kernels_cannot_take_is_refused():
     case = Case(torch.bfloat16, [10], 4, 2, 64, causal=True)
     q, keys, values, lengths, _ = make_inputs(case)
     with pytest.raises(ValueError, match="float32"):
-        cuda_kernels.attention(q.float(), keys, values, lengths, True)
+        kernels.attention(q.float(), keys, values, lengths, True)
     with pytest.raises(ValueError, match="33 rows"):
-        cuda_kernels.attention(torch.zeros(1, 4, 33, 64, dtype=q.dtype, device="cuda"), keys, values, lengths, True)
+        kernels.attention(torch.zeros(1, 4, 33, 64, dtype=q.dtype, device="cuda"), keys, values, lengths, True)
     with pytest.raises(ValueError, match="lengths must be int32"):
-        cuda_kernels.attention(q, keys, values, lengths.long(), True)
+        kernels.attention(q, keys, values, lengths.long(), True)
     with pytest.raises(ValueError, match="head size"):
-        cuda_kernels.attention(q[..., :32], keys[..., :32], values[..., :32], lengths, True)
+        kernels.attention(q[..., :32], keys[..., :32], values[..., :32], lengths, True)
 
 
 # -- the whole step, on the shipped pair -------------------------------------------------------------------------------

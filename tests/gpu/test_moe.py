@@ -11,9 +11,8 @@ from tests.gpu.test_kernels import why_not as why_no_kernels
 from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.ops import cuda_kernels
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
-from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.cuda_ops import CudaOps, moe_kernel
 from trtllm_dflash.ops.experts import Experts, activate, route
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -143,24 +142,11 @@ def moe_in_float64(case: Case, weights: dict[str, torch.Tensor], x: torch.Tensor
     return out
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Bytes that a kernel does not write are 255: NaN, or -1."""
-    empty = torch.empty
-
-    def filled(*shape, **options):
-        x = empty(*shape, **options)
-        x.view(torch.uint8).fill_(255)
-        return x
-
-    monkeypatch.setattr(cuda_kernels.torch, "empty", filled)
-
-
 @needs_kernels
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_moe_equals_float64(case, poisoned):
     weights, x, logits = make_kernel_inputs(case)
-    moe = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
     assert moe.takes(x, logits)
     expected = moe_in_float64(case, weights, x, logits)
     assert_close(moe(x, logits), expected, case.dtype, roundings=3.0)
@@ -171,7 +157,7 @@ def test_moe_equals_float64(case, poisoned):
 def test_one_captured_moe_serves_any_routing(packed, poisoned):
     case = Case(80, packed=packed)
     weights, x, logits = make_kernel_inputs(case)
-    moe = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
     moe(x, logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -189,7 +175,7 @@ def test_one_captured_moe_serves_any_routing(packed, poisoned):
 @pytest.mark.parametrize("case", [Case(200), replace(QWEN3_MOE, rows=200)], ids=str)
 def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case):
     weights, x, logits = make_kernel_inputs(case)
-    moe = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
     out = moe(x, logits)
     assert all(moe(x, logits).equal(out) for _ in range(10))
     for rows in (slice(0, 1), slice(7, 15), slice(100, 177)):
@@ -201,7 +187,7 @@ def test_a_scale_that_is_not_a_number_spoils_its_experts_rows_alone():
     case = Case(40)
     weights, x, logits = make_kernel_inputs(case)
     weights["mlp.experts.down_proj.scales"][3, 5, 7] = 255
-    out = cuda_kernels.MoE(case.layer, Experts.of(weights, case.layer))(x, logits)
+    out = moe_kernel(case.layer, Experts.of(weights, case.layer))(x, logits)
     chose = (route(case.layer, logits)[0] == 3).any(dim=1)
     assert out[:, 5].isnan().equal(chose)
     assert out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()

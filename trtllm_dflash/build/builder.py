@@ -39,11 +39,11 @@ from trtllm_dflash.engine.directory import (
     written_aside,
 )
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
+from trtllm_dflash.kernels import HEAD_SIZES
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision
-from trtllm_dflash.ops.cuda_kernels import HEAD_SIZES
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers

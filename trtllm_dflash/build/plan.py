@@ -44,10 +44,10 @@ from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.kernels import MOE_ROWS
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import Weight, WeightPrecision
-from trtllm_dflash.ops.cuda_kernels import MOE_ROWS
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 from trtllm_dflash.step import Drafting
 

@@ -6,11 +6,11 @@ from functools import lru_cache
 
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.kernels import HEAD_SIZES, MAX_ROWS
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
-from trtllm_dflash.ops.cuda_kernels import HEAD_SIZES, MAX_ROWS
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 

@@ -20,7 +20,7 @@ from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched,
 from trtllm_dflash.cost.gpus import Published
 from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.ops.cuda_kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
+from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
 from trtllm_dflash.step import Drafting
 
 #: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models, and of

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import cuda_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class TorchDistributed(Communicator):
         self.size = group.size()
         # NCCL takes nothing from the CPU.
         self._host = dist.new_group(backend="gloo", timeout=IDLE) if dist.get_backend(group) == "nccl" else group
-        self._small: cuda_kernels.AllReduce | None = None
+        self._small: kernels.AllReduce | None = None
         self._shared: torch.Tensor | None = None  # what it works in, for as long as it lives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,16 +98,16 @@ class TorchDistributed(Communicator):
         return x
 
     def share_memory(self, device: torch.device) -> None:
-        if self._small is not None or self.size not in cuda_kernels.ALL_REDUCE_RANKS:
+        if self._small is not None or self.size not in kernels.ALL_REDUCE_RANKS:
             return
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import, and for this alone
 
         works = torch.ones(1)
         try:
-            shared = symmetric_memory.empty(cuda_kernels.ALL_REDUCE_SHARED, dtype=torch.uint8, device=device).zero_()
+            shared = symmetric_memory.empty(kernels.ALL_REDUCE_SHARED, dtype=torch.uint8, device=device).zero_()
             torch.cuda.synchronize(device)
             addresses = symmetric_memory.rendezvous(shared, self.group).buffer_ptrs
-            self._small, self._shared = cuda_kernels.AllReduce(list(addresses), self.rank), shared
+            self._small, self._shared = kernels.AllReduce(list(addresses), self.rank), shared
         except (RuntimeError, EngineError) as error:  # GPUs that do not see each other's memory, say
             _log.warning("all sums over the ranks go through NCCL: %s", error)
             works.zero_()

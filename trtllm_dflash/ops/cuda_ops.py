@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.experts import Experts
+from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, dequantize_cache_rows
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -28,6 +28,19 @@ def check_supported(dtype: torch.dtype, head_sizes: Iterable[int]) -> None:
         if size not in kernels.HEAD_SIZES:
             raise EngineError(f"the CUDA kernels have head sizes {kernels.HEAD_SIZES}, not {size}")
     kernels.load()
+
+
+def moe_kernel(layer: MoELayer, experts: Experts) -> kernels.MoE:
+    """The kernels' feed-forward of a layer's experts."""
+    clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
+    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
+    return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down))
+
+
+def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
+    values = matrix.blocks if matrix.weight is None else matrix.weight
+    assert values is not None
+    return kernels.Matrix(values, matrix.scales, matrix.bias)
 
 
 class CudaOps(TorchOps):
@@ -123,7 +136,7 @@ class CudaOps(TorchOps):
         return kernels.swiglu(x)
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
-        compute = kernels.MoE(layer, Experts.of(self.weights, layer))
+        compute = moe_kernel(layer, Experts.of(self.weights, layer))
         rows, scores = x.flatten(0, 1), logits.flatten(0, 1)
         return compute(rows, scores).view_as(x) if compute.takes(rows, scores) else super().moe(layer, x, logits)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import cuda_kernels as kernels
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.session.calls import Decode, Prefill
@@ -116,7 +116,16 @@ class CudaSession(TorchSession):
         sampling = slots.sampling(here, slots.start[here, None] + logit_rows) if sampled else None
         inputs = StepInputs(token_ids, start, row_count, logit_rows, self._constant(1, block), sampling)
         out = self._step(CudaOps(self.weights, self._caches_of(0, count), self.communicator), inputs, drafting)
-        return kernels.end_step(slots.tokens, slots.start, row_count, self.config.max_seq_len - 1, out)
+        return kernels.end_step(
+            slots.tokens,
+            slots.start,
+            row_count,
+            self.config.max_seq_len - 1,
+            out.target_ids,
+            out.accepted,
+            out.next_start,
+            out.next_tokens,
+        )
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is no part of the graph."""

@@ -1,0 +1,50 @@
+"""The CUDA kernels of `plugins/`, called on torch tensors.
+
+Each function checks what it is given, launches on torch's current stream and returns. Nothing is copied, no one waits:
+all may be captured into a CUDA graph. What they compute, and where they round, is said in `dflash_kernels.h`.
+"""
+
+from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_SHARED, AllReduce
+from trtllm_dflash.kernels.append import Append
+from trtllm_dflash.kernels.attention import MAX_ROWS, attention
+from trtllm_dflash.kernels.caches import Scales
+from trtllm_dflash.kernels.checks import HEAD_SIZES
+from trtllm_dflash.kernels.choose import accept, argmax
+from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
+from trtllm_dflash.kernels.library import LIBRARY_VARIABLE, load
+from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
+from trtllm_dflash.kernels.products import SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
+from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
+from trtllm_dflash.kernels.step import begin_step, embed, end_step
+
+__all__ = [
+    "ALL_REDUCE_BYTES",
+    "ALL_REDUCE_RANKS",
+    "ALL_REDUCE_SHARED",
+    "HEAD_SIZES",
+    "LIBRARY_VARIABLE",
+    "MAX_ROWS",
+    "MOE_ROWS",
+    "SKINNY_ROWS",
+    "AllReduce",
+    "Append",
+    "Matrix",
+    "MoE",
+    "Norm",
+    "Routing",
+    "Scales",
+    "accept",
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "begin_step",
+    "embed",
+    "end_step",
+    "load",
+    "quantize_rows",
+    "rms_norm",
+    "skinny_gemm",
+    "swiglu",
+    "takes_quantize",
+    "takes_skinny",
+]

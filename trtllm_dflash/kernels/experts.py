@@ -1,0 +1,120 @@
+"""A mixture of experts' feed-forward of few rows."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
+from trtllm_dflash.kernels.library import Pointer, load, run, stream, structure
+
+Tensor = torch.Tensor
+
+#: Rows that `MoE` takes: for more, products of many rows are faster.
+MOE_ROWS = 512
+
+
+MoEParams = structure(
+    "dflash_moe_params",
+    ints="dtype logits_dtype packed rows hidden columns experts first count top_k normalized clamped",
+    floats="alpha limit",
+    pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out",
+)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How rows choose experts, and which of them this rank has; letters as in `ops.MoELayer`."""
+
+    experts: int  # that rows choose among
+    first: int  # the first that this rank has
+    count: int  # how many it has
+    top_k: int
+    normalized: bool  # a row's top_k weights add up to 1
+    clamp: tuple[float, float] | None = None  # alpha and limit of a clamped SwiGLU; None: a plain one
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One projection [O, I] of each of E experts."""
+
+    values: Tensor  # [E, O, I] of the rows' type; or MXFP4's blocks, [E, O, I / 32, 16] uint8
+    scales: Tensor | None = None  # MXFP4's, [E, O, I / 32] uint8
+    bias: Tensor | None = None  # [E, O]
+
+
+class MoE:
+    """A mixture of experts' feed-forward of few rows, which reads the experts that they chose and no others.
+
+    Args:
+        routing: how rows choose.
+        gate_up: [2F, H] of each expert: gate, then up.
+        down: [H, F] of each expert.
+
+    Raises:
+        EngineError: the kernels are not built, or are of an older version.
+    """
+
+    def __init__(self, routing: Routing, gate_up: Matrix, down: Matrix) -> None:
+        load()
+        self._routing, self._gate_up, self._down = routing, gate_up, down
+
+    def takes(self, x: Tensor, logits: Tensor) -> bool:
+        """Whether the kernels compute rows x [N, H] of these experts."""
+        if not (0 < len(x) <= MOE_ROWS and x.dtype in HALVES and logits.dtype in DTYPES):
+            return False
+        tensors = [x, logits]
+        for matrix in (self._gate_up, self._down):
+            numbers = (matrix.values if matrix.scales is None else None, matrix.bias)
+            if any(part is not None and part.dtype != x.dtype for part in numbers):
+                return False
+            tensors += [part for part in (matrix.values, matrix.scales, matrix.bias) if part is not None]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return False
+        return self._workspace(self._params(x, logits)) is not None
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Computes `Ops.moe` for rows x [N, H] with logits [N, experts]: [N, H]."""
+        check(self.takes(x, logits), f"experts' feed-forward of {tuple(x.shape)} {x.dtype}")
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        params = self._params(x, logits)
+        params.out = out.data_ptr()
+        size = self._workspace(params)
+        assert size is not None
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        run("dflash_moe", params, Pointer(workspace.data_ptr()), ctypes.c_size_t(size), stream())
+        return out
+
+    def _workspace(self, params: ctypes.Structure) -> int | None:
+        """Bytes of scratch; None: the kernels do not compute such experts."""
+        needed = ctypes.c_size_t()
+        error = load().dflash_moe_workspace(ctypes.byref(params), ctypes.byref(needed))
+        return None if error else needed.value
+
+    def _params(self, x: Tensor, logits: Tensor) -> ctypes.Structure:
+        routing, gate_up, down = self._routing, self._gate_up, self._down
+        alpha, limit = routing.clamp or (0.0, 0.0)
+        return MoEParams(
+            dtype=DTYPES[x.dtype],
+            logits_dtype=DTYPES[logits.dtype],
+            packed=int(gate_up.scales is not None),
+            rows=x.shape[0],
+            hidden=x.shape[1],
+            columns=gate_up.values.shape[1] // 2,
+            experts=routing.experts,
+            first=routing.first,
+            count=routing.count,
+            top_k=routing.top_k,
+            normalized=int(routing.normalized),
+            clamped=int(routing.clamp is not None),
+            alpha=alpha,
+            limit=limit,
+            x=x.data_ptr(),
+            logits=logits.data_ptr(),
+            gate_up=gate_up.values.data_ptr(),
+            gate_up_scales=address(gate_up.scales),
+            gate_up_bias=address(gate_up.bias),
+            down=down.values.data_ptr(),
+            down_scales=address(down.scales),
+            down_bias=address(down.bias),
+        )

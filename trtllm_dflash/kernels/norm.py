@@ -1,0 +1,67 @@
+"""RMSNorm and SwiGLU of rows."""
+
+import torch
+
+from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check, check_rows
+from trtllm_dflash.kernels.library import run, stream, structure
+
+Tensor = torch.Tensor
+
+
+RmsNormParams = structure(
+    "dflash_rms_norm_params",
+    ints="dtype slots rows size",
+    floats="eps",
+    pointers="x residual weight sum out",
+    longs="x_slot_stride x_row_stride",
+)
+
+
+SwigluParams = structure("dflash_swiglu_params", ints="dtype rows size", pointers="x out")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [B, N, H] by strides: [B, N, H]. H is a multiple of 8 and at most 32,768."""
+    return _rms_norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and that sum normed; [B, N, H] each."""
+    check(y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous(), "what is added must have x's shape")
+    return _rms_norm(x, y, weight, eps)
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    slots, rows, size = x.shape
+    check(x.dtype in HALVES and weight.dtype == x.dtype, f"norm of {x.dtype} by {weight.dtype}")
+    check(size % 8 == 0 and size <= 1 << 15 and weight.shape == (size,), f"norm of {size} numbers")
+    check_rows(x, slots, size, x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if residual is not None else x
+    params = RmsNormParams(
+        dtype=DTYPES[x.dtype],
+        slots=slots,
+        rows=rows,
+        size=size,
+        eps=eps,
+        x=x.data_ptr(),
+        residual=address(residual),
+        weight=weight.data_ptr(),
+        sum=total.data_ptr() if residual is not None else None,
+        out=out.data_ptr(),
+        x_slot_stride=x.stride(0),
+        x_row_stride=x.stride(1),
+    )
+    run("dflash_rms_norm", params, stream())
+    return total, out
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """x [..., 2F] holds gate, then up: silu(gate) * up, [..., F]. F is a multiple of 8."""
+    size = x.shape[-1] // 2
+    check(x.dtype in HALVES and x.is_contiguous() and size % 8 == 0, "SwiGLU of contiguous 16-bit rows, F by 8")
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    rows = x.numel() // x.shape[-1]
+    params = SwigluParams(dtype=DTYPES[x.dtype], rows=rows, size=size, x=x.data_ptr(), out=out.data_ptr())
+    run("dflash_swiglu", params, stream())
+    return out

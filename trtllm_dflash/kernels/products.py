@@ -1,0 +1,88 @@
+"""Products of few rows and a weight: the weight's own bytes are what they cost."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
+from trtllm_dflash.kernels.library import run, stream, structure
+
+Tensor = torch.Tensor
+
+#: Rows that `skinny_gemm` takes.
+SKINNY_ROWS = 16
+#: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
+SKINNY_GPUS = (9, 10)
+
+
+SkinnyGemmParams = structure(
+    "dflash_skinny_gemm_params",
+    ints="dtype weight_dtype rows inputs outputs swiglu",
+    floats="eps",
+    pointers="x norm_weight weight scale bias residual out",
+)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm of the rows that a product takes."""
+
+    weight: Tensor  # [I], of their type
+    eps: float
+
+
+def takes_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether `skinny_gemm` multiplies x [..., I] and weight [O, I], on x's GPU."""
+    outputs, inputs = weight.shape
+    line = inputs * weight.element_size()
+    fits = x.numel() <= SKINNY_ROWS * inputs and line % 128 == 0 and outputs % 16 == 0
+    return fits and x.dtype in HALVES and torch.cuda.get_device_capability(x.device)[0] in SKINNY_GPUS
+
+
+def skinny_gemm(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x [..., I] of few rows times weight [O, I], transposed, plus bias [O]: [..., O]. A row's result is its own.
+
+    Args:
+        weight: of x's type, or E4M3 with `scale` [O] in FP32. See `takes_skinny` for the sizes.
+        swiglu: its rows are gate, then up: returns silu(gate) * up, [..., O/2].
+        norm: what x is normed by first. No less precise than the normed rows, rounded, times the weight.
+        residual: [..., O], added at the end; not with swiglu.
+    """
+    outputs, inputs = weight.shape
+    check(takes_skinny(x, weight) and x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    check(x.is_contiguous() and weight.is_contiguous(), "x and the weight must be contiguous")
+    check(weight.dtype == (x.dtype if scale is None else torch.float8_e4m3fn), f"a weight of {weight.dtype}")
+    width = outputs // 2 if swiglu else outputs
+    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if norm is not None:
+        is_right = norm.weight.shape == (inputs,) and norm.weight.dtype == x.dtype and norm.weight.is_contiguous()
+        check(is_right, f"a norm of {tuple(norm.weight.shape)} {norm.weight.dtype}")
+    if residual is not None:
+        is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
+        check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
+    params = SkinnyGemmParams(
+        dtype=DTYPES[x.dtype],
+        weight_dtype=DTYPES[weight.dtype],
+        rows=x.numel() // inputs,
+        inputs=inputs,
+        outputs=outputs,
+        swiglu=int(swiglu),
+        eps=norm.eps if norm else 0.0,
+        x=x.data_ptr(),
+        norm_weight=norm.weight.data_ptr() if norm else None,
+        weight=weight.data_ptr(),
+        scale=address(scale),
+        bias=address(bias),
+        residual=address(residual),
+        out=out.data_ptr(),
+    )
+    run("dflash_skinny_gemm", params, stream())
+    return out
