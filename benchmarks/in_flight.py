@@ -23,7 +23,7 @@ from trtllm_dflash.serving.client import TokenRequest, TritonClient
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import serving
 from trtllm_dflash.serving.server import Endpoints
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 CLIENTS = (1, 2, 4, 8)

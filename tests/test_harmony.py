@@ -14,7 +14,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.serving.client import Piece, TokenRequest
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 bpe_openai = pytest.importorskip("bpe_openai", reason="the vocabulary o200k comes from bpe-openai, of the dev extra")
 

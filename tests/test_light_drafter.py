@@ -24,7 +24,7 @@ from trtllm_dflash.llm import Prompt
 from trtllm_dflash.ops.fp8 import FP8, dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.runtime.request import Completion
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 PROMPTS: list[Prompt] = [[{"role": "user", "content": texts[0]}] for texts in read_prompts(1).values()]
 PARAMS = {

@@ -23,7 +23,7 @@ from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.quantize.quantizer import QuantizeSettings, quantize
 from trtllm_dflash.quantize.report import QuantizeReport
 from trtllm_dflash.quantize.text import read_samples
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: nothing can be quantized")
 

@@ -12,7 +12,7 @@ from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import MOST_FAILURES, Service, ServiceSettings
-from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.text.stream import TextStream
 
 CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(3).values() for text in kind]
 

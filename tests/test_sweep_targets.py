@@ -16,7 +16,7 @@ from trtllm_dflash.sweep.dataset import Dataset, Sample
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, Traits, run_load
 from trtllm_dflash.sweep.runtime_metrics import find_metrics, parse_metrics
 from trtllm_dflash.sweep.summary import Round, summarize
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.conftest import TINY
-from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.text.stream import TextStream
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TOKENS = TOKENIZER.get_vocab()

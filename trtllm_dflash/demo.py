@@ -18,7 +18,7 @@ from rich.text import Text
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.request import SamplingParams
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.client import TritonClient

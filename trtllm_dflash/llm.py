@@ -20,14 +20,14 @@ from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.runtime import request
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.text import TextStream
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.session.torch_session import TorchSession
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.tokenizer import TextCodec
 
 __all__ = ["LLM", "Completion", "SamplingParams", "TextChunk"]
 

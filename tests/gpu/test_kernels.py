@@ -24,7 +24,7 @@ from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.weights import complete_weights
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 
 def why_not() -> str:

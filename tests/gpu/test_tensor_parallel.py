@@ -20,7 +20,7 @@ from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

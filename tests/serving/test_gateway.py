@@ -22,7 +22,7 @@ from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.gateway import GatewaySettings, create_app
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 STORY = [{"role": "user", "content": "Tell a short story about a fox and a bridge in winter."}]
 SUM = [{"role": "user", "content": "Tom has 53 books. Adam brings 5 bundles of 11 books. How many books are there?"}]

@@ -47,7 +47,7 @@ from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
-from trtllm_dflash.tokenizer import TOKENIZER_FILES
+from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 
 #: What a shortlist is counted in where no text is given, for checkpoints that lie beside it: the shipped pair's.
 _SHIPPED_TEXT = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"

@@ -35,7 +35,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
-from trtllm_dflash.tokenizer import TOKENIZER_FILES
+from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 
 #: The folders of an export.
 TARGET, DRAFTER = "target", "drafter"

@@ -14,7 +14,7 @@ import torch
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 #: What is counted of a line of JSON. `reference` is what the shipped prompts call a reply.
 FIELDS = ("text", "prompt", "reference")

@@ -21,7 +21,7 @@ from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
 from trtllm_dflash.quantize.target import quantize_target
 from trtllm_dflash.quantize.text import Samples, read_samples
 from trtllm_dflash.session.device import pick_device
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 SHIPPED_TEXT = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 

@@ -13,7 +13,7 @@ from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
-from trtllm_dflash.tokenizer import TOKENIZER_FILES
+from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 
 
 def quantize_target(

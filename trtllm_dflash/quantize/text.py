@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_dflash.errors import RequestError, SettingsError
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.errors import DFlashError
-from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.text.stream import TextStream
 
 FinishReason = Literal["stop", "length"]
 

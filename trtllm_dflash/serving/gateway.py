@@ -35,11 +35,11 @@ from trtllm_dflash.errors import (
     SettingsError,
 )
 from trtllm_dflash.runtime.request import SamplingParams
-from trtllm_dflash.runtime.text import TextStream
 from trtllm_dflash.serving import openai_schema as schema
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
 from trtllm_dflash.serving.openai_schema import ApiError
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.tokenizer import TextCodec
 
 _T = TypeVar("_T")
 

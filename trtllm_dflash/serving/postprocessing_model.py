@@ -59,7 +59,7 @@ class PostprocessingModel:
         if tokens.size and tokens.min() < 0:
             raise fields.refusal("TOKENS_BATCH", f"{tokens.min()} is not a token id")
         if self._codec is None:
-            from trtllm_dflash.tokenizer import TextCodec
+            from trtllm_dflash.text.tokenizer import TextCodec
 
             self._codec = TextCodec.load(self._engine, {})
         if self._codec is None:

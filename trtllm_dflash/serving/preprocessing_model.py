@@ -11,7 +11,7 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.serving.parameters import Fields, Tensors
 from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, wants_codes
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 _NAMES = {"QUERY": "text_input (QUERY)"}  # as clients of the ensemble know it, and this model's own
 

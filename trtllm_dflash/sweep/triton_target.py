@@ -18,7 +18,7 @@ from trtllm_dflash.serving.client import UnavailableError
 from trtllm_dflash.sweep.dataset import Message
 from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
 from trtllm_dflash.sweep.runtime_metrics import Reading, find_metrics
-from trtllm_dflash.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec
 
 #: The last one is ours: TensorRT-LLM's ensemble has none.
 _OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens", "total_draft_tokens", "total_accepted_draft_tokens")

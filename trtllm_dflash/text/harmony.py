@@ -33,7 +33,7 @@ from openai_harmony import (
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import EngineError, RequestError
-from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.text.stream import TextStream
 
 #: Tokens by which its tokenizer is known.
 _TOKENS = {"<|return|>": 200002, "<|channel|>": 200005, "<|start|>": 200006, "<|message|>": 200008}

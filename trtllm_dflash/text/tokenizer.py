@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trtllm_dflash.errors import EngineError, RequestError
-from trtllm_dflash.harmony import Harmony
-from trtllm_dflash.runtime.text import TextStream
+from trtllm_dflash.text.harmony import Harmony
+from trtllm_dflash.text.stream import TextStream
 
 #: What a tokenizer consists of in a Hugging Face folder; copied into the engine directory.
 TOKENIZER_FILES = (
