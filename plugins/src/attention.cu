@@ -17,9 +17,9 @@
 #include "element.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_map.cuh"
 
 #include <algorithm>
-#include <cudaTypedefs.h>
 #include <type_traits>
 #include <utility>
 
@@ -715,8 +715,8 @@ template <typename T, typename C, int D, int kWarpsM, int kStages>
 cudaError_t launch_attend(Work const& w, cudaStream_t stream)
 {
     constexpr int kBytes = shared_bytes(D, kWarpsM, kStages, sizeof(C));
-    auto const kernel = attend_kernel<T, C, D, kWarpsM, kStages>;
-    cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    constexpr auto kernel = attend_kernel<T, C, D, kWarpsM, kStages>;
+    cudaError_t const error = allow_shared_bytes<kernel>(kBytes);
     if (error != cudaSuccess)
     {
         return error;
@@ -733,48 +733,29 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 }
 
 // A cache as the copy engine sees it: [slots, kv_heads, D / 64, S, 64], in boxes of one tile.
-cudaError_t make_map(dflash_attention_params const& p, void const* cache, CUtensorMap& map)
+cudaError_t map_cache(dflash_attention_params const& p, void const* cache, CUtensorMap& map)
 {
-    static auto const encode = []
-    {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-    }();
-    if (!encode)
-    {
-        return cudaErrorNotSupported;
-    }
     auto const size = static_cast<cuuint64_t>(p.head_size);
     auto const rows = static_cast<cuuint64_t>(p.cache_rows);
     // The stride of the only slot, or head, may be any number.
     auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
-    cuuint64_t const sizes[] = {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads),
-        static_cast<cuuint64_t>(p.slots)};
-    cuuint64_t const strides[]
-        = {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(p.slots, p.cache_slot_stride)};
-    cuuint32_t const box[] = {sm90::kAtom, kTile, static_cast<cuuint32_t>(p.head_size) / sm90::kAtom, 1, 1};
-    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
-    CUresult const result = encode(&map,
-        p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
-        const_cast<void*>(cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return map_tiles<5>(p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
+        {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(p.slots)},
+        {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(p.slots, p.cache_slot_stride)},
+        {sm90::kAtom, kTile, static_cast<cuuint32_t>(p.head_size) / sm90::kAtom, 1, 1}, map);
 }
 
 template <typename T, int D, bool kSharedTiles>
 cudaError_t launch_attend_sm90(Work const& w, cudaStream_t stream)
 {
     constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
-    auto const kernel = sm90::attend_kernel<T, D, kSharedTiles>;
+    constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles>;
     CUtensorMap keys;
     CUtensorMap values;
-    cudaError_t error = make_map(w.p, w.p.keys, keys);
-    error = error == cudaSuccess ? make_map(w.p, w.p.values, values) : error;
-    error = error == cudaSuccess
-        ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)
-        : error;
+    cudaError_t error = map_cache(w.p, w.p.keys, keys);
+    error = error == cudaSuccess ? map_cache(w.p, w.p.values, values) : error;
+    error = error == cudaSuccess ? allow_shared_bytes<kernel>(kBytes) : error;
     if (error != cudaSuccess)
     {
         return error;

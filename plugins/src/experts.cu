@@ -772,12 +772,11 @@ int warps_that_fit(Device const& device, int inputs, bool is_packed, int tokens)
 template <typename T, bool kPacked, int kTokens, bool kGateUp>
 cudaError_t launch_product(Product const& p, Device const& device, cudaStream_t stream)
 {
-    auto const kernel = product_kernel<T, kPacked, kTokens, kGateUp>;
-    static cudaError_t const raised
-        = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes);
-    if (raised)
+    constexpr auto kernel = product_kernel<T, kPacked, kTokens, kGateUp>;
+    cudaError_t const error = allow_shared_bytes<kernel>(device.shared_bytes);
+    if (error)
     {
-        return raised;
+        return error;
     }
     Layout const layout(p.inputs, kPacked);
     int const warps = warps_that_fit(device, p.inputs, kPacked, kTokens);

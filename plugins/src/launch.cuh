@@ -1,6 +1,8 @@
 // Launches that may begin while the kernel before them ends (programmatic dependent launch).
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <cuda_runtime.h>
 
 namespace dflash
@@ -24,6 +26,27 @@ __device__ __forceinline__ void begin()
 {
     trigger();
     wait();
+}
+
+// Lets a kernel's blocks have so many bytes of shared memory on the current device, the same number at every call: a
+// function's attributes hold for one device. The driver is asked once for each; a call that failed is not remembered.
+template <auto kKernel>
+cudaError_t allow_shared_bytes(int bytes)
+{
+    static std::atomic<uint64_t> done{0}; // a bit for each of the first 64 devices
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;
+    if (error != cudaSuccess || done & bit)
+    {
+        return error;
+    }
+    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess)
+    {
+        done |= bit;
+    }
+    return error;
 }
 
 template <typename... Params, typename... Arguments>

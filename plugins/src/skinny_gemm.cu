@@ -10,10 +10,10 @@
 #include "element.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_map.cuh"
 
 #include <algorithm>
 #include <cooperative_groups.h>
-#include <cuda.h>
 #include <type_traits>
 
 namespace dflash
@@ -962,29 +962,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads + 32
     block.multiply();
 }
 
-// A tensor's tiles: boxes of rows of 128 bytes. Sizes and steps count rows' bytes in the first place.
+// Tiles of rows of 128 bytes, whatever their numbers' type. Sizes and strides count bytes of a row.
 template <int kDimensions>
-cudaError_t map_tiles(void const* tensor, cuuint64_t const (&sizes)[kDimensions],
+cudaError_t map_bytes(void const* tensor, cuuint64_t const (&sizes)[kDimensions],
     cuuint64_t const (&strides)[kDimensions - 1], cuuint32_t const (&box)[kDimensions], CUtensorMap& map)
 {
-    static void* encode = nullptr;
-    static cudaError_t const found = []
-    {
-        cudaDriverEntryPointQueryResult result;
-        cudaError_t const error
-            = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result);
-        return error == cudaSuccess && result != cudaDriverEntryPointSuccess ? cudaErrorSymbolNotFound : error;
-    }();
-    if (found != cudaSuccess)
-    {
-        return found;
-    }
-    cuuint32_t steps[kDimensions];
-    std::fill_n(steps, kDimensions, 1);
-    CUresult const error = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        kDimensions, const_cast<void*>(tensor), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return error == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return map_tiles(
+        CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, tensor, sizes, strides, box, map);
 }
 
 // The tokens' inputs: rows, in columns of 128 bytes.
@@ -992,7 +976,7 @@ template <typename T>
 cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int tokens, CUtensorMap& map)
 {
     cuuint64_t const row_bytes = p.inputs * sizeof(T);
-    return map_tiles<2>(p.x, {row_bytes, static_cast<cuuint64_t>(p.rows)}, {row_bytes},
+    return map_bytes<2>(p.x, {row_bytes, static_cast<cuuint64_t>(p.rows)}, {row_bytes},
         {kLine, static_cast<cuuint32_t>(tokens)}, map);
 }
 
@@ -1003,7 +987,7 @@ cudaError_t map_weight(dflash_skinny_gemm_params const& p, CUtensorMap& map)
     constexpr cuuint64_t kHalf = kGranule / 2;
     cuuint64_t const row_bytes = p.inputs * sizeof(W), outputs = p.outputs;
     cuuint64_t const to_second = p.swiglu ? outputs / 2 : kHalf; // rows
-    return map_tiles<4>(p.weight, {kLine, outputs - to_second, 2, row_bytes / kLine},
+    return map_bytes<4>(p.weight, {kLine, outputs - to_second, 2, row_bytes / kLine},
         {row_bytes, to_second * row_bytes, kLine}, {kLine, kHalf, 2, kWarps}, map);
 }
 
@@ -1012,10 +996,10 @@ cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, cudaStream_t 
 {
     constexpr int kGranules = 6;
     constexpr int kBytes = Layout<kGranules, kTokens, kLine / sizeof(W) * sizeof(T)>::kBytes;
-    auto const kernel = skinny_gemm_kernel<T, W, kGranules, kTokens>;
-    static cudaError_t const raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    constexpr auto kernel = skinny_gemm_kernel<T, W, kGranules, kTokens>;
     int device = 0, processors = 0;
-    cudaError_t error = raised ? raised : cudaGetDevice(&device);
+    cudaError_t error = allow_shared_bytes<kernel>(kBytes);
+    error = error ? error : cudaGetDevice(&device);
     if (error == cudaSuccess)
     {
         error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);

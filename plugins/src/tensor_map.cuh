@@ -1,0 +1,60 @@
+// Tensor maps: how the bulk copy engine sees a tensor.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+namespace dflash
+{
+
+// The driver's function that encodes tensor maps, found at the first call: the library is not linked with the driver's,
+// for it loads where there is none. A failed search is not remembered.
+inline cudaError_t find_encoder(PFN_cuTensorMapEncodeTiled_v12000& encode)
+{
+    static std::atomic<PFN_cuTensorMapEncodeTiled_v12000> known{nullptr};
+    encode = known;
+    if (encode)
+    {
+        return cudaSuccess;
+    }
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    cudaError_t const error
+        = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    if (error == cudaSuccess && (result != cudaDriverEntryPointSuccess || !function))
+    {
+        return cudaErrorInsufficientDriver; // drivers before 12.0 have none
+    }
+    if (error == cudaSuccess)
+    {
+        encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+        known = encode;
+    }
+    return error;
+}
+
+// Maps a tensor's tiles: boxes whose rows are 128 bytes, with the 16-byte parts of a row in shared memory exchanged by the
+// row's number modulo 8; elements past the tensor's are zeros. Sizes and boxes count elements, the innermost dimension
+// first; strides count bytes, of all dimensions but the innermost.
+template <int kDimensions>
+cudaError_t map_tiles(CUtensorMapDataType type, CUtensorMapL2promotion promotion, void const* tensor,
+    cuuint64_t const (&sizes)[kDimensions], cuuint64_t const (&strides)[kDimensions - 1],
+    cuuint32_t const (&box)[kDimensions], CUtensorMap& map)
+{
+    PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+    cudaError_t const error = find_encoder(encode);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    cuuint32_t steps[kDimensions];
+    std::fill_n(steps, kDimensions, 1);
+    CUresult const result = encode(&map, type, kDimensions, const_cast<void*>(tensor), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+} // namespace dflash
