@@ -25,7 +25,7 @@ from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
-from trtllm_dflash.session.torch_session import TorchSession
+from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -58,12 +58,13 @@ class LLM:
         self._turn = object()  # whose steps the session's slots hold
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str = "auto") -> "LLM":
+    def load(cls, path: str | os.PathLike[str], device: str = "auto", *, accept: SlotAccept | None = None) -> "LLM":
         """Loads an engine directory. With tp > 1, inside as many MPI processes.
 
         Args:
             path: the engine directory.
             device: "cpu", "cuda", or "auto": CUDA where there is one.
+            accept: for measurements, of the torch backend: which drafts survive. See `TorchSession`.
 
         Raises:
             EngineError: the directory, or the number of processes, is not what the engine needs.
@@ -83,7 +84,7 @@ class LLM:
         with world.together():
             check_shared_files(folder, config)
             codec = TextCodec.load(folder, config.chat_arguments)
-            prepared = _prepare_rank(folder, config, world.rank, place)
+            prepared = _prepare_rank(folder, config, world.rank, place, accept)
         return cls(prepared(world.connect(place)), codec, folder)
 
     @classmethod
@@ -293,19 +294,23 @@ def _is_message(message: object) -> bool:
 
 
 def _torch_session(
-    config: EngineConfig, weights: dict[str, torch.Tensor], device: torch.device, communicator: Communicator
+    config: EngineConfig,
+    weights: dict[str, torch.Tensor],
+    device: torch.device,
+    communicator: Communicator,
+    accept: SlotAccept | None = None,
 ) -> TorchSession:
     kind = CudaSession if device.type == "cuda" else TorchSession
-    return kind(config, weights, device, communicator)
+    return kind(config, weights, device, communicator, accept)
 
 
 def _prepare_rank(
-    folder: Path, config: EngineConfig, rank: int, device: torch.device
+    folder: Path, config: EngineConfig, rank: int, device: torch.device, accept: SlotAccept | None
 ) -> Callable[[Communicator], Session]:
     """Reads what a rank needs, and returns what makes its session once the ranks are joined."""
     if config.backend == "torch":
         weights = load_weights(folder, config, rank)
-        return lambda communicator: _torch_session(config, weights, device, communicator)
+        return lambda communicator: _torch_session(config, weights, device, communicator, accept)
     if device.type != "cuda":
         raise EngineError(
             f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch"

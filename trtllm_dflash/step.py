@@ -7,13 +7,14 @@ back: each K/V row lives at its token's absolute position, and the next step sta
 writes over whatever was rejected.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops.base import Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
 
 T = TypeVar("T")
 
@@ -52,12 +53,27 @@ class StepOutputs(Generic[T]):
     next_tokens: T  # [B, Bd] bonus and drafts; [B, 1] where nothing was drafted
 
 
-class DraftVerifyStep:
-    """One decoding step of a target and, unless it decodes plainly, its drafter."""
+#: Says which drafts survive, from the operations, a step's inputs and the target's choices [B, R] at its logit rows.
+Accept: TypeAlias = Callable[[Ops[Any], StepInputs[Any], Any], Acceptance[Any]]
 
-    def __init__(self, target: Decoder, drafter: Drafter | None) -> None:
+
+def accept_equals(ops: Ops[T], inputs: StepInputs[T], target_ids: T) -> Acceptance[T]:
+    """Accepts the drafts that equal the target's own choices: the text is the target's, to the token."""
+    return ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
+
+
+class DraftVerifyStep:
+    """One decoding step of a target and, unless it decodes plainly, its drafter.
+
+    Args:
+        target, drafter: stateless; None for the drafter decodes plainly.
+        accept: which drafts survive. Anything but `accept_equals` gives up the text, for the sake of a measurement.
+    """
+
+    def __init__(self, target: Decoder, drafter: Drafter | None, accept: Accept = accept_equals) -> None:
         self.target = target
         self.drafter = drafter
+        self._accept = accept
 
     def __call__(self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting) -> StepOutputs[T]:
         """Runs the step; the caches behind `ops` are updated in place."""
@@ -66,7 +82,7 @@ class DraftVerifyStep:
         features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
         target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
-        verdict = ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
+        verdict = self._accept(ops, inputs, target_ids)
         next_start = ops.block_start(inputs.start, verdict.committed)
         next_tokens = ops.column(verdict.bonus)
         if drafter:

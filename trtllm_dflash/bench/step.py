@@ -29,7 +29,7 @@ from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.threads import limit_threads
-from trtllm_dflash.session.torch_session import TorchSession
+from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting
 
 SCHEMA_VERSION = 1
@@ -416,8 +416,10 @@ def own_device(device: torch.device, world: World) -> torch.device:
     return device
 
 
-def random_session(config: EngineConfig, device: torch.device, world: World) -> Session:
-    """A rank's session with random weights.
+def random_session(
+    config: EngineConfig, device: torch.device, world: World, accept: SlotAccept | None = None
+) -> Session:
+    """A rank's session with random weights; `accept` as in `TorchSession`.
 
     Raises:
         EngineError: the device's memory ran out.
@@ -426,7 +428,7 @@ def random_session(config: EngineConfig, device: torch.device, world: World) -> 
         limit_threads(config)
     kind = CudaSession if device.type == "cuda" else TorchSession
     try:
-        return kind(config, random_weights(config, world.rank, device), device, world.connect(device))
+        return kind(config, random_weights(config, world.rank, device), device, world.connect(device), accept)
     except torch.OutOfMemoryError:
         raise EngineError(
             f"--shape {config.name}: the GPU's memory ran out; use a smaller --batch or --layers"

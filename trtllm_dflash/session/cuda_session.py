@@ -16,7 +16,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
 from trtllm_dflash.session.calls import Decode, Prefill
-from trtllm_dflash.session.torch_session import TorchSession
+from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
@@ -49,8 +49,9 @@ class CudaSession(TorchSession):
         weights: dict[str, Tensor],
         device: torch.device,
         communicator: Communicator | None = None,
+        accept: SlotAccept | None = None,
     ) -> None:
-        super().__init__(config, weights, device, communicator)
+        super().__init__(config, weights, device, communicator, accept)
         self.has_kernels = _has_kernels(config)
         self._chunk_end: int | None = None  # of the chunk that is run
         if self.has_kernels:

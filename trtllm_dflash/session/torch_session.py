@@ -1,5 +1,8 @@
 """The PyTorch session: `DraftVerifyStep` over `TorchOps`, on CPU or CUDA, alone or as one rank of several."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
@@ -8,14 +11,24 @@ from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.weights import complete_weights, multiplied_weights
-from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs, StepOutputs
+from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, StepInputs, StepOutputs, accept_equals
 
 Tensor = torch.Tensor
 
+#: Makes the rule of which drafts survive from what the device keeps of every slot.
+SlotAccept: TypeAlias = Callable[[SlotTensors], Accept]
+
 
 class TorchSession(Session):
-    """Computes each step with TorchOps. Arguments as in `Session`, and `weights`: the rank's stored tensors, on CPU."""
+    """Computes each step with TorchOps.
+
+    Args: as in `Session`, and
+        weights: the rank's stored tensors, on CPU.
+        accept: from the slots' tensors, which drafts survive (see `DraftVerifyStep`); None: those that equal the
+            target's choices.
+    """
 
     def __init__(
         self,
@@ -23,11 +36,14 @@ class TorchSession(Session):
         weights: dict[str, Tensor],
         device: torch.device,
         communicator: Communicator | None = None,
+        accept: SlotAccept | None = None,
     ) -> None:
         super().__init__(config, device, communicator or Solo())
         moved = multiplied_weights(weights, config.dtype, device)
         self.weights = complete_weights(moved, config, self.communicator.rank)
-        self._step = DraftVerifyStep(build_target(config.target), Drafter(config.drafter) if config.drafter else None)
+        drafter = Drafter(config.drafter) if config.drafter else None
+        rule = accept_equals if accept is None else accept(self._slots)
+        self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
 
     def _free(self) -> None:
         self.weights = {}

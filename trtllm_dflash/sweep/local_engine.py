@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from trtllm_dflash.bench.imposed import impose_acceptance
+from trtllm_dflash.bench.imposed import imposed
 from trtllm_dflash.bench.step import check_room, own_device, random_session
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.shapes import asked_precision, find_shape, shape_config
@@ -73,16 +73,17 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
     device = pick_device(settings.device)
     if settings.engine is not None:
         limit_threads(read_config(settings.engine))
-        llm = LLM.load(settings.engine, settings.device)
+        acceptance = _acceptance(settings, read_config(settings.engine))
+        llm = LLM.load(settings.engine, settings.device, accept=imposed(acceptance) if acceptance else None)
     else:
-        llm = _random_llm(settings, device)
+        config = _random_engine(settings, device)
+        acceptance = _acceptance(settings, config)
+        llm = _random_llm(config, device, acceptance)
     try:
         if llm.session.communicator.rank != 0:
-            _impose(settings, llm)
             llm.session.follow()
             yield None
             return
-        acceptance = _impose(settings, llm)
         queue = 4 * settings.largest_concurrency if not settings.open_loop else 1 << 16
         service = Service(llm, ServiceSettings(draft_length=_draft_length(settings, llm.config), max_queue=queue))
         try:
@@ -98,11 +99,12 @@ def ranks_of(settings: SweepSettings) -> int:
     return settings.tp or 1 if settings.engine is None else read_config(settings.engine).tp
 
 
-def _random_llm(settings: SweepSettings, device: torch.device) -> LLM:
+def _random_engine(settings: SweepSettings, device: torch.device) -> EngineConfig:
+    """The engine of a shape, with a slot for each client."""
     assert settings.shape is not None and settings.prompt_tokens is not None and settings.output_tokens is not None
     spare = find_shape(settings.shape).block_size
     length = settings.prompt_tokens + settings.output_tokens + spare
-    config = shape_config(
+    return shape_config(
         settings.shape,
         layers=settings.layers,
         draft_vocab=settings.draft_vocab,
@@ -113,19 +115,27 @@ def _random_llm(settings: SweepSettings, device: torch.device) -> LLM:
         max_seq_len=length,
         chunk=min(_CHUNK, length),
     )
+
+
+def _random_llm(config: EngineConfig, device: torch.device, acceptance: ImposedAcceptance | None) -> LLM:
     world = World(config.tp)
     with world.together():
         device = own_device(device, world)
         check_room(config, device)
-    return LLM(random_session(config, device, world), None)
+    return LLM(random_session(config, device, world, imposed(acceptance) if acceptance else None), None)
 
 
-def _impose(settings: SweepSettings, llm: LLM) -> ImposedAcceptance | None:
+def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAcceptance | None:
+    """The acceptance to impose on an engine, where any is asked for.
+
+    Raises:
+        SettingsError: its step is compiled, or no such block commits so many tokens.
+    """
     if settings.simulate_acceptance is None:
         return None
-    acceptance = ImposedAcceptance(settings.simulate_acceptance, llm.config.block_size)
-    impose_acceptance(llm.session, acceptance)
-    return acceptance
+    if config.backend == "tensorrt":
+        raise SettingsError("--simulate-acceptance: a TensorRT plan accepts what it verifies; use the torch backend")
+    return ImposedAcceptance(settings.simulate_acceptance, config.block_size)
 
 
 def _draft_length(settings: SweepSettings, config: EngineConfig) -> int | Literal["auto"]:
