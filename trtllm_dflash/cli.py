@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-import yaml
 from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
@@ -25,7 +24,7 @@ from trtllm_dflash.terminal import progress_bar, show
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.step import StepReport
-    from trtllm_dflash.llm import LLM, Completion, Prompt, SamplingParams
+    from trtllm_dflash.llm import LLM, Prompt, SamplingParams
     from trtllm_dflash.serving.serve import Serving
 
 ENGINES = Path("engines")
@@ -193,30 +192,9 @@ def _show_plan(model: str | None, assignments: tuple[str, ...], flags: dict[str,
 def _build_settings(model: str | None, assignments: tuple[str, ...], flags: dict[str, Any]) -> Any:
     """Settings from the pair's build configuration, then --set, then flags; each overrides the one before."""
     from trtllm_dflash.build.builder import BuildSettings
-    from trtllm_dflash.catalog import find_entry
-    from trtllm_dflash.models import FAMILIES
+    from trtllm_dflash.build.values import merge_values
 
-    values: dict[str, Any] = {}
-    entry = None if model is None else find_entry(model)
-    if entry is not None:
-        values = entry.build_values()
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals:
-            raise SettingsError(f"--set {assignment}: write KEY=VALUE")
-        try:
-            values[key.replace("-", "_")] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise SettingsError(f"--set {assignment}: the value is not valid YAML") from None
-    values.update(flags)
-    if entry is not None and (values["target"], values["drafter"]) != (entry.target, entry.drafter):
-        values.pop("facts")  # these are other checkpoints
-    if entry is not None and values["target"] == entry.target and not entry.buildable:
-        raise SettingsError(f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}")
-    if "target" not in values:
-        raise SettingsError("say what to build: --model NAME, or --target with --drafter")
-    values.setdefault("name", Path(str(values["target"])).resolve().name)
-    return validated(BuildSettings, values, "--")
+    return validated(BuildSettings, merge_values(model, assignments, flags), "--")
 
 
 def validated(kind: type[BaseModel], values: dict[str, Any], prefix: str = "") -> Any:
@@ -399,7 +377,7 @@ def generate(
             return
         for text, completion in zip(texts, llm.generate(asked, params, not no_draft), strict=True):
             if as_json:
-                click.echo(json.dumps(completion_json(completion)))
+                click.echo(json.dumps(completion.as_json()))
             else:
                 click.echo(f">>> {text}\n{completion.text}\n")
 
@@ -455,20 +433,6 @@ def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", draft: bool)
     rate = len(completion.token_ids) / completion.seconds
     drafted = f", {completion.acceptance_length:.2f} tokens a step" if completion.steps else ""
     click.echo(f"\n[{len(completion.token_ids)} tokens, {rate:.0f} tokens/s{drafted}]", err=True)
-
-
-def completion_json(completion: "Completion") -> dict[str, Any]:
-    """What `generate --json` prints for a reply."""
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "prompt_tokens": completion.prompt_tokens,
-        "steps": completion.steps,
-        "accepted_per_step": completion.accepted_per_step,
-        "acceptance_length": round(completion.acceptance_length, 4) if completion.steps else None,
-        "seconds": round(completion.seconds, 6),
-        "finish_reason": completion.finish_reason,
-    }
 
 
 # -- deploy, serve ---------------------------------------------------------------------------------------------------

@@ -150,54 +150,15 @@ class _Store:
 
 def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path | None) -> None:
     from trtllm_dflash.sweep.dataset import read_dataset
+    from trtllm_dflash.sweep.servers import check_servers, server_targets
 
     dataset = read_dataset(settings.dataset).shuffled(settings.seed)
-    urls = list(settings.servers.values()) or [settings.url or ""]
-    if settings.tokenizer is not None and all(map(_is_openai, urls)):
-        raise SettingsError("--tokenizer: an OpenAI API has its own; leave it out")
-    if api_key_file is not None and not any(map(_is_openai, urls)):
-        raise SettingsError("--api-key-file: Triton has no keys; this goes with an http:// URL")
-    talks = any(len(sample.turns) > 1 or sample.system for sample in dataset.samples)
-    if talks and settings.tokenizer is None and not all(map(_is_openai, urls)):
-        raise SettingsError(
-            "--dataset: it has conversations, and Triton takes text: give --tokenizer DIR, for a template"
-        )
+    check_servers(settings, dataset, has_key_file=api_key_file is not None)
     try:
-        open_server = _servers(settings, urls, read_api_key(api_key_file, "--api-key-file"))
-        from trtllm_dflash.sweep.server_arms import ServerArms
-
-        def make() -> "Target":
-            if not settings.servers:
-                return open_server("served", urls[0], f"--url {urls[0]}")
-            return ServerArms(
-                {arm: open_server(arm, url, f"--compare {arm}={url}") for arm, url in settings.servers.items()}
-            )
-
+        make = server_targets(settings, read_api_key(api_key_file, "--api-key-file"))
         store.measure(settings, dataset, make, gpus=settings.gpus)
     except ImportError as error:
         raise SettingsError(f"a server's sweep needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
-
-
-def _is_openai(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-def _servers(settings: "SweepSettings", urls: list[str], key: str | None) -> "Callable[[str, str, str], Target]":
-    """What makes a target of an arm, its URL, and what errors call it."""
-    if any(map(_is_openai, urls)):
-        from trtllm_dflash.sweep.openai_target import OpenAITarget
-    if not all(map(_is_openai, urls)):
-        from trtllm_dflash.sweep.triton_target import TritonTarget, chat_text
-
-        render, count = chat_text(settings.tokenizer)
-
-    def open_server(arm: str, url: str, name: str) -> "Target":
-        model, metrics = settings.of_arm("model", arm), settings.of_arm("metrics_url", arm)
-        if _is_openai(url):
-            return OpenAITarget(url, model, key, metrics, name)
-        return TritonTarget(url.removeprefix("grpc://"), model or "ensemble", render, count, metrics, name)
-
-    return open_server
 
 
 def _sweep_local(settings: "SweepSettings", store: _Store) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
@@ -90,6 +90,19 @@ class Completion:
     def accepted_tokens(self) -> int:
         """Drafts that became part of the reply."""
         return sum(self.accepted_per_step)
+
+    def as_json(self) -> dict[str, Any]:
+        """Describe the reply in JSON: its text and tokens, and what drafting gave."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "steps": self.steps,
+            "accepted_per_step": self.accepted_per_step,
+            "acceptance_length": round(self.acceptance_length, 4) if self.steps else None,
+            "seconds": round(self.seconds, 6),
+            "finish_reason": self.finish_reason,
+        }
 
 
 @dataclass(frozen=True)

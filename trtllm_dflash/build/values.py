@@ -1,0 +1,48 @@
+"""Values of a build's settings: a known pair's, then those assigned by name, then flags."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trtllm_dflash.catalog import find_entry
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.models import FAMILIES
+
+
+def merge_values(model: str | None, assignments: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge what a build is told, for `BuildSettings` to check; each source overrides the one before.
+
+    Args:
+        model: a known pair's name, or a build configuration file.
+        assignments: `KEY=VALUE` each, the value in YAML.
+        flags: by the name of their setting.
+
+    Raises:
+        SettingsError: the pair is unknown or cannot be built, an assignment cannot be read, or there is no target.
+    """
+    values: dict[str, Any] = {}
+    entry = None if model is None else find_entry(model)
+    if entry is not None:
+        values = entry.build_values()
+    values.update(_read_assignment(assignment) for assignment in assignments)
+    values.update(flags)
+    if entry is not None and (values["target"], values["drafter"]) != (entry.target, entry.drafter):
+        values.pop("facts")  # these are other checkpoints
+    if entry is not None and values["target"] == entry.target and not entry.buildable:
+        raise SettingsError(f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}")
+    if "target" not in values:
+        raise SettingsError("say what to build: --model NAME, or --target with --drafter")
+    values.setdefault("name", Path(str(values["target"])).resolve().name)
+    return values
+
+
+def _read_assignment(assignment: str) -> tuple[str, Any]:
+    key, equals, text = assignment.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {assignment}: write KEY=VALUE")
+    try:
+        return key.replace("-", "_"), yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SettingsError(f"--set {assignment}: the value is not valid YAML") from None
