@@ -12,8 +12,8 @@ import pytest
 from tests.conftest import refusal, run
 from tests.serving.conftest import ANYWHERE
 from tests.serving.test_gateway import gateway
+from trtllm_dflash.commands.compare import UNSAFE
 from trtllm_dflash.engine.directory import digest
-from trtllm_dflash.foreign.commands import UNSAFE
 from trtllm_dflash.foreign.compare import Reply, Token, find_difference, shipped_prompts
 
 # -- over live servers -----------------------------------------------------------------------------------------------

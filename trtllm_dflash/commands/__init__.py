@@ -1,1 +1,1 @@
-"""The subcommands, a file each: flags to one function of the package, and what the terminal shows."""
+"""The commands, a file each: flags to one function of the package, and what the terminal shows."""

@@ -1,21 +1,19 @@
-"""The commands `sweep` and `report`."""
+"""`sweep`: throughput against latency."""
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trtllm_dflash import api_key
-from trtllm_dflash.api_key import read_api_key
+from trtllm_dflash.api_key import VARIABLE, read_api_key
+from trtllm_dflash.commands.output import writing
+from trtllm_dflash.commands.settings import draft_length, given, validated
+from trtllm_dflash.commands.terminal import show, sweep_bars
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.terminal import show
 
 if TYPE_CHECKING:
     from trtllm_dflash.sweep.dataset import Dataset
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
 
 
-@click.command("sweep")
+@click.command()
 @click.option("--url", help="A server: HOST:PORT is Triton's gRPC, http://HOST:PORT an OpenAI API.")
 @click.option("--engine", type=click.Path(path_type=Path), help="Engine directory, served in this process instead.")
 @click.option("--shape", help="Random weights of a model's shape in this process: qwen3-8b, tiny, ...")
@@ -35,7 +33,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
     "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
 )
 @click.option(
-    "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {api_key.VARIABLE} holds it."
+    "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {VARIABLE} holds it."
 )
 @click.option("--compare", metavar="plain,draft|NAME=URL,...", help="By turns: with and without, or servers.")
 @click.option("--metrics-url", help="Where drafts are counted; or NAME=URL,...  [default: /metrics of the API]")
@@ -63,7 +61,12 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--max-concurrency", type=int, help="Largest load of a search.  [default: 256]")
 @click.option("--max-rate", type=float, help="Or a search in requests a second up to this.")
 @click.option("--device", help="In this process: cpu, cuda or auto.  [default: auto]")
-@click.option("--draft-length", metavar="auto|N", help="In this process: tokens to draft a step.  [default: auto]")
+@click.option(
+    "--draft-length",
+    type=draft_length,
+    metavar="auto|N",
+    help="In this process: tokens to draft a step.  [default: auto]",
+)
 @click.option("--prompt-tokens", type=int, help="In this process: prompts of so many random tokens.")
 @click.option("--simulate-acceptance", type=float, help="In this process: tokens a step to impose on the whole block.")
 @click.option("--precision", help="--shape: auto, fp32, bf16, fp16 or fp8.")
@@ -76,18 +79,12 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--resume", is_flag=True, help="Go on with what --output has.")
 @click.option("--force", is_flag=True, help="Begin anew over what --output has.")
 @click.option("--json", "as_json", is_flag=True, help="Print the points as JSON.")
-def sweep_command(
-    output: Path, resume: bool, force: bool, as_json: bool, api_key_file: Path | None, **flags: Any
-) -> None:
+def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: Path | None, **flags: Any) -> None:
     """Measure throughput against latency, with and without drafting."""
-    from trtllm_dflash.cli import validated
     from trtllm_dflash.sweep.plots import can_plot
     from trtllm_dflash.sweep.sweep import SweepSettings, check_settings
 
-    given = {key: value for key, value in flags.items() if value is not None}
-    if str(given.get("draft_length", "auto")).isdecimal():
-        given["draft_length"] = int(given["draft_length"])
-    settings: SweepSettings = validated(SweepSettings, given, "--")
+    settings = validated(SweepSettings, given(flags))
     check_settings(settings)
     if not can_plot():
         click.echo(f"warning: no plots and no page without matplotlib; {_LATER}", err=True)
@@ -109,12 +106,12 @@ class _Store:
     def measure(
         self, settings: "SweepSettings", dataset: "Dataset", make: "Callable[[], Target]", **about: Any
     ) -> None:
-        """Runs the sweep on a target that is made on its event loop, and writes what came of it in any case."""
+        """Run the sweep on a target that is made on its event loop, and write what came of it in any case."""
         from trtllm_dflash.sweep.results import Results
         from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results
 
         fresh = plan_results(settings, dataset, **about)
-        with _writing(self.folder):
+        with writing(self.folder):
             results: Results = open_results(fresh, self.folder, self._resume, self._force)
         for warning in results.warnings:
             click.echo(f"warning: {warning}", err=True)
@@ -124,7 +121,7 @@ class _Store:
                 await sweep(target)
 
         try:
-            with _bars() as progress:
+            with sweep_bars() as progress:
                 asyncio.run(run(lambda target: Sweep(settings, dataset, target, results, self.folder, progress).run()))
         finally:  # interrupted: what was finished by then
             if results.rounds:
@@ -134,7 +131,7 @@ class _Store:
         from trtllm_dflash.sweep.plots import can_plot
         from trtllm_dflash.sweep.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
 
-        with _writing(self.folder):
+        with writing(self.folder):
             results.write_csv(self.folder / CSV)
             if can_plot():
                 write_reports(results, self.folder)
@@ -187,77 +184,3 @@ def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
             engine=local.about(random_weights=settings.shape is not None),
             imposed_acceptance=None if acceptance is None else imposed_curve(acceptance),
         )
-
-
-@click.command("report")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUNS")
-@click.option("--at", metavar="X,X,...", help="Read throughput, and the ratio of two, at these tokens/s/user.")
-@click.option(
-    "--plan", type=click.Path(path_type=Path), help="What `build --plan` predicted (JSON), drawn over one sweep."
-)
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
-def report_command(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None) -> None:
-    """Show sweeps again, and compare them (folders or results.json)."""
-    from trtllm_dflash.sweep.plots import can_plot
-    from trtllm_dflash.sweep.report import (
-        compare_runs,
-        differences,
-        fixed_speed_table,
-        limit_lines,
-        notes,
-        point_table,
-        read_plan,
-        write_comparison,
-    )
-    from trtllm_dflash.sweep.results import read_results
-    from trtllm_dflash.sweep.sweep import positive_numbers
-
-    if output is not None and not can_plot():
-        raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
-    if plan is not None and len(runs) > 1:
-        raise SettingsError("--plan: it is drawn over one sweep; give one")
-    found = [read_results(run) for run in runs]
-    predicted = read_plan(plan) if plan is not None else []
-    if predicted and not found[0].gpus:
-        raise SettingsError("--plan: it predicts tokens/s/GPU, and the sweep was not told its --gpus")
-    if len({run.load_unit for run in found}) > 1:
-        raise SettingsError("one sweep counts clients and another requests/s; their points cannot be shown together")
-    speeds = () if at is None else positive_numbers("at", at)
-    readings = compare_runs(found, speeds)
-    for run in found:
-        show(f"{run.label}: {run.device}", point_table(run), *notes(run), *limit_lines(run))
-    if readings:
-        show(fixed_speed_table(readings))
-    for note in differences(found):
-        click.echo(f"warning: {note}", err=True)
-    if output is not None:
-        with _writing(output):
-            write_comparison(found, readings, output, predicted)
-        click.echo(f"{output}: report.html, plots")
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Makes an error of the file system one that names the folder.
-
-    Raises:
-        SettingsError: it cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise SettingsError(f"--output {folder}: cannot be written ({error.strerror})") from None
-
-
-@contextmanager
-def _bars() -> "Iterator[Callable[[str, int, int], None]]":
-    """One bar for the sweep and one for what is measured now, on standard error; none where that is no terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        whole, part = progress.add_task("sweep", total=None), progress.add_task("warming up", total=None)
-
-        def update(what: str, done: int, total: int) -> None:
-            progress.update(whole if what == "sweep" else part, description=what, completed=done, total=total)
-
-        yield update

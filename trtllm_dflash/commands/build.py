@@ -1,0 +1,99 @@
+"""`build`: an engine directory, or with `--plan` a prediction of one."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trtllm_dflash.commands.build_settings import build_settings, engine_folder
+from trtllm_dflash.commands.plan import show_plan
+from trtllm_dflash.commands.settings import flag_of, given
+from trtllm_dflash.commands.terminal import progress_bar
+from trtllm_dflash.errors import SettingsError
+
+_PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so"  # where `make plugin` puts it
+
+
+@click.command()
+@click.option("--model", help="A known pair (see `models`), or a build configuration file (.yaml).")
+@click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
+@click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
+@click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
+@click.option(
+    "--precision",
+    help="fp32, bf16, fp16, fp8 or nvfp4; auto: the fewest bits that the GPU multiplies and the checkpoint allows.  "
+    "[default: a quantized checkpoint's own, else bf16 with a GPU, fp32 without]",
+)
+@click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--ep", is_flag=True, default=None, help="Whole experts on each rank, not a slice of each.")
+@click.option("--max-batch", type=int, help="Slots: sequences at a time.")
+@click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.")
+@click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
+@click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
+@click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
+@click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
+@click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
+@click.option(
+    "--kv",
+    help="fp8: caches in half the bytes; engine: in the engine's own type.  [default: auto, as the target's says]",
+)
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
+@click.option("--force", is_flag=True, help="Replace what stands at --output.")
+@click.option("--backend", help="torch or tensorrt.  [default: torch]")
+@click.option("--gpu", help="tensorrt, --plan: for which GPU: its name, or to compile sm89, sm120, ...")
+@click.option("--sampling/--greedy", default=None, help="tensorrt: whether the plan can sample.  [default: --sampling]")
+@click.option("--optimization-level", type=int, help="tensorrt: 0 (fast to build) to 5.  [default: 3]")
+@click.option("--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may take.")
+@click.option("--workers", type=int, help="tensorrt: ranks compiled at a time.  [default: 1]")
+@click.option(
+    "--plugin",
+    is_flag=False,
+    flag_value=str(_PLUGIN),
+    metavar="[FILE]",
+    help="tensorrt, datacenter edition: attention is our plugin.  [FILE: plugins/build/libdflash_plugin.so]",
+)
+@click.option("--plan", is_flag=True, help="Build nothing: print memory and speed on --gpu. Needs no checkpoint.")
+@click.option("--acceptance", type=float, help="--plan: tokens a step with the drafter's whole block, for tokens/s.")
+@click.option(
+    "--cache-length", type=int, help="--plan: tokens that each slot holds in a step.  [default: 1024, or less]"
+)
+@click.option("--json", "as_json", is_flag=True, help="--plan: print JSON.")
+def build(
+    model: str | None,
+    output: Path | None,
+    assignments: tuple[str, ...],
+    force: bool,
+    plan: bool,
+    acceptance: float | None,
+    cache_length: int | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Build an engine directory from a target and its drafter."""
+    planned = given({"acceptance": acceptance, "cache_length": cache_length})
+    if plan:
+        for name in given({"output": output, "force": force or None}):
+            raise SettingsError(f"--{name}: --plan writes nothing")
+        show_plan(model, assignments, given(flags), planned, as_json)
+        return
+    for name in given({**planned, "json": as_json or None}):
+        raise SettingsError(f"{flag_of(name)}: goes with --plan")
+    _build(model, assignments, given(flags), output, force)
+
+
+def _build(
+    model: str | None, assignments: tuple[str, ...], flags: dict[str, Any], output: Path | None, force: bool
+) -> None:
+    from trtllm_dflash.build import builder
+    from trtllm_dflash.engine.directory import read_config
+
+    settings = build_settings(model, assignments, flags)
+    folder = engine_folder(settings, output)
+    notes: list[str] = []
+    with progress_bar() as progress:
+        built = builder.build(settings, folder, force, progress=progress, say=notes.append)
+    for note in notes:
+        click.echo(note)
+    click.echo(f"{folder}: {'built' if built else 'up to date'}")
+    if transcoded := read_config(folder).transcoded:
+        click.echo(f"{folder}: {transcoded}")

@@ -1,0 +1,29 @@
+"""A build's settings and its folder, for the commands that build."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_dflash.commands.settings import validated
+
+if TYPE_CHECKING:
+    from trtllm_dflash.build.builder import BuildSettings
+
+_ENGINES = Path("engines")
+
+
+def build_settings(model: str | None, assignments: Sequence[str], flags: Mapping[str, Any]) -> "BuildSettings":
+    """Check what `--model`, `--set` and the flags say together.
+
+    Raises:
+        SettingsError: a value is wrong, or what to build is not said.
+    """
+    from trtllm_dflash.build.builder import BuildSettings
+    from trtllm_dflash.build.values import merge_values
+
+    return validated(BuildSettings, merge_values(model, assignments, flags))
+
+
+def engine_folder(settings: "BuildSettings", output: Path | None) -> Path:
+    """Choose where the engine goes: `--output`, or engines/NAME."""
+    return output or _ENGINES / settings.name

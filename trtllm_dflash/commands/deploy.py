@@ -1,0 +1,61 @@
+"""`deploy`: a Triton model repository."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trtllm_dflash.commands.deploy_options import deploy_options, deploy_settings
+from trtllm_dflash.commands.pair_options import PAIR_FLAGS, launch_settings, pair_options
+from trtllm_dflash.commands.settings import flag_of, given
+from trtllm_dflash.errors import SettingsError
+
+
+@click.command()
+@click.option("--engine", type=click.Path(path_type=Path), help="Engine directory.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Model repository to write.")
+@click.option("--force", is_flag=True, help="Replace what stands at --output.")
+@deploy_options
+@pair_options
+def deploy(engine: Path | None, output: Path, force: bool, no_draft: bool, **flags: Any) -> None:
+    """Write a Triton model repository: of an engine, or of a pair (--runtime)."""
+    pair = {name: flags.pop(name) for name in PAIR_FLAGS}
+    if pair["runtime"] is not None:
+        _deploy_runtime(output, force, pair, {"engine": engine, "no_draft": no_draft or None, **flags})
+        return
+    for name in given(pair):
+        raise SettingsError(f"{flag_of(name)}: belongs to --runtime tensorrt-llm; an engine has its own")
+    if engine is None:
+        raise SettingsError("--engine: say which engine to deploy, or a pair: --runtime tensorrt-llm --model NAME")
+    from trtllm_dflash.serving import repository
+
+    repository.deploy(engine, output, deploy_settings(no_draft, flags), force)
+    click.echo(f"{output}: written; serve it: trtllm-dflash serve --engine {engine} --repository {output}")
+
+
+def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict[str, Any]) -> None:
+    """Write the model repository of a pair on TensorRT-LLM.
+
+    Args:
+        others: flags that only an engine of ours takes.
+
+    Raises:
+        SettingsError: another runtime, or a flag that is an engine's.
+        EngineError: see `deploy_llmapi`.
+    """
+    from trtllm_dflash.foreign.registry import plan_for
+    from trtllm_dflash.foreign.triton import deploy_llmapi
+
+    if pair["runtime"] != "tensorrt-llm":
+        raise SettingsError(f"--runtime {pair['runtime']}: Triton serves tensorrt-llm; for another runtime use launch")
+    length = others.pop("draft_length", None)
+    for name in given(others):
+        raise SettingsError(f"{flag_of(name)}: is for an engine of ours, not for --runtime")
+    if length is not None:
+        if not isinstance(length, int):
+            raise SettingsError(f"--draft-length {length}: TensorRT-LLM takes a number")
+        pair = {**pair, "draft_length": length}
+    deploy_llmapi(plan_for(launch_settings(pair)), output, force)
+    click.echo(
+        f"{output}: written; serve it in tritonserver:YY.MM-trtllm-python-py3: tritonserver --model-repository={output}"
+    )

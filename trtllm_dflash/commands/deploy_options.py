@@ -1,0 +1,44 @@
+"""Flags of a model repository: those that `deploy` and `serve` share."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtllm_dflash.commands.settings import draft_length, given, validated
+
+if TYPE_CHECKING:
+    from trtllm_dflash.serving.repository import DeploySettings
+
+
+def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags that say how a repository's models work."""
+    options = (
+        click.option("--device", help="cpu, cuda or auto.  [default: auto]"),
+        click.option("--prefill-share", type=float, help="Share of steps for prompts beside replies.  [default: 0.5]"),
+        click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
+        click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
+        click.option(
+            "--draft-length", type=draft_length, metavar="auto|N", help="Tokens to draft a step.  [default: auto]"
+        ),
+        click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
+        click.option(
+            "--exclude-input-in-output/--include-input-in-output",
+            default=None,
+            help="Whether a reply leaves out its prompt.  [default: --exclude-input-in-output]",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def deploy_settings(no_draft: bool, flags: Mapping[str, Any]) -> "DeploySettings":
+    """Check what those flags say together.
+
+    Raises:
+        SettingsError: one is wrong.
+    """
+    from trtllm_dflash.serving.repository import DeploySettings
+
+    return validated(DeploySettings, {**given(flags), **({"draft": False} if no_draft else {})})

@@ -1,0 +1,99 @@
+"""`generate`: replies of an engine in this process."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtllm_dflash.commands.prompts import read_prompts
+from trtllm_dflash.commands.settings import given, validated
+from trtllm_dflash.errors import SettingsError
+
+if TYPE_CHECKING:
+    from trtllm_dflash.llm import LLM, Prompt, SamplingParams
+
+
+@click.command()
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
+@click.option("--prompt", "-p", help="A prompt; '-' reads it from standard input.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help='A file of prompts: JSON lines with "prompt", or text lines.'
+)
+@click.option("--chat/--raw", default=True, help="Through the chat template, or as it is.  [default: --chat]")
+@click.option("--system", help="A system message for the chat template.")
+@click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 256]")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: 0]")
+@click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.  [default: 0]")
+@click.option("--top-p", type=float, help="Keep the most likely tokens that reach P together.  [default: 1]")
+@click.option("--seed", type=int, help="Seed of sampling.  [default: 0]")
+@click.option("--stop", multiple=True, help="A text that ends the reply; may be given again.")
+@click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="A token that ends the reply.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end token.")
+@click.option(
+    "--no-draft", is_flag=True, help="Plain decoding on the same engine. A TensorRT plan still runs its drafter."
+)
+@click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
+def generate(
+    engine: Path,
+    prompt: str | None,
+    prompts: Path | None,
+    chat: bool,
+    system: str | None,
+    no_draft: bool,
+    device: str,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Generate replies; one prompt streams to the terminal."""
+    from trtllm_dflash.engine.directory import read_config
+    from trtllm_dflash.runtime.request import SamplingParams
+    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
+
+    params = validated(SamplingParams, given(flags))
+    if system is not None and not chat:
+        raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
+    texts = read_prompts(prompt, prompts)
+    tp = read_config(engine).tp
+    if tp > 1 and launched_rank() is None:
+        if prompt == "-":
+            raise SettingsError("--prompt -: several ranks cannot share standard input; use --prompts FILE")
+        launch_ranks(tp, sys.argv[1:])
+    end_on_interrupt()
+
+    from trtllm_dflash.llm import LLM
+    from trtllm_dflash.session.threads import limit_threads
+
+    limit_threads(read_config(engine))
+    with LLM.load(engine, device) as llm:
+        if llm.session.communicator.rank != 0:
+            llm.session.follow()
+            return
+        asked = [_as_chat(text, system) if chat else text for text in texts]
+        if prompt is not None and not as_json:
+            _stream(llm, asked[0], params, not no_draft)
+            return
+        for text, completion in zip(texts, llm.generate(asked, params, not no_draft), strict=True):
+            if as_json:
+                click.echo(json.dumps(completion.as_json()))
+            else:
+                click.echo(f">>> {text}\n{completion.text}\n")
+
+
+def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", draft: bool) -> None:
+    completion = None
+    for chunk in llm.stream(prompt, params, draft):
+        click.echo(chunk.text if llm.codec else "".join(f"{token} " for token in chunk.token_ids), nl=False)
+        sys.stdout.flush()
+        completion = chunk.completion
+    assert completion is not None
+    rate = len(completion.token_ids) / completion.seconds
+    drafted = f", {completion.acceptance_length:.2f} tokens a step" if completion.steps else ""
+    click.echo(f"\n[{len(completion.token_ids)} tokens, {rate:.0f} tokens/s{drafted}]", err=True)

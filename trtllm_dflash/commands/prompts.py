@@ -1,0 +1,51 @@
+"""Prompts of `--prompt` and of a file."""
+
+import json
+import sys
+from pathlib import Path
+
+from trtllm_dflash.errors import SettingsError
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """Read what is to be generated from: one prompt, or a file of JSON lines or text lines.
+
+    Args:
+        prompt: the prompt itself; "-" reads standard input.
+
+    Raises:
+        SettingsError: both are given or neither, or one cannot be read.
+    """
+    if (prompt is None) == (file is None):
+        raise SettingsError("give one of --prompt TEXT and --prompts FILE")
+    if file is None:
+        assert prompt is not None
+        return [_read_standard_input() if prompt == "-" else prompt]
+    try:
+        # Not splitlines: it also splits at U+2028 and the like, which stand as they are inside JSON.
+        lines = [line.rstrip("\r") for line in file.read_text(encoding="utf-8-sig").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--prompts {file}: cannot be read: {error}") from None
+    prompts = [_read_prompt_line(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise SettingsError(f"--prompts {file}: holds no prompt")
+    return prompts
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"--prompt -: standard input is not text: {error}") from None
+
+
+def _read_prompt_line(file: Path, number: int, line: str) -> str:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        text = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError):
+        text = None
+    if not isinstance(text, str):
+        raise SettingsError(f'--prompts {file}: line {number} is not a JSON object with a text "prompt"')
+    return text

@@ -1,0 +1,101 @@
+"""`serve`: an engine behind Triton, until it is interrupted."""
+
+import json
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtllm_dflash.api_key import VARIABLE, read_api_key
+from trtllm_dflash.commands.deploy_options import deploy_options, deploy_settings
+from trtllm_dflash.commands.settings import flag_of, given
+from trtllm_dflash.commands.terminal import progress_bar
+from trtllm_dflash.errors import SettingsError
+
+if TYPE_CHECKING:
+    from trtllm_dflash.serving.serve import Serving
+    from trtllm_dflash.serving.server import Endpoints
+
+
+@click.command()
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at.  [default: 127.0.0.1, this machine only]")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.  [default: 8000]")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, help="0: any free one.  [default: 8001]")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, help="Prometheus.  [default: 8002]")
+@click.option("--openai-port", type=click.IntRange(0, 65535), help="Serve the OpenAI API too, at this port.")
+@click.option(
+    "--openai-api-key-file",
+    type=click.Path(path_type=Path),
+    help=f"File with the key that clients of the OpenAI API must send. {VARIABLE} may hold the key instead.",
+)
+@click.option("--repository", type=click.Path(path_type=Path), help="A model repository that `deploy` wrote.")
+@click.option("--log", type=click.Path(path_type=Path), help="File that Triton's log is added to.")
+@click.option("--json", "as_json", is_flag=True, help="Print the endpoints as one line of JSON.")
+@deploy_options
+def serve(
+    engine: Path,
+    openai_api_key_file: Path | None,
+    repository: Path | None,
+    log: Path | None,
+    as_json: bool,
+    no_draft: bool,
+    **flags: Any,
+) -> None:
+    """Serve an engine with Triton, until Ctrl-C."""
+    from trtllm_dflash.serving.serve import serving
+    from trtllm_dflash.serving.server import Endpoints
+
+    at = {name: flags.pop(name) for name in ("host", "http_port", "grpc_port", "metrics_port", "openai_port")}
+    endpoints = Endpoints(**at)
+    fixed = list(given({"no_draft": no_draft or None, **flags}))
+    if repository is not None and fixed:
+        raise SettingsError(f"{flag_of(fixed[0])}: --repository has its own settings; give this to deploy")
+    key = _read_key(endpoints, openai_api_key_file)
+    if not endpoints.local:
+        click.echo(f"warning: at --host {endpoints.host} anyone who reaches this machine can use Triton", err=True)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
+    settings = deploy_settings(no_draft, flags)
+    if endpoints.openai_port is not None and not settings.decoupled:
+        raise SettingsError("--unary: the OpenAI API streams, which these models would not; leave out --openai-port")
+    try:
+        with ExitStack() as stack:
+            with progress_bar() as progress:
+                running = stack.enter_context(
+                    serving(engine, settings, endpoints, repository=repository, api_key=key, log=log, progress=progress)
+                )
+            _show_endpoints(engine, running, as_json)
+            running.wait()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _read_key(endpoints: "Endpoints", file: Path | None) -> str | None:
+    if endpoints.openai_port is not None:
+        return read_api_key(file, "--openai-api-key-file")
+    if file is not None:
+        raise SettingsError("--openai-api-key-file: there is no OpenAI API without --openai-port")
+    return None
+
+
+def _show_endpoints(engine: Path, running: "Serving", as_json: bool) -> None:
+    at = running.endpoints
+    rows = {
+        "http": at.http,
+        "grpc": at.grpc,
+        "metrics": at.metrics,
+        "openai": at.openai,
+        "log": str(running.server.log),
+    }
+    if as_json:
+        click.echo(json.dumps({"engine": str(engine), **rows}))
+    else:
+        click.echo(f"serving {engine} (Ctrl-C ends it)")
+        for name, place in rows.items():
+            if place is not None:
+                click.echo(f"  {name:<8} {place}")
+    sys.stdout.flush()

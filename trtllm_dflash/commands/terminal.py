@@ -1,0 +1,54 @@
+"""The terminal: tables and progress on it, and what was typed there."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def show(*what: RenderableType) -> None:
+    """Print tables and lines, one below the other: as wide as the terminal, or 200 columns where there is none."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:  # rich would end with 1 where the reader has gone
+        console.print(*what, sep="\n", highlight=False)
+    click.echo(capture.get(), nl=False)
+
+
+def command_line() -> str:
+    """Spell the command that is running, for reports that say how they were made."""
+    return shlex.join(["trtllm-dflash", *sys.argv[1:]])
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for each kind of work on standard error; nothing where that is no terminal."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def update(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what)
+            progress.update(tasks[what], completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def sweep_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for the sweep and one for what is measured now, on standard error; none where that is no terminal."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        whole, part = progress.add_task("sweep", total=None), progress.add_task("warming up", total=None)
+
+        def update(what: str, done: int, total: int) -> None:
+            progress.update(whole if what == "sweep" else part, description=what, completed=done, total=total)
+
+        yield update
