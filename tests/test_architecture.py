@@ -1,0 +1,126 @@
+"""The package's rooms: imports run from higher ones to lower ones, never in a circle, and no file grows too long."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import trtllm_dflash
+
+PACKAGE = Path(trtllm_dflash.__file__).parent
+ROOT = PACKAGE.name
+
+#: Rooms, folders and modules alike, from the ground up. A room imports from itself and from those below its line.
+LAYERS = (
+    {"errors"},
+    {"api_key", "harmony", "tokenizer"},
+    {"ops"},
+    {"kernels"},
+    {"models"},
+    {"step"},
+    {"checkpoint"},
+    {"catalog"},
+    {"engine"},
+    {"cost"},
+    {"session"},
+    {"build"},
+    {"runtime"},
+    {"llm"},
+    {"serving"},
+    {"quantize"},
+    {"bench"},
+    {"sweep"},
+    {"foreign"},
+    {"demo", "doctor"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+
+#: Rooms that still import upwards.
+UPWARD = {
+    ("catalog", "engine"),
+    ("cost", "build"),
+    ("harmony", "runtime"),
+    ("ops", "step"),
+    ("runtime", "llm"),
+    ("session", "build"),
+    ("sweep", "demo"),
+    ("tokenizer", "runtime"),
+}
+
+MOST_LINES = 500
+
+#: Files that still have more.
+LONG = {"build/plan.py", "ops/cuda_kernels.py", "sweep/sweep.py"}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Our modules that each of our modules imports, wherever it does: at its top, in a function, or for types alone."""
+    files = {_name(file): file for file in PACKAGE.rglob("*.py")}
+    return {name: _imports_of(file, files.keys()) - {name, ROOT} for name, file in files.items() if name != ROOT}
+
+
+def _name(file: Path) -> str:
+    parts = [ROOT, *file.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports_of(file: Path, modules) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            # What is imported from a package may be a module of it, or a name in its __init__.
+            inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {module if module in modules else str(node.module) for module in inside.values()}
+    return names & modules
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_room_has_its_layer():
+    placed = [room for layer in LAYERS for room in layer]
+    assert len(placed) == len(set(placed))
+    assert {room(module) for module in imports()} <= set(placed)
+
+
+def test_no_room_imports_from_a_higher_one():
+    level = {room: number for number, layer in enumerate(LAYERS) for room in layer}
+    upward: dict[tuple[str, str], list[str]] = {}
+    for module, others in imports().items():
+        for other in others:
+            if level[room(other)] > level[room(module)]:
+                upward.setdefault((room(module), room(other)), []).append(f"{module} -> {other}")
+    new = {rooms: found for rooms, found in upward.items() if rooms not in UPWARD}
+    assert not new
+    assert not UPWARD - upward.keys(), "no longer needed: take it out of UPWARD"
+
+
+def test_no_imports_run_in_a_circle():
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = imports()[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    assert not [module for module in imports() if module in reached(module)]
+
+
+def test_nothing_but_the_program_imports_the_command_line():
+    importers = {module for module, others in imports().items() if f"{ROOT}.cli" in others}
+    assert importers == {f"{ROOT}.__main__"}
+
+
+def test_no_file_is_too_long():
+    lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    long = {file: length for file, length in lengths.items() if length > MOST_LINES}
+    assert not {file: length for file, length in long.items() if file not in LONG}
+    assert not LONG - long.keys(), "no longer needed: take it out of LONG"
