@@ -1,6 +1,6 @@
 """Model families, written once over `Ops`. Adding a family is adding a file and its line here."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig
@@ -9,8 +9,23 @@ from trtllm_dflash.models.llama import Llama
 from trtllm_dflash.models.qwen3 import Qwen3
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 
+
+class Family(Protocol):
+    """A class of decoders, each made from what it reads of a checkpoint's configuration."""
+
+    def __call__(self, config: DecoderConfig) -> Decoder:
+        """The decoder that computes a configuration."""
+
+    def read_config(self, raw: dict[str, Any]) -> DecoderConfig:
+        """The configuration in Hugging Face's config.json.
+
+        Raises:
+            CheckpointError: a setting is missing, or asks for something that is not computed.
+        """
+
+
 #: `model_type` in config.json -> the family that computes it.
-FAMILIES: dict[str, type[GptOss] | type[Llama] | type[Qwen3] | type[Qwen3Moe]] = {
+FAMILIES: dict[str, Family] = {
     "qwen3": Qwen3,
     "llama": Llama,
     "gpt_oss": GptOss,
