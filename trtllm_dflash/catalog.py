@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from typing_extensions import Self
 
 from trtllm_dflash.checkpoint.validation import first_problem
-from trtllm_dflash.engine.config import Precision
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES
+from trtllm_dflash.models.weights import Precision
 
 
 class BuildOverrides(BaseModel):

@@ -6,9 +6,10 @@ from typing import Literal, TypeAlias
 from trtllm_dflash.build.weights import cache_scales
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.checkpoint.quantized import cache_format
-from trtllm_dflash.engine.config import Backend, Precision
+from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.drafter import PREFIX
+from trtllm_dflash.models.weights import Precision
 
 #: What `--kv` takes. auto: FP8 where the target's checkpoint says so; engine: the engine's own type.
 CachePrecision: TypeAlias = Literal["auto", "fp8", "engine"]

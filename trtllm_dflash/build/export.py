@@ -41,7 +41,6 @@ from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 TARGET, DRAFTER = "target", "drafter"
 
 _SHARD = 5_000_000_000  # bytes of a file; a larger checkpoint has several, and an index
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 #: In a drafter's configuration, code that is not in the folder: nobody needs it, and nobody should run it.
 _CODE = "auto_map"
@@ -165,7 +164,7 @@ def _write_drafter(engine: Path, config: EngineConfig, ranks: list[Any], folder:
 def _in_type(raw: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     """A checkpoint's configuration in the engine's type."""
     kept = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype", "quantization_config")}
-    return {**kept, "torch_dtype" if "torch_dtype" in raw else "dtype": _DTYPES[config.precision]}
+    return {**kept, "torch_dtype" if "torch_dtype" in raw else "dtype": str(config.dtype).removeprefix("torch.")}
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

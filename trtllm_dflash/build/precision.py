@@ -6,12 +6,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from trtllm_dflash.cost.memory import capability
-from trtllm_dflash.engine.config import Backend, Precision
+from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
 
 #: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
 Format: TypeAlias = Literal["fp8", "nvfp4"]
@@ -76,7 +76,7 @@ def choose_precision(
     place = _Place(backend, engine, _capability(gpu))
     to_engine = precision == engine
     target_format = None if to_engine else _format(place, "--precision", precision, "target", target)
-    changes = _changes(target, target_format, rounded(target))
+    changes = _changes(target, target_format, rounded_to_fp8(build_target(target).weights()))
     drafter_changes: dict[str, Any] = {}
     chosen = {"target": target_format}
     if drafter is not None:
@@ -123,14 +123,6 @@ def _changes(model: DecoderConfig, chosen: str | None, when_rounded: dict[str, A
     if model.linear_precision is not None:
         return {}
     return when_rounded
-
-
-def rounded(target: DecoderConfig) -> dict[str, Any]:
-    """What changes in a target's configuration that is rounded to FP8; its LM head, routers and experts are not."""
-    weights = build_target(target).weights()
-    is_rounded = {w.linear: w.linear.endswith("_proj") and w.stack is None for w in weights if w.is_matrix}
-    plain = tuple(linear for linear, rounded in is_rounded.items() if not rounded)
-    return {"linear_precision": WeightPrecision.FP8, "plain_linears": plain}
 
 
 def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:

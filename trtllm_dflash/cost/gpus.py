@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trtllm_dflash.cost.rates import Rates
-from trtllm_dflash.engine.config import Precision
+from trtllm_dflash.models.weights import Precision
 
 _GB, _TERA = 1e9, 1e12
 

@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 import torch
 
-from trtllm_dflash.build.precision import rounded
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import read_target_config
+from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.weights import rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 
 #: What a drafter never has, whatever its target is.
@@ -212,7 +212,7 @@ def shape_config(
     shape = find_shape(name)
     target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
     if target_precision is not None:
-        target = target.model_copy(update=rounded(target))
+        target = target.model_copy(update=rounded_to_fp8(build_target(target).weights()))
     taps = shape.tap_layers or default_tap_layers(target.layers, shape.drafter_layers)
     drafter = DrafterConfig(
         **{

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.weights import Precision
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.nvfp4 import Transcoded
 
@@ -17,9 +18,8 @@ Progress = Callable[[str, int, int], None]
 SCHEMA_VERSION: Literal[1] = 1
 
 Backend = Literal["torch", "tensorrt"]
-Precision = Literal["fp32", "bf16", "fp16"]
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PlanSummary(BaseModel):

@@ -4,10 +4,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from typing import Any, Literal
 
 from trtllm_dflash.ops.fp8 import FP8_BLOCK
 from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK
 from trtllm_dflash.ops.mxfp4 import ONE
+
+#: The types that an engine computes in.
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Split(Enum):
@@ -158,6 +162,16 @@ def in_precision(weights: Iterable[Weight], precision: WeightPrecision | None, p
     if precision is None:
         return list(weights)
     return [replace(w, precision=precision) if w.is_matrix and w.linear not in plain else w for w in weights]
+
+
+def rounded_to_fp8(weights: Iterable[Weight]) -> dict[str, Any]:
+    """Changes to a model's configuration that round its projections to FP8, and not its LM head, routers and experts.
+
+    They are `linear_precision` and `plain_linears` of `DecoderConfig`.
+    """
+    is_rounded = {w.linear: w.linear.endswith("_proj") and w.stack is None for w in weights if w.is_matrix}
+    plain = tuple(linear for linear, rounded in is_rounded.items() if not rounded)
+    return {"linear_precision": WeightPrecision.FP8, "plain_linears": plain}
 
 
 def unit_range(units: int, tp: int, rank: int) -> tuple[int, int]:
