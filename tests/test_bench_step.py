@@ -9,6 +9,7 @@ from tests.conftest import refusal, run, succeeds
 from trtllm_dflash.bench import machine, plot, step
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.bench.step import StepBenchSettings, open_bench
+from trtllm_dflash.cost import rates
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
 from trtllm_dflash.cost.rates import Rates
@@ -308,14 +309,14 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
 
 
 def test_the_limits_are_measured_and_the_machine_is_described(monkeypatch):
-    monkeypatch.setattr(machine, "_CPU_COPY", 1 << 20)
-    monkeypatch.setattr(machine, "_CPU_GEMM", 64)
-    monkeypatch.setattr(machine, "_SECONDS", 0.001)
-    rates = machine.measure_rates(torch.device("cpu"), torch.float32)
-    assert rates.copy > 0
-    assert rates.gemm > 0
+    monkeypatch.setattr(rates, "_CPU_COPY", 1 << 20)
+    monkeypatch.setattr(rates, "_CPU_GEMM", 64)
+    monkeypatch.setattr(rates, "_SECONDS", 0.001)
+    measured = rates.measure_rates(torch.device("cpu"), torch.float32)
+    assert measured.copy > 0
+    assert measured.gemm > 0
     assert machine.machine(torch.device("cpu"))["gpu"] is None
-    assert machine.free_memory(torch.device("cpu")) > 0
+    assert rates.free_memory(torch.device("cpu")) > 0
 
 
 def test_without_matplotlib_a_plot_is_refused_with_the_extra_that_brings_it(monkeypatch):
