@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_target
+from tests.near_ties import all_logits
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.demo import read_prompts
-from trtllm_dflash.step import Drafting, StepInputs
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -33,28 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "llama 3.1 rope, tied": {"family": "llama", "rope_scaling": LLAMA3, "tied": True, "heads": 8, "kv_heads": 2},
     "llama linear rope": {"family": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
 }
-
-
-def all_logits(llm: LLM, ids: list[int]) -> torch.Tensor:
-    """[N, V]: the step's own forward, with every row a logit row."""
-    seen: list[torch.Tensor] = []
-    session: Any = llm.session
-    target = session._step.target
-    inner = target.logits
-
-    def spy(ops, hidden):
-        seen.append(inner(ops, hidden))
-        return seen[-1]
-
-    target.logits = spy
-    try:
-        rows = torch.arange(len(ids), dtype=torch.int32)[None]
-        zero = torch.zeros(1, dtype=torch.int32)
-        inputs = StepInputs(torch.tensor([ids], dtype=torch.int32), zero, zero + len(ids), rows, rows[:, :1])
-        llm.session.step(inputs, Drafting.OFF)
-    finally:
-        target.logits = inner
-    return seen[0][0]
 
 
 def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:

@@ -26,8 +26,9 @@ from tests.checkpoints import (
     split_into_shards,
 )
 from tests.conftest import TINY, refusal, succeeds
+from tests.near_ties import all_logits
 from tests.test_checkpoint import http_error
-from tests.test_huggingface import all_logits, greedy
+from tests.test_huggingface import greedy
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.build.builder import BuildSettings, build

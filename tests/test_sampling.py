@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from tests.checkpoints import make_drafter, make_target
+from tests.near_ties import all_logits, filtered
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -35,24 +36,6 @@ def test_a_uniform_number_depends_on_seed_and_position_alone():
     assert whole[0, 2] == uniform_numbers(torch.tensor([5]), torch.tensor([[12]]))[0, 0]
     assert whole[0, 2] != whole[1, 0]
     assert ((whole >= 0) & (whole < 1)).all()
-
-
-def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The documented distribution, in float64 and the plainest words."""
-    scaled = logits.astype(np.float64) / temperature
-    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
-    kept = [i for i in order if not top_k or scaled[i] >= scaled[order[min(top_k, len(order)) - 1]]]
-    weights = np.exp(scaled - scaled.max())
-    nucleus: list[int] = []
-    total, reached = weights[kept].sum(), 0.0
-    for i in kept:
-        if reached / total >= top_p and scaled[i] < scaled[nucleus[-1]]:
-            break
-        nucleus.append(i)
-        reached += weights[i]
-    probs = np.zeros(len(scaled))
-    probs[nucleus] = weights[nucleus] / weights[nucleus].sum()
-    return probs
 
 
 @settings(deadline=None, max_examples=200)
@@ -116,8 +99,6 @@ def test_top_p_one_filters_nothing():
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 6, "top_p": 0.9}], ids=str)
 def test_drafted_sampling_has_the_targets_filtered_distribution(options, tmp_path):
     """Over many seeds, the third token given the two before it: chi-squared against the target's own probabilities."""
-    from tests.test_huggingface import all_logits
-
     target = make_target(tmp_path / "target", vocab=8, layers=2)
     drafter = make_drafter(tmp_path / "drafter", target, tap_layers=(0, 1))
     llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=64, max_seq_len=16)

@@ -5,12 +5,14 @@ import torch
 
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY
-from tests.test_huggingface import all_logits
+from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.demo import read_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
+#: Roundings between logits in 16 bits, of two kinds of kernels or two shapes of one product, that count as a near-tie.
+NEAR_TIE = 4
 SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 11}
 
 
@@ -21,6 +23,10 @@ def load_tiny(precision: str) -> LLM:
 
 def shipped_prompts(per_kind: int) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": text}] for kind in read_prompts(per_kind).values() for text in kind]
+
+
+def tokens(completions) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
 
 
 def acceptance(completions) -> float:
@@ -45,15 +51,9 @@ def test_in_half_precision_any_difference_is_a_near_tie(precision):
     prompts = [llm.encode(prompt) for prompt in shipped_prompts(8)]
     params = SamplingParams(max_tokens=96)
     drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
-    epsilon = torch.finfo(llm.config.dtype).eps
-    for prompt, a, b in zip(prompts, drafted, plain, strict=True):
-        first = next(
-            (i for i, pair in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if len(set(pair)) > 1), None
-        )
-        if first is not None:
-            logits = all_logits(llm, prompt + a.token_ids[:first])[-1].float()
-            margin = abs(logits[a.token_ids[first]] - logits[b.token_ids[first]])
-            assert margin <= 4 * epsilon * logits.abs().max(), f"not a near-tie: margin {margin}"
+    texts = tokens(drafted), tokens(plain)
+    same = assert_only_near_ties_differ(llm, prompts, *texts, params, dtype=llm.config.dtype, count=NEAR_TIE)
+    assert same >= len(prompts) // 2
     assert acceptance(drafted) > 5
 
 

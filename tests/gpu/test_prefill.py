@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.gpu.test_cuda import load_tiny, shipped_prompts
+from tests.gpu.test_cuda import NEAR_TIE, load_tiny, shipped_prompts
 from tests.gpu.test_kernels import HALVES, assert_close, layer_weights, why_not
+from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -58,7 +59,7 @@ def test_a_slot_that_takes_no_part_is_left_as_it_is(drafting):
 
 
 def test_a_prompt_in_chunks_gives_the_drafts_of_one_chunk():
-    """The caches after several chunks are those after one, but for roundings; the tokens almost always."""
+    """The caches after several chunks are those after one, but for roundings; the tokens but for near-ties."""
     llm = load_tiny("bf16")
     session = llm.session
     same = 0
@@ -71,5 +72,5 @@ def test_a_prompt_in_chunks_gives_the_drafts_of_one_chunk():
         for cache in session.caches.values():
             a, b = cache[0, :, : len(prompt)].float(), cache[1, :, : len(prompt)].float()
             assert (a - b).norm() <= 0.05 * a.norm()
-        same += whole == parts
+        same += assert_only_near_ties_differ(llm, [prompt], parts, whole, dtype=torch.bfloat16, count=NEAR_TIE)
     assert same >= 0.8 * len(prompts)

@@ -1,0 +1,184 @@
+"""The judge of tokens that two computations chose: they may differ where the logits nearly tie, and nowhere else.
+
+In 16 bits, and with caches in FP8, sums over one row and over sixteen round differently; so do two kinds of CPU, of
+kernels, and numbers of ranks. Where the largest logits lie closer together than that, either token is right.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.ops.base import SamplingInputs
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.philox import uniform_numbers
+from trtllm_dflash.step import Drafting, StepInputs
+
+Tensor = torch.Tensor
+Array = np.ndarray
+
+
+def all_logits(llm: LLM, ids: list[int]) -> Tensor:
+    """[N, V]: the step's own forward, with every row a logit row."""
+    seen: list[Tensor] = []
+    session: Any = llm.session
+    target = session._step.target
+    inner = target.logits
+
+    def spy(ops, hidden):
+        seen.append(inner(ops, hidden))
+        return seen[-1]
+
+    target.logits = spy
+    try:
+        rows = torch.arange(len(ids), dtype=torch.int32)[None]
+        zero = torch.zeros(1, dtype=torch.int32)
+        inputs = StepInputs(torch.tensor([ids], dtype=torch.int32), zero, zero + len(ids), rows, rows[:, :1])
+        llm.session.step(inputs, Drafting.OFF)
+    finally:
+        target.logits = inner
+    return seen[0][0]
+
+
+def rounding_gap(count: float, logits: Tensor, dtype: torch.dtype) -> float:
+    """So many roundings of the largest of logits [..., V] in this type: a gap for `is_near_tie`."""
+    return float(count * torch.finfo(dtype).eps * logits.abs().max())
+
+
+def is_near_tie(logits: Tensor, token: int, gap: float, sampling: SamplingInputs[Tensor] | None = None) -> bool:
+    """Whether logits that lie within gap / 2 of these [V] could choose the token.
+
+    Args:
+        sampling: what it is drawn by, of one slot [1] and row [1, 1]; None: it is the largest.
+    """
+    logits = logits.float().cpu()
+    if sampling is None or not sampling.temperature.item():
+        return bool(logits.max() - logits[token] <= gap)
+    temperature, uniform = sampling.temperature.item(), sampling.uniform.item()
+    # The least that the others can weigh beside it; each of them may weigh so many times as much.
+    least = logits.double().index_add(0, torch.tensor([token]), torch.tensor([gap], dtype=torch.double))
+    probs = filtered(least.numpy(), temperature, int(sampling.top_k), sampling.top_p.item())
+    before, own, after = probs[:token].sum(), probs[token], probs[token + 1 :].sum()
+    most, odds = math.exp(gap / temperature), uniform / (1 - uniform)
+    # A draw goes through the tokens by id, to the one at which their sum passes `uniform` of all.
+    return bool(own > 0 and before <= odds * (own + after * most) and odds * after < own + before * most)
+
+
+def filtered(logits: Array, temperature: float, top_k: int, top_p: float) -> Array:
+    """Probabilities [V] of the documented distribution, in float64 and the plainest words."""
+    scaled = logits.astype(np.float64) / temperature
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    kept = [i for i in order if not top_k or scaled[i] >= scaled[order[min(top_k, len(order)) - 1]]]
+    weights = np.exp(scaled - scaled.max())
+    nucleus: list[int] = []
+    total, reached = weights[kept].sum(), 0.0
+    for i in kept:
+        if reached / total >= top_p and scaled[i] < scaled[nucleus[-1]]:
+            break
+        nucleus.append(i)
+        reached += weights[i]
+    probs = np.zeros(len(scaled))
+    probs[nucleus] = weights[nucleus] / weights[nucleus].sum()
+    return probs
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Where two texts first differ; None where they are the same.
+
+    Raises:
+        AssertionError: one goes on where the other, the same so far, ends.
+    """
+    for i, pair in enumerate(zip(a, b, strict=False)):
+        if pair[0] != pair[1]:
+            return i
+    assert len(a) == len(b), f"a text of {len(a)} tokens, the same so far as one of {len(b)}"
+    return None
+
+
+def assert_only_near_ties_differ(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    found: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    params: SamplingParams | None = None,
+    *,
+    dtype: torch.dtype,
+    count: float = 1,
+) -> int:
+    """Asserts that each text found is the expected one, or first differs from it at a near-tie; counts the former.
+
+    Args:
+        llm: whose logits decide; None of the texts need be its own.
+        params: how the tokens were chosen, with one seed for all prompts; None: greedily.
+        dtype, count: both tokens' logits lie within so many roundings in this type.
+    """
+    same = 0
+    for prompt, a, b in zip(prompts, found, expected, strict=True):
+        first = first_difference(a, b)
+        if first is None:
+            same += 1
+            continue
+        ids = prompt + a[:first]
+        logits = all_logits(llm, ids)[-1].float().cpu()
+        gap, sampling = rounding_gap(count, logits, dtype), _sampling(params, len(ids))
+        for token in (a[first], b[first]):
+            below = float(logits.max() - logits[token])
+            assert is_near_tie(logits, token, gap, sampling), (
+                f"no near-tie at token {first}: {a[first]} and {b[first]}; {token} lies {below:.4f} below the largest "
+                f"logit, and {gap:.4f} is allowed"
+            )
+    return same
+
+
+def _sampling(params: SamplingParams | None, position: int) -> SamplingInputs[Tensor] | None:
+    if params is None or params.temperature == 0:
+        return None
+    uniform = uniform_numbers(torch.tensor([params.seed]), torch.tensor([[position]]))
+    top_k = torch.tensor([params.top_k], dtype=torch.int32)
+    return SamplingInputs(torch.tensor([params.temperature]), top_k, torch.tensor([params.top_p]), uniform)
+
+
+class SidingOps(TorchOps):
+    """Takes another computation's choices where they are near-ties, so that all that follows is the same to the digit.
+
+    Without it a tie that turns would end a comparison: other tokens are accepted, and other rows are written.
+
+    Args:
+        choices: [B, R] of each choice of a step, in their order: the target's, then the drafter's.
+        count: roundings, in the logits' own type, that a choice may lie below the largest.
+    """
+
+    def __init__(
+        self, weights: dict[str, Tensor], caches: dict[str, Tensor], choices: list[Tensor], count: float
+    ) -> None:
+        super().__init__(weights, caches)
+        self._choices = list(choices)
+        self._count = count
+        self.turned = 0
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return self._side(logits, super().argmax(logits), None)
+
+    def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
+        return self._side(logits, super().sample(logits, sampling), sampling)
+
+    def _side(self, logits: Tensor, own: Tensor, sampling: SamplingInputs[Tensor] | None) -> Tensor:
+        theirs = self._choices.pop(0)
+        assert own.shape == theirs.shape
+        for slot, row in (own != theirs).nonzero().tolist():
+            token, gap = int(theirs[slot, row]), rounding_gap(self._count, logits[slot, row], logits.dtype)
+            by = None if sampling is None else _of(sampling, slot, row)
+            assert is_near_tie(logits[slot, row], token, gap, by), (
+                f"slot {slot}, row {row}: {token} instead of {int(own[slot, row])} is no near-tie within {gap}"
+            )
+            self.turned += 1
+        return theirs
+
+
+def _of(sampling: SamplingInputs[Tensor], slot: int, row: int) -> SamplingInputs[Tensor]:
+    one = slice(slot, slot + 1)
+    uniform = sampling.uniform[one, row : row + 1]
+    return SamplingInputs(sampling.temperature[one], sampling.top_k[one], sampling.top_p[one], uniform)
