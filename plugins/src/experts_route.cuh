@@ -1,0 +1,208 @@
+// The routing of a mixture of experts: each row's experts and their shares, and each expert's rows in groups.
+#pragma once
+
+#include "dflash_kernels.h"
+#include "element.cuh"
+#include "launch.cuh"
+
+namespace dflash
+{
+namespace moe
+{
+
+constexpr int kMostRows = DFLASH_MOE_MOST_ROWS;
+constexpr int kMostExperts = 256;
+constexpr int kMostTopK = 32; // a lane each
+constexpr unsigned kAll = 0xffffffffu;
+
+// Rows that chose one expert: places first..first + tokens - 1 of the pairs of row and expert, sorted by expert.
+struct Group
+{
+    int32_t expert; // of this rank's
+    int32_t first;
+    int32_t tokens;
+    int32_t unused;
+};
+
+// What the routing leaves to the kernels after it.
+struct Route
+{
+    int32_t* group_count;
+    Group* groups;
+    int32_t* rows; // [pairs] of each place
+    int32_t* places; // [N, k]; -1: an expert of another rank
+    float* shares; // [N, k]
+};
+
+constexpr int kRouteThreads = 1024;
+
+// Floats as integers of the same order. Both zeros are one number.
+__device__ __forceinline__ uint32_t ordered(float x)
+{
+    uint32_t const bits = __float_as_uint(x + 0.f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float from_ordered(uint32_t x)
+{
+    return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x);
+}
+
+// The sum of x over the threads before this one, and over all; each warp has a place in `sums`.
+__device__ __forceinline__ int scan(int x, int* sums, int& total)
+{
+    int const lane = threadIdx.x % 32;
+    int sum = x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+    {
+        int const other = __shfl_up_sync(kAll, sum, step);
+        sum += lane >= step ? other : 0;
+    }
+    __syncthreads();
+    if (lane == 31)
+    {
+        sums[threadIdx.x / 32] = sum;
+    }
+    __syncthreads();
+    int before = 0;
+    total = 0;
+    for (int warp = 0; warp < kRouteThreads / 32; ++warp)
+    {
+        before += warp < static_cast<int>(threadIdx.x) / 32 ? sums[warp] : 0;
+        total += sums[warp];
+    }
+    return before + sum - x;
+}
+
+template <typename L>
+__global__ void __launch_bounds__(kRouteThreads)
+    route_kernel(dflash_moe_params const p, Route const route, int const tile)
+{
+    constexpr int kWords = kMostRows / 32;
+    __shared__ uint32_t chosen_by[kMostExperts][kWords + 1]; // a bit for each row
+    __shared__ int32_t first_place[kMostExperts];
+    __shared__ int sums[kRouteThreads / 32];
+
+    begin();
+    for (int i = threadIdx.x; i < p.count * (kWords + 1); i += kRouteThreads)
+    {
+        chosen_by[i / (kWords + 1)][i % (kWords + 1)] = 0;
+    }
+    __syncthreads();
+
+    int const lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
+    {
+        constexpr int kOwn = kMostExperts / 32;
+        L const* const logits = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts;
+        uint32_t keys[kOwn]; // 0: chosen already, or none
+        float largest = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+        {
+            int const expert = lane + i * 32;
+            float const logit = expert < p.experts ? to_float(logits[expert]) : -INFINITY;
+            keys[i] = expert < p.experts ? ordered(logit) : 0;
+            largest = fmaxf(largest, logit);
+        }
+        float sum = 0.f; // of what the shares are divided by
+        largest = warp_max(largest);
+        if (!p.normalized)
+        {
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i)
+            {
+                sum += keys[i] ? expf(from_ordered(keys[i]) - largest) : 0.f;
+            }
+            sum = warp_sum(sum);
+        }
+        int own_expert = 0; // the lane-th of those chosen
+        float own_share = 0.f;
+        for (int k = 0; k < p.top_k; ++k)
+        {
+            uint32_t best = keys[0];
+#pragma unroll
+            for (int i = 1; i < kOwn; ++i)
+            {
+                best = max(best, keys[i]);
+            }
+            best = __reduce_max_sync(kAll, best);
+            unsigned expert = kMostExperts - 1;
+#pragma unroll
+            for (int i = kOwn - 1; i >= 0; --i)
+            {
+                expert = keys[i] == best ? lane + i * 32 : expert;
+            }
+            expert = __reduce_min_sync(kAll, expert);
+            float const share = expf(from_ordered(best) - largest);
+            sum += p.normalized ? share : 0.f;
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i)
+            {
+                keys[i] = lane + i * 32 == static_cast<int>(expert) ? 0 : keys[i];
+            }
+            if (lane == k)
+            {
+                own_expert = static_cast<int>(expert);
+                own_share = share;
+            }
+        }
+        if (lane < p.top_k)
+        {
+            int const expert = own_expert - p.first;
+            bool const is_own = expert >= 0 && expert < p.count;
+            route.shares[row * p.top_k + lane] = own_share / sum;
+            route.places[row * p.top_k + lane] = is_own ? expert : -1; // for now
+            if (is_own)
+            {
+                atomicOr(&chosen_by[expert][row / 32], 1u << row % 32);
+            }
+        }
+    }
+    __syncthreads();
+
+    // An expert's rows, in order, lie behind those of the experts before it.
+    int const expert = threadIdx.x;
+    int rows = 0;
+    if (expert < p.count)
+    {
+        for (int word = 0; word < kWords; ++word)
+        {
+            rows += __popc(chosen_by[expert][word]);
+        }
+    }
+    int pairs = 0, groups = 0;
+    int const first = scan(rows, sums, pairs);
+    int const first_group = scan((rows + tile - 1) / tile, sums, groups);
+    if (expert < p.count)
+    {
+        first_place[expert] = first;
+        for (int i = 0; i * tile < rows; ++i)
+        {
+            route.groups[first_group + i] = {expert, first + i * tile, min(tile, rows - i * tile), 0};
+        }
+    }
+    if (threadIdx.x == 0)
+    {
+        *route.group_count = groups;
+    }
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
+    {
+        int const row = pair / p.top_k, of = route.places[pair];
+        if (of >= 0)
+        {
+            int place = first_place[of] + __popc(chosen_by[of][row / 32] & ((1u << row % 32) - 1));
+            for (int word = 0; word < row / 32; ++word)
+            {
+                place += __popc(chosen_by[of][word]);
+            }
+            route.places[pair] = place;
+            route.rows[place] = row;
+        }
+    }
+}
+
+} // namespace moe
+} // namespace dflash

@@ -1,0 +1,79 @@
+// MXFP4's numbers as 16-bit ones: a weight's words, spread over registers for tensor cores, and their scales.
+#pragma once
+
+#include "element.cuh"
+
+#include <type_traits>
+
+namespace dflash
+{
+
+// E2M1 has 2 bits of exponent with bias 1 and 1 of fraction. Put where the wider type has its exponent's low bits, they
+// are the number times a power of two, subnormal ones too; a product takes that away and brings the scale.
+template <typename T>
+struct Mxfp4
+{
+    static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+    static constexpr uint32_t kMostScale = 128; // larger ones take a second factor, and FP16 a third
+
+    // The eight numbers of a word as pairs (0, 4), (1, 5), (2, 6), (3, 7).
+    static __device__ __forceinline__ void spread(uint32_t word, uint32_t (&pairs)[4])
+    {
+        uint32_t const high = word >> 8;
+        pairs[0] = place<0>(word);
+        pairs[1] = place<4>(word);
+        pairs[2] = place<0>(high);
+        pairs[3] = place<4>(high);
+    }
+
+    // Of each half of a word, the four bits from kFrom on.
+    template <int kFrom>
+    static __device__ __forceinline__ uint32_t place(uint32_t word)
+    {
+        if constexpr (kIsHalf)
+        {
+            return (word << (12 - kFrom) & 0x80008000u) | (word << (9 - kFrom) & 0x0e000e00u);
+        }
+        // Both shifts are one product.
+        return (word & 0x000f000fu << kFrom) * ((1u << (12 - kFrom)) + (1u << (6 - kFrom))) & 0x81c081c0u;
+    }
+
+    // What makes such pairs the numbers times 2^(scale - 127), up to kMostScale.
+    static __device__ __forceinline__ uint32_t factor(uint32_t scale)
+    {
+        if constexpr (kIsHalf)
+        {
+            float const power = __uint_as_float((scale + 14) << 23);
+            return packed<T>(power, power);
+        }
+        return (scale + 126) * 0x00800080u;
+    }
+
+    // What is left of a larger scale for the second (0) and the third (1) factor.
+    static __device__ __forceinline__ uint32_t excess(uint32_t scale, int which)
+    {
+        constexpr int kMost = kIsHalf ? 15 : 127;
+        int const power = min(max(static_cast<int>(scale - kMostScale) - which * kMost, 0), kMost);
+        float const factor = scale == 255 ? __uint_as_float(0x7fc00000u) : exp2f(static_cast<float>(power));
+        return packed<T>(factor, factor);
+    }
+
+    static __device__ __forceinline__ void multiply(uint32_t (&pairs)[4], uint32_t by)
+    {
+        using Two = typename Pair<T>::type;
+#pragma unroll
+        for (uint32_t& pair : pairs)
+        {
+            Two const product = __hmul2(reinterpret_cast<Two const&>(pair), reinterpret_cast<Two const&>(by));
+            pair = reinterpret_cast<uint32_t const&>(product);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_excess(uint32_t (&pairs)[4], uint32_t scale)
+    {
+        multiply(pairs, excess(scale, 0));
+        multiply(pairs, excess(scale, 1));
+    }
+};
+
+} // namespace dflash
