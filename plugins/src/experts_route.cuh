@@ -75,109 +75,163 @@ __device__ __forceinline__ int scan(int x, int* sums, int& total)
     return before + sum - x;
 }
 
-template <typename L>
-__global__ void __launch_bounds__(kRouteThreads)
-    route_kernel(dflash_moe_params const p, Route const route, int const tile)
+// Which rows chose each of this rank's experts, and where their places begin.
+struct Members
 {
-    constexpr int kWords = kMostRows / 32;
-    __shared__ uint32_t chosen_by[kMostExperts][kWords + 1]; // a bit for each row
-    __shared__ int32_t first_place[kMostExperts];
-    __shared__ int sums[kRouteThreads / 32];
+    static constexpr int kWords = kMostRows / 32;
 
-    begin();
-    for (int i = threadIdx.x; i < p.count * (kWords + 1); i += kRouteThreads)
+    uint32_t rows[kMostExperts][kWords + 1]; // a bit for each
+    int32_t first_place[kMostExperts];
+
+    __device__ __forceinline__ void clear(int experts)
     {
-        chosen_by[i / (kWords + 1)][i % (kWords + 1)] = 0;
+        for (int i = threadIdx.x; i < experts * (kWords + 1); i += kRouteThreads)
+        {
+            rows[i / (kWords + 1)][i % (kWords + 1)] = 0;
+        }
     }
-    __syncthreads();
 
-    int const lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
+    __device__ __forceinline__ void add(int expert, int row)
     {
-        constexpr int kOwn = kMostExperts / 32;
-        L const* const logits = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts;
-        uint32_t keys[kOwn]; // 0: chosen already, or none
-        float largest = -INFINITY;
+        atomicOr(&rows[expert][row / 32], 1u << row % 32);
+    }
+
+    __device__ __forceinline__ int count(int expert) const
+    {
+        int sum = 0;
+        for (int word = 0; word < kWords; ++word)
+        {
+            sum += __popc(rows[expert][word]);
+        }
+        return sum;
+    }
+
+    // The place of a row among the pairs: an expert's rows lie in order.
+    __device__ __forceinline__ int place(int expert, int row) const
+    {
+        int place = first_place[expert] + __popc(rows[expert][row / 32] & ((1u << row % 32) - 1));
+        for (int word = 0; word < row / 32; ++word)
+        {
+            place += __popc(rows[expert][word]);
+        }
+        return place;
+    }
+};
+
+// Finds the largest of a row's logits, one after the other. They are spread over a warp, whose lanes call together.
+struct Logits
+{
+    static constexpr int kOwn = kMostExperts / 32;
+
+    int const lane;
+    uint32_t keys[kOwn]; // the logits, ordered; 0: chosen already, or none
+    float largest = -INFINITY;
+
+    template <typename L>
+    __device__ __forceinline__ Logits(L const* logits, int experts)
+        : lane(threadIdx.x % 32)
+    {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
         {
             int const expert = lane + i * 32;
-            float const logit = expert < p.experts ? to_float(logits[expert]) : -INFINITY;
-            keys[i] = expert < p.experts ? ordered(logit) : 0;
+            float const logit = expert < experts ? to_float(logits[expert]) : -INFINITY;
+            keys[i] = expert < experts ? ordered(logit) : 0;
             largest = fmaxf(largest, logit);
         }
-        float sum = 0.f; // of what the shares are divided by
         largest = warp_max(largest);
-        if (!p.normalized)
-        {
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i)
-            {
-                sum += keys[i] ? expf(from_ordered(keys[i]) - largest) : 0.f;
-            }
-            sum = warp_sum(sum);
-        }
-        int own_expert = 0; // the lane-th of those chosen
-        float own_share = 0.f;
-        for (int k = 0; k < p.top_k; ++k)
-        {
-            uint32_t best = keys[0];
-#pragma unroll
-            for (int i = 1; i < kOwn; ++i)
-            {
-                best = max(best, keys[i]);
-            }
-            best = __reduce_max_sync(kAll, best);
-            unsigned expert = kMostExperts - 1;
-#pragma unroll
-            for (int i = kOwn - 1; i >= 0; --i)
-            {
-                expert = keys[i] == best ? lane + i * 32 : expert;
-            }
-            expert = __reduce_min_sync(kAll, expert);
-            float const share = expf(from_ordered(best) - largest);
-            sum += p.normalized ? share : 0.f;
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i)
-            {
-                keys[i] = lane + i * 32 == static_cast<int>(expert) ? 0 : keys[i];
-            }
-            if (lane == k)
-            {
-                own_expert = static_cast<int>(expert);
-                own_share = share;
-            }
-        }
-        if (lane < p.top_k)
-        {
-            int const expert = own_expert - p.first;
-            bool const is_own = expert >= 0 && expert < p.count;
-            route.shares[row * p.top_k + lane] = own_share / sum;
-            route.places[row * p.top_k + lane] = is_own ? expert : -1; // for now
-            if (is_own)
-            {
-                atomicOr(&chosen_by[expert][row / 32], 1u << row % 32);
-            }
-        }
     }
-    __syncthreads();
 
-    // An expert's rows, in order, lie behind those of the experts before it.
-    int const expert = threadIdx.x;
-    int rows = 0;
-    if (expert < p.count)
+    // An expert's part of the softmax, not yet divided by the sum.
+    __device__ __forceinline__ float share(uint32_t key) const
     {
-        for (int word = 0; word < kWords; ++word)
+        return expf(from_ordered(key) - largest);
+    }
+
+    __device__ __forceinline__ float sum_of_shares() const
+    {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
         {
-            rows += __popc(chosen_by[expert][word]);
+            sum += keys[i] ? share(keys[i]) : 0.f;
+        }
+        return warp_sum(sum);
+    }
+
+    // Takes the expert of the largest logit, of equals the lowest, away from those that may still be chosen.
+    __device__ __forceinline__ int take_best(float& its_share)
+    {
+        uint32_t best = keys[0];
+#pragma unroll
+        for (int i = 1; i < kOwn; ++i)
+        {
+            best = max(best, keys[i]);
+        }
+        best = __reduce_max_sync(kAll, best);
+        unsigned expert = kMostExperts - 1;
+#pragma unroll
+        for (int i = kOwn - 1; i >= 0; --i)
+        {
+            expert = keys[i] == best ? lane + i * 32 : expert;
+        }
+        expert = __reduce_min_sync(kAll, expert);
+        its_share = share(best);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+        {
+            keys[i] = lane + i * 32 == static_cast<int>(expert) ? 0 : keys[i];
+        }
+        return static_cast<int>(expert);
+    }
+};
+
+// Chooses a row's experts, by a warp. For now `places` holds each one's index among this rank's, or -1.
+template <typename L>
+__device__ __forceinline__ void choose_experts(
+    dflash_moe_params const& p, Route const& route, int row, Members& members)
+{
+    Logits logits(static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts, p.experts);
+    float sum = p.normalized ? 0.f : logits.sum_of_shares(); // that shares are divided by
+    int const lane = threadIdx.x % 32;
+    int own_expert = 0; // the lane-th of those chosen
+    float own_share = 0.f;
+    for (int k = 0; k < p.top_k; ++k)
+    {
+        float share;
+        int const expert = logits.take_best(share);
+        sum += p.normalized ? share : 0.f;
+        if (lane == k)
+        {
+            own_expert = expert;
+            own_share = share;
         }
     }
+    if (lane < p.top_k)
+    {
+        int const expert = own_expert - p.first;
+        bool const is_own = expert >= 0 && expert < p.count;
+        route.shares[row * p.top_k + lane] = own_share / sum;
+        route.places[row * p.top_k + lane] = is_own ? expert : -1;
+        if (is_own)
+        {
+            members.add(expert, row);
+        }
+    }
+}
+
+// Divides each expert's rows into groups, by a thread for each expert. Rows lie behind those of the experts before.
+__device__ __forceinline__ void make_groups(
+    dflash_moe_params const& p, Route const& route, int tile, Members& members, int* sums)
+{
+    int const expert = threadIdx.x;
+    int const rows = expert < p.count ? members.count(expert) : 0;
     int pairs = 0, groups = 0;
     int const first = scan(rows, sums, pairs);
     int const first_group = scan((rows + tile - 1) / tile, sums, groups);
     if (expert < p.count)
     {
-        first_place[expert] = first;
+        members.first_place[expert] = first;
         for (int i = 0; i * tile < rows; ++i)
         {
             route.groups[first_group + i] = {expert, first + i * tile, min(tile, rows - i * tile), 0};
@@ -187,17 +241,31 @@ __global__ void __launch_bounds__(kRouteThreads)
     {
         *route.group_count = groups;
     }
+}
+
+template <typename L>
+__global__ void __launch_bounds__(kRouteThreads)
+    route_kernel(dflash_moe_params const p, Route const route, int const tile)
+{
+    __shared__ Members members;
+    __shared__ int sums[kRouteThreads / 32];
+
+    begin();
+    members.clear(p.count);
+    __syncthreads();
+    for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
+    {
+        choose_experts<L>(p, route, row, members);
+    }
+    __syncthreads();
+    make_groups(p, route, tile, members, sums);
     __syncthreads();
     for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
     {
-        int const row = pair / p.top_k, of = route.places[pair];
-        if (of >= 0)
+        int const row = pair / p.top_k, expert = route.places[pair];
+        if (expert >= 0)
         {
-            int place = first_place[of] + __popc(chosen_by[of][row / 32] & ((1u << row % 32) - 1));
-            for (int word = 0; word < row / 32; ++word)
-            {
-                place += __popc(chosen_by[of][word]);
-            }
+            int const place = members.place(expert, row);
             route.places[pair] = place;
             route.rows[place] = row;
         }

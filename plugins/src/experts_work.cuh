@@ -1,0 +1,137 @@
+// What a product of a mixture of experts is given, where it lies in shared memory, and how it is divided among blocks.
+#pragma once
+
+#include "experts_route.cuh"
+#include "instructions.cuh"
+
+namespace dflash
+{
+namespace moe
+{
+
+constexpr int kMostWarps = 16;
+constexpr int kLeastWarps = 4;
+constexpr int kGranule = 16; // rows of a weight that one product instruction takes
+constexpr int kLine = 128; // bytes of a row in one unit
+constexpr int kUnit = kGranule * kLine; // bytes that a warp loads at a time
+constexpr int kUnits = 4; // of a warp's ring
+
+struct Product
+{
+    Route route;
+    void const* weight; // [E, outputs, inputs]: numbers, or MXFP4's blocks
+    uint8_t const* scales; // [E, outputs, inputs / 32], or null
+    void const* bias; // [E, outputs], or null
+    void const* x; // of gate and up [N, inputs]; of down [pairs, inputs]
+    void* out; // of gate and up [pairs, outputs / 2]; of down [pairs, outputs]
+    int inputs;
+    int outputs;
+    bool is_clamped;
+    float alpha;
+    float limit;
+};
+
+// Where things lie in shared memory: each warp's ring and scales, then the tokens' inputs.
+struct Layout
+{
+    int row_bytes; // of the weight
+    int units; // of a row, the last one's end past the row's perhaps
+    int steps; // halves of units that have inputs
+    int scale_bytes; // of a granule
+    int scale_buffers; // granules that a warp's ring can reach into, and the one that it is at
+    int warp_bytes;
+    int token_bytes; // inputs, zeros up to the last step's end
+    int pitch; // from one token's inputs to the next one's: no two meet in one bank
+
+    __host__ __device__ Layout(int inputs, bool is_packed)
+        : row_bytes(is_packed ? inputs / 2 : inputs * 2)
+        , units((row_bytes + kLine - 1) / kLine)
+        , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
+        , scale_bytes(is_packed ? kGranule * (inputs / 32) : 0)
+        , scale_buffers((kUnits + units - 1) / units + 1)
+        , warp_bytes(kUnits * kUnit + scale_buffers * scale_bytes)
+        , token_bytes(steps * (kLine / 2) * (is_packed ? 4 : 1))
+        , pitch((token_bytes + 127) / 128 * 128 + 64)
+    {
+    }
+};
+
+// -- division of the work ---------------------------------------------------------------------------------------------
+
+// A block's share: granules begin..end - 1, counted over all groups.
+struct Share
+{
+    int const granules; // of a group
+    int const total;
+    int const begin;
+    int const end;
+
+    __device__ __forceinline__ explicit Share(Product const& p)
+        : granules(p.outputs / kGranule)
+        , total(__ldcg(p.route.group_count) * granules)
+        , begin(share_begin(total, blockIdx.x, gridDim.x))
+        , end(share_begin(total, blockIdx.x + 1, gridDim.x))
+    {
+    }
+};
+
+// Walks the granules of a warp: in each group that its block has a share of, every warps-th one.
+struct Cursor
+{
+    Route const& route;
+    Share const& share;
+    int group;
+    int granule;
+    int last; // + 1, of the block's share of the group
+    int expert;
+
+    __device__ __forceinline__ Cursor(Route const& route_, Share const& share_)
+        : route(route_)
+        , share(share_)
+        , group(share_.begin / share_.granules)
+        , granule(share_.begin % share_.granules + static_cast<int>(threadIdx.x) / 32)
+        , last(min(share_.granules, share_.end - group * share_.granules))
+        , expert(share_.begin < share_.end ? __ldcg(&route_.groups[group].expert) : 0)
+    {
+        settle();
+    }
+
+    __device__ __forceinline__ bool is_at_end() const
+    {
+        return granule >= last;
+    }
+
+    __device__ __forceinline__ void advance()
+    {
+        granule += blockDim.x / 32;
+        settle();
+    }
+
+    __device__ __forceinline__ void settle()
+    {
+        while (granule >= last && (group + 1) * share.granules < share.end)
+        {
+            ++group;
+            granule = threadIdx.x / 32;
+            last = min(share.granules, share.end - group * share.granules);
+            expert = __ldcg(&route.groups[group].expert);
+        }
+    }
+};
+
+// Which rows of an expert's weight a granule is: 16 that lie together, or 8 of the gate and the 8 of up that belong to
+// them.
+template <bool kGateUp>
+struct Rows
+{
+    static constexpr int kFirst = kGateUp ? kGranule / 2 : kGranule;
+
+    // From where the second 8 rows were, if all lay together, to where they are.
+    static __device__ __forceinline__ int64_t gap(Product const& p)
+    {
+        return kGateUp ? p.outputs / 2 - kGranule / 2 : 0;
+    }
+};
+
+} // namespace moe
+} // namespace dflash
