@@ -9,6 +9,7 @@
 #include "attention_work.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "wgmma.cuh"
 
 #include <cuda.h>
 #include <type_traits>
@@ -62,12 +63,6 @@ __device__ __forceinline__ void meet_group(int group)
     }
 }
 
-// What this thread wrote into shared memory, for products.
-__device__ __forceinline__ void show_to_products()
-{
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // Tiles are boxes [D / 64, kTile, 64] of the cache [slots, kv_heads, D / 64, S, 64].
 __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, Cursor const& at, uint32_t barrier)
 {
@@ -77,118 +72,6 @@ __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, 
         "l"(&from), "r"(0), "r"(at.first_key()), "r"(at.head), "r"(at.slot), "r"(barrier)
         : "memory");
 }
-
-// A matrix in shared memory with the swizzle of 128 bytes, in atoms of 8 rows of 128 bytes.
-__device__ __forceinline__ uint64_t matrix(uint32_t at, int between_columns, int between_rows)
-{
-    return static_cast<uint64_t>((at & 0x3ffff) >> 4) | static_cast<uint64_t>(between_columns >> 4) << 16
-        | static_cast<uint64_t>(between_rows >> 4) << 32 | uint64_t{1} << 62;
-}
-
-// Before products that take registers which were written since the last.
-__device__ __forceinline__ void begin_products()
-{
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void commit_products()
-{
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Until all are done; x is what they gave.
-template <int N>
-__device__ __forceinline__ void wait_for_products(float (&x)[N][4])
-{
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (auto& fragment : x)
-    {
-        asm volatile("" : "+f"(fragment[0]), "+f"(fragment[1]), "+f"(fragment[2]), "+f"(fragment[3])::"memory");
-    }
-}
-
-#define DFLASH_FRAGMENT(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define DFLASH_FRAGMENTS(c, i)                                                                                         \
-    DFLASH_FRAGMENT(c, i), DFLASH_FRAGMENT(c, i + 1), DFLASH_FRAGMENT(c, i + 2), DFLASH_FRAGMENT(c, i + 3)
-#define DFLASH_REGISTERS_32                                                                                            \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-    "%30,%31}"
-#define DFLASH_REGISTERS_64                                                                                            \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-    "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
-    "%58,%59,%60,%61,%62,%63}"
-
-// c [64, 64] += a [64, 16] b [64, 16]^T
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[8][4], uint64_t a, uint64_t b)
-{
-    if constexpr (std::is_same_v<T, __half>)
-    {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " DFLASH_REGISTERS_32
-                     ", %32, %33, 1, 1, 1, 0, 0;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "l"(a), "l"(b)
-                     : "memory");
-    }
-    else
-    {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " DFLASH_REGISTERS_32
-                     ", %32, %33, 1, 1, 1, 0, 0;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "l"(a), "l"(b)
-                     : "memory");
-    }
-}
-
-// c [64, 64] += a [64, 16] b [16, 64]
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[8][4], uint32_t const (&a)[4], uint64_t b)
-{
-    if constexpr (std::is_same_v<T, __half>)
-    {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " DFLASH_REGISTERS_32
-                     ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
-    }
-    else
-    {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " DFLASH_REGISTERS_32
-                     ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
-    }
-}
-
-// c [64, 128] += a [64, 16] b [16, 128]
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[16][4], uint32_t const (&a)[4], uint64_t b)
-{
-    if constexpr (std::is_same_v<T, __half>)
-    {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " DFLASH_REGISTERS_64
-                     ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
-    }
-    else
-    {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " DFLASH_REGISTERS_64
-                     ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
-    }
-}
-
-#undef DFLASH_FRAGMENT
-#undef DFLASH_FRAGMENTS
-#undef DFLASH_REGISTERS_32
-#undef DFLASH_REGISTERS_64
 
 __device__ __forceinline__ float exp2_fast(float x)
 {

@@ -1,0 +1,480 @@
+// Attention for every GPU but Hopper, and for FP8 caches on all: matrix products of a warp (mma.sync), and copies that
+// each thread asks for.
+//
+// FP8 caches are read and kept in shared memory as they are, and made FP16 on their way into the products: one
+// instruction makes two of them, each exact. Queries and weights are then FP16 too, whatever the model's type. A word
+// of four numbers holds other dimensions (of keys) and other rows (of values) than a product's operand does: see where
+// each is loaded. The scales meet the logits and the output.
+#pragma once
+
+#include "attention_work.cuh"
+#include "element.cuh"
+#include "instructions.cuh"
+#include "launch.cuh"
+
+#include <type_traits>
+
+namespace dflash
+{
+
+
+// Of a block: some along the packed rows, 16 each, times the others along a tile's keys. Eight warps in one block an SM
+// were slower than four in each of two: a block's warps wait for each other at every tile.
+constexpr int kWarps = 4;
+constexpr int kMostStages = 3;
+
+// As many as registers allow.
+constexpr int most_blocks_per_sm(int head_size)
+{
+    return head_size == 64 ? 3 : 2;
+}
+
+// Tiles of keys and values, and the box through which warps that share a tile's keys merge their results.
+constexpr int shared_bytes(int head_size, int warps_m, int stages, int number_bytes)
+{
+    int const warps_n = kWarps / warps_m;
+    int const merge = warps_n / 2 * warps_m * 32 * (head_size / 2 + 4) * static_cast<int>(sizeof(float));
+    return 2 * stages * kTile * head_size * number_bytes + merge;
+}
+
+// -- instructions -----------------------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory; zeros where is_real is false.
+__device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool is_real)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// The first two E4M3 numbers of x as two FP16 ones.
+__device__ __forceinline__ uint32_t widened(uint32_t x)
+{
+    uint32_t y;
+    asm("{.reg .b16 two; cvt.u16.u32 two, %1; cvt.rn.f16x2.e4m3x2 %0, two;}" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// Two neighbouring queries in the type that they are multiplied in.
+template <typename P, typename T>
+__device__ __forceinline__ uint32_t load_queries(T const* from)
+{
+    uint32_t const two = *reinterpret_cast<uint32_t const*>(from);
+    if constexpr (std::is_same_v<P, T>)
+    {
+        return two;
+    }
+    else
+    {
+        auto const& x = reinterpret_cast<T const(&)[2]>(two);
+        constexpr float kMost = 65504.f; // of FP16; beyond it BF16 goes on
+        return packed<P>(
+            fminf(fmaxf(to_float(x[0]), -kMost), kMost), fminf(fmaxf(to_float(x[1]), -kMost), kMost));
+    }
+}
+
+// -- one range --------------------------------------------------------------------------------------------------------
+
+// Each warp has a softmax of its own until the end of a (slot, head).
+template <typename C, int D, int kWarpsM>
+struct Shape
+{
+    static constexpr bool kIsFp8 = std::is_same_v<C, E4M3>;
+    static constexpr int kWarpsN = kWarps / kWarpsM;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kM = 16 * kWarpsM;
+    static constexpr int kKeys = kTile / kWarpsN; // a warp's share of a tile
+    static constexpr int kKeySteps = kKeys / 16;
+    static constexpr int kDimSteps = D / 16;
+    static constexpr int kChunkNumbers = 16 / sizeof(C);
+    static constexpr int kChunks = D / kChunkNumbers; // 16-byte chunks of a cache row
+    static constexpr int kTileBytes = kTile * D * sizeof(C);
+    static constexpr int kLaneDims = kIsFp8 ? 4 : 2; // neighbouring dimensions of one lane
+};
+
+// Chunks of a row are permuted by its number: eight rows' chunks of one column then lie in eight different banks.
+template <int kChunks>
+__device__ __forceinline__ int swizzled(int row, int chunk)
+{
+    return (row * kChunks + (chunk ^ (kChunks < 8 ? row / 2 & 3 : row & 7))) * 16;
+}
+
+// The products with FP8 values leave a lane four neighbouring dimensions of sixteen: the even ones in one fragment, the
+// odd ones in the next. Here they are scaled, and come to the lanes that have them in other outputs: two neighbours of the
+// first eight, and two of the last.
+template <int kFragments>
+__device__ __forceinline__ void in_order(float (&out)[kFragments][4], float scale)
+{
+    int const lane = threadIdx.x % 32, part = lane % 4;
+#pragma unroll
+    for (int i = 0; i < kFragments; i += 2)
+    {
+        float(&even)[4] = out[i];
+        float(&odd)[4] = out[i + 1];
+        float x[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            int const from = lane - part + half * 2 + part / 2;
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+            {
+                // A lane's first two dimensions are its c = 0 of both fragments, its last two its c = 1.
+                float const first = __shfl_sync(0xffffffffu, c % 2 ? odd[c - 1] : even[c], from);
+                float const last = __shfl_sync(0xffffffffu, c % 2 ? odd[c] : even[c + 1], from);
+                x[half][c] = (part % 2 ? last : first) * scale;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+        {
+            even[c] = x[0][c];
+            odd[c] = x[1][c];
+        }
+    }
+}
+
+// C: the caches' numbers. kStages: tiles in shared memory, one in use, the others on their way.
+template <typename T, typename C, int D, int kWarpsM, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_kernel(Work const w)
+{
+    using S = Shape<C, D, kWarpsM>;
+    using P = std::conditional_t<S::kIsFp8, __half, T>; // what is multiplied
+    constexpr int kWarpsN = S::kWarpsN;
+    dflash_attention_params const& p = w.p;
+    // In this order: what begins beside this kernel may then read lengths.
+    wait();
+    trigger();
+
+    extern __shared__ __align__(128) char shared[];
+    uint32_t const tiles_at = shared_address(shared);
+    [[maybe_unused]] float* merge = reinterpret_cast<float*>(shared + 2 * kStages * S::kTileBytes);
+
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+    int const warp_m = warp % kWarpsM;
+    int const warp_n = warp / kWarpsM;
+    int const range = blockIdx.x / w.row_blocks;
+    int const row_block = blockIdx.x % w.row_blocks;
+
+    Span const span(w, Lengths(p), range);
+    int const first_unit = span.first;
+    int const past_unit = span.past;
+    if (first_unit >= past_unit)
+    {
+        return;
+    }
+    Cursor at = span.at;
+    Cursor ahead = at;
+    int next = first_unit;
+
+    // Rows past the length may hold anything, NaN too: they are zeros in shared memory.
+    auto const fetch = [&](int stage)
+    {
+        if (next < past_unit)
+        {
+            int64_t const offset = ahead.slot * p.cache_slot_stride + ahead.head * p.cache_head_stride;
+            C const* keys = static_cast<C const*>(p.keys) + offset;
+            C const* values = static_cast<C const*>(p.values) + offset;
+            uint32_t const to = tiles_at + stage * 2 * S::kTileBytes;
+            int const first = ahead.first_key();
+#pragma unroll
+            for (int i = 0; i < kTile * S::kChunks / S::kThreads; ++i)
+            {
+                int const index = threadIdx.x + i * S::kThreads;
+                int const row = index / S::kChunks;
+                int const chunk = index % S::kChunks;
+                bool const is_real = first + row < ahead.length;
+                int64_t const from = is_real ? int64_t{first + row} * D + chunk * S::kChunkNumbers : 0;
+                copy_async(to + swizzled<S::kChunks>(row, chunk), keys + from, is_real);
+                copy_async(to + S::kTileBytes + swizzled<S::kChunks>(row, chunk), values + from, is_real);
+            }
+            if (++next < past_unit)
+            {
+                ahead.advance(p);
+            }
+        }
+        commit_copies();
+    };
+
+    // This thread's two packed rows, as in a fragment.
+    int const packed_rows[2]
+        = {row_block * S::kM + warp_m * 16 + lane / 4, row_block * S::kM + warp_m * 16 + lane / 4 + 8};
+    int const rows[2] = {packed_rows[0] % p.rows, packed_rows[1] % p.rows};
+    float scale = p.scale * kLog2E;
+    if constexpr (S::kIsFp8)
+    {
+        scale *= __ldg(p.key_scale);
+    }
+
+    uint32_t q[S::kDimSteps][4];
+    float out[2 * S::kDimSteps][4];
+    float maximum[2];
+    float sum[2];
+    int first_tile = 0;
+    auto const begin_head = [&]()
+    {
+        first_tile = at.tile;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] = -INFINITY;
+            sum[r] = 0.f;
+            bool const is_real = packed_rows[r] < w.packed_rows;
+            int const head = at.head * w.group + (is_real ? packed_rows[r] / p.rows : 0);
+            T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride + rows[r] * p.q_row_stride
+                + head * p.q_head_stride + lane % 4 * S::kLaneDims;
+#pragma unroll
+            for (int k = 0; k < S::kDimSteps; ++k)
+            {
+                q[k][r] = is_real ? load_queries<P>(from + k * 16) : 0;
+                q[k][r + 2] = is_real ? load_queries<P>(from + k * 16 + (S::kIsFp8 ? 2 : 8)) : 0;
+            }
+        }
+#pragma unroll
+        for (auto& fragment : out)
+        {
+            fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.f;
+        }
+    };
+    begin_head(); // before the first tiles are asked for: queries would arrive after all of them
+#pragma unroll
+    for (int stage = 0; stage + 1 < kStages; ++stage)
+    {
+        fetch(stage);
+    }
+
+    for (int unit = first_unit, stage = 0; unit < past_unit; ++unit, stage = stage + 1 == kStages ? 0 : stage + 1)
+    {
+        wait_for_copies<kStages - 2>();
+        __syncthreads();
+        fetch(stage == 0 ? kStages - 1 : stage - 1); // where the tile before this one was
+        uint32_t const keys_at = tiles_at + stage * 2 * S::kTileBytes;
+        uint32_t const values_at = keys_at + S::kTileBytes;
+        int const own = warp_n * S::kKeys; // this warp's first key in the tile
+
+        // logits = q k^T
+        float logits[2 * S::kKeySteps][4] = {};
+        constexpr int kSteps = S::kIsFp8 ? 2 : 1; // of 16 dimensions, in what is loaded at a time
+#pragma unroll
+        for (int k = 0; k < S::kDimSteps; k += kSteps)
+        {
+#pragma unroll
+            for (int n = 0; n < S::kKeySteps; ++n)
+            {
+                uint32_t b[4];
+                int const row = own + n * 16 + lane % 8 + lane / 16 * 8;
+                load_matrices(b, keys_at + swizzled<S::kChunks>(row, k * 2 / kSteps + lane / 8 % 2));
+                if constexpr (S::kIsFp8)
+                {
+                    // A lane has four neighbouring dimensions of a key, and has of its queries the same four.
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                    {
+                        multiply_add<P>(logits[2 * n], q[k + i], widened(b[i]), widened(b[i] >> 16));
+                        multiply_add<P>(logits[2 * n + 1], q[k + i], widened(b[2 + i]), widened(b[2 + i] >> 16));
+                    }
+                }
+                else
+                {
+                    multiply_add<P>(logits[2 * n], q[k], b[0], b[1]);
+                    multiply_add<P>(logits[2 * n + 1], q[k], b[2], b[3]);
+                }
+            }
+        }
+
+        int const first_key = at.first_key();
+        bool const is_cut = first_key + kTile > at.length - (p.causal ? p.rows - 1 : 0)
+            || (p.window > 0 && first_key < at.length - p.window);
+        if (is_cut)
+        {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+            {
+                int const position = at.length - p.rows + rows[r];
+                int const past = p.causal ? position + 1 : at.length;
+                int const first = p.window > 0 ? position - p.window + 1 : 0;
+#pragma unroll
+                for (int n = 0; n < 2 * S::kKeySteps; ++n)
+                {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                    {
+                        int const key = first_key + own + n * 8 + lane % 4 * 2 + c;
+                        if (key < first || key >= past)
+                        {
+                            logits[n][2 * r + c] = -INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+
+        // Online softmax, base 2. A row that has seen no key yet keeps its maximum at -inf and all weights at 0.
+        float base[2];
+        float decay[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            float top = maximum[r];
+#pragma unroll
+            for (int n = 0; n < 2 * S::kKeySteps; ++n)
+            {
+                top = fmaxf(top, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            base[r] = top == -INFINITY ? 0.f : top * scale;
+            decay[r] = exp2f(maximum[r] * scale - base[r]);
+            maximum[r] = top;
+            sum[r] *= decay[r];
+        }
+        scale_rows(out, decay);
+
+        // out += softmax v
+#pragma unroll
+        for (int n = 0; n < S::kKeySteps; ++n)
+        {
+            uint32_t weights[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                float(&x)[4] = logits[2 * n + half];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                {
+                    x[i] = exp2f(fmaf(x[i], scale, -base[i / 2]));
+                    sum[i / 2] += x[i];
+                }
+                weights[2 * half] = packed<P>(x[0], x[1]);
+                weights[2 * half + 1] = packed<P>(x[2], x[3]);
+            }
+            int const row = own + n * 16 + lane % 16;
+#pragma unroll
+            for (int d = 0; d < S::kDimSteps; d += kSteps)
+            {
+                uint32_t b[4];
+                load_matrices_transposed(b, values_at + swizzled<S::kChunks>(row, d * 2 / kSteps + lane / 16));
+                if constexpr (S::kIsFp8)
+                {
+                    // A lane has two neighbouring dimensions of two keys. One product takes the even dimensions, the
+                    // next the odd ones.
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                    {
+                        uint32_t const low = __byte_perm(b[2 * i], 0, 0x3120); // both keys' even one, then the odd
+                        uint32_t const high = __byte_perm(b[2 * i + 1], 0, 0x3120);
+                        multiply_add<P>(out[2 * (d + i)], weights, widened(low), widened(high));
+                        multiply_add<P>(out[2 * (d + i) + 1], weights, widened(low >> 16), widened(high >> 16));
+                    }
+                }
+                else
+                {
+                    multiply_add<P>(out[2 * d], weights, b[0], b[1]);
+                    multiply_add<P>(out[2 * d + 1], weights, b[2], b[3]);
+                }
+            }
+        }
+
+        bool const is_last_tile = at.tile + 1 == at.tiles;
+        if (!is_last_tile && unit + 1 < past_unit)
+        {
+            at.advance(p);
+            continue;
+        }
+
+        // The end of a (slot, head), or of the range.
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] *= scale;
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+        }
+        if constexpr (kWarpsN > 1)
+        {
+#pragma unroll
+            for (int half = kWarpsN / 2; half > 0; half /= 2)
+            {
+                float* box = merge + (warp_n % half * kWarpsM + warp_m) * 32 * (D / 2 + 4) + lane;
+                if (warp_n >= half && warp_n < 2 * half)
+                {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                    {
+                        box[r * 32] = maximum[r];
+                        box[(2 + r) * 32] = sum[r];
+                    }
+#pragma unroll
+                    for (int i = 0; i < D / 2; ++i)
+                    {
+                        box[(4 + i) * 32] = out[i / 4][i % 4];
+                    }
+                }
+                __syncthreads();
+                if (warp_n < half)
+                {
+                    float mine[2];
+                    float theirs[2];
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                    {
+                        float const other = box[r * 32];
+                        float const top = fmaxf(maximum[r], other);
+                        float const zero = top == -INFINITY ? 0.f : top;
+                        mine[r] = exp2f(maximum[r] - zero);
+                        theirs[r] = exp2f(other - zero);
+                        maximum[r] = top;
+                        sum[r] = sum[r] * mine[r] + box[(2 + r) * 32] * theirs[r];
+                    }
+#pragma unroll
+                    for (int i = 0; i < D / 2; ++i)
+                    {
+                        float& x = out[i / 4][i % 4];
+                        x = x * mine[i % 4 / 2] + box[(4 + i) * 32] * theirs[i % 4 / 2];
+                    }
+                }
+                __syncthreads();
+            }
+        }
+        if (warp_n == 0)
+        {
+            if constexpr (S::kIsFp8)
+            {
+                in_order(out, __ldg(p.value_scale));
+            }
+            if (first_tile == 0 && is_last_tile)
+            {
+                write_rows<T, D>(w, at.slot, at.head, packed_rows, maximum, sum, out, 0);
+            }
+            else
+            {
+                Partial const partial(w, D, range, first_tile == 0, row_block, kWarpsM, warp_m);
+                partial.write(out, 0);
+                partial.write_sums(maximum, sum);
+            }
+        }
+        if (unit + 1 < past_unit)
+        {
+            at.advance(p);
+            begin_head();
+        }
+    }
+}
+
+} // namespace dflash
