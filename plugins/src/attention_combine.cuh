@@ -1,6 +1,7 @@
 // Combines attention's partial results, where a (slot, head) was divided among blocks.
 #pragma once
 
+#include "attention_epilogue.cuh"
 #include "attention_work.cuh"
 #include "launch.cuh"
 

@@ -7,6 +7,8 @@
 // each is loaded. The scales meet the logits and the output.
 #pragma once
 
+#include "attention_epilogue.cuh"
+#include "attention_softmax.cuh"
 #include "attention_work.cuh"
 #include "element.cuh"
 #include "instructions.cuh"
@@ -224,17 +226,15 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
 
     uint32_t q[S::kDimSteps][4];
     float out[2 * S::kDimSteps][4];
-    float maximum[2];
-    float sum[2];
+    OnlineSoftmax<Exp2> softmax;
     int first_tile = 0;
     auto const begin_head = [&]()
     {
         first_tile = at.tile;
+        softmax.begin();
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
-            maximum[r] = -INFINITY;
-            sum[r] = 0.f;
             bool const is_real = packed_rows[r] < w.packed_rows;
             int const head = at.head * w.group + (is_real ? packed_rows[r] / p.rows : 0);
             T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride + rows[r] * p.q_row_stride
@@ -298,53 +298,8 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
             }
         }
 
-        int const first_key = at.first_key();
-        bool const is_cut = first_key + kTile > at.length - (p.causal ? p.rows - 1 : 0)
-            || (p.window > 0 && first_key < at.length - p.window);
-        if (is_cut)
-        {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-            {
-                int const position = at.length - p.rows + rows[r];
-                int const past = p.causal ? position + 1 : at.length;
-                int const first = p.window > 0 ? position - p.window + 1 : 0;
-#pragma unroll
-                for (int n = 0; n < 2 * S::kKeySteps; ++n)
-                {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                    {
-                        int const key = first_key + own + n * 8 + lane % 4 * 2 + c;
-                        if (key < first || key >= past)
-                        {
-                            logits[n][2 * r + c] = -INFINITY;
-                        }
-                    }
-                }
-            }
-        }
-
-        // Online softmax, base 2. A row that has seen no key yet keeps its maximum at -inf and all weights at 0.
-        float base[2];
-        float decay[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-        {
-            float top = maximum[r];
-#pragma unroll
-            for (int n = 0; n < 2 * S::kKeySteps; ++n)
-            {
-                top = fmaxf(top, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
-            }
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            base[r] = top == -INFINITY ? 0.f : top * scale;
-            decay[r] = exp2f(maximum[r] * scale - base[r]);
-            maximum[r] = top;
-            sum[r] *= decay[r];
-        }
-        scale_rows(out, decay);
+        Mask{p, at.length}.apply(logits, rows, at.first_key(), own);
+        softmax.advance(logits, scale, out);
 
         // out += softmax v
 #pragma unroll
@@ -355,12 +310,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
             for (int half = 0; half < 2; ++half)
             {
                 float(&x)[4] = logits[2 * n + half];
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                {
-                    x[i] = exp2f(fmaf(x[i], scale, -base[i / 2]));
-                    sum[i / 2] += x[i];
-                }
+                softmax.weigh(x, scale);
                 weights[2 * half] = packed<P>(x[0], x[1]);
                 weights[2 * half + 1] = packed<P>(x[2], x[3]);
             }
@@ -399,13 +349,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
         }
 
         // The end of a (slot, head), or of the range.
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-        {
-            maximum[r] *= scale;
-            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-        }
+        softmax.finish(scale);
         if constexpr (kWarpsN > 1)
         {
 #pragma unroll
@@ -417,8 +361,8 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
                     {
-                        box[r * 32] = maximum[r];
-                        box[(2 + r) * 32] = sum[r];
+                        box[r * 32] = softmax.maximum[r];
+                        box[(2 + r) * 32] = softmax.sum[r];
                     }
 #pragma unroll
                     for (int i = 0; i < D / 2; ++i)
@@ -429,19 +373,11 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
                 __syncthreads();
                 if (warp_n < half)
                 {
+                    float const maxima[2] = {box[0], box[32]};
+                    float const sums[2] = {box[64], box[96]};
                     float mine[2];
                     float theirs[2];
-#pragma unroll
-                    for (int r = 0; r < 2; ++r)
-                    {
-                        float const other = box[r * 32];
-                        float const top = fmaxf(maximum[r], other);
-                        float const zero = top == -INFINITY ? 0.f : top;
-                        mine[r] = exp2f(maximum[r] - zero);
-                        theirs[r] = exp2f(other - zero);
-                        maximum[r] = top;
-                        sum[r] = sum[r] * mine[r] + box[(2 + r) * 32] * theirs[r];
-                    }
+                    softmax.merge(maxima, sums, mine, theirs);
 #pragma unroll
                     for (int i = 0; i < D / 2; ++i)
                     {
@@ -460,13 +396,13 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
             }
             if (first_tile == 0 && is_last_tile)
             {
-                write_rows<T, D>(w, at.slot, at.head, packed_rows, maximum, sum, out, 0);
+                write_rows<T, D>(w, at.slot, at.head, packed_rows, softmax.maximum, softmax.sum, out, 0);
             }
             else
             {
                 Partial const partial(w, D, range, first_tile == 0, row_block, kWarpsM, warp_m);
                 partial.write(out, 0);
-                partial.write_sums(maximum, sum);
+                partial.write_sums(softmax.maximum, softmax.sum);
             }
         }
         if (unit + 1 < past_unit)

@@ -6,6 +6,8 @@
 // results at the end of a (slot, head).
 #pragma once
 
+#include "attention_epilogue.cuh"
+#include "attention_softmax.cuh"
 #include "attention_work.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
@@ -71,13 +73,6 @@ __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, 
         " [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
         "l"(&from), "r"(0), "r"(at.first_key()), "r"(at.head), "r"(at.slot), "r"(barrier)
         : "memory");
-}
-
-__device__ __forceinline__ float exp2_fast(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 #endif
@@ -188,8 +183,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
     {
         int const count = min(at.tiles - at.tile, span.past - unit);
         float out[2 * kSteps][4] = {};
-        float maximum[2] = {-INFINITY, -INFINITY};
-        float sum[2] = {};
+        OnlineSoftmax<FlushingExp2> softmax;
+        softmax.begin();
 
         for (int i = threadIdx.x % kQueryThreads; i < kRows * (D / 8); i += kQueryThreads)
         {
@@ -258,62 +253,13 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
             uint32_t weights[4][4] = {};
             if (has_rows)
             {
-                bool const is_cut = first_key + kTile > at.length - (p.causal ? p.rows - 1 : 0)
-                    || (p.window > 0 && first_key < at.length - p.window);
-                if (is_cut)
-                {
-#pragma unroll
-                    for (int r = 0; r < 2; ++r)
-                    {
-                        int const position = at.length - p.rows + rows[r];
-                        int const past = p.causal ? position + 1 : at.length;
-                        int const first = p.window > 0 ? position - p.window + 1 : 0;
-#pragma unroll
-                        for (int n = 0; n < 8; ++n)
-                        {
-#pragma unroll
-                            for (int c = 0; c < 2; ++c)
-                            {
-                                int const key = first_key + n * 8 + lane % 4 * 2 + c;
-                                if (key < first || key >= past)
-                                {
-                                    logits[n][2 * r + c] = -INFINITY;
-                                }
-                            }
-                        }
-                    }
-                }
-
-                // Online softmax, base 2. A row that has seen no key yet keeps its maximum at -inf, all weights at 0.
-                float base[2];
-                float decay[2];
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                {
-                    float top = maximum[r];
-#pragma unroll
-                    for (int n = 0; n < 8; ++n)
-                    {
-                        top = fmaxf(top, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
-                    }
-                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-                    base[r] = top == -INFINITY ? 0.f : top * scale;
-                    decay[r] = exp2_fast(maximum[r] * scale - base[r]);
-                    maximum[r] = top;
-                    sum[r] *= decay[r];
-                }
-                scale_rows(out, decay);
+                Mask{p, at.length}.apply(logits, rows, first_key);
+                softmax.advance(logits, scale, out);
 #pragma unroll
                 for (int n = 0; n < 8; ++n)
                 {
                     float(&x)[4] = logits[n];
-#pragma unroll
-                    for (int c = 0; c < 4; ++c)
-                    {
-                        x[c] = exp2_fast(fmaf(x[c], scale, -base[c / 2]));
-                        sum[c / 2] += x[c];
-                    }
+                    softmax.weigh(x, scale);
                     weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
                     weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
                 }
@@ -337,13 +283,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
         }
 
         // The end of a (slot, head), or of the range.
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-        {
-            maximum[r] *= scale;
-            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-        }
+        softmax.finish(scale);
         // Of results in two warpgroups each finishes a half: this is of the other's half, and the other's is of this.
         constexpr int kOwn = kSharedTiles ? 2 * kSteps : kSteps; // fragments
         int const first_own = kSharedTiles ? 0 : group * kSteps;
@@ -362,7 +302,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
             auto* box = reinterpret_cast<float4*>(tiles + S::kMergeAt) + threadIdx.x % 128;
             auto* to = box + group * S::kBoxRows * 128;
             auto* from = box + (1 - group) * S::kBoxRows * 128;
-            to[0] = {maximum[0], maximum[1], sum[0], sum[1]};
+            to[0] = {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]};
 #pragma unroll
             for (int n = 0; n < kSteps; ++n)
             {
@@ -382,16 +322,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
             float const sums[2] = {others.z, others.w};
             float mine[2];
             float theirs[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-            {
-                float const top = fmaxf(maximum[r], maxima[r]);
-                float const zero = top == -INFINITY ? 0.f : top;
-                mine[r] = exp2_fast(maximum[r] - zero);
-                theirs[r] = exp2_fast(maxima[r] - zero);
-                maximum[r] = top;
-                sum[r] = sum[r] * mine[r] + sums[r] * theirs[r];
-            }
+            softmax.merge(maxima, sums, mine, theirs);
 #pragma unroll
             for (int n = 0; n < kSteps; ++n)
             {
@@ -408,14 +339,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
             bool const is_whole = at.tile == 0 && count == at.tiles;
             if (is_whole)
             {
-                write_rows<T, D>(w, at.slot, at.head, packed_rows, maximum, sum, own, first_own);
+                write_rows<T, D>(w, at.slot, at.head, packed_rows, softmax.maximum, softmax.sum, own, first_own);
             }
             else
             {
                 partial.write(own, first_own);
                 if (first_own == 0)
                 {
-                    partial.write_sums(maximum, sum);
+                    partial.write_sums(softmax.maximum, softmax.sum);
                 }
             }
         }

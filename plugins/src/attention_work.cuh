@@ -1,14 +1,12 @@
-// How attention's work is divided among blocks, and what its kernels share.
+// How attention's work is divided among blocks.
 #pragma once
 
 #include "dflash_kernels.h"
-#include "element.cuh"
 
 namespace dflash
 {
 
 constexpr int kTile = 64; // keys
-constexpr float kLog2E = 1.4426950408889634f;
 
 // Packed row = query head of the group * Q + i. A fragment is 16 packed rows of 8 columns as tensor cores give them: of
 // rows lane / 4 and 8 further each, columns lane % 4 * 2 and the next.
@@ -259,114 +257,5 @@ struct Span
         }
     }
 };
-
-__device__ __forceinline__ float sink_of(dflash_attention_params const& p, int head)
-{
-    float sink;
-    switch (p.sinks_dtype)
-    {
-    case DFLASH_FP16: sink = to_float(static_cast<__half const*>(p.sinks)[head]); break;
-    case DFLASH_BF16: sink = to_float(static_cast<__nv_bfloat16 const*>(p.sinks)[head]); break;
-    default: sink = static_cast<float const*>(p.sinks)[head];
-    }
-    return sink * kLog2E;
-}
-
-// What multiplies a row's unnormalized output, given its maximum (base 2) and its sum.
-__device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
-{
-    if (sum == 0.f)
-    {
-        return 0.f;
-    }
-    if (!p.sinks)
-    {
-        return __fdividef(1.f, sum);
-    }
-    float const sink = sink_of(p, head);
-    float const top = fmaxf(maximum, sink);
-    float const scale = exp2f(maximum - top);
-    return __fdividef(scale, sum * scale + exp2f(sink - top));
-}
-
-// The two rows of each fragment times what their maximum, now larger, leaves of them. By all lanes of a warp.
-template <int N>
-__device__ __forceinline__ void scale_rows(float (&x)[N][4], float const (&decay)[2])
-{
-    if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
-    {
-#pragma unroll
-        for (auto& fragment : x)
-        {
-            fragment[0] *= decay[0];
-            fragment[1] *= decay[0];
-            fragment[2] *= decay[1];
-            fragment[3] *= decay[1];
-        }
-    }
-}
-
-// -- results ----------------------------------------------------------------------------------------------------------
-
-// A partial result of 16 packed rows. A range has two: of the (slot, head) that began before it, and of the one that
-// begins in it and goes on.
-struct Partial
-{
-    float4* out;
-    float2* sums;
-
-    __device__ Partial(Work const& w, int head_size, int range, bool begins, int row_block, int tiles, int tile)
-    {
-        int64_t const nth = ((int64_t{range} * 2 + (begins ? 1 : 0)) * w.row_blocks + row_block) * tiles + tile;
-        out = w.partial_out + nth * (head_size / 8 * 32) + threadIdx.x % 32;
-        sums = w.partial_sums + nth * 16 + threadIdx.x % 32 / 4;
-    }
-
-    template <int N>
-    __device__ void write(float const (&x)[N][4], int first) const
-    {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-        {
-            out[(first + n) * 32] = {x[n][0], x[n][1], x[n][2], x[n][3]};
-        }
-    }
-
-    __device__ void write_sums(float const (&maximum)[2], float const (&sum)[2]) const
-    {
-        if (threadIdx.x % 4 == 0)
-        {
-            sums[0] = {maximum[0], sum[0]};
-            sums[8] = {maximum[1], sum[1]};
-        }
-    }
-};
-
-// Fragments of attention's output, from the first of a head's on.
-template <typename T, int D, int N>
-__device__ __forceinline__ void write_rows(Work const& w, int slot, int kv_head, int const (&packed_rows)[2],
-    float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4], int first)
-{
-    dflash_attention_params const& p = w.p;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-    {
-        if (packed_rows[r] >= w.packed_rows)
-        {
-            continue;
-        }
-        int const group_head = head_of(w, packed_rows[r]);
-        int const head = kv_head * w.group + group_head;
-        int const row = packed_rows[r] - group_head * p.rows;
-        float const factor = normalizer(p, head, maximum[r], sum[r]);
-        T* to = static_cast<T*>(p.out) + ((int64_t{slot} * p.rows + row) * p.heads + head) * D + first * 8
-            + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-        {
-            *reinterpret_cast<uint32_t*>(to + n * 8) = packed<T>(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
-        }
-    }
-}
 
 } // namespace dflash

@@ -1,0 +1,72 @@
+// What attention's kernels write: rows of the output, or partial results to be combined.
+#pragma once
+
+#include "attention_softmax.cuh"
+#include "attention_work.cuh"
+#include "element.cuh"
+
+namespace dflash
+{
+
+// A partial result of 16 packed rows. A range has two: of the (slot, head) that began before it, and of the one that
+// begins in it and goes on.
+struct Partial
+{
+    float4* out;
+    float2* sums;
+
+    __device__ Partial(Work const& w, int head_size, int range, bool begins, int row_block, int tiles, int tile)
+    {
+        int64_t const nth = ((int64_t{range} * 2 + (begins ? 1 : 0)) * w.row_blocks + row_block) * tiles + tile;
+        out = w.partial_out + nth * (head_size / 8 * 32) + threadIdx.x % 32;
+        sums = w.partial_sums + nth * 16 + threadIdx.x % 32 / 4;
+    }
+
+    template <int N>
+    __device__ void write(float const (&x)[N][4], int first) const
+    {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+        {
+            out[(first + n) * 32] = {x[n][0], x[n][1], x[n][2], x[n][3]};
+        }
+    }
+
+    __device__ void write_sums(float const (&maximum)[2], float const (&sum)[2]) const
+    {
+        if (threadIdx.x % 4 == 0)
+        {
+            sums[0] = {maximum[0], sum[0]};
+            sums[8] = {maximum[1], sum[1]};
+        }
+    }
+};
+
+// Fragments of attention's output, from the first of a head's on.
+template <typename T, int D, int N>
+__device__ __forceinline__ void write_rows(Work const& w, int slot, int kv_head, int const (&packed_rows)[2],
+    float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4], int first)
+{
+    dflash_attention_params const& p = w.p;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+    {
+        if (packed_rows[r] >= w.packed_rows)
+        {
+            continue;
+        }
+        int const group_head = head_of(w, packed_rows[r]);
+        int const head = kv_head * w.group + group_head;
+        int const row = packed_rows[r] - group_head * p.rows;
+        float const factor = normalizer(p, head, maximum[r], sum[r]);
+        T* to = static_cast<T*>(p.out) + ((int64_t{slot} * p.rows + row) * p.heads + head) * D + first * 8
+            + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+        {
+            *reinterpret_cast<uint32_t*>(to + n * 8) = packed<T>(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
+        }
+    }
+}
+
+} // namespace dflash

@@ -1,0 +1,210 @@
+// Attention's softmax over keys that come tile by tile, and the mask of the keys that a row does not see.
+//
+// A thread holds two rows of a fragment, r = 0 and 1: numbers 2 r and 2 r + 1 of its four.
+#pragma once
+
+#include "attention_work.cuh"
+#include "dflash_kernels.h"
+#include "element.cuh"
+
+namespace dflash
+{
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Powers of two as CUDA has them, and by one instruction, which gives zero for results below 2^-126.
+struct Exp2
+{
+    static __device__ __forceinline__ float of(float x)
+    {
+        return exp2f(x);
+    }
+};
+
+struct FlushingExp2
+{
+    static __device__ __forceinline__ float of(float x)
+    {
+        float y;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+};
+
+// Keys that query rows see: those up to their own where attention is causal, and at most a window of them. The block's
+// own rows are a slot's last keys.
+struct Mask
+{
+    dflash_attention_params const& p;
+    int length; // keys of the slot
+
+    // Logits of 8 N keys of a tile, its own_key-th and on, become -inf where a row does not see the key.
+    template <int N>
+    __device__ __forceinline__ void apply(
+        float (&logits)[N][4], int const (&rows)[2], int first_key, int own_key = 0) const
+    {
+        bool const is_cut = first_key + kTile > length - (p.causal ? p.rows - 1 : 0)
+            || (p.window > 0 && first_key < length - p.window);
+        if (is_cut)
+        {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+            {
+                int const position = length - p.rows + rows[r];
+                int const past = p.causal ? position + 1 : length;
+                int const first = p.window > 0 ? position - p.window + 1 : 0;
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                    {
+                        int const key = first_key + own_key + n * 8 + threadIdx.x % 32 % 4 * 2 + c;
+                        if (key < first || key >= past)
+                        {
+                            logits[n][2 * r + c] = -INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+    }
+};
+
+// The two rows of each fragment times what their maximum, now larger, leaves of them. By all lanes of a warp.
+template <int N>
+__device__ __forceinline__ void scale_rows(float (&x)[N][4], float const (&decay)[2])
+{
+    if (__any_sync(0xffffffffu, decay[0] != 1.f || decay[1] != 1.f))
+    {
+#pragma unroll
+        for (auto& fragment : x)
+        {
+            fragment[0] *= decay[0];
+            fragment[1] *= decay[0];
+            fragment[2] *= decay[1];
+            fragment[3] *= decay[1];
+        }
+    }
+}
+
+// Online softmax of a thread's two rows, base 2. A row that has seen no key yet keeps its maximum at -inf and all
+// weights at 0.
+template <typename Exponential>
+struct OnlineSoftmax
+{
+    float maximum[2]; // of logits without their scale, until the end
+    float sum[2]; // of weights; of this lane's keys alone, until the end
+    float base[2]; // what the weights are relative to
+
+    __device__ __forceinline__ void begin()
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] = -INFINITY;
+            sum[r] = 0.f;
+        }
+    }
+
+    // Raises a row's maximum to top; what that leaves of its sum, and of its output.
+    __device__ __forceinline__ float raise(int r, float top, float scale)
+    {
+        base[r] = top == -INFINITY ? 0.f : top * scale;
+        float const decay = Exponential::of(maximum[r] * scale - base[r]);
+        maximum[r] = top;
+        sum[r] *= decay;
+        return decay;
+    }
+
+    // Takes the maxima of further logits, [2 rows, 8 N keys], and scales the output so far. By all lanes of a warp.
+    template <int N, int M>
+    __device__ __forceinline__ void advance(float const (&logits)[N][4], float scale, float (&out)[M][4])
+    {
+        float decay[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            float top = maximum[r];
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+            {
+                top = fmaxf(top, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            decay[r] = raise(r, top, scale);
+        }
+        scale_rows(out, decay);
+    }
+
+    // Makes weights of a fragment's logits, and sums them.
+    __device__ __forceinline__ void weigh(float (&x)[4], float scale)
+    {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+        {
+            x[i] = Exponential::of(fmaf(x[i], scale, -base[i / 2]));
+            sum[i / 2] += x[i];
+        }
+    }
+
+    // The end: sums of all lanes' keys, and maxima with their scale. By all lanes of a warp.
+    __device__ __forceinline__ void finish(float scale)
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            maximum[r] *= scale;
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+        }
+    }
+
+    // After the end: joins the softmax of the same rows over other keys. What the two outputs are to be multiplied by.
+    __device__ __forceinline__ void merge(
+        float const (&maxima)[2], float const (&sums)[2], float (&mine)[2], float (&theirs)[2])
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            float const top = fmaxf(maximum[r], maxima[r]);
+            float const zero = top == -INFINITY ? 0.f : top;
+            mine[r] = Exponential::of(maximum[r] - zero);
+            theirs[r] = Exponential::of(maxima[r] - zero);
+            maximum[r] = top;
+            sum[r] = sum[r] * mine[r] + sums[r] * theirs[r];
+        }
+    }
+};
+
+__device__ __forceinline__ float sink_of(dflash_attention_params const& p, int head)
+{
+    float sink;
+    switch (p.sinks_dtype)
+    {
+    case DFLASH_FP16: sink = to_float(static_cast<__half const*>(p.sinks)[head]); break;
+    case DFLASH_BF16: sink = to_float(static_cast<__nv_bfloat16 const*>(p.sinks)[head]); break;
+    default: sink = static_cast<float const*>(p.sinks)[head];
+    }
+    return sink * kLog2E;
+}
+
+// What multiplies a row's unnormalized output, given its maximum (base 2) and its sum.
+__device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
+{
+    if (sum == 0.f)
+    {
+        return 0.f;
+    }
+    if (!p.sinks)
+    {
+        return __fdividef(1.f, sum);
+    }
+    float const sink = sink_of(p, head);
+    float const top = fmaxf(maximum, sink);
+    float const scale = exp2f(maximum - top);
+    return __fdividef(scale, sum * scale + exp2f(sink - top));
+}
+
+} // namespace dflash
