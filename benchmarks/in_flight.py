@@ -18,7 +18,7 @@ from typing import Any
 import trtllm_dflash
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.build.builder import BuildSettings, build
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import serving

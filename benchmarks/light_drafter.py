@@ -23,13 +23,13 @@ import torch
 import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import BuildSettings, build
-from trtllm_dflash.demo import PROMPTS
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import load_weights
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, HEAD, PREFIX, Drafter
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.runtime.request import Completion
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"

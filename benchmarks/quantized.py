@@ -24,7 +24,7 @@ import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.step import StepBench, StepBenchSettings, open_bench
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.device import pick_device
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"

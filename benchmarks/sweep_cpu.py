@@ -16,7 +16,7 @@ from typing import Any
 import trtllm_dflash
 from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.build.builder import BuildSettings, build
-from trtllm_dflash.demo import PROMPTS
+from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import serving
 from trtllm_dflash.serving.server import Endpoints

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import refusal, succeeds
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 
 SMALL = ["--prompts-per-kind", 2, "--max-tokens", 24, "--device", "cpu"]
 FIGURES = {

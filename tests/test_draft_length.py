@@ -7,9 +7,9 @@ import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service, ServiceSettings

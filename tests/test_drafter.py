@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_drafter, make_target
 from trtllm_dflash import LLM
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.step import Drafting, StepInputs
 
 Weights = dict[str, torch.Tensor]

@@ -16,10 +16,10 @@ from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.plan import BuildPlan
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.cost.memory import plan_memory
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.torch_session import TorchSession
 
 Tensor = torch.Tensor

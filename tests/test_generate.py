@@ -15,8 +15,8 @@ import torch
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, build_tiny, refusal, run, succeeds
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import DFlashError, EngineError, RequestError
+from trtllm_dflash.pairs.prompts import read_prompts
 
 PROMPTS = [prompts[0] for prompts in read_prompts(1).values()]
 PROMPT = PROMPTS[0]

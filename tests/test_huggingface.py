@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import make_target
 from tests.near_ties import all_logits
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -16,13 +16,13 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.checkpoint.shortlist import count_tokens
 from trtllm_dflash.cost.memory import plan_memory
-from trtllm_dflash.demo import PROMPTS as PROMPT_FILE
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.llm import Prompt
 from trtllm_dflash.ops.fp8 import FP8, dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.pairs.prompts import PROMPTS as PROMPT_FILE
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.request import Completion
 from trtllm_dflash.text.tokenizer import TextCodec
 

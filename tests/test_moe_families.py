@@ -37,7 +37,6 @@ from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
@@ -45,6 +44,7 @@ from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.weights import complete_weights
 
 # Windows of 16 tokens, prompts of 200; the original context of YaRN ends at 64.

@@ -7,8 +7,8 @@ import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slots
 from trtllm_dflash.session.calls import Decode, Prefill

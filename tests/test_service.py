@@ -8,8 +8,8 @@ import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import MOST_FAILURES, Service, ServiceSettings
 from trtllm_dflash.text.stream import TextStream

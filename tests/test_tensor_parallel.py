@@ -14,7 +14,7 @@ import torch
 from tests.conftest import TINY, build_tiny
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash.build.builder import BuildSettings, build
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 
 pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
 

@@ -1,7 +1,6 @@
 """`demo`: the same prompts with and without drafting, side by side, from a Triton server, timed in one run."""
 
 import asyncio
-import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,13 +16,13 @@ from rich.text import Text
 
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.client import TritonClient
 
-PROMPTS = Path(__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 
 _FRAMES_PER_SECOND = 20
 _BAR_WIDTH = 40
@@ -107,19 +106,6 @@ class DemoResult(Comparison):
 
     def as_json(self) -> dict[str, Any]:
         return {**super().as_json(), "by_kind": {kind: part.as_json() for kind, part in self.by_kind.items()}}
-
-
-def read_prompts(per_kind: int, file: Path = PROMPTS) -> dict[str, list[str]]:
-    """The first prompts of each kind from a file of JSON lines with "kind" and "prompt"."""
-    kinds: dict[str, list[str]] = {}
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise EngineError(f"{file}: the demo's prompts cannot be read: {error.strerror}") from error
-    for line in lines:
-        row = json.loads(line)
-        kinds.setdefault(row["kind"], []).append(row["prompt"])
-    return {kind: prompts[:per_kind] for kind, prompts in kinds.items()}
 
 
 def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, show: bool) -> DemoResult:

@@ -7,7 +7,7 @@ from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

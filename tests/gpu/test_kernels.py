@@ -15,7 +15,6 @@ from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.cost.memory import cache_shapes
-from trtllm_dflash.demo import read_prompts
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
@@ -23,6 +22,7 @@ from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.weights import complete_weights
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 from trtllm_dflash.text.tokenizer import TextCodec

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.demo import read_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
 
 CLIENTS = 64

@@ -29,7 +29,8 @@ Tensor = torch.Tensor
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import evaluate, trt  # noqa: E402
-from trtllm_dflash.build.tensorrt_network import build_network, io_of, step_io  # noqa: E402
+from trtllm_dflash.build.tensorrt_network import build_network  # noqa: E402
+from trtllm_dflash.session.plan_io import io_of, step_io  # noqa: E402
 
 TINY_PAIR = Path(__file__).parents[2] / "trtllm_dflash" / "pairs" / "tiny"
 SLOTS, CHUNK, BLOCK = 3, 24, 4

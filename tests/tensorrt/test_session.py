@@ -16,13 +16,14 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 from tests.tensorrt.evaluator import evaluate, trt
 from tests.tensorrt.test_moe_network import make_moe_pair
 from tests.tensorrt.test_network import ints, make_config, make_pair, make_sampling
-from trtllm_dflash.build.tensorrt_network import DECODE, PREFILL, StepNetwork, build_network
+from trtllm_dflash.build.tensorrt_network import StepNetwork, build_network
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Copy, Decode, Prefill
+from trtllm_dflash.session.plan_io import DECODE, PREFILL
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, capsule
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.session.weights import complete_weights

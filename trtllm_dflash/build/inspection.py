@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.build.tensorrt_network import IO, Binding, step_io
 from trtllm_dflash.cost.memory import MemoryPlan, plan_memory
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.session.plan_io import IO, Binding, step_io
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-import trtllm_dflash
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Drafts, Reading, drafts_of_reply, read_metrics
 
 #: Log-probabilities (natural) that two tokens may be apart where two servers chose differently: two steps of BF16 for a
@@ -26,7 +25,6 @@ from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Drafts, Reading,
 NEAR_TIE = 0.25
 
 _TOP = 5  # alternatives asked for at each token
-_SHIPPED = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 
 
 class CompareSettings(BaseModel):
@@ -196,7 +194,7 @@ class Comparison:
 def shipped_prompts(number: int) -> tuple[str, ...]:
     """Prompts that come with the package, of all kinds by turns."""
     kinds: dict[str, list[str]] = {}
-    for line in _SHIPPED.read_text(encoding="utf-8").splitlines():
+    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         kinds.setdefault(entry["kind"], []).append(entry["prompt"])
     turns = [prompt for prompts in zip(*kinds.values(), strict=False) for prompt in prompts]

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-import trtllm_dflash
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import Progress
@@ -15,6 +14,7 @@ from trtllm_dflash.engine.directory import written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
+from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.quantize.drafter import quantize_drafter
 from trtllm_dflash.quantize.modelopt import load_modelopt
 from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
@@ -22,8 +22,6 @@ from trtllm_dflash.quantize.target import quantize_target
 from trtllm_dflash.quantize.text import Samples, read_samples
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.text.tokenizer import TextCodec
-
-SHIPPED_TEXT = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny" / "prompts.jsonl"
 
 REPORT_FILE = "report.json"
 
@@ -38,7 +36,7 @@ class QuantizeSettings(BaseModel):
     format: Literal["fp8", "nvfp4"]
     kv: Literal["fp8"] | None = None  # scales of the target's caches, too
     only: Literal["target", "drafter"] | None = None
-    text: Path = SHIPPED_TEXT
+    text: Path = PROMPTS
     samples: PositiveInt = 128
     held_back: Annotated[int, Field(ge=1)] = 8
     length: Annotated[int, Field(ge=16)] = 512  # tokens of a sample, at most

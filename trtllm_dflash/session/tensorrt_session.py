@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from trtllm_dflash.build.tensorrt_network import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import PLUGIN_FILE, check_file
 from trtllm_dflash.errors import EngineError
@@ -15,6 +14,7 @@ from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
+from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.demo import PROMPTS
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.pairs.prompts import PROMPTS
 
 #: Fields that hold a prompt, and whose files have them; the first that a row has counts.
 TEXT_FIELDS = {
