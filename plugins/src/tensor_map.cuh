@@ -36,9 +36,9 @@ inline cudaError_t find_encoder(PFN_cuTensorMapEncodeTiled_v12000& encode)
     return error;
 }
 
-// Maps a tensor's tiles: boxes whose rows are 128 bytes, with the 16-byte parts of a row in shared memory exchanged by the
-// row's number modulo 8; elements past the tensor's are zeros. Sizes and boxes count elements, the innermost dimension
-// first; strides count bytes, of all dimensions but the innermost.
+// Maps a tensor's tiles: boxes whose rows are 128 bytes, with the 16-byte parts of a row in shared memory exchanged by
+// the row's number modulo 8; elements past the tensor's are zeros. Sizes and boxes count elements, the innermost
+// dimension first; strides count bytes, of all dimensions but the innermost.
 template <int kDimensions>
 cudaError_t map_tiles(CUtensorMapDataType type, CUtensorMapL2promotion promotion, void const* tensor,
     cuuint64_t const (&sizes)[kDimensions], cuuint64_t const (&strides)[kDimensions - 1],

@@ -1,0 +1,137 @@
+// How products of few rows are divided: among clusters, blocks, warps and lanes; what a block keeps in shared memory.
+//
+// The structs of these files that compute have plain numbers alone; arrays in registers are in structs of their own.
+// The compiler finds registers for an array, and for all else in its struct, only once it has unrolled the loops over
+// it: nvcc 13.0 made up to 4% more instructions of structs with both.
+#pragma once
+
+#include "dflash_kernels.h"
+#include "element.cuh"
+#include "instructions.cuh"
+
+#include <cooperative_groups.h>
+#include <cuda.h>
+#include <type_traits>
+
+namespace dflash
+{
+namespace skinny
+{
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32; // that multiply; one more warp loads
+constexpr int kCluster = 2;
+constexpr int kRunWarps = kWarps * kCluster; // that share the inputs of a row: a run is a unit for each of them
+constexpr int kGranule = 16; // rows of a weight that one product instruction takes
+constexpr int kLine = 128; // bytes of a row in one unit: a line of the cache
+constexpr int kUnit = kGranule * kLine; // bytes that a warp multiplies at a time
+constexpr int kStage = kWarps * kUnit; // bytes that come at a time: a unit for each warp
+constexpr int kInFlight = 3; // stages that are asked for at once; see `Ring::load`
+constexpr int kSlots = kWarps / 2; // sums of two warps each, to be added up
+constexpr int kBarrier = 8; // bytes
+
+// How a block goes about a pass: some granules of its rows, for at most kTokens tokens, of whose inputs a unit meets
+// kInputBytes each, a norm's weights for as many beside them.
+template <typename InputType, typename WeightType, int kPassGranules, int kMostTokens>
+struct Layout
+{
+    using T = InputType;
+    using W = WeightType;
+    static constexpr int kGranules = kPassGranules;
+    static constexpr int kTokens = kMostTokens;
+    static constexpr int kTiles = kTokens / 8;
+    static constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
+    static constexpr int kPairs = 8 / static_cast<int>(sizeof(W)); // of numbers in sixteen bytes of a weight
+    static constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
+    static constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
+
+    // Shared memory: the ring of stages, each warp's inputs, the sums, and what the other block sends. It is more than
+    // half of a multiprocessor's: two blocks of one product must not share one, or they would take twice the others'
+    // time. Small kernels may still stand beside a block.
+    static constexpr int kLimit = 212 * 1024;
+    static constexpr int kMostStages = 12;
+    static constexpr int kInputBytes = kColumns * static_cast<int>(sizeof(T)); // a token's
+    static constexpr int kInputs = kTokens * kInputBytes; // bytes of a run; a warp has two, used by turns
+    static constexpr int kInputsBytes = kWarps * 2 * (kInputs + kInputBytes);
+    static constexpr int kSlot = kPassGranules * kGranule * kTokens; // numbers
+    static constexpr int kSumBytes = kSlots * kSlot * static_cast<int>(sizeof(float));
+    static constexpr int kInbox = kSlot / 2; // numbers; there are two, used by turns
+    static constexpr int kInboxBytes = 2 * kInbox * static_cast<int>(sizeof(float));
+    static constexpr int kSquaresBytes = (kWarps + kCluster) * kTokens * static_cast<int>(sizeof(float));
+    static constexpr int kBarrierBytes = (kMostStages * 2 + kWarps * 2 + 3) * kBarrier;
+    static constexpr int kOther = kInputsBytes + kSumBytes + kInboxBytes + kSquaresBytes + kBarrierBytes;
+    static constexpr int kStages = (kLimit - kOther) / kStage;
+    static constexpr int kRingBytes = kStages * kStage;
+    static constexpr int kBytes = kRingBytes + kOther;
+
+    // Results go by items, one a thread: of two tokens two of a granule's rows each, which are a gate and an up of
+    // swiglu.
+    static constexpr int kItemNumbers = 4;
+    static constexpr int kItems = kSlot / 2 / kItemNumbers; // of each block of the cluster
+    static_assert(kItems <= kThreads && kInFlight <= kStages && kStages <= kMostStages);
+    using Item = Vector<float, kItemNumbers>;
+};
+
+// What the kernel is given.
+struct Launch
+{
+    dflash_skinny_gemm_params p;
+    CUtensorMap weight;
+    CUtensorMap inputs;
+    int lines; // of 128 bytes in a weight's row
+    int granules, more; // that a cluster has, and how many of the first ones have one more
+    float per_input; // 1 / p.inputs
+    uint32_t zero; // which the compiler does not know to be one: see `Ring::release`
+};
+
+// What a cluster has of the weight's granules, and a block of its lines.
+struct Share
+{
+    int first, count; // granules
+    int runs; // of lines, one for each warp of the cluster
+
+    __device__ __forceinline__ Share(Launch const& launch, int rank)
+    {
+        int const index = blockIdx.x / kCluster;
+        first = index * launch.granules + min(index, launch.more);
+        count = launch.granules + (index < launch.more);
+        runs = max(launch.lines - rank * kWarps + kRunWarps - 1, 0) / kRunWarps;
+    }
+};
+
+// Where a thread stands: its block in the cluster, its warp in the block, its lane and that one's place in a tile.
+struct Place
+{
+    int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int const quad = lane / 4, part = lane % 4;
+    int const column_warp = rank * kWarps + warp;
+};
+
+// A block's shared memory, piece by piece, and what of it is a warp's own.
+template <typename L>
+struct Shared
+{
+    int const warp;
+    unsigned char* const ring; // [kStages, kWarps, kGranule, kLine]
+    unsigned char* const inputs = ring + L::kRingBytes; // [kWarps, 2, kInputs]
+    unsigned char* const norms = inputs + kWarps * 2 * L::kInputs; // [kWarps, 2, kInputBytes]
+    float* const sums = reinterpret_cast<float*>(inputs + L::kInputsBytes); // [kSlots, kSlot]
+    float* const inbox = sums + L::kSumBytes / sizeof(float); // [2, kInbox]
+    float* const warp_squares = inbox + L::kInboxBytes / sizeof(float); // [kWarps, kTokens]
+    float* const block_squares = warp_squares + kWarps * L::kTokens; // [kCluster, kTokens]
+    uint32_t const full = shared_address(block_squares + kCluster * L::kTokens); // barriers of stages
+    uint32_t const empty = full + L::kStages * kBarrier;
+    uint32_t const own_barriers = empty + L::kStages * kBarrier + warp * 2 * kBarrier; // two of inputs for each warp
+    uint32_t const inbox_barriers = empty + L::kStages * kBarrier + kWarps * 2 * kBarrier; // two
+    uint32_t const squares_barrier = inbox_barriers + 2 * kBarrier;
+};
+
+// Where a tile's row has a part of 16 bytes: a tile is rows of 128 bytes, as the bulk copy engine swizzles them.
+__device__ __forceinline__ int swizzled(int row, int part)
+{
+    return row * kLine + (part ^ row % 8) * 16;
+}
+
+} // namespace skinny
+} // namespace dflash

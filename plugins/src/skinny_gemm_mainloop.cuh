@@ -1,0 +1,175 @@
+// Products of a pass: the units of a weight, as the ring brings them, with the inputs in registers.
+#pragma once
+
+#include "skinny_gemm_inputs.cuh"
+#include "skinny_gemm_ring.cuh"
+
+namespace dflash
+{
+namespace skinny
+{
+
+// Sixteen bytes of a weight's row as registers of pairs: eight 16-bit numbers, or sixteen E4M3 ones made FP16.
+__device__ __forceinline__ void decode(uint4 const& bytes, uint32_t (&pairs)[4])
+{
+    pairs[0] = bytes.x;
+    pairs[1] = bytes.y;
+    pairs[2] = bytes.z;
+    pairs[3] = bytes.w;
+}
+
+// E4M3 numbers are all FP16 numbers, and one instruction makes two of them.
+__device__ __forceinline__ void decode(uint4 const& bytes, uint32_t (&pairs)[8])
+{
+    uint32_t const words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+    {
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low;"
+            " cvt.rn.f16x2.e4m3x2 %1, high; }"
+            : "=r"(pairs[2 * i]), "=r"(pairs[2 * i + 1])
+            : "r"(words[i]));
+    }
+}
+
+// What a warp keeps in registers from unit to unit.
+template <typename L>
+struct Registers
+{
+    Operand<L> operand;
+    Squares<L> squares = {};
+    Unit ahead;
+};
+
+// The loop over a pass's units: each run's inputs with each granule of weights.
+template <typename L>
+struct Mainloop
+{
+    static constexpr int kGranules = L::kGranules, kTiles = L::kTiles, kPairs = L::kPairs;
+    static constexpr bool kAhead = L::kDecoded && kTiles == 2; // where a unit takes longest, units are read one ahead
+    using Pairs = uint32_t[2][kPairs]; // of both halves of a lane's part
+    using Sums = float[kTiles][4]; // of a granule
+
+    Ring<L>& ring;
+    Inputs<L>& inputs;
+    int pass = 0, run = 0; // of the pass
+    int active = 0; // granules of the pass
+
+    // Whether a unit comes after that of a granule.
+    __device__ __forceinline__ bool has_next(int granule) const
+    {
+        return granule + 1 < active || run + 1 < inputs.runs || pass + 1 < inputs.passes;
+    }
+
+    __device__ __forceinline__ void begin_pass(int next_pass, int granules, Registers<L>& registers)
+    {
+        pass = next_pass;
+        active = granules;
+        if (kAhead && pass == 0 && inputs.runs > 0)
+        {
+            registers.ahead = ring.read();
+        }
+    }
+
+    // Adds the products of a unit of 16-bit numbers, whose rows are u and v.
+    __device__ __forceinline__ void multiply(Pairs const& u, Pairs const& v, Operand<L> const& operand, Sums& c)
+    {
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; i += 2)
+        {
+            int const half = i / kPairs, j = i % kPairs;
+            uint32_t const a[4] = {u[half][j], v[half][j], u[half][j + 1], v[half][j + 1]};
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                multiply_add<typename L::T>(c[tile], a, operand.b[tile][half][j], operand.b[tile][half][j + 1]);
+            }
+        }
+    }
+
+    // Takes the products of a unit that was E4M3: of each half, so that fewer of them wait for each other.
+    __device__ __forceinline__ void multiply_halves(
+        Pairs const& u, Pairs const& v, Operand<L> const& operand, Sums (&d)[2])
+    {
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; i += 4)
+        {
+            int const half = i / 4 % 2, j = i / 8 * 4; // by turns
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                uint32_t const(&b)[kPairs] = operand.b[tile][half];
+                uint32_t const first[4] = {u[half][j], v[half][j], u[half][j + 1], v[half][j + 1]};
+                uint32_t const second[4] = {u[half][j + 2], v[half][j + 2], u[half][j + 3], v[half][j + 3]};
+                multiply_add<__half>(d[half][tile], first, b[j], b[j + 1]);
+                multiply_add<__half>(d[half][tile], second, b[j + 2], b[j + 3]);
+            }
+        }
+    }
+
+    // Adds the products of both halves, scaled back.
+    __device__ __forceinline__ void add_halves(Sums const (&d)[2], Operand<L> const& operand, Sums& c)
+    {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                float const sum = d[0][tile][i] + d[1][tile][i];
+                c[tile][i] += L::kToHalf ? sum * operand.back[tile][i % 2] : sum;
+            }
+        }
+    }
+
+    // Adds the next unit's products to the sums of its granule.
+    __device__ __forceinline__ void multiply_unit(int granule, Registers<L>& registers, Sums& c)
+    {
+        Unit const unit = kAhead ? registers.ahead : ring.read();
+        Pairs u, v;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            decode(unit.upper[half], u[half]);
+            decode(unit.lower[half], v[half]);
+        }
+        if constexpr (L::kDecoded)
+        {
+            Sums d[2] = {};
+            multiply_halves(u, v, registers.operand, d);
+            if (kAhead && has_next(granule))
+            {
+                registers.ahead = ring.read(); // while the products are on their way
+            }
+            add_halves(d, registers.operand, c);
+            ring.release(__float_as_uint(c[0][0]));
+        }
+        else
+        {
+            ring.release(unit.upper[0].x ^ unit.upper[1].x ^ unit.lower[0].x ^ unit.lower[1].x);
+            multiply(u, v, registers.operand, c);
+        }
+    }
+
+    // Adds the products of a pass to the sums of its granules.
+    __device__ __forceinline__ void multiply_pass(Registers<L>& registers, Sums (&c)[kGranules])
+    {
+#pragma unroll 1
+        for (run = 0; run < inputs.runs; ++run)
+        {
+            inputs.begin_run(pass, run, registers.operand, registers.squares);
+#pragma unroll
+            for (int granule = 0; granule < kGranules; ++granule)
+            {
+                if (granule < active)
+                {
+                    multiply_unit(granule, registers, c[granule]);
+                }
+            }
+            inputs.load_next(pass * inputs.runs + run + 2);
+        }
+    }
+};
+
+} // namespace skinny
+} // namespace dflash

@@ -1,0 +1,188 @@
+// Sums over the inputs of a row: of a block's warps, then of the cluster's two blocks.
+#pragma once
+
+#include "skinny_gemm_layout.cuh"
+
+namespace dflash
+{
+namespace skinny
+{
+
+// Sends numbers into the shared memory of a block of the cluster, whose barrier counts the bytes. Addresses are the
+// cluster's.
+template <int kCount>
+__device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint32_t barrier)
+{
+    if constexpr (kCount == 1)
+    {
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x[0]),
+            "r"(barrier)
+            : "memory");
+    }
+    else
+    {
+        static_assert(kCount == 4);
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+            "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+            : "memory");
+    }
+}
+
+// Where a block of the cluster has what this block has at `address`.
+__device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
+{
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Two warps wait for each other.
+__device__ __forceinline__ void meet(int pair)
+{
+    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
+
+// The warps that multiply wait for each other.
+__device__ __forceinline__ void meet_all()
+{
+    asm volatile("bar.sync %0, %1;" ::"n"(kSlots + 1), "n"(kThreads) : "memory");
+}
+
+// Adds in one order whatever the tokens are: pairs of warps, their sums, the two blocks'.
+template <typename L>
+struct Reduce
+{
+    static constexpr int kGranules = L::kGranules, kTiles = L::kTiles;
+    using Item = typename L::Item;
+
+    Place const& place;
+    Shared<L> const& shared;
+
+    // Calls `use` with the place of each item of the warp's sums in its slot.
+    template <typename Use>
+    __device__ __forceinline__ void each_item(int active, Use const& use)
+    {
+        Item* const slot = reinterpret_cast<Item*>(shared.sums + place.warp % kSlots * L::kSlot) + place.lane;
+#pragma unroll
+        for (int granule = 0; granule < kGranules; ++granule)
+        {
+            if (granule < active)
+            {
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                {
+                    use(slot[(granule * kTiles + tile) * 32], granule, tile);
+                }
+            }
+        }
+    }
+
+    // Adds up the warps' sums of the first `active` granules by pairs.
+    template <bool kScaled>
+    __device__ __forceinline__ void add_pairs(float const (&c)[kGranules][kTiles][4], int active, float scale)
+    {
+        auto const own = [&](int granule, int tile, int i)
+        { return kScaled ? c[granule][tile][i] * scale : c[granule][tile][i]; };
+        if (place.warp >= kSlots)
+        {
+            each_item(active,
+                [&](Item& there, int granule, int tile)
+                {
+                    Item here;
+#pragma unroll
+                    for (int i = 0; i < L::kItemNumbers; ++i)
+                    {
+                        here.at[i] = own(granule, tile, i);
+                    }
+                    there = here;
+                });
+            meet(place.warp - kSlots);
+        }
+        else
+        {
+            meet(place.warp);
+            each_item(active,
+                [&](Item& there, int granule, int tile)
+                {
+                    Item sum = there;
+#pragma unroll
+                    for (int i = 0; i < L::kItemNumbers; ++i)
+                    {
+                        sum.at[i] += own(granule, tile, i);
+                    }
+                    there = sum;
+                });
+        }
+    }
+
+    // The block's sums of an item that a block of the cluster finishes.
+    __device__ __forceinline__ Item block_sum(int item, int rank)
+    {
+        Item x[kSlots];
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i)
+        {
+            int const at = (item / 16 * 32 + item % 16 + rank * 16) * L::kItemNumbers;
+            x[i] = load_vector<float, L::kItemNumbers>(shared.sums + i * L::kSlot + at);
+        }
+#pragma unroll
+        for (int i = 0; i < L::kItemNumbers; ++i)
+        {
+            x[0].at[i] = (x[0].at[i] + x[1].at[i]) + (x[2].at[i] + x[3].at[i]);
+        }
+        return x[0];
+    }
+
+    // Sends the other block its half of the items, and gives this block's sum of the thread's own one.
+    __device__ __forceinline__ void exchange(int pass, Item& own)
+    {
+        int const item = threadIdx.x;
+        if (item < L::kItems)
+        {
+            int const other = place.rank ^ 1;
+            uint32_t const barrier = shared.inbox_barriers + pass % 2 * kBarrier;
+            uint32_t const to = shared_address(shared.inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
+            send(address_at(to, other), block_sum(item, other).at, address_at(barrier, other));
+            own = block_sum(item, place.rank); // while the other's are on their way
+        }
+    }
+
+    // Puts the warp's sums of squares where `send_squares` finds them.
+    __device__ __forceinline__ void store_squares(float const (&squares)[kTiles][4])
+    {
+        if (place.part == place.quad / 2)
+        {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                shared.warp_squares[place.warp * L::kTokens + tile * 8 + place.quad]
+                    = place.quad % 2 ? squares[tile][tile * 2 + 1] : squares[tile][tile * 2];
+            }
+        }
+    }
+
+    // Sends the block's sums of squares to both blocks: the last threads' work, one a token.
+    __device__ __forceinline__ void send_squares()
+    {
+        int const token = static_cast<int>(threadIdx.x) - (kThreads - L::kTokens);
+        if (token >= 0)
+        {
+            float sum[1] = {0.f};
+#pragma unroll
+            for (int i = 0; i < kWarps; ++i)
+            {
+                sum[0] += shared.warp_squares[i * L::kTokens + token];
+            }
+            uint32_t const to = shared_address(shared.block_squares + place.rank * L::kTokens + token);
+            for (int i = 0; i < kCluster; ++i)
+            {
+                send(address_at(to, i), sum, address_at(shared.squares_barrier, i));
+            }
+        }
+    }
+};
+
+} // namespace skinny
+} // namespace dflash
