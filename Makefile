@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN    := .venv/bin
 
-.PHONY: setup demo test lint types kernels plugin clean
+.PHONY: setup demo test lint types kernels plugin wheel clean
 
 setup: .venv/ready
 
@@ -38,6 +38,11 @@ kernels:
 
 plugin:
 	cmake -S plugins -B plugins/build -DTENSORRT_INCLUDE=$(TENSORRT_INCLUDE) && cmake --build plugins/build --parallel
+
+# dist/trtllm_dflash-*.whl, with the CUDA kernels where nvcc is, or where they are built already.
+wheel: setup
+	@if command -v nvcc >/dev/null; then $(MAKE) --no-print-directory kernels; fi
+	$(BIN)/hatchling build --target wheel
 
 clean:
 	rm -rf .venv engines plugins/build

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hatch_build import NAME
 from trtllm_dflash.runtime.statistics import Statistics
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+PACKAGED = ("trtllm_dflash", "plugins", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
 PORTS = {8000, 8001, 8002, 9000}
 
 
@@ -34,8 +36,8 @@ def pinned(image: str) -> bool:
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 class TestImage:
-    def test_its_base_is_pinned(self, dockerfile):
-        assert pinned(last(dockerfile, "FROM"))
+    def test_its_bases_are_pinned(self, dockerfile):
+        assert all(pinned(rest.split()[0]) for name, rest in instructions(dockerfile) if name == "FROM")
 
     def test_it_does_not_run_as_root(self, dockerfile):
         names = [name for name, _ in instructions(dockerfile)]
@@ -75,12 +77,23 @@ class TestImage:
         assert pin[0] in dockerfile.read_text()
 
 
+def test_the_gpu_image_packs_kernels_that_a_stage_of_it_builds():
+    steps = instructions(DOCKER / "Dockerfile")
+    first, _, stage = steps[0][1].partition(" AS ")
+    cuda = re.search(r"/cuda:(\d+\.\d+)\.\d+-devel-", first)
+    assert cuda is not None and float(cuda[1]) >= 12.9  # as plugins/CMakeLists.txt asks
+    (copied,) = [rest for name, rest in steps if name == "COPY" and "--from" in rest]
+    assert copied == f"--from={stage} /src/plugins/build/{NAME} /src/plugins/build/"
+    after = steps[steps.index(("COPY", copied)) :]
+    assert "pip install" in after[1][1]  # hatch_build.py finds it there
+
+
 def test_the_images_take_only_what_they_install():
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("#", "")]
     assert lines[0] == "*"
     assert all((ROOT / line[1:]).exists() for line in lines if line.startswith("!"))
     included = re.findall(r'^"(\w+)" = "trtllm_dflash/', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert {f"!{name}" for name in ("trtllm_dflash", "pyproject.toml", "README.md", "LICENSE", *included)} <= set(lines)
+    assert {f"!{name}" for name in (*PACKAGED, *included)} <= set(lines)
 
 
 @pytest.mark.parametrize("name", COMPOSE["services"])

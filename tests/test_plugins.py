@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import library, norm
@@ -23,7 +25,8 @@ from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
 from trtllm_dflash.ops.torch_ops import TorchOps
 
-PLUGINS = Path(__file__).parents[1] / "plugins"
+ROOT = Path(__file__).parents[1]
+PLUGINS = ROOT / "plugins"
 MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
 
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -56,7 +59,9 @@ def load(monkeypatch):
 @needs_compiler
 def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, load):
     library = load(built / "libdflash_kernels.so")
-    assert library.dflash_error_string(0) == b"no error"
+    assert library.functions.dflash_error_string(0) == b"no error"
+    assert library.architectures == ("90a-real",)
+    assert str(library) == f"our CUDA kernels {kernels.ABI_VERSION} ({built / 'libdflash_kernels.so'})"
 
 
 @needs_compiler
@@ -123,7 +128,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
 
 def test_python_and_header_name_one_interface():
     header = (PLUGINS / "include" / "dflash_kernels.h").read_text()
-    assert re.search(rf"DFLASH_ABI_VERSION {library.ABI_VERSION}\n", header)
+    assert re.search(rf"DFLASH_ABI_VERSION {kernels.ABI_VERSION}\n", header)
 
 
 def test_every_gpu_that_we_name_is_compiled_for():
@@ -136,10 +141,62 @@ def test_a_missing_library_says_how_to_build_it(load, tmp_path):
         load(tmp_path / "nothing.so")
 
 
+def test_a_checkout_and_an_installation_are_told_different_remedies(load, tmp_path):
+    """Without the sources of the kernels there is nothing to make."""
+    package = tmp_path / "trtllm_dflash"
+    shutil.copytree(ROOT / "trtllm_dflash", package, ignore=shutil.ignore_patterns("__pycache__", "pairs", "*.so"))
+    script = "from trtllm_dflash import kernels; kernels.load()"
+    environment = {name: value for name, value in os.environ.items() if name != kernels.LIBRARY_VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        text=True,
+        capture_output=True,
+    )
+    assert "EngineError: there are no CUDA kernels: install a wheel that has them: `make wheel`" in done.stderr
+
+
+def test_the_library_is_what_the_variable_names_then_the_packages_then_the_checkouts(monkeypatch, tmp_path):
+    packed, built, named = (tmp_path / name for name in ("packed.so", "built.so", "named.so"))
+    monkeypatch.delenv(kernels.LIBRARY_VARIABLE, raising=False)
+    places = (packed, built)
+    assert kernels.find(places) is None
+    built.touch()
+    assert kernels.find(places) == built
+    packed.touch()
+    assert kernels.find(places) == packed
+    monkeypatch.setenv(kernels.LIBRARY_VARIABLE, str(named))
+    assert kernels.find(places) == named
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runs", "does_not"),
+    [
+        ("90a-real", [(9, 0)], [(8, 9), (10, 0)]),
+        ("100-real", [(10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("103-real", [(10, 3)], [(10, 0)]),
+        ("100f-real", [(10, 0), (10, 3)], [(12, 0)]),
+        ("120", [(12, 0), (12, 1), (13, 0)], [(10, 3)]),
+        ("90a-real,100-real,103-real,120", [(9, 0), (10, 0), (10, 3), (12, 0), (12, 1)], [(8, 9)]),
+    ],
+)
+def test_code_runs_on_the_gpus_that_it_was_compiled_for(architectures, runs, does_not):
+    library = kernels.Library(Path("k.so"), kernels.ABI_VERSION, tuple(architectures.split(",")), ctypes.CDLL(None))
+    assert all(library.runs_on(capability) for capability in runs)
+    assert not any(library.runs_on(capability) for capability in does_not)
+
+
 def test_another_file_is_not_taken_for_the_library(load, tmp_path):
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(EngineError, match="is not a library of our CUDA kernels"):
         load(tmp_path / "text.so")
+
+
+@needs_cc
+def test_kernels_of_another_interface_are_refused(load, tmp_path):
+    with pytest.raises(EngineError, match=rf"have interface 1, not {kernels.ABI_VERSION}: run `make kernels`"):
+        load(stub_library(tmp_path, version=1))
 
 
 def test_what_kernels_do_not_compute_is_refused_first():

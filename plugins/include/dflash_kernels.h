@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 7
+#define DFLASH_ABI_VERSION 8
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -350,6 +350,7 @@ DFLASH_API cudaError_t dflash_all_reduce(const dflash_all_reduce_params* params,
 
 /* For loaders: what this library was built as. */
 DFLASH_API int32_t dflash_abi_version(void);
+DFLASH_API const char* dflash_architectures(void); /* as CMake names them: 90a-real,100-real,120 */
 DFLASH_API const char* dflash_error_string(int32_t error);
 
 #ifdef __cplusplus

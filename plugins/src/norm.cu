@@ -184,13 +184,3 @@ extern "C" cudaError_t dflash_swiglu(dflash_swiglu_params const* p, cudaStream_t
     default: return cudaErrorInvalidValue;
     }
 }
-
-extern "C" int32_t dflash_abi_version(void)
-{
-    return DFLASH_ABI_VERSION;
-}
-
-extern "C" char const* dflash_error_string(int32_t error)
-{
-    return cudaGetErrorString(static_cast<cudaError_t>(error));
-}

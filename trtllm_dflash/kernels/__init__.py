@@ -11,13 +11,14 @@ from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import accept, argmax
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
-from trtllm_dflash.kernels.library import LIBRARY_VARIABLE, load
+from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
 from trtllm_dflash.kernels.products import SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.step import begin_step, embed, end_step
 
 __all__ = [
+    "ABI_VERSION",
     "ALL_REDUCE_BYTES",
     "ALL_REDUCE_RANKS",
     "ALL_REDUCE_SHARED",
@@ -28,6 +29,7 @@ __all__ = [
     "SKINNY_ROWS",
     "AllReduce",
     "Append",
+    "Library",
     "Matrix",
     "MoE",
     "Norm",
@@ -40,6 +42,7 @@ __all__ = [
     "begin_step",
     "embed",
     "end_step",
+    "find",
     "load",
     "quantize_rows",
     "rms_norm",

@@ -88,7 +88,7 @@ class MoE:
     def _workspace(self, params: ctypes.Structure) -> int | None:
         """Bytes of scratch; None: the kernels do not compute such experts."""
         needed = ctypes.c_size_t()
-        error = load().dflash_moe_workspace(ctypes.byref(params), ctypes.byref(needed))
+        error = load().functions.dflash_moe_workspace(ctypes.byref(params), ctypes.byref(needed))
         return None if error else needed.value
 
     def _params(self, x: Tensor, logits: Tensor) -> ctypes.Structure:

@@ -3,22 +3,44 @@
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from trtllm_dflash.errors import EngineError
 
-#: Names the library, where it does not lie in `plugins/build`.
+#: Names the library, where it is another than the one that belongs to this package.
 LIBRARY_VARIABLE = "TRTLLM_DFLASH_KERNELS"
 #: The interface of `dflash_kernels.h` that the structures here are written for.
-ABI_VERSION = 7
+ABI_VERSION = 8
 #: Of one all-reduce, as `dflash_kernels.h` has them.
 MOST_RANKS = 8
 
 Pointer = ctypes.c_void_p
 
-_BUILD = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_kernels.so"
+_NAME = "libdflash_kernels.so"
+_CHECKOUT = Path(__file__).parents[2]
+#: Where a wheel and a checkout have it: beside this file, as `make wheel` packs it; where `make kernels` builds it.
+PLACES = (Path(__file__).with_name(_NAME), _CHECKOUT / "plugins" / "build" / _NAME)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The kernels' library, loaded."""
+
+    path: Path
+    version: int  # of its interface
+    architectures: tuple[str, ...]  # that it has code for, as CMake names them: 90a-real, 120
+    functions: ctypes.CDLL = field(repr=False, compare=False)
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether it has code for a GPU of this compute capability."""
+        return any(_runs_on(architecture, capability) for architecture in self.architectures)
+
+    def __str__(self) -> str:
+        return f"our CUDA kernels {self.version} ({self.path})"
 
 
 def structure(name: str, **fields: str) -> type[ctypes.Structure]:
@@ -34,30 +56,57 @@ def structure(name: str, **fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
-def load() -> ctypes.CDLL:
-    """The kernels' library: what TRTLLM_DFLASH_KERNELS names, else the one built in `plugins/build`.
+def find(places: Sequence[Path] = PLACES) -> Path | None:
+    """The library's file: what TRTLLM_DFLASH_KERNELS names, else the first of `places` where there is one."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    return Path(named) if named else next((place for place in places if place.is_file()), None)
+
+
+def load() -> Library:
+    """The library that `find` finds, loaded once.
 
     Raises:
-        EngineError: there is none, or it is of another version.
+        EngineError: there is none, or it is of another version; says how to get it.
     """
     return _load(os.environ.get(LIBRARY_VARIABLE))
 
 
-@functools.cache
-def _load(named: str | None) -> ctypes.CDLL:
-    path = Path(named or _BUILD)
+@functools.cache  # by what the environment says: files are not looked for at every launch
+def _load(named: str | None) -> Library:
+    path = find()
+    if path is None:
+        raise EngineError(f"there are no CUDA kernels: {_remedy()}")
     if not path.is_file():
-        raise EngineError(f"there are no CUDA kernels at {path}: run `make kernels`, or set {LIBRARY_VARIABLE}")
+        raise EngineError(f"{LIBRARY_VARIABLE}={path}: there is no such file; {_remedy()} and unset it")
     try:
-        library = ctypes.CDLL(str(path))
-        version = library.dflash_abi_version()
+        functions = ctypes.CDLL(str(path))
+        version = functions.dflash_abi_version()
     except (OSError, AttributeError) as error:
         raise EngineError(f"{path} is not a library of our CUDA kernels: {error}") from error
     if version != ABI_VERSION:
-        raise EngineError(f"{path} has interface {version}, not {ABI_VERSION}: run `make kernels` again")
-    library.dflash_error_string.restype = ctypes.c_char_p
-    library.dflash_attention.argtypes = [Pointer, Pointer, ctypes.c_size_t, Pointer]
-    return library
+        raise EngineError(f"the CUDA kernels of {path} have interface {version}, not {ABI_VERSION}: {_remedy()}")
+    functions.dflash_architectures.restype = ctypes.c_char_p
+    functions.dflash_error_string.restype = ctypes.c_char_p
+    functions.dflash_attention.argtypes = [Pointer, Pointer, ctypes.c_size_t, Pointer]
+    return Library(path, version, tuple(functions.dflash_architectures().decode().split(",")), functions)
+
+
+def _remedy() -> str:
+    if (_CHECKOUT / "plugins" / "CMakeLists.txt").is_file():
+        return "run `make kernels`"
+    return "install a wheel that has them: `make wheel` in a checkout, on a machine with nvcc"
+
+
+def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for one of CMake's architectures runs on a GPU: 90a-real on 9.0 alone, 100-real on 10.0 and 10.3."""
+    number, _, kind = architecture.partition("-")
+    digits = number.rstrip("af")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    if number.endswith("a"):
+        return capability == (major, minor)
+    if kind == "real" or number.endswith("f"):
+        return capability[0] == major and capability[1] >= minor
+    return capability >= (major, minor)  # as PTX it is compiled for whatever is newer
 
 
 def run(name: str, params: ctypes.Structure, *rest: object) -> None:
@@ -66,10 +115,10 @@ def run(name: str, params: ctypes.Structure, *rest: object) -> None:
     Raises:
         EngineError: it failed, with CUDA's words.
     """
-    library = load()
-    error = getattr(library, name)(ctypes.byref(params), *rest)
+    functions = load().functions
+    error = getattr(functions, name)(ctypes.byref(params), *rest)
     if error:
-        raise EngineError(f"{name}: {library.dflash_error_string(error).decode()}")
+        raise EngineError(f"{name}: {functions.dflash_error_string(error).decode()}")
 
 
 def stream() -> ctypes.c_void_p:

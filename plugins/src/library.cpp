@@ -1,0 +1,17 @@
+// What a loader asks of the library.
+#include "dflash_kernels.h"
+
+extern "C" int32_t dflash_abi_version(void)
+{
+    return DFLASH_ABI_VERSION;
+}
+
+extern "C" char const* dflash_architectures(void)
+{
+    return DFLASH_ARCHITECTURES;
+}
+
+extern "C" char const* dflash_error_string(int32_t error)
+{
+    return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
