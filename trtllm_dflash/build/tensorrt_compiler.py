@@ -19,6 +19,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.ops.nvfp4 import Transcoded
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+from trtllm_dflash.signals import is_heard
 
 MIB = 1 << 20
 
@@ -73,7 +74,7 @@ def compile_rank(
             load_timing_cache(options, cache)
         monitor = _monitor(trt, f"rank {rank}" if config.tp > 1 else "engine", progress)
         options.progress_monitor = monitor
-        with _cancelled_by_ctrl_c(monitor):
+        with _cancelled_by_signals(monitor):
             plan = builder.build_serialized_network(step.network, options)
         if monitor.is_cancelled:
             raise KeyboardInterrupt
@@ -203,20 +204,26 @@ def _monitor(trt: Any, what: str, progress: Progress) -> Any:
 
 
 @contextmanager
-def _cancelled_by_ctrl_c(monitor: Any) -> Iterator[None]:
-    """Ctrl-C cancels at TensorRT's next step: an exception could not pass through it."""
+def _cancelled_by_signals(monitor: Any) -> Iterator[None]:
+    """Lets SIGINT and SIGTERM cancel at TensorRT's next step, and then do what they do: no exception passes through it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def cancel(signum: int, frame: object) -> None:
-        monitor.is_cancelled = True
+    came: list[int] = []
 
-    before = signal.signal(signal.SIGINT, cancel)
+    def cancel(number: int, frame: object) -> None:
+        monitor.is_cancelled = True
+        came.append(number)
+
+    before = {n: signal.signal(n, cancel) for n in (signal.SIGINT, signal.SIGTERM) if is_heard(n)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import signal
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
 
 from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
@@ -17,6 +17,7 @@ from trtllm_dflash.engine.directory import PLUGIN_FILE, plan_file
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
 from trtllm_dflash.session.weights import complete_weights
+from trtllm_dflash.signals import is_heard
 
 TIMING_CACHE = "timing.cache"
 
@@ -59,13 +60,16 @@ def compile_ranks(
         except BrokenProcessPool:
             raise EngineError("a worker was killed, probably for want of memory: use fewer --workers") from None
         except BaseException:
+            for worker in active_children():
+                worker.terminate()  # one that compiles would go on to its end
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return tuple(future.result() for future in futures)
 
 
 def _end_silently_on_interrupt() -> None:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    if is_heard(signal.SIGINT):
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -14,6 +14,7 @@ from trtllm_dflash.commands.deploy_options import deploy_options, deploy_setting
 from trtllm_dflash.commands.settings import flag_of, given
 from trtllm_dflash.commands.terminal import progress_bar
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.signals import is_heard
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.serve import Serving
@@ -57,7 +58,7 @@ def serve(
     key = _read_key(endpoints, openai_api_key_file)
     if not endpoints.local:
         click.echo(f"warning: at --host {endpoints.host} anyone who reaches this machine can use Triton", err=True)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+    if is_heard(signal.SIGHUP):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
     settings = deploy_settings(no_draft, flags)
     if endpoints.openai_port is not None and not settings.decoupled:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.signals import is_heard
 
 _GRACE = 30.0  # seconds that a runtime gets to end by itself
 _PAUSE = 0.1
@@ -186,7 +187,8 @@ def _run(words: list[str], folder: Path) -> int:
     def hand_on(number: int, frame: FrameType | None) -> None:
         asked.append(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = filter(is_heard, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
         try:
             # In a session of its own: Ctrl-C on the terminal is for us, who hand it on once.

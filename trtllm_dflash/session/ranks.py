@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistributed
+from trtllm_dflash.signals import is_heard
 
 _LOOPBACK = "127.0.0.1"
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
@@ -54,6 +55,8 @@ def end_on_interrupt() -> None:
 
     An exception in the middle of a step would leave the other ranks waiting for this one.
     """
+    if not is_heard(signal.SIGINT):
+        return
     if launched_rank() == 0:
         signal.signal(signal.SIGINT, lambda *_: _leave())
     elif launched_rank() is not None:
