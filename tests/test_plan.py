@@ -13,8 +13,8 @@ from trtllm_dflash.build.plan import BuildPlan, Comparison
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
-from trtllm_dflash.cost.gpus import PUBLISHED
-from trtllm_dflash.cost.memory import GPUS, plan_memory, weight_bytes
+from trtllm_dflash.cost.gpus import GPUS
+from trtllm_dflash.cost.memory import plan_memory, weight_bytes
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -65,7 +65,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s(
     for row in record["rows"]:
         arm = row["arm"], row["batch"], row["rows"]
         drafting = DRAFTING[row["arm"]]
-        time = predict_step(count, PUBLISHED["h200"], drafting, row["batch"], row["rows"], row["cache_length"])
+        time = predict_step(count, GPUS["h200"], drafting, row["batch"], row["rows"], row["cache_length"])
         errors[arm] = time.seconds / row["seconds"] - 1
         bytes_, flops = (
             sum(getattr(part.total, kind) for part in count.parts(drafting, *arm[1:], row["cache_length"]))
@@ -85,7 +85,7 @@ def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus
         if sums == "ours" and int(batch) * rows > 16:
             drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
             count = StepCount(config("qwen3-8b", tp=int(gpus)))
-            time = predict_step(count, PUBLISHED["h200"], drafting, int(batch), rows, 1024)
+            time = predict_step(count, GPUS["h200"], drafting, int(batch), rows, 1024)
             errors[gpus, batch, rows] = time.seconds / (float(ms) * 1e-3) - 1
     assert len(errors) == 6
     assert max(map(abs, errors.values())) <= ERROR_BOUND, errors
@@ -93,9 +93,9 @@ def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus
 
 def test_experts_that_more_than_16_rows_chose_are_read_again():
     count = StepCount(config("gpt-oss-20b", max_batch=512))
-    few, many = (predict_step(count, PUBLISHED["h200"], Drafting.OFF, batch, 1, 1).products for batch in (128, 512))
+    few, many = (predict_step(count, GPUS["h200"], Drafting.OFF, batch, 1, 1).products for batch in (128, 512))
     (part,) = count.parts(Drafting.OFF, 128, 1, 1)
-    once = part.experts.bytes / PUBLISHED["h200"].achieved("bf16").copy
+    once = part.experts.bytes / GPUS["h200"].achieved("bf16").copy
     assert many - few > 3 * once  # of 16 and of 64 rows: all 32 experts, in at most two tiles and in four
 
 
@@ -103,7 +103,7 @@ def test_predicted_sums_are_those_measured_to_a_few_microseconds():
     for gpus, sums, batch, step, _, us, *_ in tensor_parallel_rows():
         if sums == "ours":
             count = int(batch) * (1 if step == "plain" else 16) * 4096 * 2
-            assert sum_seconds(count, int(gpus), PUBLISHED["h200"]) * 1e6 == pytest.approx(float(us), abs=2.0)
+            assert sum_seconds(count, int(gpus), GPUS["h200"]) * 1e6 == pytest.approx(float(us), abs=2.0)
 
 
 # -- counting experts and windows ------------------------------------------------------------------------------------
@@ -170,10 +170,6 @@ def test_shapes_of_known_pairs_are_what_the_catalog_says():
             assert engine.drafter.layers == entry.drafter_layers
             assert engine.drafter.block_size == entry.block_size
             assert entry.tap_layers in (None, engine.drafter.tap_layers)
-
-
-def test_every_gpu_that_engines_are_built_for_has_its_published_limits():
-    assert PUBLISHED.keys() == GPUS.keys()
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from transformers import AutoConfig
 
 from tests.conftest import TINY, refusal, run, succeeds
 from trtllm_dflash.catalog import load_catalog
-from trtllm_dflash.cost.memory import GPUS
+from trtllm_dflash.cost.gpus import GPUS
 from trtllm_dflash.foreign import tensorrt_llm, vllm
-from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings, find_gpu
+from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings
 from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
 from trtllm_dflash.foreign.shapes import DRAFTERS, TARGETS
 
@@ -108,7 +108,7 @@ def test_the_shipped_pair_is_launched_by_its_folders_and_fits_vllms_kernels():
     assert launch.command == ("vllm", "serve", str(TINY / "target"))
     config = json.loads(launch.words[launch.words.index("--speculative-config") + 1])
     assert config["model"] == str(TINY / "drafter") and config["num_speculative_tokens"] == 15
-    assert vllm.head_size_fits(64, find_gpu("h200"))
+    assert vllm.head_size_fits(64, GPUS["h200"])
     by_folder = launch_of(settings("vllm", target=str(TINY / "target"), drafter=str(TINY / "drafter")))
     assert by_folder.words[3:] == [
         word.replace("tiny", "target") if word == "tiny" else word for word in launch.words[3:]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_dflash.cost.memory import GB, GPUS, RESERVED, MemoryPlan, check_fits, plan_memory
+from trtllm_dflash.cost.gpus import GB, GPUS, RESERVED
+from trtllm_dflash.cost.memory import MemoryPlan, check_fits, plan_memory
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError

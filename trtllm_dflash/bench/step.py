@@ -16,7 +16,8 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
-from trtllm_dflash.cost.memory import GB, RESERVED, plan_memory
+from trtllm_dflash.cost.gpus import RESERVED, gigabytes
+from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.rates import Rates, free_memory, measure_rates
 from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
@@ -395,8 +396,9 @@ def check_room(config: EngineConfig, device: torch.device) -> None:
     if need > room:
         where = torch.cuda.get_device_name(device) if cuda else "this machine"
         raise EngineError(
-            f"--shape {config.name} with {config.max_batch} slots of {config.max_seq_len} tokens needs {need / GB:.1f} "
-            f"GB, and {where} has {max(room, 0) / GB:.1f} GB to give: use a smaller --batch, --cache-length or --layers"
+            f"--shape {config.name} with {config.max_batch} slots of {config.max_seq_len} tokens needs "
+            f"{gigabytes(need)}, and {where} has {gigabytes(max(room, 0))} to give: use a smaller --batch, "
+            "--cache-length or --layers"
         )
 
 

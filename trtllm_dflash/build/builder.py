@@ -24,7 +24,8 @@ from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.cost.memory import GPUS, check_fits
+from trtllm_dflash.cost.gpus import GPUS
+from trtllm_dflash.cost.memory import check_fits
 from trtllm_dflash.engine.config import Backend, EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,

@@ -19,18 +19,8 @@ from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
-from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PUBLISHED
-from trtllm_dflash.cost.memory import (
-    GB,
-    GPUS,
-    RESERVED,
-    capability,
-    check_fits,
-    computes_all_experts,
-    plan_adds,
-    plan_memory,
-    stored_bytes,
-)
+from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, GPUS, RESERVED, PublishedGPU, capability
+from trtllm_dflash.cost.memory import check_fits, computes_all_experts, plan_adds, plan_memory, stored_bytes
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -198,16 +188,15 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         SettingsError: the GPU or the model's shape is not known, or a setting does not fit the model.
         EngineError: it does not fit the GPU; says which knobs help.
     """
-    gpu = settings.gpu
-    if gpu not in GPUS:
-        raise SettingsError(f"--gpu {gpu}: --plan knows {', '.join(GPUS)}")
-    config = planned_engine(build, gpu)
+    if settings.gpu not in GPUS:
+        raise SettingsError(f"--gpu {settings.gpu}: --plan knows {', '.join(GPUS)}")
+    gpu = GPUS[settings.gpu]
+    config = planned_engine(build, gpu.name)
     _check(config, settings)
-    memory = check_fits(config, gpu)
-    published, room = PUBLISHED[gpu], GPUS[gpu].memory * GB - RESERVED
+    memory = check_fits(config, gpu.name)
 
     def fits(**changes: int) -> bool:
-        return plan_memory(config.model_copy(update=changes)).total <= room
+        return plan_memory(config.model_copy(update=changes)).total <= gpu.usable_bytes
 
     most = _largest(config.max_batch, _MOST_SLOTS, lambda n: fits(max_batch=n))
     longest = _largest(config.max_seq_len, config.target.max_positions, lambda n: fits(max_seq_len=n))
@@ -217,13 +206,13 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
     moe = config.target.moe
     return BuildPlan(
         model=config.name,
-        gpu=gpu,
+        gpu=gpu.name,
         limits=Limits(
-            memory=GPUS[gpu].memory * GB,
-            bandwidth=published.bandwidth,
-            flops=published.products(config.precision),
-            link=published.link,
-            nvlink=published.nvlink,
+            memory=gpu.bytes,
+            bandwidth=gpu.bandwidth,
+            flops=gpu.products(config.precision),
+            link=gpu.link,
+            nvlink=gpu.nvlink,
         ),
         precision=config.precision,
         linear_precision=config.target.linear_precision,
@@ -373,7 +362,9 @@ def _part(weight: Weight) -> str:
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _points(config: EngineConfig, gpu: str, acceptance: float | None, batches: list[int], length: int) -> list[Point]:
+def _points(
+    config: EngineConfig, gpu: PublishedGPU, acceptance: float | None, batches: list[int], length: int
+) -> list[Point]:
     count, points = StepCount(config), []
     for batch in batches:
         points.append(_point(count, gpu, acceptance, "plain", batch, 0, length))
@@ -390,7 +381,7 @@ def _points(config: EngineConfig, gpu: str, acceptance: float | None, batches: l
 
 def _point(
     count: StepCount,
-    gpu: str,
+    gpu: PublishedGPU,
     acceptance: float | None,
     arm: Literal["plain", "draft"],
     batch: int,
@@ -399,7 +390,7 @@ def _point(
 ) -> Point:
     config = count.config
     drafting = Drafting.OFF if arm == "plain" else Drafting.BLOCK if drafts else Drafting.CONTEXT
-    time = predict_step(count, PUBLISHED[gpu], drafting, batch, drafts + 1, length)
+    time = predict_step(count, gpu, drafting, batch, drafts + 1, length)
     parts = count.parts(drafting, batch, drafts + 1, length)
     tokens = 1.0 if drafts == 0 else None
     if drafts and acceptance is not None and config.drafter is not None:
@@ -436,7 +427,7 @@ def _drafts_in_fp8(config: EngineConfig) -> bool:
     return config.drafter is not None and config.drafter.linear_precision is WeightPrecision.FP8
 
 
-def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> list[str]:
+def _assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | None) -> list[str]:
     """One a line."""
     target, drafter = config.target, config.drafter
     precision, steps = config.precision.upper(), "torch's, captured, with our CUDA kernels"
@@ -452,7 +443,7 @@ def _assumptions(config: EngineConfig, gpu: str, acceptance: float | None) -> li
     ]
     if config.tp > 4:
         notes.append("Ranks: sums were measured on 2 and 4 H200s; more are extrapolated.")
-    if config.tp > 1 and not PUBLISHED[gpu].nvlink:
+    if config.tp > 1 and not gpu.nvlink:
         notes.append("Ranks: without NVLink, sums are taken to have the latency of NCCL's over it.")
     if target.moe is not None:
         stored, moe = str(_expert_precision(config)).upper(), target.moe

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from trtllm_dflash.cost.memory import capability
+from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
@@ -154,10 +154,8 @@ def _said(place: _Place, chosen: dict[str, str | None]) -> str:
 def _capability(gpu: str | None) -> int | None:
     if gpu is not None:
         return capability(gpu)
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return major * 10 + minor
-    return None
+    present = present_gpu()
+    return None if present is None else present.capability
 
 
 def _list(names: list[str]) -> str:

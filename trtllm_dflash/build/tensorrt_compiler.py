@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.build.tensorrt_network import StepNetwork, build_network
-from trtllm_dflash.cost.memory import capability
+from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
@@ -102,20 +102,21 @@ def compile_target(trt: Any, gpu: str | None) -> str | None:
                 f"--gpu {gpu}: TensorRT-RTX compiles for {known}; for {wanted.lower()} install tensorrt beside that GPU"
             )
         return wanted
-    if not torch.cuda.is_available():
+    present = present_gpu()
+    if present is None:
         raise SettingsError("TensorRT compiles for the GPU present, and there is none: build where the engine will run")
-    present = "SM{}{}".format(*torch.cuda.get_device_capability())
-    if wanted not in (None, present):
-        raise SettingsError(f"--gpu {gpu}: TensorRT compiles for the GPU present, which is {present.lower()}")
+    if gpu is not None and capability(gpu) != present.capability:
+        raise SettingsError(f"--gpu {gpu}: TensorRT compiles for the GPU present, which is sm{present.capability}")
     return None
 
 
 def _capability(target: str | None) -> int:
-    """Of the GPU that is compiled for: 120 for `SM120`; None: the GPU present."""
+    """The compute capability that is compiled for: 120 for `SM120`; None: that of the GPU present."""
     if target is not None:
         return int(target.removeprefix("SM"))
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    present = present_gpu()
+    assert present is not None  # `compile_target` looked
+    return present.capability
 
 
 def _options(trt: Any, builder: Any, step: StepNetwork, settings: CompileSettings, target: str | None) -> Any:

@@ -11,7 +11,8 @@ from pathlib import Path
 from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair
-from trtllm_dflash.cost.memory import GB, weight_bytes
+from trtllm_dflash.cost.gpus import GB
+from trtllm_dflash.cost.memory import weight_bytes
 from trtllm_dflash.engine.config import EngineConfig, PlanSummary, Progress
 from trtllm_dflash.engine.directory import PLUGIN_FILE, plan_file
 from trtllm_dflash.errors import EngineError, SettingsError

@@ -1,11 +1,18 @@
-"""What is published of the GPUs that engines are built for, and how much of that a decoding step gets."""
+"""The GPUs that engines are built for, as published, and how much of that a decoding step gets."""
 
 from dataclasses import dataclass
 
+import torch
+
 from trtllm_dflash.cost.rates import Rates
+from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.weights import Precision
 
-_GB, _TERA = 1e9, 1e12
+GB = 1_000_000_000
+_TERA = 1e12
+
+#: Bytes that the driver, CUDA's context and captured graphs take, and what fragmentation loses.
+RESERVED = 2 * GB
 
 #: Measured on an H200: a large copy moves 4.24 of 4.8 TB/s (read and written), a large BF16 product does 683 of 989
 #: TFLOP/s. Others of the kind differ by a percent or two: see the records in benchmarks/results.
@@ -14,8 +21,37 @@ GEMM_SHARE = 683 / 989
 
 
 @dataclass(frozen=True)
-class Published:
-    """A GPU's limits, from its data sheet; of products, without sparsity."""
+class GPU:
+    """A GPU: what fits it, and which kernels there are for it."""
+
+    name: str
+    memory: int  # GB, as in its data sheet
+    capability: int  # 89: compute capability 8.9
+
+    @property
+    def bytes(self) -> int:
+        """All of its memory."""
+        return self.memory * GB
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that weights, caches and activations may take."""
+        return self.bytes - RESERVED
+
+    @property
+    def datacenter_blackwell(self) -> bool:
+        """Whether it is SM100 or SM103, for which there are kernels that other Blackwell GPUs lack."""
+        return self.capability in (100, 103)
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it is SM90."""
+        return self.capability == 90
+
+
+@dataclass(frozen=True)
+class PublishedGPU(GPU):
+    """A GPU with its limits, from its data sheet; of products, without sparsity."""
 
     bandwidth: float  # of its memory, bytes a second
     bf16: float  # and FP16, summed in FP32: operations a second; in FP8 twice as many
@@ -32,14 +68,56 @@ class Published:
         return Rates(self.bandwidth * COPY_SHARE, self.products(precision) * GEMM_SHARE)
 
 
-#: By the names of `cost.memory.GPUS`. Data-center GPUs are the SXM ones, of an HGX board.
-PUBLISHED = {
-    "b300": Published(8_000 * _GB, 2_250 * _TERA, 75 * _TERA, 900 * _GB),
-    "b200": Published(8_000 * _GB, 2_250 * _TERA, 75 * _TERA, 900 * _GB),
-    "h200": Published(4_800 * _GB, 989 * _TERA, 67 * _TERA, 450 * _GB),
-    "h100": Published(3_350 * _GB, 989 * _TERA, 67 * _TERA, 450 * _GB),
-    "rtx-pro-6000": Published(1_792 * _GB, 503.8 * _TERA, 126 * _TERA, 64 * _GB, nvlink=False),
-    "rtx-5090": Published(1_792 * _GB, 209.5 * _TERA, 104.8 * _TERA, 64 * _GB, nvlink=False),
-    "rtx-4090": Published(1_008 * _GB, 165.2 * _TERA, 82.6 * _TERA, 32 * _GB, nvlink=False),
-    "l40s": Published(864 * _GB, 362 * _TERA, 91.6 * _TERA, 32 * _GB, nvlink=False),
+#: By the name that `--gpu` takes. Data-center GPUs are the SXM ones, of an HGX board.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        PublishedGPU("b300", 288, 103, 8_000 * GB, 2_250 * _TERA, 75 * _TERA, 900 * GB),
+        PublishedGPU("b200", 192, 100, 8_000 * GB, 2_250 * _TERA, 75 * _TERA, 900 * GB),
+        PublishedGPU("h200", 141, 90, 4_800 * GB, 989 * _TERA, 67 * _TERA, 450 * GB),
+        PublishedGPU("h100", 80, 90, 3_350 * GB, 989 * _TERA, 67 * _TERA, 450 * GB),
+        PublishedGPU("rtx-pro-6000", 96, 120, 1_792 * GB, 503.8 * _TERA, 126 * _TERA, 64 * GB, nvlink=False),
+        PublishedGPU("rtx-5090", 32, 120, 1_792 * GB, 209.5 * _TERA, 104.8 * _TERA, 64 * GB, nvlink=False),
+        PublishedGPU("rtx-4090", 24, 89, 1_008 * GB, 165.2 * _TERA, 82.6 * _TERA, 32 * GB, nvlink=False),
+        PublishedGPU("l40s", 48, 89, 864 * GB, 362 * _TERA, 91.6 * _TERA, 32 * GB, nvlink=False),
+    )
 }
+
+
+def find_gpu(name: str) -> PublishedGPU:
+    """The GPU of that name.
+
+    Raises:
+        SettingsError: it is not known.
+    """
+    if name.lower() not in GPUS:
+        raise SettingsError(f"--gpu {name} is not known; known: {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def capability(name: str) -> int:
+    """The compute capability that a GPU's name stands for, such as 89; `sm89` stands for itself.
+
+    Raises:
+        SettingsError: the name is not known.
+    """
+    lower = name.lower()
+    if lower.startswith("sm") and lower[2:].isdigit():
+        return int(lower[2:])
+    try:
+        return find_gpu(name).capability
+    except SettingsError as error:
+        raise SettingsError(f"{error}, or a compute capability such as sm89") from None
+
+
+def present_gpu() -> GPU | None:
+    """The GPU that this process computes on; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return GPU(found.name.replace(" ", "-").lower(), found.total_memory // GB, 10 * found.major + found.minor)
+
+
+def gigabytes(count: int) -> str:
+    """A number of bytes in words: `12.3 GB`."""
+    return f"{count / GB:.1f} GB"

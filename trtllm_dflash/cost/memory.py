@@ -3,9 +3,11 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
+from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
-from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import HEAD_SIZES, MAX_ROWS
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
@@ -13,46 +15,6 @@ from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
-
-GB = 1_000_000_000
-
-#: What the driver, CUDA's context and captured graphs take, and what fragmentation loses.
-RESERVED = 2 * GB
-
-
-@dataclass(frozen=True)
-class GPU:
-    """A GPU that engines are built for."""
-
-    memory: int  # GB, as in its data sheet
-    capability: int  # 89: compute capability 8.9
-
-
-#: By the name that `--gpu` takes.
-GPUS = {
-    "b300": GPU(288, 103),
-    "b200": GPU(192, 100),
-    "h200": GPU(141, 90),
-    "h100": GPU(80, 90),
-    "rtx-pro-6000": GPU(96, 120),
-    "rtx-5090": GPU(32, 120),
-    "rtx-4090": GPU(24, 89),
-    "l40s": GPU(48, 89),
-}
-
-
-def capability(gpu: str) -> int:
-    """The compute capability that a GPU's name stands for, such as 89; `sm89` stands for itself.
-
-    Raises:
-        SettingsError: the name is not known.
-    """
-    name = gpu.lower()
-    if name.startswith("sm") and name[2:].isdigit():
-        return int(name[2:])
-    if name in GPUS:
-        return GPUS[name].capability
-    raise SettingsError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}, or a compute capability such as sm89")
 
 
 @dataclass(frozen=True)
@@ -73,7 +35,7 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig) -> MemoryPlan:
     """The bytes that one rank of an engine needs; the first rank, which holds the most."""
     size = config.cache_dtype.itemsize
-    caches = {name: _count(shape) * size for name, shape in cache_shapes(config).items()}
+    caches = {name: prod(shape) * size for name, shape in cache_shapes(config).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
         weights=weight_bytes(config),
@@ -90,15 +52,14 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
         SettingsError: the GPU is not known.
         EngineError: it does not fit; says by how much, and which knob helps.
     """
-    if gpu not in GPUS:
-        raise SettingsError(f"--gpu {gpu} is not known; known: {', '.join(GPUS)}")
+    room = find_gpu(gpu).usable_bytes
     plan = plan_memory(config)
-    room = GPUS[gpu].memory * GB - RESERVED
     if plan.total > room:
         parts = {"weights": plan.weights, "caches": plan.target_cache + plan.drafter_cache, "scratch": plan.scratch}
         raise EngineError(
-            f"the engine needs {_gb(plan.total)} on each GPU ({', '.join(f'{k} {_gb(v)}' for k, v in parts.items())}), "
-            f"{_gb(plan.total - room)} more than {gpu} has: {_advice(config, room)}"
+            f"the engine needs {gigabytes(plan.total)} on each GPU "
+            f"({', '.join(f'{part} {gigabytes(count)}' for part, count in parts.items())}), "
+            f"{gigabytes(plan.total - room)} more than {gpu} has: {_advice(config, room)}"
         )
     return plan
 
@@ -122,7 +83,7 @@ def weight_count(config: EngineConfig) -> int:
     """Parameters that the first rank holds, with the RoPE tables; a tied head counts once."""
     numbers = {Content.NUMBERS: 1, Content.E2M1_PAIRS: 2, Content.E8M0: 0}  # an element's
     weights = _weights(config.target, config.drafter)
-    return sum(_count(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
+    return sum(prod(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
 
 
 def weight_bytes(config: EngineConfig) -> int:
@@ -139,7 +100,7 @@ def plan_adds(config: EngineConfig) -> int:
         return 0
     elements = {Content.NUMBERS: 0, Content.E2M1_PAIRS: 0, Content.E8M0: 0}
     for weight in build_target(config.target).weights():
-        elements[weight.parts[0].content] += _count(weight.shape(config.tp, 0))
+        elements[weight.parts[0].content] += prod(weight.shape(config.tp, 0))
     pairs, scales = elements[Content.E2M1_PAIRS], elements[Content.E8M0]
     gpu = capability(config.gpu) if config.gpu is not None else None
     if gpu in MOE_LAYER_CAPABILITIES:
@@ -233,14 +194,3 @@ def computes_all_experts(config: EngineConfig) -> bool:
     """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
     gpu = capability(config.gpu) if config.gpu is not None else None
     return config.backend == "tensorrt" and gpu not in MOE_LAYER_CAPABILITIES
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _gb(count: int) -> str:
-    return f"{count / GB:.1f} GB"

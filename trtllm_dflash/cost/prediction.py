@@ -17,7 +17,7 @@ from math import log2
 from typing import Literal
 
 from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds
-from trtllm_dflash.cost.gpus import Published
+from trtllm_dflash.cost.gpus import PublishedGPU
 from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
@@ -69,7 +69,9 @@ class StepTime:
         return self.products + self.attention + self.layers + self.sums
 
 
-def predict_step(count: StepCount, gpu: Published, drafting: Drafting, batch: int, rows: int, length: int) -> StepTime:
+def predict_step(
+    count: StepCount, gpu: PublishedGPU, drafting: Drafting, batch: int, rows: int, length: int
+) -> StepTime:
     """The time of a step of the engine that is counted; the other arguments as `cost.floor.step_work`'s."""
     config = count.config
     rates = gpu.achieved(config.precision)
@@ -104,7 +106,7 @@ def sum_bytes(config: EngineConfig, part: PartWork) -> int:
     return part.rows * part.hidden_size * config.dtype.itemsize
 
 
-def sum_seconds(count: int, tp: int, gpu: Published) -> float:
+def sum_seconds(count: int, tp: int, gpu: PublishedGPU) -> float:
     """Of one sum of `count` bytes over the ranks."""
     if tp == 1 or count == 0:
         return 0.0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.catalog import CatalogEntry, find_entry
-from trtllm_dflash.cost.memory import GB, GPUS, RESERVED
+from trtllm_dflash.cost.gpus import GB, GPU, GPUS, find_gpu, gigabytes, present_gpu
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.shapes import (
     DRAFTERS,
@@ -69,25 +69,6 @@ class LaunchSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU by the name that `--gpu` takes."""
-
-    name: str
-    memory: int  # GB
-    capability: int  # 90: compute capability 9.0
-
-    @property
-    def datacenter_blackwell(self) -> bool:
-        """SM100 or SM103, for which there are kernels that other Blackwell GPUs lack."""
-        return self.capability in (100, 103)
-
-    @property
-    def hopper(self) -> bool:
-        """SM90."""
-        return self.capability == 90
-
-
-@dataclass(frozen=True)
 class Room:
     """How many sequences fit on a GPU at once, each at its full length.
 
@@ -125,7 +106,7 @@ class Plan:
     target: str
     drafter: str | None
     method: Method
-    gpu: Gpu
+    gpu: GPU
     draft_length: int
     block_size: int | None
     shape: ModelShape | None
@@ -173,8 +154,8 @@ class Plan:
         if self.room is None:
             return "as asked" if settings.max_batch else "the pair's shape is not known here, so memory is not planned"
         gpu = self.gpu
-        parts = f"{_gb(self.room.weights)} of weights, {_gb(self.room.per_sequence)} of caches a sequence"
-        fits = f"{gpu.name}, {gpu.memory} GB: {parts}; {self.room.largest} fit in {_gb(self.room.available)}"
+        parts = f"{gigabytes(self.room.weights)} of weights, {gigabytes(self.room.per_sequence)} of caches a sequence"
+        fits = f"{gpu.name}, {gpu.memory} GB: {parts}; {self.room.largest} fit in {gigabytes(self.room.available)}"
         if settings.max_batch is not None:
             return f"as asked; {fits}"
         if self.max_batch == BATCHES[0]:
@@ -183,7 +164,7 @@ class Plan:
 
 
 #: Bytes that caches may take on a GPU, from its memory, its weights' bytes and what each runtime sets aside.
-Available = Callable[[Gpu, int], int]
+Available = Callable[[GPU, int], int]
 
 
 def plan(settings: LaunchSettings, available: Available) -> Plan:
@@ -195,7 +176,7 @@ def plan(settings: LaunchSettings, available: Available) -> Plan:
     """
     entry = find_entry(settings.model) if settings.model is not None else None
     target, drafter = _names(settings, entry)
-    gpu = find_gpu(settings.gpu)
+    gpu = gpu_for(settings)
     shape, facts = _shapes(settings, entry, target, drafter)
     draft_length = _draft_length(settings, facts)
     _check_parallelism(settings, shape, facts.shape)
@@ -224,23 +205,18 @@ def plan(settings: LaunchSettings, available: Available) -> Plan:
     )
 
 
-def find_gpu(name: str | None) -> Gpu:
-    """The GPU of that name, else the one in this machine.
+def gpu_for(settings: LaunchSettings) -> GPU:
+    """The GPU that is named, else the one in this machine.
 
     Raises:
         SettingsError: it is not known, or there is none.
     """
-    if name is not None:
-        if name.lower() not in GPUS:
-            raise SettingsError(f"--gpu {name} is not known; known: {', '.join(GPUS)}")
-        known = GPUS[name.lower()]
-        return Gpu(name.lower(), known.memory, known.capability)
-    import torch
-
-    if not torch.cuda.is_available():
+    if settings.gpu is not None:
+        return find_gpu(settings.gpu)
+    present = present_gpu()
+    if present is None:
         raise SettingsError(f"--gpu: there is no GPU here to plan for; name one: {', '.join(GPUS)}")
-    found = torch.cuda.get_device_properties(0)
-    return Gpu(found.name.replace(" ", "-").lower(), found.total_memory // GB, found.major * 10 + found.minor)
+    return present
 
 
 # -- the pair --------------------------------------------------------------------------------------------------------
@@ -356,7 +332,7 @@ def _sequence(settings: LaunchSettings, target: ModelShape | None, drafter: Mode
 
 def _room(
     settings: LaunchSettings,
-    gpu: Gpu,
+    gpu: GPU,
     target: ModelShape | None,
     drafter: ModelShape | None,
     tokens: int,
@@ -375,12 +351,12 @@ def _fitting(room: Room) -> int:
     return next((batch for batch in BATCHES if batch <= room.largest), 0)
 
 
-def _check_room(settings: LaunchSettings, gpu: Gpu, room: Room | None, batch: int, tokens: int) -> None:
+def _check_room(settings: LaunchSettings, gpu: GPU, room: Room | None, batch: int, tokens: int) -> None:
     if room is None:
         return
     if room.largest == 0:
         raise SettingsError(
-            f"--tp {settings.tp}: {_gb(room.weights)} of weights leave a {gpu.name} no room for one sequence of "
+            f"--tp {settings.tp}: {gigabytes(room.weights)} of weights leave a {gpu.name} no room for one sequence of "
             f"{tokens} tokens; use more GPUs (--tp), a smaller --max-seq-len or another --gpu"
         )
     if batch > room.largest:
@@ -393,8 +369,8 @@ def _check_room(settings: LaunchSettings, gpu: Gpu, room: Room | None, batch: in
 def static_memory(fraction: float) -> Available:
     """For runtimes that give weights and caches together a fraction of the GPU's memory."""
 
-    def available(gpu: Gpu, weights: int) -> int:
-        return int(gpu.memory * GB * fraction) - weights - SCRATCH
+    def available(gpu: GPU, weights: int) -> int:
+        return int(gpu.bytes * fraction) - weights - SCRATCH
 
     return available
 
@@ -402,11 +378,12 @@ def static_memory(fraction: float) -> Available:
 def free_memory(fraction: float) -> Available:
     """For runtimes that give caches a fraction of what is free once the weights are there."""
 
-    def available(gpu: Gpu, weights: int) -> int:
-        return int((gpu.memory * GB - RESERVED - weights - SCRATCH) * fraction)
+    def available(gpu: GPU, weights: int) -> int:
+        return int(left_by_weights(gpu, weights) * fraction)
 
     return available
 
 
-def _gb(count: int) -> str:
-    return f"{count / GB:.1f} GB"
+def left_by_weights(gpu: GPU, weights: int) -> int:
+    """Bytes of a GPU that are free for caches once the weights are there."""
+    return gpu.usable_bytes - weights - SCRATCH

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from trtllm_dflash.cost.memory import GB, RESERVED
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
-from trtllm_dflash.foreign.plan import SCRATCH, Plan, free_memory
+from trtllm_dflash.foreign.plan import Plan, free_memory, left_by_weights
 
 _FREE = 0.88  # of what is free after the weights, for both caches
 _MOST = 0.85  # for the target's, as in NVIDIA's recipes
@@ -170,7 +169,7 @@ def cache_fraction(plan: Plan) -> float:
     """
     if plan.method != "dflash" or plan.room is None or plan.drafter_shape is None:
         return _MOST
-    free = plan.gpu.memory * GB - RESERVED - SCRATCH - plan.room.weights
+    free = left_by_weights(plan.gpu, plan.room.weights)
     arena = (plan.max_batch + 1) * plan.drafter_shape.cache_bytes(plan.max_seq_len, plan.settings.tp)
     return max(0.05, min(_MOST, int(100 * (0.95 - arena / free)) / 100))
 

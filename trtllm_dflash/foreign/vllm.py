@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from trtllm_dflash.cost.gpus import GPU
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
-from trtllm_dflash.foreign.plan import Gpu, Plan, static_memory
+from trtllm_dflash.foreign.plan import Plan, static_memory
 
 _MEMORY = 0.9
 _PREFILL = 8192  # tokens that a step can take besides drafts; with fewer vLLM warns of its speed
@@ -154,7 +155,7 @@ def _check_kernels(plan: Plan) -> None:
             )
 
 
-def head_size_fits(size: int, gpu: Gpu) -> bool:
+def head_size_fits(size: int, gpu: GPU) -> bool:
     """Whether vLLM's FlashAttention takes heads of that size (FlashAttentionBackend.supports_head_size)."""
     return size % 8 == 0 and size <= (512 if gpu.datacenter_blackwell else 256)
 

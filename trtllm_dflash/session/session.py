@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from trtllm_dflash.cost.memory import GB, cache_shapes, plan_memory
+from trtllm_dflash.cost.gpus import gigabytes
+from trtllm_dflash.cost.memory import cache_shapes, plan_memory
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
@@ -256,8 +257,7 @@ def _allocate_caches(config: EngineConfig, device: torch.device) -> dict[str, Te
         return {name: torch.zeros(shape, dtype=config.cache_dtype, device=device) for name, shape in shapes.items()}
     except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
         plan = plan_memory(config)
-        size = (plan.target_cache + plan.drafter_cache) / GB
         raise EngineError(
-            f"there is no memory for {size:.1f} GB of caches: {config.max_batch} slots of {config.max_seq_len} tokens; "
-            "build with a smaller --max-batch or --max-seq-len"
+            f"there is no memory for {gigabytes(plan.target_cache + plan.drafter_cache)} of caches: {config.max_batch} "
+            f"slots of {config.max_seq_len} tokens; build with a smaller --max-batch or --max-seq-len"
         ) from error
