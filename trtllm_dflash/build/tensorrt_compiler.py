@@ -206,7 +206,7 @@ def _monitor(trt: Any, what: str, progress: Progress) -> Any:
 
 @contextmanager
 def _cancelled_by_signals(monitor: Any) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM cancel at TensorRT's next step, and then do what they do: no exception passes through it."""
+    """Lets SIGINT and SIGTERM cancel at TensorRT's next step, and then do what they do; no exception passes through."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
