@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
     return there;
 }
 
-// Two warps wait for each other.
+// Two warps wait for each other. Both at the same call: `bar.sync` is the aligned form of a barrier, all threads of which
+// execute the same instruction.
 __device__ __forceinline__ void meet(int pair)
 {
     asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
@@ -98,11 +99,10 @@ struct Reduce
                     }
                     there = here;
                 });
-            meet(place.warp - kSlots);
         }
-        else
+        meet(place.warp % kSlots);
+        if (place.warp < kSlots)
         {
-            meet(place.warp);
             each_item(active,
                 [&](Item& there, int granule, int tile)
                 {
