@@ -34,6 +34,12 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// Shows the cluster, and bulk copies, the barriers that this thread has made ready.
+__device__ __forceinline__ void fence_barrier_inits()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 __device__ __forceinline__ void arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -56,6 +62,20 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity
             : "r"(barrier), "r"(parity)
             : "memory");
     }
+}
+
+// -- the cluster's barrier --------------------------------------------------------------------------------------------
+
+// Arrives, a whole warp at once, and goes on. Of its writes others then see only the barriers that it has shown.
+__device__ __forceinline__ void arrive_at_cluster()
+{
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// Waits until all warps of the cluster have arrived.
+__device__ __forceinline__ void wait_for_cluster()
+{
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // -- products ---------------------------------------------------------------------------------------------------------

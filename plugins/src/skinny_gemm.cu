@@ -22,6 +22,8 @@ namespace
 
 using namespace skinny;
 
+// Makes the barriers ready, each by the thread that is the first to use it: the one that loads begins at once. Other
+// threads, and the other block, may use them once the cluster has met.
 template <typename L>
 __device__ __forceinline__ void init_barriers(Place const& place, Shared<L> const& shared)
 {
@@ -38,23 +40,18 @@ __device__ __forceinline__ void init_barriers(Place const& place, Shared<L> cons
         else
         {
             init_barrier(shared.own_barriers, 1);
-            init_barrier(shared.own_barriers + 8, 1);
+            init_barrier(shared.own_barriers + kBarrier, 1);
+            if (place.warp == 0)
+            {
+                init_barrier(shared.inbox_barriers, 1);
+                init_barrier(shared.inbox_barriers + kBarrier, 1);
+                init_barrier(shared.squares_barrier, 1);
+            }
         }
-        if (place.warp == 0)
-        {
-            init_barrier(shared.inbox_barriers, 1);
-            init_barrier(shared.inbox_barriers + 8, 1);
-            init_barrier(shared.squares_barrier, 1);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (place.warp == 0)
-        {
-            expect_bytes(shared.inbox_barriers, L::kInboxBytes / 2);
-            expect_bytes(shared.inbox_barriers + 8, L::kInboxBytes / 2);
-        }
+        fence_barrier_inits();
     }
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block can be sent to
+    arrive_at_cluster();
 }
 
 // The work of the eight warps that multiply. All products go through this one code, for what is read first from far
@@ -68,13 +65,14 @@ __device__ __forceinline__ void multiply(
     int const passes = (share.count + L::kGranules - 1) / L::kGranules;
     Inputs<L> inputs{launch, place, shared, share.runs, passes};
     inputs.expect_first();
+    Reduce<L> reduce{place, shared};
+    reduce.expect_first(inputs.is_normed);
     if (inputs.kScaled && inputs.is_normed)
     {
         inputs.scale_norm();
     }
     Mainloop<L> mainloop{ring, inputs};
     Registers<L> registers;
-    Reduce<L> reduce{place, shared};
     Epilogue<L> const epilogue{launch, place, shared, share};
     typename Epilogue<L>::Terms terms;
     typename L::Item own{};
@@ -137,10 +135,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads + 32
             ring.load();
         }
         __syncwarp();
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        wait_for_cluster();
         return;
     }
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); // the other block can be sent to
+    wait_for_cluster(); // the other block can be sent to
     multiply(launch, place, shared, ring);
 }
 

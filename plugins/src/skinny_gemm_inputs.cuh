@@ -146,10 +146,6 @@ struct Inputs
             {
                 expect(run, run);
             }
-            if (is_normed && place.warp == 0)
-            {
-                expect_bytes(shared.squares_barrier, kCluster * L::kTokens * static_cast<int>(sizeof(float)));
-            }
         }
         __syncwarp();
     }

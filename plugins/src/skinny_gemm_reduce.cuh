@@ -61,6 +61,22 @@ struct Reduce
     Place const& place;
     Shared<L> const& shared;
 
+    // Says what the blocks of the cluster send here in the first two passes. It may be on its way already: a barrier's
+    // phase does not end without this arrival.
+    __device__ __forceinline__ void expect_first(bool is_normed)
+    {
+        if (threadIdx.x == 0)
+        {
+            expect_bytes(shared.inbox_barriers, L::kInboxBytes / 2);
+            expect_bytes(shared.inbox_barriers + kBarrier, L::kInboxBytes / 2);
+            if (is_normed)
+            {
+                expect_bytes(shared.squares_barrier, kCluster * L::kTokens * static_cast<int>(sizeof(float)));
+            }
+        }
+        __syncwarp();
+    }
+
     // Calls `use` with the place of each item of the warp's sums in its slot.
     template <typename Use>
     __device__ __forceinline__ void each_item(int active, Use const& use)
