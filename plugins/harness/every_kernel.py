@@ -1,0 +1,299 @@
+"""Launches every kernel of the library that this GPU runs, on small inputs: what `plugins/sanitize.sh` looks at.
+
+Sizes are the least that take a kernel through all of its ways: rows that end within a tile, work of several passes,
+slots of length 0, rows outside of a cache, large scales. That the results are right is for `tests/gpu` to say.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trtllm_dflash import kernels
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.kernels.checks import HALVES
+from trtllm_dflash.kernels.products import SKINNY_GPUS
+
+Tensor = torch.Tensor
+
+E4M3 = torch.float8_e4m3fn
+EPSILON = 1e-6
+#: With two stages: for GPUs whose blocks have less than half of an H200's shared memory.
+OTHER_GPUS = re.compile(r"attend_kernel<[^<>]*, 2>$")
+
+
+def main() -> None:
+    """Launches all kernels; with --cover says how many, and ends with 1 if one was left out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without-hopper", metavar="LIB", help="run attention of this library too: what others have")
+    parser.add_argument("--cover", action="store_true", help="compare what the profiler saw with the library's symbols")
+    settings = parser.parse_args()
+    if not settings.cover:
+        launch_all(settings.without_hopper)
+        return
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        launch_all(settings.without_hopper)
+    compare(launches_of(trace))
+
+
+def launch_all(without_hopper: str | None) -> None:
+    """Launches each group in turn, whatever became of those before it; ends with 1 if one failed."""
+    failed = [group.__name__ for group in GROUPS if not launch(group)]
+    if without_hopper:
+        named = os.environ.get(kernels.LIBRARY_VARIABLE, "")
+        os.environ[kernels.LIBRARY_VARIABLE] = without_hopper
+        failed += [] if launch(attention) else ["attention without Hopper's"]
+        os.environ[kernels.LIBRARY_VARIABLE] = named
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+    print("every group of kernels ran", flush=True)
+
+
+def launch(group: Callable[[torch.dtype], None]) -> bool:
+    """Launches one group in both types; says what failed, and whether nothing did."""
+    torch.manual_seed(0)
+    try:
+        for dtype in HALVES:
+            group(dtype)
+            torch.cuda.synchronize()
+    except (RuntimeError, EngineError) as error:
+        print(f"{group.__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return False
+    return True
+
+
+# -- what ran ----------------------------------------------------------------------------------------------------------
+
+
+def launches_of(trace: Any) -> list[str]:
+    """The names of our kernels that the profiler saw, one for each launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [short(event["name"]) for event in events if event.get("cat") == "kernel" and "dflash::" in event["name"]]
+
+
+def kernels_of(library: str) -> set[str]:
+    """The names of the kernels in a library: its functions on the host that launch them."""
+    symbols = subprocess.check_output(["nm", "--defined-only", library], text=True).split()
+    mangled = [x for x in symbols if re.match(r"_ZN6dflash.*\d[a-z_]+_kernel[IE]", x) and not x.endswith(".cold")]
+    names = subprocess.check_output(["c++filt"], input="\n".join(mangled), text=True).splitlines()
+    found = {short(name) for name in names}
+    return {name for name in found if re.search(r"_kernel(<.*>)?$", name) and "launch_kernel" not in name}
+
+
+def short(name: str) -> str:
+    """A demangled kernel without result, parameters, namespace `dflash` and casts of template arguments."""
+    name = re.sub(r"\(anonymous namespace\)::|\((bool|int)\)|dflash::", "", name)
+    return name.removeprefix("void ").split("(")[0]
+
+
+def compare(launches: list[str]) -> None:
+    """Prints how many of the library's kernels ran; ends with 1 if one did not that this GPU has."""
+    library = kernels.load()._name
+    known, ran = kernels_of(library), set(launches)
+    elsewhere = {name for name in known - ran if OTHER_GPUS.search(name)}
+    missing = sorted(known - ran - elsewhere)
+    for name in missing:
+        print(f"not launched: {name}", file=sys.stderr)
+    print(f"{len(known & ran)} of the library's {len(known)} kernels ran, in {len(launches)} launches.", end=" ")
+    print(f"The other {len(elsewhere)} are for GPUs with less shared memory." if elsewhere else "")
+    if missing or not known:
+        sys.exit(1)
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype, by: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * by).to(dtype)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def step(dtype: torch.dtype) -> None:
+    tokens, start = ints(*range(40)).view(5, 8), ints(7, 8, 9, 10, 11)
+    kernels.begin_step(tokens, start, ints(3, 0, 1), 3, 11)
+    targets, drafts = ints(*range(9)).view(3, 3), ints(*range(12)).view(3, 4)
+    kernels.end_step(tokens, start, ints(3, 0, 3), 63, targets, ints(2, 0, 1), ints(8, 1, 90), drafts)
+    for size in (8, 4096):
+        table = normal(50, size, dtype=dtype)
+        kernels.embed(table, ints(49, 50, -1, 0).view(2, 2))
+        kernels.embed(table, ints(49, 50, -1), 16, 49)
+
+
+def norms(dtype: torch.dtype) -> None:
+    for size in (8, 1000, 8192, 16384, 32768):
+        x, y, weight = normal(2, 5, size, dtype=dtype), normal(2, 5, size, dtype=dtype), normal(size, dtype=dtype)
+        kernels.rms_norm(x[:, 1:], weight, EPSILON)
+        kernels.add_rms_norm(x, y, weight, EPSILON)
+        kernels.quantize_rows(x.view(10, size))
+    for size in (8, 1000, 12288):
+        kernels.swiglu(normal(5, 2 * size, dtype=dtype))
+
+
+def choices(dtype: torch.dtype) -> None:
+    for size in (1, 7, 2048, 4097, 32000):
+        kernels.argmax(normal(2, 3, size, dtype=dtype))
+        kernels.argmax(normal(2, 3, size, dtype=torch.float32))
+    for rows in (1, 2, 32, 33, 64):
+        ids = torch.randint(0, 2, (5, rows), dtype=torch.int32, device="cuda")
+        each = ints(*range(rows)).expand(5, -1).contiguous()
+        kernels.accept(ids, ids.clone(), each, ints(1, rows, rows, 1, rows))
+
+
+def append(dtype: torch.dtype) -> None:
+    """Committed context rows and a block's, and each alone; some before a cache's first row or past its last."""
+    slots, heads, kv_heads, length, rows = 3, 8, 2, 60, 16
+    start, committed = ints(-3, 17, 40), ints(1, 8, 16)
+    for size in kernels.HEAD_SIZES:
+        qkv = normal(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype)
+        kv = normal(slots, rows, 3, 2, kv_heads * size, dtype=dtype)  # of three layers
+        context = kv[:, :, 1, 0], kv[:, :, 1, 1]
+        cos, sin = (normal(length, size // 2, dtype=dtype) for _ in range(2))
+        norm = normal(size, dtype=dtype)
+        for scales in (None, make_scales()):
+            keys, values = make_caches((slots, kv_heads, length, size), dtype, scales)
+            for weight in (None, norm):
+                run = kernels.Append(cos, sin, weight, weight, EPSILON, scales)
+                run(keys, values, start, heads, qkv, context, committed)
+                run(keys, values, start, heads, qkv[:, :1])
+                run(keys, values, start, heads, context=context)
+
+
+def make_scales() -> tuple[Tensor, Tensor]:
+    return torch.tensor(0.031, device="cuda"), torch.tensor(0.017, device="cuda")
+
+
+def make_caches(shape: tuple[int, ...], dtype: torch.dtype, scales: kernels.Scales) -> tuple[Tensor, Tensor]:
+    """Keys and values, of the rows' type or in E4M3."""
+    kind = dtype if scales is None else E4M3
+    return normal(*shape, dtype=kind), normal(*shape, dtype=kind)
+
+
+def sums(dtype: torch.dtype) -> None:
+    """All-reduces of a rank whom the others told before that their parts lie ready: no kernel waits for another."""
+    told_at = 2 * kernels.ALL_REDUCE_BYTES
+    for kind in (dtype, torch.float32):
+        for ranks in kernels.ALL_REDUCE_RANKS:
+            for nbytes in (16, 8176, kernels.ALL_REDUCE_BYTES):
+                size = (ranks, kernels.ALL_REDUCE_SHARED)
+                shared = list(torch.zeros(size, dtype=torch.uint8, device="cuda"))
+                # Of 64 blocks, 8 ranks each: the first call.
+                shared[1][told_at : told_at + 64 * 8 * 4].view(torch.int32).fill_(1)
+                reduce = kernels.AllReduce([x.data_ptr() for x in shared], 1)
+                reduce(normal(nbytes // kind.itemsize, dtype=kind))
+
+
+def experts(dtype: torch.dtype) -> None:
+    """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
+    clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
+    softmax = kernels.Routing(16, 0, 16, 4, False)
+    for packed in (False, True):
+        mixture(dtype, packed, 3, 320, 96, clamped)
+        mixture(dtype, packed, 40, 320, 96, softmax, logits=torch.float32, biased=False)
+        mixture(dtype, packed, 300, 64, 32, clamped, spread=0.0)
+        mixture(dtype, packed, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
+        mixture(dtype, packed, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
+    mixture(dtype, True, 20, 320, 64, clamped, scales=(80, 131))
+
+
+def mixture(
+    dtype: torch.dtype,
+    packed: bool,
+    rows: int,
+    hidden: int,
+    columns: int,
+    routing: kernels.Routing,
+    logits: torch.dtype | None = None,
+    biased: bool = True,
+    spread: float = 1.0,
+    scales: tuple[int, int] = (118, 122),
+) -> None:
+    """One feed-forward of random experts; equal logits where spread is 0."""
+
+    def matrix(outputs: int, inputs: int) -> kernels.Matrix:
+        bias = normal(routing.count, outputs, dtype=dtype) if biased else None
+        if not packed:
+            return kernels.Matrix(normal(routing.count, outputs, inputs, dtype=dtype, by=0.05), None, bias)
+        blocks = torch.randint(256, (routing.count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
+        return kernels.Matrix(blocks, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
+
+    moe = kernels.MoE(routing, matrix(2 * columns, hidden), matrix(hidden, columns))
+    moe(normal(rows, hidden, dtype=dtype), normal(rows, routing.experts, dtype=logits or dtype, by=spread))
+
+
+def attention(dtype: torch.dtype) -> None:
+    """Packed rows of one tile to many, and as many slots as each way of combining partial results takes."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for size in kernels.HEAD_SIZES:
+        many = [most * processors // (2 * size) + 1 for most in (4, 16)]  # slots of 2 heads of 128 packed rows
+        for scales in (None, make_scales()):
+            attend(dtype, size, scales, [300, 1, 65], rows=1, group=4)
+            attend(dtype, size, scales, [700, 0, 64], rows=8, group=4, causal=False)
+            attend(dtype, size, scales, [128_000 // size] * 20, rows=16, group=4)  # rings of tiles go round
+            attend(dtype, size, scales, [129, 1000, 17], rows=16, group=4, window=100, has_sinks=True)
+            attend(dtype, size, scales, [40, 0, 2049], rows=32, group=5, window=30)
+            for slots in many:
+                attend(dtype, size, scales, [200] * slots, rows=16, group=8)
+            attend(dtype, size, scales, [130] * (16 * processors // size + 1), rows=32, group=8, has_sinks=True)
+
+
+def attend(
+    dtype: torch.dtype,
+    size: int,
+    scales: kernels.Scales,
+    lengths: list[int],
+    rows: int,
+    group: int,
+    causal: bool = True,
+    window: int = 0,
+    has_sinks: bool = False,
+) -> None:
+    """One call over caches that end with the longest slot, inside of a tile."""
+    kv_heads = 2
+    heads = group * kv_heads
+    q = normal(len(lengths), rows, heads, size, dtype=dtype).transpose(1, 2)
+    keys, values = make_caches((len(lengths), kv_heads, max(lengths), size), dtype, scales)
+    sinks = normal(heads, dtype=torch.float32) if has_sinks else None
+    kernels.attention(q, keys, values, ints(*lengths), causal, window, sinks, scales=scales)
+
+
+def products(dtype: torch.dtype) -> None:
+    """Shares of a granule to several passes; runs of inputs that do not fill all warps; rings that go round."""
+    if torch.cuda.get_device_capability()[0] not in SKINNY_GPUS:
+        return
+    many = 16 * (14 * (torch.cuda.get_device_properties(0).multi_processor_count // 2) + 2)
+    for outputs, inputs in ((16, 128), (48, 192), (1056, 2944), (288, 12288), (many, 512)):
+        for fp8 in (False, True):
+            if fp8 and inputs % 128:
+                continue
+            weight = normal(outputs, inputs, dtype=E4M3 if fp8 else dtype, by=0.05)
+            scale = torch.rand(outputs, device="cuda") if fp8 else None
+            bias, norm = normal(outputs, dtype=dtype), kernels.Norm(normal(inputs, dtype=dtype), EPSILON)
+            for rows in (3, 16):
+                x, residual = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype)
+                kernels.skinny_gemm(x, weight, scale)
+                kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
+                if outputs % 32 == 0:
+                    kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
+
+
+#: Those that a tool may end come last.
+GROUPS = (step, norms, choices, append, sums, experts, attention, products)
+
+
+if __name__ == "__main__":
+    main()

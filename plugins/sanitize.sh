@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Runs compute-sanitizer's memcheck, synccheck and racecheck over every kernel of the library that this GPU has, and
+# the reduced programs of harness/ under the tool that each names; writes what they say as Markdown.
+#
+#   make kernels && plugins/sanitize.sh benchmarks/results/sanitizers-h200.md [LOGS]
+#
+# Ends with 1 if a kernel was left out, a tool did not come to an end, or a report is not explained by a reduced program
+# (harness/sanitizer_summary.py says when it is). LOGS is where the tools' own words are kept. PYTHON, COMPUTE_SANITIZER
+# and NVCC name others than those on the path, TRTLLM_DFLASH_KERNELS another library than plugins/build's. A tool is
+# ended after LIMIT seconds, for kernels may wait for ever.
+set -euo pipefail
+
+summary=${1:?where to write the summary: plugins/sanitize.sh SUMMARY.md [LOGS]}
+logs=${2:-$(mktemp -d)}
+plugins=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+nvcc=${NVCC:-nvcc}
+sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
+limit=${LIMIT:-170}
+
+mkdir -p "$logs"
+export PYTHONPATH="$plugins/..${PYTHONPATH:+:$PYTHONPATH}"
+programs=$("$python" "$plugins/harness/sanitizer_summary.py" --list) # one whose first line is wrong ends this at once
+for command in "$nvcc" "$sanitizer" nm c++filt nvidia-smi; do
+    command -v "$command" > /dev/null || { echo "error: $command is not installed" >&2; exit 1; }
+done
+gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader | head -n 1)
+echo "$("$sanitizer" --version | sed -n 's/^Version \([0-9.]*\).*/compute-sanitizer \1/p'), one ${gpu%, *}." \
+    > "$logs/machine.txt"
+
+# On Hopper, attention as other GPUs have it lies in a library without Hopper's own: its code is compiled for 90a alone.
+arguments=()
+arch=native
+if [ "${gpu##*, }" = 9.0 ]; then
+    arch=sm_90a
+    "$nvcc" -arch=sm_90 --split-compile=0 -O3 -DNDEBUG -std=c++17 -lineinfo -shared -Xcompiler=-fPIC "-I$plugins/include" \
+        -o "$logs/without_hopper.so" "$plugins/src/attention.cu" "$plugins/src/norm.cu"
+    arguments=(--without-hopper "$logs/without_hopper.so")
+fi
+
+# The profiler counts what ran; tools would hide from it.
+"$python" "$plugins/harness/every_kernel.py" --cover "${arguments[@]}" | tee "$logs/cover.out" >&2
+tail -n 1 "$logs/cover.out" > "$logs/kernels.txt"
+
+# sanitize TOOL NAME COMMAND...: its reports in NAME.log, the command's output in NAME.out. Reports end nothing here.
+sanitize()
+{
+    local tool=$1 name=$2
+    shift 2
+    local options=(--tool "$tool" --print-limit 10000 --error-exitcode 99 --target-processes all
+        --show-backtrace device --destroy-on-device-error kernel --log-file "$logs/$name.log")
+    if [ "$tool" = memcheck ]; then
+        # torch asks the driver what may fail; what our calls return is looked at where they are made.
+        options+=(--report-api-errors no)
+    fi
+    timeout --kill-after=10 "$limit" "$sanitizer" "${options[@]}" "$@" > "$logs/$name.out" 2>&1 || true
+}
+
+# Each tensor is an allocation of its own, so that an access past its end is seen. Only our kernels are looked at.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+for tool in memcheck synccheck racecheck; do
+    begun=$SECONDS
+    sanitize "$tool" "$tool" --kernel-name kns=dflash "$python" "$plugins/harness/every_kernel.py" "${arguments[@]}"
+    echo "$((SECONDS - begun))" > "$logs/$tool.seconds"
+    echo "$tool: $((SECONDS - begun)) s, $(grep 'SUMMARY' "$logs/$tool.log" | head -n 1)" >&2
+done
+
+while read -r name tool; do
+    if [ -n "$name" ]; then
+        "$nvcc" -arch="$arch" -O3 -std=c++17 -lineinfo "-I$plugins/include" "-I$plugins/src" -o "$logs/$name" \
+            "$plugins/harness/$name.cu"
+        "$logs/$name" > "$logs/$name.out" # ends with 0: it has no fault
+        sanitize "$tool" "$name" "$logs/$name"
+    fi
+done <<< "$programs"
+
+echo "logs: $logs" >&2
+"$python" "$plugins/harness/sanitizer_summary.py" "$logs" | tee "$summary"
