@@ -2,6 +2,7 @@
 
 import json
 import random
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from trtllm_dflash.cost.prediction import (
     sum_seconds,
 )
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
+from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.weights import Content
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -170,6 +173,16 @@ def test_shapes_of_known_pairs_are_what_the_catalog_says():
             assert engine.drafter.layers == entry.drafter_layers
             assert engine.drafter.block_size == entry.block_size
             assert entry.tap_layers in (None, engine.drafter.tap_layers)
+
+
+def test_published_checkpoints_weigh_what_their_shapes_do():
+    for shape in SHAPES.values():
+        if shape.checkpoint_bytes is not None:
+            parts = {
+                part.key: part for weight in build_target(config(shape.name).target).weights() for part in weight.parts
+            }
+            counted = sum(prod(part.shape) * (2 if part.content is Content.NUMBERS else 1) for part in parts.values())
+            assert shape.checkpoint_bytes == pytest.approx(counted, rel=0.002)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

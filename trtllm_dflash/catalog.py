@@ -32,9 +32,9 @@ class PairFacts(BaseModel):
 
     block_size: int
     target_layers: int
-    tap_layers: tuple[int, ...] | None
-    mask_token_id: int | None
     drafter_layers: int
+    tap_layers: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
 
 
 class CatalogEntry(BaseModel):
@@ -57,11 +57,16 @@ class CatalogEntry(BaseModel):
 
     def build_values(self) -> dict[str, Any]:
         """What `build` is asked for by this pair's name; what is not in it keeps its default."""
-        facts = PairFacts(**self.model_dump(include=set(PairFacts.model_fields)))
-        values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter, "facts": facts}
+        values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter}
+        values["facts"] = self.facts
         if self.chat:
             values["chat_arguments"] = dict(self.chat)
         return values | self.build.model_dump(exclude_none=True)
+
+    @property
+    def facts(self) -> PairFacts:
+        """What it says of its checkpoints."""
+        return PairFacts(**self.model_dump(include=set(PairFacts.model_fields)))
 
     @property
     def buildable(self) -> bool:

@@ -1,10 +1,12 @@
-"""Real models' shapes, and the engines of them: enough to know what a step costs, without a checkpoint."""
+"""Published models' shapes, and the engines of them: enough to know what a step costs, without a checkpoint."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
+from trtllm_dflash.catalog import PairFacts, find_entry
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
@@ -17,6 +19,7 @@ from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 #: What a drafter never has, whatever its target is.
 _TARGETS_OWN = ("windows", "attention_sinks", "moe")
 
+#: Settings of config.json that Qwen3's models share.
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -27,147 +30,156 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+#: And those of gpt-oss.
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A target, as its config.json says, and what its drafter has of its own; the drafter's widths are the target's."""
+    """A pair's models, as published. The catalog has their layers, blocks and taps: see `facts`.
 
-    target: dict[str, Any]
-    block_size: int
-    mask_token_id: int
-    drafter_layers: int = 5
-    drafter_intermediate: int | None = None  # None: the target's
-    tap_layers: tuple[int, ...] | None = None  # None: one for each of the drafter's layers, by z-lab's rule
+    Attributes:
+        widths: the target's config.json, all but its number of layers.
+        checkpoint_bytes: of the target's checkpoint, by its publisher's card; None where there is none.
+        drafter_intermediate: columns of the drafter's feed-forward; None: the target's, as its other widths are.
+        apart: what the catalog would say, of a pair that is not in it.
+    """
 
+    name: str
+    widths: dict[str, Any]
+    checkpoint_bytes: int | None = None
+    drafter_intermediate: int | None = None
+    apart: PairFacts | None = None
 
-def _gpt_oss(layers: int, experts: int, block_size: int, tap_layers: tuple[int, ...]) -> Shape:
-    target = {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 2880,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "max_position_embeddings": 131072,
-        "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    return Shape(
-        target,
-        block_size,
-        mask_token_id=201087,
-        drafter_layers=8,
-        drafter_intermediate=7680,
-        tap_layers=tap_layers,
-    )
+    @cached_property
+    def facts(self) -> PairFacts:
+        """What the catalog says of the pair."""
+        return self.apart or find_entry(self.name).facts
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """The target's config.json."""
+        return {**self.widths, "num_hidden_layers": self.facts.target_layers}
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Layers that the drafter reads: the catalog's, else one for each of its own layers, by z-lab's rule."""
+        return self.facts.tap_layers or tuple(default_tap_layers(self.facts.target_layers, self.facts.drafter_layers))
+
+    @property
+    def block_size(self) -> int:
+        """Rows of the blocks that the drafter learned."""
+        return self.facts.block_size
 
 
 SHAPES = {
-    "qwen3-8b": Shape(
-        {
-            **_QWEN3,
-            "hidden_size": 4096,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "intermediate_size": 12288,
-            "tie_word_embeddings": False,
-        },
-        block_size=16,
-        mask_token_id=151669,
-    ),
-    "qwen3-4b": Shape(
-        {
-            **_QWEN3,
-            "hidden_size": 2560,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "intermediate_size": 9728,
-        },
-        block_size=16,
-        mask_token_id=151669,
-    ),
-    "qwen3-0.6b": Shape(
-        {
-            **_QWEN3,
-            "hidden_size": 1024,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "intermediate_size": 3072,
-        },
-        block_size=16,
-        mask_token_id=151669,
-    ),
-    "llama-3.1-8b": Shape(
-        {
-            "model_type": "llama",
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-        },
-        block_size=10,
-        mask_token_id=128255,
-    ),
-    "gpt-oss-120b": _gpt_oss(layers=36, experts=128, block_size=10, tap_layers=(1, 9, 17, 25, 33)),
-    "gpt-oss-20b": _gpt_oss(layers=24, experts=32, block_size=8, tap_layers=(1, 6, 11, 16, 21)),
-    "qwen3-coder-30b-a3b": Shape(
-        {
-            **_QWEN3,
-            "model_type": "qwen3_moe",
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "intermediate_size": 6144,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 262144,
-            "rope_theta": 1e7,
-            "tie_word_embeddings": False,
-        },
-        block_size=16,
-        mask_token_id=151669,
-        drafter_layers=8,
-        tap_layers=(1, 12, 23, 34, 45),
-    ),
-    # For a try on a CPU.
-    "tiny": Shape(
-        {
-            "model_type": "qwen3",
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 128,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": False,
-        },
-        block_size=8,
-        mask_token_id=511,
-        drafter_layers=2,
-    ),
+    shape.name: shape
+    for shape in (
+        Shape(
+            "qwen3-8b",
+            {
+                **_QWEN3,
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "intermediate_size": 12288,
+                "tie_word_embeddings": False,
+            },
+            checkpoint_bytes=2 * 8_190_000_000,
+        ),
+        Shape(
+            "qwen3-4b",
+            {**_QWEN3, "hidden_size": 2560, "num_attention_heads": 32, "intermediate_size": 9728},
+            checkpoint_bytes=2 * 4_020_000_000,
+        ),
+        Shape(
+            "qwen3-0.6b",
+            {**_QWEN3, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072},
+            apart=PairFacts(block_size=16, target_layers=28, drafter_layers=5),
+        ),
+        Shape(
+            "llama-3.1-8b",
+            {
+                "model_type": "llama",
+                "vocab_size": 128256,
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "intermediate_size": 14336,
+                "max_position_embeddings": 131072,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": False,
+            },
+            checkpoint_bytes=2 * 8_030_000_000,
+            drafter_intermediate=12288,
+        ),
+        Shape(
+            "gpt-oss-120b",
+            {**_GPT_OSS, "num_local_experts": 128},
+            checkpoint_bytes=int(60.8 * 2**30),
+            drafter_intermediate=7680,
+        ),
+        Shape(
+            "gpt-oss-20b",
+            {**_GPT_OSS, "num_local_experts": 32},
+            checkpoint_bytes=int(12.8 * 2**30),
+            drafter_intermediate=7680,
+        ),
+        Shape(
+            "qwen3-coder-30b-a3b",
+            {
+                **_QWEN3,
+                "model_type": "qwen3_moe",
+                "hidden_size": 2048,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "intermediate_size": 6144,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "max_position_embeddings": 262144,
+                "rope_theta": 1e7,
+                "tie_word_embeddings": False,
+            },
+            checkpoint_bytes=2 * 30_500_000_000,
+        ),
+        Shape(  # for a try on a CPU; not the pair that ships, which is in the catalog by the same name
+            "tiny",
+            {
+                "model_type": "qwen3",
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 128,
+                "max_position_embeddings": 40960,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": False,
+            },
+            apart=PairFacts(block_size=8, target_layers=6, drafter_layers=2),
+        ),
+    )
 }
 
 
@@ -210,28 +222,29 @@ def shape_config(
         SettingsError: the shape is not known, or a setting does not fit it.
     """
     shape = find_shape(name)
-    target = read_target_config({**shape.target, "num_hidden_layers": layers or shape.target["num_hidden_layers"]})
+    facts = shape.facts
+    target = read_target_config({**shape.target, "num_hidden_layers": layers or facts.target_layers})
     if target_precision is not None:
         target = target.model_copy(update=rounded_to_fp8(build_target(target).weights()))
-    taps = shape.tap_layers or default_tap_layers(target.layers, shape.drafter_layers)
     drafter = DrafterConfig(
         **{
             **target.model_dump(exclude=set(_TARGETS_OWN)),
             "family": "dflash",
-            "layers": shape.drafter_layers,
+            "layers": facts.drafter_layers,
             "intermediate_size": shape.drafter_intermediate or target.intermediate_size,
             "tied_embeddings": False,
             "linear_precision": drafter_precision,
             "plain_linears": (),
         },
-        block_size=shape.block_size,
-        mask_token_id=shape.mask_token_id,
+        block_size=facts.block_size,
+        # Where it is not known any will do: which token masks costs nothing.
+        mask_token_id=target.vocab_size - 1 if facts.mask_token_id is None else facts.mask_token_id,
         target_layers=target.layers,
         # A target cut to a few layers has fewer than there are taps: some are tapped twice.
-        tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in taps),
+        tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in shape.tap_layers),
         draft_vocab_size=draft_vocab,
     )
-    config = EngineConfig(name=name, block_size=shape.block_size, target=target, drafter=drafter, **settings)
+    config = EngineConfig(name=name, block_size=facts.block_size, target=target, drafter=drafter, **settings)
     check_tp(config.tp, target, drafter)
     unit = config.tp * FP8_MULTIPLE
     if draft_vocab is not None and (draft_vocab % unit or draft_vocab > target.vocab_size):

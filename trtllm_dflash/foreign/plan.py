@@ -10,11 +10,11 @@ from trtllm_dflash.catalog import CatalogEntry, find_entry
 from trtllm_dflash.cost.gpus import GB, GPU, GPUS, find_gpu, gigabytes, present_gpu
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.shapes import (
-    DRAFTERS,
-    TARGETS,
     DrafterFacts,
     ModelShape,
     find_folder,
+    published_drafter,
+    published_target,
     read_drafter,
     read_shape,
 )
@@ -247,7 +247,7 @@ def _shapes(
     """From the folders, where they are here; else from the tables, which are of the catalog's checkpoints alone."""
     folder = find_folder(target)
     published = entry is not None and target == entry.target
-    shape = TARGETS.get(entry.name) if published and entry is not None else None
+    shape = published_target(entry.name) if published and entry is not None else None
     if folder is not None:
         found = read_shape(folder)
         shape = found if found.weight_bytes or shape is None else shape  # the cache may hold its tokenizer alone
@@ -262,7 +262,7 @@ def _shapes(
         raise SettingsError(
             f"--drafter {drafter}: is not on this machine, so its block size is not known; give a folder"
         )
-    return shape, DrafterFacts(entry.block_size, DRAFTERS.get(entry.name))
+    return shape, DrafterFacts(entry.block_size, published_drafter(entry.name))
 
 
 def _is_local(name: str) -> bool:

@@ -1,10 +1,10 @@
 """What a runtime's limits follow from: the shapes of a target and its drafter, without our having to compute them.
 
-They come from the two folders' config.json where these are on this machine, else from the table below.
+They come from the two folders' config.json where these are on this machine, else from `cost.shapes`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from huggingface_hub import snapshot_download
 
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
+from trtllm_dflash.cost.shapes import SHAPES
 from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.models import read_target_config
 
 _BF16 = 2  # bytes
+_LARGEST_HEAD = 128  # numbers; bounds a drafter's heads from above
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
@@ -55,53 +58,49 @@ class DrafterFacts:
     shape: ModelShape | None = None
 
 
-def _gpt_oss(layers: int, gigabytes: float, experts: int) -> ModelShape:
+def published_target(name: str) -> ModelShape | None:
+    """The target of the catalog's pair of that name; None where its shape is not known."""
+    shape = SHAPES.get(name)
+    if shape is None or shape.checkpoint_bytes is None:
+        return None
+    config = read_target_config(shape.target)
+    windows = [window for window in config.windows or () if window is not None]
     return ModelShape(
-        family="gpt_oss",
-        layers=layers,
-        heads=64,
-        kv_heads=8,
-        head_size=64,
-        max_positions=131072,
-        weight_bytes=int(gigabytes * 2**30),
-        windowed_layers=layers // 2,
-        window=128,
-        experts=experts,
+        family=config.family,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        max_positions=config.max_positions,
+        weight_bytes=shape.checkpoint_bytes,
+        windowed_layers=len(windows),
+        window=max(windows, default=0),
+        experts=0 if config.moe is None else config.moe.experts,
     )
 
 
-def _dense(family: str, layers: int, heads: int, positions: int, parameters: float) -> ModelShape:
-    return ModelShape(family, layers, heads, 8, 128, positions, int(parameters * 1e9) * _BF16)
+def published_drafter(name: str) -> ModelShape | None:
+    """Its drafter, of the target's widths; a head's size is not published, and memory is planned for `_LARGEST_HEAD`.
 
-
-#: By the catalog's names. Parameters and checkpoint sizes are the publishers' own, of model cards and config.json.
-TARGETS = {
-    "qwen3-4b": _dense("qwen3", 36, 32, 40960, 4.02),
-    "qwen3-8b": _dense("qwen3", 36, 32, 40960, 8.19),
-    "llama-3.1-8b": _dense("llama", 32, 32, 131072, 8.03),
-    "gpt-oss-20b": _gpt_oss(24, 12.8, 32),
-    "gpt-oss-120b": _gpt_oss(36, 60.8, 128),
-    "qwen3-coder-30b-a3b": replace(_dense("qwen3_moe", 48, 32, 262144, 30.5), kv_heads=4, experts=128),
-}
-
-
-def _drafter(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, taps: int) -> ModelShape:
-    """Widths as published; where a head's size is not, 128 bounds it from above, and memory is planned for that."""
-    size = 128
-    layer = 2 * hidden * (heads + kv_heads) * size + 3 * hidden * ffn
-    parameters = layers * layer + taps * hidden * hidden
-    return ModelShape("dflash", layers, heads, kv_heads, size, 0, parameters * _BF16)
-
-
-#: Their drafters: layers, hidden, FFN, query and key/value heads, tap layers.
-DRAFTERS = {
-    "qwen3-4b": _drafter(5, 2560, 9728, 32, 8, 5),
-    "qwen3-8b": _drafter(5, 4096, 12288, 32, 8, 5),
-    "llama-3.1-8b": _drafter(5, 4096, 12288, 32, 8, 5),
-    "gpt-oss-20b": _drafter(8, 2880, 7680, 64, 8, 5),
-    "gpt-oss-120b": _drafter(8, 2880, 7680, 64, 8, 5),
-    "qwen3-coder-30b-a3b": _drafter(8, 2048, 6144, 32, 4, 5),
-}
+    Nor are the positions that it takes.
+    """
+    target = published_target(name)
+    if target is None:
+        return None
+    shape = SHAPES[name]
+    facts, hidden = shape.facts, shape.widths["hidden_size"]
+    columns = shape.drafter_intermediate or shape.widths["intermediate_size"]
+    layer = 2 * hidden * (target.heads + target.kv_heads) * _LARGEST_HEAD + 3 * hidden * columns
+    parameters = facts.drafter_layers * layer + len(shape.tap_layers) * hidden * hidden
+    return ModelShape(
+        family="dflash",
+        layers=facts.drafter_layers,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_size=_LARGEST_HEAD,
+        max_positions=0,
+        weight_bytes=parameters * _BF16,
+    )
 
 
 def find_folder(name: str) -> Path | None:
