@@ -11,6 +11,8 @@ import pytest
 
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import refusal, run, succeeds
+from tests.processes import start
+from tests.waiting import PATIENCE
 from trtllm_dflash import __version__, doctor
 from trtllm_dflash.build.builder import BuildSettings
 from trtllm_dflash.cli import main
@@ -111,13 +113,13 @@ def test_models_as_json_says_the_same():
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])
 def test_a_reader_that_goes_away_is_no_error(flags):
     """`trtllm-dflash models | head -1`, with the pipe closed before anything is written."""
-    process = subprocess.Popen([*PYTHON, "models", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start([*PYTHON, "models", *flags])
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(PATIENCE) == 0
 
 
 # -- build settings --------------------------------------------------------------------------------------------------

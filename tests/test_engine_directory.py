@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target
 from tests.conftest import refusal, run, succeeds
+from tests.processes import start
+from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.errors import EngineError
@@ -391,15 +392,15 @@ def test_a_killed_build_leaves_nothing(checkpoints, tmp_path):
         "import sys, time\n"
         "import trtllm_dflash.build.builder as builder\n"
         "from trtllm_dflash.cli import main\n"
-        "builder.read_rank_weights = lambda *_: (print('reading', flush=True), time.sleep(30))\n"
+        "builder.read_rank_weights = lambda *_: (print('reading', flush=True), time.sleep(3600))\n"
         "main()\n"
     )
     flags = ["--target", str(checkpoints / "target"), "--output", str(tmp_path / "engine")]
-    process = subprocess.Popen([sys.executable, "-c", script, "build", *flags], stdout=subprocess.PIPE, text=True)
+    process = start([sys.executable, "-c", script, "build", *flags], stderr=None)
     assert process.stdout is not None and process.stdout.readline() == "reading\n"
     assert list(tmp_path.iterdir())
     process.terminate()
-    assert process.wait(timeout=20) == 143
+    assert process.wait(PATIENCE) == 143
     assert not list(tmp_path.iterdir())
 
 

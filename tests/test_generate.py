@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, build_tiny, refusal, run, succeeds
+from tests.processes import start
+from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.errors import DFlashError, EngineError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -272,19 +273,33 @@ def test_a_usage_error_has_exit_code_2(command):
     assert run(*command, "--prompt", "a", "--max-tokens", "many").exit_code == 2
 
 
-def test_ctrl_c_ends_a_reply_with_one_line_and_130(tiny_engine):
+def endless_reply(tiny_engine, ignored=()):
+    """A command that prints a reply of 1,900 tokens."""
     words = [sys.executable, "-m", "trtllm_dflash", "generate", "--engine", str(tiny_engine), "--device", "cpu"]
-    words += ["--prompt", PROMPT, "--ignore-eos", "--max-tokens", "1900", "--no-draft"]
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0, start_new_session=True
-    )
-    assert process.stdout is not None
+    words += ["--prompt", PROMPT, "--ignore-eos", "--max-tokens", "1900"]
+    return start([*words, "--no-draft"], ignored, bufsize=0, start_new_session=True)
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "error: interrupted"), (signal.SIGTERM, "")])
+def test_a_signal_ends_a_reply_with_at_most_one_line_and_its_number(number, said, tiny_engine):
+    process = endless_reply(tiny_engine)
     assert process.stdout.read(1) != ""
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors.strip()) == (130, "error: interrupted")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors.strip()) == (128 + number, said)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_a_script_s_background_job_does_not_hear_ctrl_c_and_ends_by_sigterm(tiny_engine):
+    process = endless_reply(tiny_engine, ignored=[signal.SIGINT, signal.SIGHUP])
+    assert process.stdout.read(1) != ""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        process.send_signal(number)
+    assert process.stdout.read(1) != ""
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors.strip()) == (143, "")
 
 
 # -- from Python -----------------------------------------------------------------------------------------------------

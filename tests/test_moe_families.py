@@ -29,6 +29,7 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.near_ties import all_logits
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import greedy
+from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.build.builder import BuildSettings, build
@@ -307,7 +308,7 @@ def test_two_processes_give_the_tokens_of_one_with_sliced_experts_and_with_whole
         assert moe is not None
         assert moe.expert_parallel is ep
     words = [Path(sys.executable).parent / "mpiexec", "-n", 2, sys.executable, "-c", RANKS, *engines.values()]
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     llm = LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_seq_len=96)
     (alone,) = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=40))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ import torch
 
 from tests.conftest import TINY, build_tiny
 from tests.near_ties import assert_only_near_ties_differ
+from tests.processes import start
+from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.build.builder import BuildSettings, build
 from trtllm_dflash.pairs.prompts import read_prompts
 
@@ -21,7 +22,7 @@ pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi
 COMMAND = [sys.executable, "-m", "trtllm_dflash", "generate", "--device", "cpu"]
 
 
-def run(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [str(argument) for argument in arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
@@ -103,16 +104,14 @@ def test_a_wrong_number_of_processes_is_refused(engines):
 
 def test_ctrl_c_ends_all_ranks(engines):
     words = [*COMMAND, "--engine", str(engines / "2"), "--prompt", "Count.", "--ignore-eos", "--max-tokens", "1900"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start(words)
     assert process.stdout is not None
     process.stdout.read(1)  # the reply has begun
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "error: interrupted" in errors
-    time.sleep(0.5)
-    left = run("pgrep", "-f", str(engines / "2"))
-    assert left.stdout == ""
+    wait_until(lambda: run("pgrep", "-f", engines / "2").stdout == "", "no rank is left")
 
 
 def test_ranks_with_fp8_caches_say_what_one_says(prompts, tmp_path):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +14,9 @@ import yaml
 from pydantic import ValidationError
 from transformers import AutoConfig
 
+from tests import processes
 from tests.conftest import TINY, refusal, run, succeeds
+from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.gpus import GPUS
 from trtllm_dflash.cost.shapes import SHAPES
@@ -301,41 +302,54 @@ def fake_vllm(tmp_path, monkeypatch):
     (entrypoints / "cli" / "main.py").write_text(
         textwrap.dedent("""
         import signal, subprocess, sys, time
-        worker = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        worker = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
         print("serving", worker.pid, *sys.argv[1:], flush=True)
-        time.sleep(300)
+        time.sleep(3600)
         """)
     )
     return {**os.environ, "PYTHONPATH": f"{package.parent}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def start(environment, *arguments):
+def launch_vllm(environment, *arguments, ignored=()):
     words = [sys.executable, "-m", "trtllm_dflash", "launch", "--runtime", "vllm", "--model", "tiny", "--gpu", "h200"]
-    return subprocess.Popen(
-        [*words, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return processes.start([*words, *arguments], ignored, env=environment)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def is_alive(process: Path) -> bool:
+    """Whether a process of /proc runs."""
+    try:
+        return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_is_handed_on_and_nothing_stays(fake_vllm, number):
-    process = start(fake_vllm)
+    process = launch_vllm(fake_vllm)
     said = process.stdout.readline().split()
     assert said[0] == "serving", process.stderr.read()
     assert said[2:4] == ["serve", str(TINY / "target")] and "--speculative-config" in said
     worker = Path("/proc", said[1])
     assert worker.exists()
     process.send_signal(number)
-    assert process.wait(20) == 128 + number
-    deadline = time.monotonic() + 5
-    while worker.exists() and worker.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the worker is still there"
-        time.sleep(0.05)
+    assert process.wait(PATIENCE) == 128 + number
+    wait_until(lambda: not is_alive(worker), "the worker is gone")
+
+
+def test_a_signal_that_it_was_started_deaf_to_is_not_handed_on(fake_vllm):
+    """Ctrl-C on a script's terminal, and the terminal's end under nohup, are not for what runs in the background."""
+    process = launch_vllm(fake_vllm, ignored=[signal.SIGINT, signal.SIGHUP])
+    said = process.stdout.readline().split()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    wait_until(lambda: not is_alive(Path("/proc", said[1])), "the worker is gone")
 
 
 def test_what_the_runtimes_own_parser_refuses_is_one_line_and_nothing_starts(fake_vllm):
-    process = start(fake_vllm, "--port", "666")
-    output, errors = process.communicate(timeout=60)
+    process = launch_vllm(fake_vllm, "--port", "666")
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1 and output == ""
     assert "vLLM's own parser refuses this configuration, which was made for vLLM 0.26.0" in errors
     assert "port 666 is not for us" in errors and errors.count("\n") == 1

@@ -2,11 +2,12 @@
 
 import json
 import sys
-import time
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+
+from tests.waiting import wait_until
 
 
 class Tensor:
@@ -56,10 +57,7 @@ class Sender:
 
     def last(self):
         """The last response, once it is there."""
-        deadline = time.monotonic() + 20
-        while not (self.sent and self.sent[-1][1] == 1):
-            assert time.monotonic() < deadline, "no last response came"
-            time.sleep(0.01)
+        wait_until(lambda: self.sent and self.sent[-1][1] == 1, "a last response was sent")
         return self.sent[-1][0]
 
 
@@ -137,10 +135,7 @@ def test_an_engine_that_fails_every_step_ends_the_process_once_all_are_answered(
             failing = request(8)
             model.execute([failing])
             assert failing.sender.last().error.code == TritonError.INTERNAL
-        deadline = time.monotonic() + 10
-        while not model.ended:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: model.ended, "the process was ended")
     assert "division by zero" in model.ended[0]
     late = request(8)
     model.execute([late])
@@ -167,8 +162,7 @@ def test_a_full_queue_is_an_error_at_once(model):
 def test_what_runs_when_the_model_ends_gets_an_error(model):
     running = request(1000, ignore_eos=np.array([[True]]), streaming=np.array([[True]]))
     model.execute([running])
-    while not running.sender.sent:
-        time.sleep(0.01)
+    wait_until(lambda: running.sender.sent)
     model._service.close()
     assert "closing" in str(running.sender.last().error)
 

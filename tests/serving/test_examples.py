@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.test_gateway import gateway
+from tests.waiting import PATIENCE
 from trtllm_dflash.runtime.request import SamplingParams
 
 QUESTION = "Eva is 5 times as old as Isaac, who is 6. Ivan is 8 years older than Eva. How old are the three together?"
@@ -25,7 +26,7 @@ def expected(tiny):
 
 
 def run(*words):
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
