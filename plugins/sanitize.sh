@@ -34,7 +34,7 @@ arch=native
 if [ "${gpu##*, }" = 9.0 ]; then
     arch=sm_90a
     "$nvcc" -arch=sm_90 --split-compile=0 -O3 -DNDEBUG -std=c++17 -lineinfo -shared -Xcompiler=-fPIC "-I$plugins/include" \
-        -o "$logs/without_hopper.so" "$plugins/src/attention.cu" "$plugins/src/norm.cu"
+        -DDFLASH_ARCHITECTURES=\"90-real\" -o "$logs/without_hopper.so" "$plugins/src/attention.cu" "$plugins/src/library.cpp"
     arguments=(--without-hopper "$logs/without_hopper.so")
 fi
 

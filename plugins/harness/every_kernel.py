@@ -100,7 +100,7 @@ def short(name: str) -> str:
 
 def compare(launches: list[str]) -> None:
     """Prints how many of the library's kernels ran; ends with 1 if one did not that this GPU has."""
-    library = kernels.load()._name
+    library = str(kernels.load().path)
     known, ran = kernels_of(library), set(launches)
     elsewhere = {name for name in known - ran if OTHER_GPUS.search(name)}
     missing = sorted(known - ran - elsewhere)
