@@ -69,4 +69,33 @@ __device__ __forceinline__ void write_rows(Work const& w, int slot, int kv_head,
     }
 }
 
+// Writes what a warp has of a (slot, head): rows of the output where the range holds all keys, else a partial result.
+template <typename T, int D>
+struct Epilogue
+{
+    Work const& w;
+    int range;
+    int row_block;
+    int tiles; // of 16 packed rows, in a row block
+    int tile; // the warp's
+
+    // Fragments from the first of a head's on. begins, ends: whether the range holds the first and the last keys.
+    template <typename Exponential, int N>
+    __device__ __forceinline__ void write(Cursor const& at, bool begins, bool ends, Rows const& rows,
+        OnlineSoftmax<Exponential> const& softmax, float const (&x)[N][4], int first) const
+    {
+        if (begins && ends)
+        {
+            write_rows<T, D>(w, at.slot, at.head, rows.packed, softmax.maximum, softmax.sum, x, first);
+            return;
+        }
+        Partial const partial(w, D, range, begins, row_block, tiles, tile);
+        partial.write(x, first);
+        if (first == 0)
+        {
+            partial.write_sums(softmax.maximum, softmax.sum);
+        }
+    }
+};
+
 } // namespace dflash

@@ -43,10 +43,11 @@ struct Mask
     __device__ __forceinline__ void apply(
         float (&logits)[N][4], int const (&rows)[2], int first_key, int own_key = 0) const
     {
-        bool const is_cut = first_key + kTile > length - (p.causal ? p.rows - 1 : 0)
-            || (p.window > 0 && first_key < length - p.window);
-        if (is_cut)
+        int const past_of_all = length - (p.causal ? p.rows - 1 : 0); // keys that every row sees
+        int const first_of_all = p.window > 0 ? length - p.window : 0;
+        if (first_key + kTile > past_of_all || first_key < first_of_all)
         {
+            int const lane = threadIdx.x % 32;
 #pragma unroll
             for (int r = 0; r < 2; ++r)
             {
@@ -59,7 +60,7 @@ struct Mask
 #pragma unroll
                     for (int c = 0; c < 2; ++c)
                     {
-                        int const key = first_key + own_key + n * 8 + threadIdx.x % 32 % 4 * 2 + c;
+                        int const key = first_key + own_key + n * 8 + lane % 4 * 2 + c;
                         if (key < first || key >= past)
                         {
                             logits[n][2 * r + c] = -INFINITY;

@@ -29,6 +29,24 @@ __device__ __forceinline__ int head_of(Work const& w, int packed_row)
     return static_cast<int>((packed_row + 0.5f) * w.per_row);
 }
 
+// The two rows that a thread has of a fragment.
+struct Rows
+{
+    int packed[2];
+    int query[2]; // of the slot's Q
+
+    // first: the fragment's first packed row.
+    __device__ __forceinline__ Rows(Work const& w, int first)
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            packed[r] = first + threadIdx.x % 32 / 4 + r * 8;
+            query[r] = packed[r] - head_of(w, packed[r]) * w.p.rows;
+        }
+    }
+};
+
 // -- division of the work ---------------------------------------------------------------------------------------------
 
 // From the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
