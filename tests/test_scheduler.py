@@ -1,11 +1,11 @@
 """In-flight batching: who runs when, and that nobody's reply depends on it."""
 
 import random
-import time
 
 import pytest
 
 from tests.conftest import TINY
+from tests.virtual_time import Clock
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -222,17 +222,22 @@ def test_the_most_urgent_waits_least(llm):
 
 
 def test_deadlines_pass_while_waiting_and_while_running(llm, alone):
-    scheduler = Scheduler(llm.session)
-    running = [asked(llm, chat, 1500, ignore_eos=True, deadline=time.monotonic() + 2) for chat in CHATS[:4]]
-    waiting = asked(llm, CHATS[4], 5, deadline=time.monotonic() + 0.1)
+    clock = Clock()
+    scheduler = Scheduler(llm.session, clock=clock)
+    running = [asked(llm, chat, 1500, ignore_eos=True, deadline=2.0) for chat in CHATS[:4]]
+    waiting = asked(llm, CHATS[4], 5, deadline=0.1)
     patient = asked(llm, CHATS[5], 5)
     for sequence in (*running, waiting, patient):
         scheduler.submit(sequence)
-    run(scheduler)
-    for sequence in (*running, waiting):
-        assert isinstance(sequence.error, DeadlineError)
-    assert all(sequence.token_ids for sequence in running)
+    while not all(sequence.token_ids for sequence in running):
+        scheduler.step()
+    for now, expired in ((0.099, []), (0.1, [waiting]), (1.999, [waiting]), (2.0, [*running, waiting])):
+        clock.now = now
+        scheduler.step()
+        assert [s for s in (*running, waiting) if isinstance(s.error, DeadlineError)] == expired
+        assert all(s.done == (s in expired) for s in (*running, waiting))
     assert not waiting.token_ids
+    run(scheduler)
     assert same(patient, alone(CHATS[5], patient.params))
     assert scheduler.statistics.requests == {"expired": 5, "completed": 1}
 

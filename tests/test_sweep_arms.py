@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from statistics import median
 
 import pytest
 
@@ -98,8 +99,9 @@ def test_each_arm_s_acceptance_is_what_its_runtime_reports(four, tmp_path):
         assert point.requests == 8
         assert point.acceptance_length == (None if point.arm == "plain" else pytest.approx(truth[point.arm]))
         assert point.acceptance_from == whose[point.arm]
-        # 7 gaps bring 21 tokens; the server is another thread of this process, and may be late.
-        assert point.tokens_per_second_per_user == pytest.approx(3 / GAPS[point.arm], rel=0.25)
+        # Its own server's pace, which is another thread of this process: both may be late.
+        each = median((one.sent[-1] - one.sent[0]) / 21 for one in four[point.arm].served)
+        assert 0.5 < point.tokens_per_second_per_user * each < 1.5
     by_arm = {point.arm: point for point in results.points}
     assert by_arm["dflash"].acceptance_by_position[:7] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.2])
     assert by_arm["dflash"].verified_by_position == [80] * 15  # 8 replies, none of the warm-up's

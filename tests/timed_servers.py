@@ -13,6 +13,8 @@ import numpy as np
 from aiohttp import web
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.waiting import PATIENCE
+
 TOKENS = [1, 3, 5, 1, 3, 5, 1, 3]  # of each response
 DRAFTS = 7  # that each step after the first verifies
 
@@ -66,12 +68,12 @@ def _in_thread(start: Callable[[TimedServer], Any]) -> Iterator[TimedServer]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(PATIENCE)
     try:
         yield server
     finally:
         loop.call_soon_threadsafe(end.set)
-        thread.join(10)
+        thread.join(PATIENCE)
         loop.close()
 
 

@@ -1,10 +1,20 @@
-"""An event loop whose clock stands still while anything is to be done, and jumps when nothing is: no test waits."""
+"""Clocks that tests turn, and an event loop that turns its own when nothing is to be done: no test waits."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+class Clock:
+    """Stands still until it is turned."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

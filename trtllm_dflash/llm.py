@@ -250,7 +250,7 @@ class LLM:
         priority: int = DEFAULT_PRIORITY,
         deadline: float | None = None,
     ) -> request.Sequence:
-        """A prompt, made ready for a `Scheduler`; `deadline` on the clock of `time.monotonic`.
+        """A prompt, made ready for a `Scheduler`; `deadline` on that one's clock.
 
         Raises:
             RequestError: this engine cannot serve it.

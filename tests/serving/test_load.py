@@ -2,9 +2,6 @@
 
 import asyncio
 import random
-import re
-import time
-import urllib.request
 
 import pytest
 
@@ -23,28 +20,6 @@ def alone(server):
         yield llm
 
 
-def metrics(server):
-    """Our metrics by name and labels, such as 'dflash_steps_total{kind="decode"}'."""
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = {}
-    for line in lines:
-        if line.startswith("dflash_"):
-            name, value = line.rsplit(" ", 1)
-            labels = sorted(re.findall(r'(?!model|version)\b(\w+)="([^"]*)"', name))
-            key = name.partition("{")[0] + "".join(f"[{label}={text}]" for label, text in labels)
-            found[key] = float(value)
-    return found
-
-
-def settled(server, name, value):
-    """Waits until a metric, which the server publishes about once a second, has a value."""
-    end = time.monotonic() + 15
-    while metrics(server).get(name) != value:
-        assert time.monotonic() < end, (name, metrics(server).get(name), value)
-        time.sleep(0.2)
-
-
 def kinds_of_requests(llm):
     """Requests of all kinds, and which are abandoned after how many pieces."""
     choices = random.Random(64)
@@ -60,7 +35,7 @@ def kinds_of_requests(llm):
 
 def test_64_clients_at_once_each_get_their_own_text(server, alone):
     asked = list(kinds_of_requests(alone))
-    settled(server, "dflash_slots_in_use", 0)
+    server.wait_for_gauge("dflash_slots_in_use", 0)
 
     async def client(triton, request, leaves_after):
         text, pieces = "", 0
@@ -85,8 +60,8 @@ def test_64_clients_at_once_each_get_their_own_text(server, alone):
     for (request, _), text in zip(asked, texts, strict=True):
         if text is not None:
             assert text == alone.generate([request.token_ids], request.params, request.draft)[0].text
-    settled(server, "dflash_slots_in_use", 0)
-    settled(server, "dflash_requests_waiting", 0)
+    server.wait_for_gauge("dflash_slots_in_use", 0)
+    server.wait_for_gauge("dflash_requests_waiting", 0)
 
 
 def test_eight_clients_share_their_steps(server, alone):
@@ -105,11 +80,8 @@ def test_eight_clients_share_their_steps(server, alone):
         finally:
             await triton.close()
 
-    settled(server, "dflash_slots_in_use", 0)
-    time.sleep(1.5)  # what came before is published
-    before = metrics(server)
+    before = server.settled_metrics()
     asyncio.run(together())
-    settled(server, "dflash_committed_tokens_total", before["dflash_committed_tokens_total"] + 8 * tokens)
-    after = metrics(server)
-    steps = after["dflash_steps_total[kind=decode]"] - before["dflash_steps_total[kind=decode]"]
-    assert tokens - 1 <= steps < 2 * tokens
+    after = server.wait_for_increase(before, {"dflash_committed_tokens_total": 8 * tokens})
+    steps = 'dflash_steps_total{kind="decode"}'
+    assert tokens - 1 <= after[steps] - before[steps] < 2 * tokens

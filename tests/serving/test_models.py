@@ -13,7 +13,8 @@ import pytest
 from tritonclient import grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from tests.serving.conftest import ANYWHERE
+from tests.serving.conftest import ANYWHERE, COMPLETED
+from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.serving.repository import DeploySettings, deploy
 from trtllm_dflash.serving.server import Server
@@ -30,7 +31,7 @@ class Client:
         self.grpc_url, self.http_url = grpc_url, http_url
 
     def unary(self, model, **inputs):
-        return values(self.grpc.infer(model, tensors(inputs), client_timeout=30))
+        return values(self.grpc.infer(model, tensors(inputs), client_timeout=PATIENCE))
 
     def stream(self, model, **inputs):
         """All responses, or the error that ends them."""
@@ -58,7 +59,7 @@ class Client:
 
     def post(self, path, body):
         request = urllib.request.Request(f"{self.http_url}/v2/models/{path}", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
             return reply.read().decode()
 
 
@@ -90,25 +91,12 @@ def values(result):
 
 def until_final(results):
     while True:
-        result = results.get(timeout=30)
+        result = results.get(timeout=PATIENCE)
         if isinstance(result, Exception):
             raise result
         yield values(result)
         if result.get_response().parameters["triton_final_response"].bool_param:
             return
-
-
-def samples(server):
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as reply:
-        lines = [line for line in reply.read().decode().splitlines() if line.startswith("dflash_")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-
-
-def eventually(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +249,8 @@ def test_times_are_given_where_they_are_asked_for(client):
 
 def test_a_deadline_ends_a_request_that_is_too_long(client):
     with pytest.raises(InferenceServerException, match="deadline"):
-        client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=1500, ignore_eos=True, deadline_ms=300)
-    assert client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=5, deadline_ms=20_000, priority=1)
+        client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=1500, ignore_eos=True, deadline_ms=1)
+    assert client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=5, deadline_ms=1_000_000, priority=1)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -363,31 +351,29 @@ def test_unary_calls_run_together(client, server, tiny):
     expected = [
         completion.text for completion in tiny.generate([CHAT] * 8, [SamplingParams(max_tokens=n) for n in lengths])
     ]
-    before = samples(server)
+    before = server.settled_metrics()
     with ThreadPoolExecutor(8) as pool:
         replies = pool.map(
             lambda n: client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=n, draft=False), lengths
         )
         assert [reply["text_output"] for reply in replies] == expected
     steps, tokens = 'dflash_steps_total{kind="decode"}', "dflash_committed_tokens_total"
-    eventually(lambda: samples(server)[tokens] == before[tokens] + sum(lengths))
-    assert samples(server)[steps] - before[steps] < sum(lengths) / 3  # one at a time, there would be a step a token
+    after = server.wait_for_increase(before, {tokens: sum(lengths)})
+    assert after[steps] - before[steps] < sum(lengths) / 3  # one at a time, there would be a step a token
 
 
 def test_metrics_count_what_is_done(client, server):
+    prompt = client.unary("preprocessing", QUERY=CHAT)["REQUEST_INPUT_LEN"]
     counted = {
-        'dflash_requests_total{outcome="completed"}': 3,
+        COMPLETED: 3,
         "dflash_committed_tokens_total": 60,
-        "dflash_prompt_tokens_total": 3 * client.unary("preprocessing", QUERY=CHAT)["REQUEST_INPUT_LEN"],
+        "dflash_prompt_tokens_total": 3 * prompt,
         "dflash_request_seconds_count": 3,
     }
-    client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=5)
-    time.sleep(1.5)  # a round of publishing, and some
-    before = samples(server)
+    before = server.settled_metrics()
     for _ in range(3):
         client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=20)
-    eventually(lambda: all(samples(server)[name] == before[name] + count for name, count in counted.items()))
-    after = samples(server)
+    after = server.wait_for_increase(before, counted)
     assert after['dflash_drafted_tokens_total{position="1"}'] > before['dflash_drafted_tokens_total{position="1"}']
     assert after["dflash_slots_total"] == 8
 
@@ -395,24 +381,24 @@ def test_metrics_count_what_is_done(client, server):
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_a_stream_whose_client_is_gone_frees_its_slot(client, server, model):
     cancelled = 'dflash_requests_total{outcome="cancelled"}'
-    before = samples(server).get(cancelled, 0)
-    text = {"text_input": "hello", "max_tokens": 1900, "stream": True}
-    ids = {"input_ids": [5], "input_lengths": 1, "request_output_len": 1900, "streaming": True}
+    before = server.settled_metrics()
+    text = {"text_input": "hello", "max_tokens": 1900, "stream": True, "draft": False}
+    ids = {"input_ids": [5], "input_lengths": 1, "request_output_len": 1900, "streaming": True, "draft": False}
     with client.open_stream(model, ignore_eos=True, **(text if model == "ensemble" else ids)) as responses:
         next(responses)
-    eventually(lambda: samples(server).get(cancelled, 0) == before + 1)
-    eventually(lambda: samples(server)["dflash_slots_in_use"] == 0)
+    server.wait_for_increase(before, {cancelled: 1})
+    server.wait_for_gauge("dflash_slots_in_use", 0)
 
 
 def test_a_unary_call_whose_client_is_gone_frees_its_slot(client, server):
     cancelled = 'dflash_requests_total{outcome="cancelled"}'
-    before = samples(server).get(cancelled, 0)
-    asked = tensors({"text_input": "hello", "max_tokens": 1900, "ignore_eos": True})
+    before = server.settled_metrics()
+    asked = tensors({"text_input": "hello", "max_tokens": 1900, "ignore_eos": True, "draft": False})
     call = client.grpc.async_infer("tensorrt_llm_bls", asked, lambda result, error: None)
-    eventually(lambda: samples(server)["dflash_slots_in_use"] == 1)
+    server.wait_for_gauge("dflash_slots_in_use", 1)
     call.cancel()
-    eventually(lambda: samples(server).get(cancelled, 0) == before + 1)
-    eventually(lambda: samples(server)["dflash_slots_in_use"] == 0)
+    server.wait_for_increase(before, {cancelled: 1})
+    server.wait_for_gauge("dflash_slots_in_use", 0)
 
 
 # -- deployed --unary ------------------------------------------------------------------------------------------------
@@ -422,7 +408,7 @@ def test_a_unary_call_whose_client_is_gone_frees_its_slot(client, server):
 def unary_client(triton, served_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unary")
     deploy(served_engine, folder / "repository", DeploySettings(device="cpu", decoupled=False, max_queue=0))
-    with Server(folder / "repository", ANYWHERE, log=folder / "triton.log", patience=60) as running:
+    with Server(folder / "repository", ANYWHERE, log=folder / "triton.log", patience=PATIENCE) as running:
         yield Client(running.endpoints.grpc, running.endpoints.http)
 
 
@@ -449,7 +435,7 @@ def test_a_full_queue_is_an_error_at_once_and_room_is_room(unary_client):
                 "tensorrt_llm_bls", asked, lambda result, error: refusals.append(str(error)) if error else None
             )
         )
-    eventually(lambda: len(refusals) == 4)
+    wait_until(lambda: len(refusals) == 4, "four are refused")
     assert all("the queue is full: 8 requests have a slot, and 0 wait (--max-queue)" in text for text in refusals)
     for call in calls:
         call.cancel()
@@ -461,4 +447,4 @@ def test_a_full_queue_is_an_error_at_once_and_room_is_room(unary_client):
             assert "the queue is full" in str(error)
             return None
 
-    eventually(served)
+    wait_until(served, "a slot is free")

@@ -11,9 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,7 +20,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.conftest import build_tiny, refusal
+from tests.processes import start
 from tests.serving.conftest import ANYWHERE
+from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving import server as server_module
 from trtllm_dflash.serving import triton as triton_module
@@ -31,8 +32,6 @@ from trtllm_dflash.serving.triton import Triton, find_triton
 
 SERVE = [sys.executable, "-m", "trtllm_dflash", "serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 SHARED_MEMORY = Path("/dev/shm")
-START = 40.0  # seconds, on two busy cores
-END = 20.0
 
 
 def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pass") -> Path:
@@ -55,35 +54,37 @@ def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pas
     return folder
 
 
+def hang(begun: Path) -> str:
+    """Code that never ends, and makes a file when it is reached."""
+    return f"open({str(begun)!r}, 'w').close(); time.sleep(100_000)"
+
+
 class Run:
     """One `trtllm-dflash serve`, and all that descends from it."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, ignored: Iterable[int] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp())  # its temporary files; the mark of its processes, too
         self.mark = f"TMPDIR={self.folder}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
         self.printed = b""
         self.servers: set[str] = set()  # the names of the servers that it started
-        self.process = subprocess.Popen(
-            [*SERVE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
+        self.process = start([*SERVE, *arguments], ignored, env=environment)
 
     def line(self) -> str:
         """The next line that it prints."""
         assert self.process.stdout is not None
-        deadline = time.monotonic() + START
-        while b"\n" not in self.printed and time.monotonic() < deadline:
-            if select.select([self.process.stdout], [], [], 1)[0]:
-                more = os.read(self.process.stdout.fileno(), 4096)
-                assert more, f"it ended: {self.ends()}"
-                self.printed += more
+        while b"\n" not in self.printed:
+            assert select.select([self.process.stdout], [], [], PATIENCE)[0], "it says nothing"
+            more = os.read(self.process.stdout.fileno(), 4096)
+            assert more, f"it ended: {self.ends()}"
+            self.printed += more
         self.processes()
         line, _, self.printed = self.printed.partition(b"\n")
         return line.decode()
 
-    def ends(self, within: float = END) -> tuple[int, str]:
+    def ends(self) -> tuple[int, str]:
         """Its exit code and what it said on standard error."""
-        _, errors = self.process.communicate(timeout=within)
+        _, errors = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, errors
 
     def processes(self) -> dict[int, list[str]]:
@@ -100,28 +101,24 @@ class Run:
 
     def pid_of(self, word: str) -> int:
         """The process with this in its command line; of several, the last."""
-        deadline = time.monotonic() + START
-        while time.monotonic() < deadline:
-            pids = [pid for pid, words in self.processes().items() if any(word in part for part in words)]
-            if pids:
-                return pids[-1]
-            time.sleep(0.05)
-        raise AssertionError(f"no process has {word} in its command line")
+        pids: list[int] = []
+
+        def found() -> list[int]:
+            pids[:] = [pid for pid, words in self.processes().items() if any(word in part for part in words)]
+            return pids
+
+        wait_until(found, f"a process has {word} in its command line")
+        return pids[-1]
 
     def log(self) -> str:
         """Triton's log, which is kept where something failed."""
         (file,) = self.folder.glob("*/server.log")
         return file.read_text()
 
-    def leaves_nothing(self, within: float = 5) -> bool:
+    def leaves_nothing(self) -> bool:
         """Whether its processes, its shared memory and its temporary files are gone, but for logs."""
-        deadline = time.monotonic() + within
-        while time.monotonic() < deadline:
-            files = {file for file in self.folder.rglob("*") if file.is_file() and "server.log" not in file.name}
-            if not self.processes() and not self.shared_memory() and not files:
-                return True
-            time.sleep(0.05)
-        return False
+        files = {file for file in self.folder.rglob("*") if file.is_file() and "server.log" not in file.name}
+        return not self.processes() and not self.shared_memory() and not files
 
     def shared_memory(self) -> list[Path]:
         kept = " ".join(folder.name for folder in self.folder.iterdir())
@@ -131,8 +128,8 @@ class Run:
 
 
 @contextmanager
-def serve(*arguments: object) -> Iterator[Run]:
-    run = Run(*arguments)
+def serve(*arguments: object, ignored: Iterable[int] = ()) -> Iterator[Run]:
+    run = Run(*arguments, ignored=ignored)
     try:
         yield run
     finally:
@@ -140,7 +137,7 @@ def serve(*arguments: object) -> Iterator[Run]:
         for pid in run.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        run.process.wait(END)
+        run.process.wait(PATIENCE)
         shutil.rmtree(run.folder)
         for stream in (run.process.stdout, run.process.stderr):
             assert stream is not None
@@ -149,7 +146,7 @@ def serve(*arguments: object) -> Iterator[Run]:
 
 def get(url: str, path: str | None = None) -> tuple[int, bytes]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=10)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
     connection.request("GET", path or parts.path)
     reply = connection.getresponse()
     return reply.status, reply.read()
@@ -191,13 +188,13 @@ def test_serve_prints_its_endpoints_once_they_answer_and_ctrl_c_ends_it_amid_a_r
         assert Path(at["log"]).is_file()
         assert not any(reachable("127.0.0.2", at[name]) for name in ("http", "grpc", "metrics", "openai"))
 
-        stream = http.client.HTTPConnection(urlsplit(at["http"]).netloc, timeout=30)
+        stream = http.client.HTTPConnection(urlsplit(at["http"]).netloc, timeout=PATIENCE)
         body = {"text_input": "Count.", "max_tokens": 2000, "ignore_eos": True, "draft": False, "stream": True}
         stream.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(body))
         assert stream.getresponse().readline().startswith(b"data:")
         run.process.send_signal(signal.SIGINT)
         assert run.ends() == (130, "")
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
         assert not Path(at["log"]).parent.exists()
 
 
@@ -206,14 +203,14 @@ def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, serve
     with (engine / "rank0.safetensors").open("r+b") as file:
         file.truncate(1000)
     with serve("--engine", engine, "--device", "cpu") as run:
-        code, errors = run.ends(START)
+        code, errors = run.ends()
         assert code == 1
         assert re.fullmatch(
             rf"error: {re.escape(str(engine))}/rank0.safetensors: .*build the engine again; the server's log: \S+\n",
             errors,
         )
         assert "failed to load 'tensorrt_llm'" in run.log()
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
 # -- starting --------------------------------------------------------------------------------------------------------
@@ -252,7 +249,7 @@ def test_the_host_is_where_every_endpoint_listens_and_others_are_warned_of(quick
         assert code == 143
         assert errors.startswith("warning: at --host 0.0.0.0 anyone who reaches this machine can use Triton")
         assert errors.count("\n") == 1
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
 def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_engine, tmp_path):
@@ -272,7 +269,7 @@ def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_eng
 def test_a_log_file_is_added_to_and_kept(echo, tmp_path, triton):
     log = tmp_path / "triton.log"
     log.write_text("from before\n")
-    with Server(echo, ANYWHERE, log=log, patience=START) as running:
+    with Server(echo, ANYWHERE, log=log, patience=PATIENCE) as running:
         assert running.log == log
     assert log.read_text().startswith("from before\n")
     assert "successfully loaded 'echo'" in log.read_text()
@@ -286,7 +283,7 @@ def test_a_model_that_does_not_load_is_named_with_the_cause(tmp_path, triton):
     dies = make_repository(tmp_path / "b", initialize="os.abort()")
     with pytest.raises(EngineError, match=r"model echo does not load: Stub process .* is not healthy"):
         Server(dies, ANYWHERE, log=log).__enter__()
-    slow = make_repository(tmp_path / "c", initialize="time.sleep(60)")
+    slow = make_repository(tmp_path / "c", initialize="time.sleep(3600)")
     with pytest.raises(EngineError, match="Triton is not ready after 1 s"):
         Server(slow, ANYWHERE, log=log, patience=1).__enter__()
 
@@ -324,38 +321,59 @@ def test_a_terminal_that_closes_ends_the_server_in_order(quick):
         run.line()
         run.process.send_signal(signal.SIGHUP)
         assert run.ends() == (128 + signal.SIGHUP, "")
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
+
+
+def test_a_server_in_a_script_s_background_hears_sigterm_alone(quick):
+    with serve(*quick, ignored=[signal.SIGINT, signal.SIGHUP]) as run:
+        at = json.loads(run.line())
+        for number in (signal.SIGINT, signal.SIGHUP):
+            run.process.send_signal(number)
+        assert get(at["http"], "/v2/health/ready")[0] == 200
+        run.process.terminate()
+        assert run.ends() == (143, "")
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_server_whose_models_are_loading(number, served_engine, tmp_path, triton):
-    slow = make_repository(tmp_path, initialize="time.sleep(60)")
+    slow = make_repository(tmp_path / "models", initialize=hang(tmp_path / "loads"))
     with serve("--engine", served_engine, "--repository", slow) as run:
-        run.pid_of(triton_module.STUB)
-        time.sleep(0.2)
+        wait_until((tmp_path / "loads").exists, "the model loads")
+        run.processes()
         run.process.send_signal(number)
         assert run.ends() == (128 + number, "")
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
-def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(served_engine, tmp_path, triton):
-    stuck = make_repository(tmp_path, finalize="time.sleep(60)")
-    with serve("--engine", served_engine, "--repository", stuck, "--json") as run:
-        run.line()
-        run.process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        run.process.send_signal(signal.SIGINT)
-        assert run.ends(within=4)[0] == 130
-        assert run.leaves_nothing()
+def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(tmp_path, triton):
+    stuck = make_repository(tmp_path / "models", finalize=hang(tmp_path / "ends"))
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from trtllm_dflash.serving.server import Endpoints, Server\n"
+        "ports = Endpoints(http_port=0, grpc_port=0, metrics_port=0)\n"
+        "with Server(Path(sys.argv[1]), ports, grace=100_000) as running:\n"
+        "    print(running.pid, flush=True)\n"
+        "    running.wait()\n"
+    )
+    process = start([sys.executable, "-c", script, stuck])
+    assert process.stdout is not None
+    server = Path("/proc", process.stdout.readline().strip())
+    assert server.exists()
+    process.send_signal(signal.SIGINT)
+    wait_until((tmp_path / "ends").exists, "the model ends")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert not server.exists()
 
 
-def test_a_model_that_hangs_is_killed(tmp_path, triton, monkeypatch):
-    monkeypatch.setattr(server_module, "GRACE", 1)
-    monkeypatch.setattr(server_module, "_PATIENCE", 1.0)
-    stuck = make_repository(tmp_path, finalize="time.sleep(60)")
-    with Server(stuck, ANYWHERE, patience=START) as running:
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 4
+def test_a_model_that_hangs_is_killed(tmp_path, triton):
+    stuck = make_repository(tmp_path / "models", finalize=hang(tmp_path / "ends"))
+    with Server(stuck, ANYWHERE, patience=PATIENCE, grace=1) as running:
+        assert running._processes()
+    assert (tmp_path / "ends").exists()
     assert not running._processes()
 
 
@@ -363,11 +381,8 @@ def test_a_killed_serve_takes_the_server_with_it(quick, tmp_path):
     with serve(*quick, "--log", tmp_path / "log") as run:
         run.line()
         run.process.kill()
-        run.process.wait(END)
-        deadline = time.monotonic() + END
-        while run.processes() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not run.processes()
+        run.process.wait(PATIENCE)
+        wait_until(lambda: not run.processes(), "the server ended")
         assert run.shared_memory()
         server_module._remove_orphaned_memory()  # as the next server does
         assert not run.shared_memory()
@@ -383,10 +398,10 @@ def test_when_a_process_dies_serve_ends_and_can_be_started_again(victim, said, q
             pid for pid, words in run.processes().items() if victim in " ".join(words) and pid != run.process.pid
         )
         os.kill(pid, signal.SIGKILL)
-        code, errors = run.ends(within=5)
+        code, errors = run.ends()
         assert code == 1
         assert re.fullmatch(rf"error: .*{said}.*\n", errors)
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
     ports = {
         name: urlsplit(at[name] if name != "grpc" else f"//{at[name]}").port for name in ("http", "grpc", "metrics")
     }
@@ -402,7 +417,7 @@ def test_when_the_gateway_dies_serve_ends(triton):
     with GatewayThread(FastAPI(), Endpoints(openai_port=0)) as gateway:
         gateway.check()
         gateway._server.should_exit = True
-        gateway._thread.join(END)
+        gateway._thread.join(PATIENCE)
         with pytest.raises(EngineError, match="the OpenAI gateway has ended"):
             gateway.check()
 
@@ -430,7 +445,7 @@ def two_ranks(tmp_path_factory, triton) -> Path:
 
 def complete(url: str, prompt: str) -> str:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
     body = {"text_input": prompt, "max_tokens": 40}
     connection.request("POST", "/v2/models/tensorrt_llm_bls/generate", json.dumps(body))
     reply = connection.getresponse()
@@ -446,10 +461,10 @@ def test_two_ranks_serve_the_text_of_one_and_die_together(two_ranks, server):
         at = json.loads(run.line())
         assert [complete(at["http"], prompt) for prompt in prompts] == expected
         os.kill(run.pid_of("tensorrt_llm/1/model.py"), signal.SIGKILL)
-        code, errors = run.ends(within=10)
+        code, errors = run.ends()
         assert code == 1
         assert re.fullmatch(r"error: .* has ended.*\n", errors)
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
 def test_two_ranks_end_in_order(two_ranks):
@@ -457,19 +472,19 @@ def test_two_ranks_end_in_order(two_ranks):
         run.line()
         run.process.send_signal(signal.SIGINT)
         assert run.ends() == (130, "")
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
 def test_a_rank_that_does_not_load_is_one_line(two_ranks, tmp_path):
     engine = shutil.copytree(two_ranks, tmp_path / "engine")
     (engine / "rank1.safetensors").unlink()
     with serve("--engine", engine, "--device", "cpu") as run:
-        code, errors = run.ends(START)
+        code, errors = run.ends()
         assert code == 1
         assert re.fullmatch(
             r"error: \S+rank1.safetensors: missing; build the engine again; the server's log: \S+\n", errors
         )
-        assert run.leaves_nothing()
+        wait_until(run.leaves_nothing, "nothing of it is left")
 
 
 # -- finding Triton --------------------------------------------------------------------------------------------------

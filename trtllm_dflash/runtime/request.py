@@ -136,7 +136,7 @@ class Sequence:
         text: the reply as text, where the engine has a tokenizer.
         draft: False decodes it plainly.
         priority: 1 is the most urgent.
-        deadline: the `time.monotonic` by which its last token must be there.
+        deadline: when its last token must be there, on the scheduler's clock.
         prefilled: prompt tokens whose K/V rows exist, or will by the steps that were launched.
         reused: of those, the rows of an earlier request.
         in_flight: steps that were launched for it, give tokens, and were not read.

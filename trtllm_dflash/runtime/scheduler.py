@@ -6,6 +6,7 @@ The host launches a step before it has read the one before it, where the device 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -50,6 +51,7 @@ class Scheduler:
         draft_length: chooses how much to draft; by default the drafter's whole block.
         prefill_share: of the steps that are chunks of prompts, while there are both prompts and running sequences.
         ahead: steps to launch before the first is read; by default what the session says.
+        clock: tells the seconds that deadlines are on.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Scheduler:
         draft_length: DraftLength | None = None,
         prefill_share: float = 0.5,
         ahead: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = session.config
         self._session = session
@@ -66,6 +69,7 @@ class Scheduler:
         self._draft_length = draft_length or FixedDraftLength(config.block_size - 1)
         self._share = prefill_share
         self._ahead = session.ahead if ahead is None else ahead
+        self._clock = clock
         self._credit = 1.0  # of prompts: a chunk costs 1
         self._queue = Queue()
         self._slots = Slots(config.max_batch)
@@ -120,7 +124,7 @@ class Scheduler:
 
     def _drop_unwanted(self) -> None:
         """Lets go of the sequences that were cancelled, and of those whose deadline has passed."""
-        now = time.monotonic()
+        now = self._clock()
 
         def unwanted(sequence: Sequence) -> bool:
             if sequence.error is None and sequence.deadline is not None and now >= sequence.deadline:

@@ -61,15 +61,22 @@ class Ticket:
 class Service:
     """Serves an LLM until it is closed; nothing else may generate on that LLM meanwhile, which is its owner's to close.
 
+    Args:
+        clock: tells the seconds that deadlines are on.
+
     Attributes:
         failure: why it serves no more; None while it does.
     """
 
-    def __init__(self, llm: "LLM", settings: ServiceSettings | None = None) -> None:
+    def __init__(
+        self, llm: "LLM", settings: ServiceSettings | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         settings = settings or ServiceSettings()
         self.failure: str | None = None
         self._llm = llm
-        self._scheduler = Scheduler(llm.session, settings.draft, _draft_length(llm, settings), settings.prefill_share)
+        self._clock = clock
+        length = _draft_length(llm, settings)
+        self._scheduler = Scheduler(llm.session, settings.draft, length, settings.prefill_share, clock=clock)
         self._most = llm.config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
@@ -106,7 +113,7 @@ class Service:
             raise RequestError(f"priority {priority}: 1 is the most urgent, 0 none in particular")
         if deadline is not None and not deadline > 0:
             raise RequestError(f"deadline {deadline}: it must lie in the future")
-        by = None if deadline is None else time.monotonic() + deadline
+        by = None if deadline is None else self._clock() + deadline
         sequence = self._llm.sequence(prompt, params, draft, priority or DEFAULT_PRIORITY, by)
         ticket = Ticket(sequence, on_update)
         with self._changed:

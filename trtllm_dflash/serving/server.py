@@ -152,6 +152,7 @@ class Server:
         log: a file for the server's log, appended to; by default a temporary one, kept only where the server failed.
         progress: told ("loading", models ready, models) while they load.
         patience: seconds until the models must be ready; None waits as long as the server lives.
+        grace: seconds that running requests, and models that end, get when the server is told to end.
 
     Raises:
         SettingsError: a port is taken.
@@ -166,12 +167,14 @@ class Server:
         log: Path | None = None,
         progress: Callable[[str, int, int], None] = lambda *_: None,
         patience: float | None = None,
+        grace: int = GRACE,
     ) -> None:
         self.repository = repository.absolute()
         self.endpoints = endpoints
         self.tp = tp
         self.progress = progress
         self.patience = patience
+        self.grace = grace
         self._name = f"{_PREFIX}{secrets.token_hex(4)}"
         self._log = log
         self._offsets: dict[Path, int] = {}  # how long each log was before
@@ -230,7 +233,7 @@ class Server:
             "--disable-auto-complete-config",  # it would start every model's process twice
             f"--backend-config=python,shm-region-prefix-name={self._name}-",
             f"--backend-config=python,shm-default-byte-size={_MODEL_MEMORY}",
-            f"--exit-timeout-secs={GRACE}",
+            f"--exit-timeout-secs={self.grace}",
         ]
         at = self.endpoints
         first = [f"--http-address={at.address}", f"--http-port={at.http_port}"]
@@ -354,7 +357,7 @@ class Server:
             if self._process is not None and not failed:
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(GRACE + _PATIENCE)
+                    self._process.wait(self.grace + _PATIENCE)
         finally:
             self._kill()
             self._clean_up(keep_log=failed)
