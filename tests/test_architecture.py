@@ -38,9 +38,7 @@ LAYERS = (
 )
 
 #: Rooms that still import upwards.
-UPWARD = {
-    ("runtime", "llm"),
-}
+UPWARD: set[tuple[str, str]] = set()
 
 MOST_LINES = 500
 

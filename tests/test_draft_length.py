@@ -12,7 +12,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.runtime.service import ServiceSettings
 from trtllm_dflash.runtime.step_times import FILE, step_times
 
 LENGTHS = draft_lengths(16)
@@ -111,7 +111,7 @@ def test_the_text_does_not_depend_on_the_length(llm, ahead):
     prompts = [[{"role": "user", "content": text}] for kind in read_prompts(2).values() for text in kind]
     params = [SamplingParams(max_tokens=50, temperature=0.8 if i % 3 == 0 else 0, seed=i) for i in range(len(prompts))]
     scheduler = Scheduler(llm.session, draft_length=_Random(), ahead=ahead)
-    sequences = [llm.sequence(*pair) for pair in zip(prompts, params, strict=True)]
+    sequences = [llm.intake.sequence(*pair) for pair in zip(prompts, params, strict=True)]
     for sequence in sequences:
         scheduler.submit(sequence)
     while scheduler.busy:
@@ -143,4 +143,4 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
 
 def test_a_length_that_the_engine_cannot_draft_is_refused(llm):
     with pytest.raises(SettingsError, match=r"--draft-length 16: this engine drafts up to 15"):
-        Service(llm, ServiceSettings(draft_length=16))
+        llm.service(ServiceSettings(draft_length=16))

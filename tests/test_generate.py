@@ -200,7 +200,7 @@ def test_sampling_depends_on_the_seed_alone(command):
         (["--prompt", "a", "--prompts", "b"], "give one of --prompt TEXT and --prompts FILE"),
         (["--prompts", "/nowhere/prompts.txt"], "--prompts /nowhere/prompts.txt: cannot be read"),
         (["--prompt", "", "--raw"], "the prompt is empty"),
-        (["--prompt", "word " * 2100], "this engine takes 2047 (build --max-seq-len)"),
+        (["--prompt", "word " * 2100], "the limit is 2047 (build --max-seq-len)"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: "),
         (["--prompt", "a", "--temperature", "nan"], "--temperature nan: "),
         (["--prompt", "a", "--temperature", "inf"], "--temperature inf: "),
@@ -210,7 +210,7 @@ def test_sampling_depends_on_the_seed_alone(command):
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: "),
         (["--prompt", "a", "--seed", "-1"], "--seed -1: "),
         (["--prompt", "a", "--stop", ""], "--stop "),
-        (["--prompt", "a", "--stop-token-id", "2048"], "stop token ids must be 0 to 2047"),
+        (["--prompt", "a", "--stop-token-id", "2048"], "stop_token_ids: 2048 is not a token id; they are 0 to 2047"),
         (["--prompt", "a", "--stop-token-id", "-1"], "--stop-token-id -1: "),
         (["--prompt", "a", "--device", "tpu"], "--device tpu: choose cpu, cuda or auto"),
         (["--prompt", "a", "--raw", "--system", "b"], "--system"),
@@ -247,7 +247,7 @@ def test_standard_input_that_is_no_text_is_refused(command):
 
 def test_a_wrong_prompt_among_right_ones_stops_all_before_anything_is_printed(command, tmp_path):
     (tmp_path / "prompts.txt").write_text("short\n" + "word " * 2100)
-    assert "takes 2047" in refusal(*command, "--prompts", tmp_path / "prompts.txt", "--json")
+    assert "the limit is 2047" in refusal(*command, "--prompts", tmp_path / "prompts.txt", "--json")
 
 
 def test_a_very_long_prompt_is_refused_in_one_line_too(command, caplog, monkeypatch):

@@ -62,7 +62,7 @@ def run(scheduler):
 
 def asked(llm, prompt, tokens=24, **settings):
     options = {name: settings.pop(name) for name in ("draft", "priority", "deadline") if name in settings}
-    return llm.sequence(prompt, SamplingParams(max_tokens=tokens, **settings), **options)
+    return llm.intake.sequence(prompt, SamplingParams(max_tokens=tokens, **settings), **options)
 
 
 def same(sequence, completion):
@@ -92,7 +92,7 @@ def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
         for _ in range(choices.choice([0, 0, 1, 3])):
             if waiting:
                 request = waiting.pop()
-                sequences.append((llm.sequence(*request), request))
+                sequences.append((llm.intake.sequence(*request), request))
                 scheduler.submit(sequences[-1][0])
         scheduler.step()
         if sequences and choices.random() < 0.05:

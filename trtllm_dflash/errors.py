@@ -22,7 +22,22 @@ class EngineError(DFlashError):
 
 
 class RequestError(DFlashError):
-    """A request that this engine cannot serve."""
+    """A request that this engine cannot serve.
+
+    Args:
+        reason: one line.
+        field: the part of the request that is at fault, by its name in `Service.submit` or `SamplingParams`; interfaces
+            that call it otherwise put their own name before the reason.
+    """
+
+    def __init__(self, reason: str, field: str | None = None) -> None:
+        super().__init__(reason if field is None else f"{field}: {reason}")
+        self.reason = reason
+        self.field = field
+
+
+class LongPromptError(RequestError):
+    """A prompt of more tokens than are taken."""
 
 
 class QueueFullError(RequestError):

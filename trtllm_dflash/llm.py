@@ -17,22 +17,19 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
-from trtllm_dflash.runtime import request
-from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, Completion, SamplingParams
+from trtllm_dflash.runtime.intake import Intake, Prompt
+from trtllm_dflash.runtime.request import Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.service import Service, ServiceSettings
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
-from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 
-__all__ = ["LLM", "Completion", "SamplingParams", "TextChunk"]
-
-#: A prompt: raw text, a conversation for the chat template, or token ids.
-Prompt = str | list[dict[str, str]] | list[int]
+__all__ = ["LLM", "Completion", "Prompt", "SamplingParams", "TextChunk"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,7 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
+        self.intake = Intake(session.config, codec)
         self._turn = object()  # whose steps the session's slots hold
 
     @classmethod
@@ -143,6 +141,14 @@ class LLM:
         """Frees the engine and lets the other ranks go."""
         self.session.close()
 
+    def service(self, settings: ServiceSettings | None = None) -> Service:
+        """Begins to serve requests from any thread. Until the service is closed nothing else may use this LLM.
+
+        Raises:
+            SettingsError: the settings contradict the engine.
+        """
+        return Service(self.session, self.intake, settings, self.folder)
+
     # -- generating ------------------------------------------------------------------------------------------------
 
     def generate(
@@ -168,7 +174,7 @@ class LLM:
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         pairs = zip(prompts, params, strict=True)
-        sequences = [self.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
+        sequences = [self.intake.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
         scheduler = Scheduler(self.session, draft)
         self._turn = object()
         for sequence in sequences:
@@ -182,7 +188,7 @@ class LLM:
 
         A later request takes the engine's slots: going on with this stream then raises a RequestError.
         """
-        sequence = self.sequence(prompt, params or SamplingParams(), draft)
+        sequence = self.intake.sequence(prompt, params or SamplingParams(), draft)
         scheduler = Scheduler(self.session, draft)
         scheduler.submit(sequence)
         turn = self._turn = object()
@@ -227,70 +233,12 @@ class LLM:
         return torch.cat([input_ids, new], dim=1)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids.
-
-        Raises:
-            RequestError: it is text and the engine has no tokenizer, or the chat template refuses it.
-        """
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        if self.codec is None:
-            raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
-        if isinstance(prompt, str):
-            return self.codec.encode(prompt)
-        if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
-            raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
-        return self.codec.encode_chat(prompt)  # type: ignore[arg-type]
-
-    def sequence(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        draft: bool = True,
-        priority: int = DEFAULT_PRIORITY,
-        deadline: float | None = None,
-    ) -> request.Sequence:
-        """A prompt, made ready for a `Scheduler`; `deadline` on that one's clock.
+        """Token ids of a prompt, as `generate` reads it.
 
         Raises:
             RequestError: this engine cannot serve it.
         """
-        ids = self.encode(prompt)
-        limit, vocabulary = self.config.max_seq_len, self.config.target.vocab_size
-        if not ids:
-            raise RequestError("the prompt is empty")
-        if len(ids) >= limit:
-            raise RequestError(f"the prompt has {len(ids)} tokens; this engine takes {limit - 1} (build --max-seq-len)")
-        if not all(0 <= token < vocabulary for token in ids):
-            raise RequestError(f"token ids must be 0 to {vocabulary - 1}")
-        stop_ids = {*params.stop_token_ids, *(token for run in params.stop_token_sequences for token in run)}
-        if not all(token < vocabulary for token in stop_ids):
-            raise RequestError(f"stop token ids must be 0 to {vocabulary - 1}")
-        if params.stop and self.codec is None:
-            raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
-        if params.temperature > 0 and not self.config.sampling:
-            raise RequestError("temperature: this engine was built greedy and cannot sample; build it with --sampling")
-        end = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.stop_token_ids))
-        return request.Sequence(
-            prompt_ids=ids,
-            params=params,
-            room=min(params.max_tokens, limit - len(ids)),
-            end_token_ids=frozenset(end),
-            text=self._reply(prompt, params.stop),
-            draft=draft,
-            priority=priority,
-            deadline=deadline,
-        )
-
-    def _reply(self, prompt: Prompt, stop: tuple[str, ...]) -> TextStream | None:
-        if self.codec is None:
-            return None
-        is_chat = not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
-        return self.codec.reply(stop) if is_chat else TextStream(self.codec.backend, stop)
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        return self.intake.encode(prompt)
 
 
 def _torch_session(

@@ -14,7 +14,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.ladder import draft_lengths
 from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.runtime.service import ServiceSettings
 from trtllm_dflash.session.calls import Decode, Prefill
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
@@ -39,7 +39,8 @@ def test_graphs_in_any_order_give_the_tokens_of_the_cpu(tiny: LLM) -> None:
     params = [SamplingParams(max_tokens=40, seed=i, **(sampled if i % 3 == 1 else {})) for i in range(len(prompts))]
     scheduler = Scheduler(llm.session, draft_length=RandomDraftLength())
     sequences = [
-        llm.sequence(prompt, its, draft=i % 5 != 4) for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
+        llm.intake.sequence(prompt, its, draft=i % 5 != 4)
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
     ]
     chance = random.Random(1)
     waiting = list(sequences)
@@ -78,7 +79,7 @@ def test_nothing_in_the_loop_waits_for_the_device() -> None:
 def test_the_adaptive_length_changes_no_text(tiny: LLM, tmp_path) -> None:  # type: ignore[no-untyped-def]
     folders = str(TINY / "target"), str(TINY / "drafter")
     llm = LLM.from_pretrained(*folders, precision="fp32", device="cuda", max_batch=4, max_seq_len=1024)
-    service = Service(llm, ServiceSettings(draft_length="auto"))
+    service = llm.service(ServiceSettings(draft_length="auto"))
     replies: dict[int, list[int]] = {}
     prompts = shipped_prompts(4)
     done = [False] * len(prompts)

@@ -68,7 +68,11 @@ class Running:
         for _ in range(3):
             seen = self.metrics().get(COMPLETED, 0)
             self.complete("a", max_tokens=1, ignore_eos=True, draft=False)
-            self.wait_for(lambda metrics, seen=seen: metrics.get(COMPLETED, 0) > seen, "the request is counted")
+
+            def counted(metrics: dict[str, float], seen: float = seen) -> bool:
+                return metrics.get(COMPLETED, 0) > seen
+
+            self.wait_for(counted, "the request is counted")
         return self.metrics()
 
     def wait_for_increase(self, before: dict[str, float], counts: dict[str, float]) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""Engine directories: configuration, digests, and the sizes that steps come in."""

@@ -1,0 +1,1 @@
+"""Requests, slots, the scheduler, draft length: what keeps a session busy."""

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.text.stream import TextStream
@@ -14,6 +14,14 @@ FinishReason = Literal["stop", "length"]
 
 #: A request without a priority of its own; 1 is the most urgent, as in Triton.
 DEFAULT_PRIORITY = 100
+
+# Of one reply, whoever asks for it and however.
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+Temperature = Annotated[FiniteFloat, Field(ge=0, le=1e4)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopP = Annotated[FiniteFloat, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+StopText = Annotated[str, Field(min_length=1)]
 
 
 class SamplingParams(BaseModel):
@@ -33,12 +41,12 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_tokens: PositiveInt = 256
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=1e4)] = 0.0
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    max_tokens: MaxTokens = 256
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    seed: Seed = 0
+    stop: tuple[StopText, ...] = ()
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     stop_token_sequences: tuple[Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)], ...] = ()
     ignore_eos: bool = False

@@ -4,7 +4,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
@@ -17,13 +18,12 @@ from trtllm_dflash.errors import (
     SettingsError,
 )
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.runtime.step_times import step_times
-
-if TYPE_CHECKING:
-    from trtllm_dflash.llm import LLM, Prompt
+from trtllm_dflash.session.session import Session
 
 #: Steps that fail without any reply being completed between them, after which an engine is given up: it may be lost.
 MOST_FAILURES = 3
@@ -59,9 +59,12 @@ class Ticket:
 
 
 class Service:
-    """Serves an LLM until it is closed; nothing else may generate on that LLM meanwhile, which is its owner's to close.
+    """Serves requests on a session until it is closed.
 
     Args:
+        session: runs the steps. Nobody else may use it meanwhile, and closing it is its owner's.
+        intake: makes requests ready for that session.
+        folder: the engine directory, where measured step times are kept; None where there is none.
         clock: tells the seconds that deadlines are on.
 
     Attributes:
@@ -69,15 +72,21 @@ class Service:
     """
 
     def __init__(
-        self, llm: "LLM", settings: ServiceSettings | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        session: Session,
+        intake: Intake,
+        settings: ServiceSettings | None = None,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or ServiceSettings()
         self.failure: str | None = None
-        self._llm = llm
+        self._config = session.config
+        self._intake = intake
         self._clock = clock
-        length = _draft_length(llm, settings)
-        self._scheduler = Scheduler(llm.session, settings.draft, length, settings.prefill_share, clock=clock)
-        self._most = llm.config.max_batch + settings.max_queue
+        draft_length = _draft_length(session, settings, folder)
+        self._scheduler = Scheduler(session, settings.draft, draft_length, settings.prefill_share, clock=clock)
+        self._most = self._config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
         self._cancelled: list[Ticket] = []
@@ -89,7 +98,7 @@ class Service:
 
     def submit(
         self,
-        prompt: "Prompt",
+        prompt: Prompt,
         params: SamplingParams,
         on_update: Callable[[Update], None],
         *,
@@ -110,18 +119,18 @@ class Service:
             EngineError: the service has failed or is closed.
         """
         if priority < 0:
-            raise RequestError(f"priority {priority}: 1 is the most urgent, 0 none in particular")
+            raise RequestError(f"{priority}; 1 is the most urgent, 0 none in particular", "priority")
         if deadline is not None and not deadline > 0:
-            raise RequestError(f"deadline {deadline}: it must lie in the future")
+            raise RequestError(f"{deadline:g} s from now is not in the future", "deadline")
         by = None if deadline is None else self._clock() + deadline
-        sequence = self._llm.sequence(prompt, params, draft, priority or DEFAULT_PRIORITY, by)
+        sequence = self._intake.sequence(prompt, params, draft, priority or DEFAULT_PRIORITY, by)
         ticket = Ticket(sequence, on_update)
         with self._changed:
             if self._closing or self.failure is not None:
                 raise EngineError(self.failure or "the service is closed")
             if self._taken >= self._most:
                 self._scheduler.statistics.requests["refused"] += 1
-                slots = self._llm.config.max_batch
+                slots = self._config.max_batch
                 raise QueueFullError(
                     f"the queue is full: {slots} requests have a slot, and {self._most - slots} wait (--max-queue)"
                 )
@@ -173,7 +182,7 @@ class Service:
             failed = ended["failed"] > failed_before
             failures = 0 if ended["completed"] > completed_before else failures + failed
             # Ranks that have not all run the same steps no longer belong together.
-            if failures == MOST_FAILURES or (failed and self._llm.config.tp > 1):
+            if failures == MOST_FAILURES or (failed and self._config.tp > 1):
                 causes = [str(s.error) for s in changed if isinstance(s.error, EngineError)]
                 self._give_up(f"the engine failed: {causes[0]}")
                 return
@@ -221,14 +230,14 @@ class Service:
         self._report(self._scheduler.fail_all(error))
 
 
-def _draft_length(llm: "LLM", settings: ServiceSettings) -> DraftLength:
-    longest = llm.config.block_size - 1
+def _draft_length(session: Session, settings: ServiceSettings, folder: Path | None) -> DraftLength:
+    longest = session.config.block_size - 1
     if settings.draft_length is None:
         return FixedDraftLength(longest)
     if settings.draft_length != "auto":
         if settings.draft_length > longest:
             raise SettingsError(f"--draft-length {settings.draft_length}: this engine drafts up to {longest}")
         return FixedDraftLength(settings.draft_length)
-    if not settings.draft or llm.config.drafter is None:
+    if not settings.draft or session.config.drafter is None:
         return FixedDraftLength(0)
-    return AdaptiveDraftLength(step_times(llm.session, llm.folder))
+    return AdaptiveDraftLength(step_times(session, folder))

@@ -17,10 +17,10 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Completion, Update
-from trtllm_dflash.runtime.service import Service, ServiceSettings, Ticket
+from trtllm_dflash.runtime.service import ServiceSettings, Ticket
 from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
-from trtllm_dflash.serving.parameters import EngineRequest, Tensors, parse_request
+from trtllm_dflash.serving.parameters import TEXT_NAMES, EngineRequest, Fields, Tensors, parse_request
 from trtllm_dflash.serving.tensors import (
     FINAL,
     error_response,
@@ -75,7 +75,7 @@ class EngineModel:
             draft=parameter(config, "draft") == "true",
             draft_length="auto" if length == "auto" else int(length),
         )
-        self._service = Service(self._llm, settings)
+        self._service = self._llm.service(settings)
         self._metrics = Metrics(lambda: self._service.statistics().samples(), pb_utils)
         self._replies: set[Reply] = set()
         self._by_key: dict[int, Reply] = {}
@@ -109,7 +109,8 @@ class EngineModel:
                 raise RequestError("stop: not supported; cancel the stream, or the call, that the request came with")
             self._outbox.put(lambda: self._stop(key, sender))
             return
-        asked = parse_request(tensors, self._llm.config, self._decoupled, self._echo)
+        fields = Fields(tensors, TEXT_NAMES if "prompt" in tensors else None)
+        asked = parse_request(fields, self._decoupled, self._echo)
         reply = Reply(asked, sender, set(request.requested_output_names()), key, wants_codes(request))
         self._outbox.put(lambda: self._begin(reply))
         try:
@@ -123,7 +124,7 @@ class EngineModel:
             )
             self._outbox.put(lambda: self._taken(reply, ticket))
         except DFlashError as error:
-            refusal = Update(error=error)
+            refusal = Update(error=fields.refusal_of(error))
             self._outbox.put(lambda: self._send(reply, refusal))
 
     def _refuse(self, sender: Any, error: Exception, coded: bool) -> None:

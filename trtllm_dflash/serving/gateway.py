@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerFast
 
-from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_shared_files, read_config
 from trtllm_dflash.errors import (
     CancelledError,
     DeadlineError,
     EngineError,
+    LongPromptError,
     QueueFullError,
     RequestError,
-    SettingsError,
 )
+from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving import openai_schema as schema
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
@@ -161,13 +161,9 @@ class Gateway:
         self._settings = settings
         self._config: EngineConfig = config
         self._codec = codec
+        self._intake = Intake(config, codec, settings.max_prompt_tokens)
         self._name = settings.model_name or config.name
-        self._max_prompt = settings.max_prompt_tokens or config.max_seq_len - 1
         self._created = int((settings.engine / "config.json").stat().st_mtime)
-        longest = config.max_seq_len - 1
-        if self._max_prompt > longest:
-            message = f"max_prompt_tokens {self._max_prompt}: this engine takes {longest} (build --max-seq-len)"
-            raise SettingsError(message)
 
     def open(self) -> None:
         """To be called on the event loop that serves."""
@@ -222,8 +218,7 @@ class Gateway:
     def _completion_job(self, body: bytes, request_id: str) -> _Job:
         asked = schema.parse(schema.CompletionRequest, body)
         self._check_name(asked.model)
-        ids = asked.prompt if isinstance(asked.prompt, list) else _tokens(self._codec.encode, asked.prompt, "prompt")
-        self._check_prompt(ids, "prompt")
+        ids = self._tokens(asked.prompt, "prompt")
         return self._job(asked, ids, asked.max_tokens or _COMPLETION_TOKENS, request_id)
 
     def _chat_job(self, body: bytes, request_id: str) -> _Job:
@@ -234,42 +229,30 @@ class Gateway:
             param = f"chat_template_kwargs.{taken[0]}"
             raise ApiError(400, f"{param}: not a variable of the chat template", param)
         messages = [message.for_template() for message in asked.messages]
-
-        def encode(messages: list[dict[str, str]]) -> list[int]:
-            return self._codec.encode_chat(messages, asked.chat_template_kwargs)
-
-        ids = _tokens(encode, messages, "messages")
-        self._check_prompt(ids, "messages")
+        ids = self._tokens(messages, "messages", asked.chat_template_kwargs)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         return self._job(asked, ids, limit, request_id)
 
-    def _check_prompt(self, ids: list[int], param: str) -> None:
-        if not ids:
-            raise ApiError(400, f"{param}: the prompt is empty", param)
-        if len(ids) > self._max_prompt:
-            message = f"{param}: the prompt has {len(ids)} tokens; the limit is {self._max_prompt}"
-            raise ApiError(400, message, param, "context_length_exceeded")
-        vocabulary = self._config.target.vocab_size
-        if not all(0 <= token < vocabulary for token in ids):
-            raise ApiError(400, f"{param}: token ids must be 0 to {vocabulary - 1}", param)
+    def _tokens(self, prompt: Prompt, param: str, chat_arguments: Mapping[str, Any] | None = None) -> list[int]:
+        try:
+            return self._intake.encode(prompt, chat_arguments)
+        except RequestError as error:
+            code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
+            raise ApiError(400, f"{param}: {error.reason}", param, code) from None
 
     def _job(self, asked: schema.Request, ids: list[int], max_tokens: int, request_id: str) -> _Job:
         temperature = asked.temperature
         if temperature is None:
             temperature = 1.0 if self._config.sampling else 0.0
-        try:
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=asked.top_k,
-                top_p=asked.top_p,
-                seed=asked.seed if asked.seed is not None else secrets.randbelow(2**63),
-                stop=tuple(asked.stop),
-                ignore_eos=asked.ignore_eos,
-            )
-        except ValidationError as error:
-            problem = first_problem(error)
-            raise ApiError(400, problem, problem.partition(":")[0].partition(".")[0]) from None
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            seed=asked.seed if asked.seed is not None else secrets.randbelow(2**63),
+            stop=tuple(asked.stop),
+            ignore_eos=asked.ignore_eos,
+        )
         chat = isinstance(asked, schema.ChatRequest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         reply = None
@@ -357,13 +340,6 @@ class Gateway:
             if not begun:
                 raise refusal from None
             yield schema.error_event(refusal)
-
-
-def _tokens(encode: Callable[[Any], list[int]], prompt: object, param: str) -> list[int]:
-    try:
-        return encode(prompt)
-    except RequestError as error:
-        raise ApiError(400, f"{param}: {error}", param) from None
 
 
 def _count(usage: schema.Usage, piece: Piece) -> None:

@@ -10,12 +10,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    FiniteFloat,
     NonNegativeInt,
     ValidationError,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from trtllm_dflash.runtime.request import MaxTokens, Seed, StopText, Temperature, TopK, TopP
 
 _R = TypeVar("_R", bound="Request")
 
@@ -194,12 +195,12 @@ class Request(BaseModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list)] = []
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    seed: Seed | None = None
+    stop: Annotated[list[StopText], BeforeValidator(_stop_list)] = []
     ignore_eos: bool = False
     draft: bool = True
     priority: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
@@ -228,7 +229,7 @@ class ChatRequest(Request):
     """The body of /v1/chat/completions. `chat_template_kwargs` is not OpenAI's: variables for the chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")

@@ -4,16 +4,13 @@ What is asked for and not supported is refused by the name that the client used 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.runtime.request import SamplingParams
-
-if TYPE_CHECKING:  # it brings torch, which not every model's process needs
-    from trtllm_dflash.engine.config import EngineConfig
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -48,7 +45,10 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "return_generation_logits": (False,),
 }
 
+#: How `tensorrt_llm` calls what `Service.submit` and `SamplingParams` know by another name.
 _FIELDS = {
+    "prompt": "input_ids",
+    "deadline": "deadline_ms",
     "max_tokens": "request_output_len",
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
@@ -105,7 +105,13 @@ class Fields:
 
     def refusal(self, field: str, reason: str) -> RequestError:
         """An error that begins with the field's name."""
-        return RequestError(f"{self._names.get(field, field)}: {reason}")
+        return RequestError(reason, self._names.get(field, field))
+
+    def refusal_of(self, error: DFlashError) -> DFlashError:
+        """The engine's refusal of the request, by the name that the client knows."""
+        if not isinstance(error, RequestError) or error.field is None:
+            return error
+        return self.refusal(_FIELDS.get(error.field, error.field), error.reason)
 
     def scalar(self, field: str, default: Any = None) -> Any:
         """The number or truth value in a tensor [1, 1]."""
@@ -140,17 +146,16 @@ class Fields:
         return [tuple(tokens[start:end]) for start, end in zip(starts, ends, strict=False)]
 
 
-def parse_request(tensors: Tensors, config: "EngineConfig", decoupled: bool, echo: bool) -> EngineRequest:
-    """What the tensors of a `tensorrt_llm` request ask for.
+def parse_request(fields: Fields, decoupled: bool, echo: bool) -> EngineRequest:
+    """Reads what a request of `tensorrt_llm` asks for. Whether the engine can serve it, `Service.submit` says.
 
     Args:
         decoupled: whether the model may answer more than once.
         echo: whether a reply begins with its prompt, unless the request says otherwise.
 
     Raises:
-        RequestError: it cannot be served; begins with the field's name.
+        RequestError: it makes no sense, or asks for what is not supported; begins with the field's name.
     """
-    fields = Fields(tensors, TEXT_NAMES if "prompt" in tensors else None)
     for field, neutral in _NEUTRAL.items():
         value = fields.scalar(field, neutral[0])
         if value not in neutral:
@@ -162,45 +167,33 @@ def parse_request(tensors: Tensors, config: "EngineConfig", decoupled: bool, ech
     streaming = fields.scalar("streaming", False)
     if streaming and not decoupled:
         raise fields.refusal("streaming", "this repository was deployed --unary; deploy it --decoupled to stream")
-    priority, deadline = fields.scalar("priority", 0), fields.scalar("deadline_ms")
-    if priority < 0:
-        raise fields.refusal("priority", f"{priority}; 1 is the most urgent, 0 none in particular")
-    if deadline is not None and deadline <= 0:
-        raise fields.refusal("deadline_ms", f"{deadline} is not in the future")
+    deadline = fields.scalar("deadline_ms")
     return EngineRequest(
-        prompt_ids=_prompt_ids(fields, config),
+        prompt_ids=_prompt_ids(fields),
         prompt="".join(fields.texts("prompt")) if "prompt" in fields else None,
-        params=_sampling_params(fields, config),
+        params=_sampling_params(fields),
         streaming=streaming,
         echo=not fields.scalar("exclude_input_in_output", not echo),
         perf=fields.scalar("return_perf_metrics", False),
         draft=fields.scalar("draft", True),
-        priority=priority,
+        priority=fields.scalar("priority", 0),
         deadline=None if deadline is None else deadline / 1000,
     )
 
 
-def _prompt_ids(fields: Fields, config: "EngineConfig") -> list[int]:
+def _prompt_ids(fields: Fields) -> list[int]:
     ids = fields.row("input_ids")
-    if not ids:
-        raise fields.refusal("input_ids", "the prompt is empty")
     if fields.scalar("input_lengths") != len(ids):
         raise fields.refusal("input_lengths", f"{fields.scalar('input_lengths')}, but input_ids has {len(ids)}")
-    if len(ids) >= config.max_seq_len:
-        room = config.max_seq_len - 1
-        raise fields.refusal("input_ids", f"{len(ids)} tokens; this engine takes {room} (build --max-seq-len)")
-    _check_tokens(fields, "input_ids", ids, config)
     return ids
 
 
-def _sampling_params(fields: Fields, config: "EngineConfig") -> SamplingParams:
+def _sampling_params(fields: Fields) -> SamplingParams:
     end_id = fields.scalar("end_id", -1)
     if end_id < -1:
         raise fields.refusal("end_id", f"{end_id}; give a token id, or -1 for the model's own")
     stop_ids = () if end_id == -1 else (end_id,)
     runs = fields.token_runs("stop_words_list")
-    _check_tokens(fields, "end_id", stop_ids, config)
-    _check_tokens(fields, "stop_words_list", [token for run in runs for token in run], config)
     stops = fields.texts("stop_words")
     _check_stops(fields, "stop_words", stops, "characters")
     _check_stops(fields, "stop_words_list", runs, "tokens")
@@ -224,8 +217,6 @@ def _sampling_params(fields: Fields, config: "EngineConfig") -> SamplingParams:
         raise fields.refusal(_FIELDS.get(name, name), f"{values[name]}: {problem['msg']}") from None
     if params.top_k == 1:
         params = params.model_copy(update={"temperature": 0.0})  # the same tokens for less work
-    if params.temperature > 0 and not config.sampling:
-        raise fields.refusal("temperature", "this engine was built greedy and cannot sample; build it with --sampling")
     return params
 
 
@@ -241,13 +232,6 @@ def _filters(fields: Fields) -> tuple[float, int, float]:
     if top_p == 0:
         return temperature, top_k or 1, 1.0
     return temperature, top_k, 1.0 if top_p is None else top_p
-
-
-def _check_tokens(fields: Fields, field: str, ids: "list[int] | tuple[int, ...]", config: "EngineConfig") -> None:
-    vocabulary = config.target.vocab_size
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary)
-        raise fields.refusal(field, f"{wrong} is not a token id; they are 0 to {vocabulary - 1}")
 
 
 def _check_stops(fields: Fields, field: str, stops: "list[str] | list[tuple[int, ...]]", unit: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.parameters import Fields, Tensors
 from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, wants_codes
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -22,7 +23,8 @@ class PreprocessingModel:
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads the engine's tokenizer."""
         engine = Path(parameter(json.loads(arguments["model_config"]), "engine"))
-        self._codec = TextCodec.load(engine, read_config(engine).chat_arguments)
+        config = read_config(engine)
+        self._intake = Intake(config, TextCodec.load(engine, config.chat_arguments))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """A response to each."""
@@ -43,9 +45,7 @@ class PreprocessingModel:
         return response(tensors, request.requested_output_names())
 
     def _encode(self, fields: Fields) -> list[int]:
-        if self._codec is None:
-            raise fields.refusal("QUERY", "this engine has no tokenizer; send token ids to tensorrt_llm")
-        ids = self._codec.encode("".join(fields.texts("QUERY")))
-        if not ids:  # which Triton could not hand on
-            raise RequestError("text_input: the prompt is empty")
-        return ids
+        try:
+            return self._intake.encode("".join(fields.texts("QUERY")))
+        except RequestError as error:
+            raise fields.refusal("QUERY", error.reason) from None

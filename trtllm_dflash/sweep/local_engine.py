@@ -85,7 +85,7 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
             yield None
             return
         queue = 4 * settings.largest_concurrency if not settings.open_loop else 1 << 16
-        service = Service(llm, ServiceSettings(draft_length=_draft_length(settings, llm.config), max_queue=queue))
+        service = llm.service(ServiceSettings(draft_length=_draft_length(settings, llm.config), max_queue=queue))
         try:
             yield LocalEngine(llm, service, _dataset(settings, llm.config), acceptance)
         finally:

@@ -14,7 +14,7 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.step import Numbers
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.runtime.request import MaxTokens, SamplingParams, Temperature, TopK, TopP
 from trtllm_dflash.sweep.dataset import Dataset
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop, Target, Traits, run_load
 from trtllm_dflash.sweep.results import FILE, Limit, Results, read_results
@@ -121,11 +121,11 @@ class SweepSettings(BaseModel):
 
     # The requests.
     dataset: tuple[Path, ...] = ()
-    output_tokens: PositiveInt | None = None
-    max_tokens: PositiveInt | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e4)] = 0.0
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    output_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     # What is read from it.

@@ -1,0 +1,122 @@
+"""Checks requests and makes them ready: a prompt and its sampling parameters become a `Sequence`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.errors import LongPromptError, RequestError, SettingsError
+from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence
+from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.tokenizer import TextCodec
+
+#: A prompt: raw text, a conversation for the chat template, or token ids.
+Prompt = str | list[dict[str, str]] | list[int]
+
+
+class Intake:
+    """Knows what an engine takes, and refuses the rest by the name of the field that is at fault.
+
+    Args:
+        config: the engine's.
+        codec: its tokenizer; None where it has none.
+        max_prompt_tokens: longest prompt; by default what leaves the engine room for one token.
+
+    Raises:
+        SettingsError: the engine takes no prompt as long as `max_prompt_tokens`.
+    """
+
+    def __init__(self, config: EngineConfig, codec: TextCodec | None, max_prompt_tokens: int | None = None) -> None:
+        self._config = config
+        self._codec = codec
+        self._longest, self._knob = config.max_seq_len - 1, "build --max-seq-len"
+        if max_prompt_tokens is not None:
+            if max_prompt_tokens > self._longest:
+                raise SettingsError(
+                    f"max_prompt_tokens {max_prompt_tokens}: this engine takes {self._longest} ({self._knob})"
+                )
+            self._longest, self._knob = max_prompt_tokens, "max_prompt_tokens"
+
+    def encode(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a prompt that the engine can serve.
+
+        Args:
+            chat_arguments: given to a conversation's template besides the engine's own, and before them.
+
+        Raises:
+            RequestError: it is empty, no text, or no token ids of this engine; or its chat template refuses it.
+            LongPromptError: it has too many tokens.
+        """
+        ids = self._ids(prompt, chat_arguments)
+        if not ids:
+            raise RequestError("the prompt is empty", "prompt")
+        if len(ids) > self._longest:
+            raise LongPromptError(
+                f"the prompt has {len(ids)} tokens; the limit is {self._longest} ({self._knob})", "prompt"
+            )
+        self._check_tokens("prompt", ids)
+        return ids
+
+    def sequence(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        draft: bool = True,
+        priority: int = DEFAULT_PRIORITY,
+        deadline: float | None = None,
+    ) -> Sequence:
+        """A request, ready for a `Scheduler`; `deadline` on the clock of `time.monotonic`.
+
+        Raises:
+            RequestError: this engine cannot serve it.
+        """
+        ids = self.encode(prompt)
+        self._check_params(params)
+        end = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._config.stop_token_ids))
+        return Sequence(
+            prompt_ids=ids,
+            params=params,
+            room=min(params.max_tokens, self._config.max_seq_len - len(ids)),
+            end_token_ids=frozenset(end),
+            text=self._reply(prompt, params.stop),
+            draft=draft,
+            priority=priority,
+            deadline=deadline,
+        )
+
+    def _ids(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None) -> list[int]:
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if self._codec is None:
+            raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
+        if isinstance(prompt, str):
+            return self._codec.encode(prompt)
+        if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+            raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
+        return self._codec.encode_chat(prompt, chat_arguments)  # type: ignore[arg-type]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Compares with the engine what `SamplingParams` cannot check by itself."""
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        for run in params.stop_token_sequences:
+            self._check_tokens("stop_token_sequences", run)
+        if params.stop and self._codec is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids", "stop")
+        if params.temperature > 0 and not self._config.sampling:
+            reason = "this engine was built greedy and cannot sample; build it with --sampling"
+            raise RequestError(reason, "temperature")
+
+    def _check_tokens(self, field: str, ids: Iterable[int]) -> None:
+        vocabulary = self._config.target.vocab_size
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise RequestError(f"{token} is not a token id; they are 0 to {vocabulary - 1}", field)
+
+    def _reply(self, prompt: Prompt, stop: tuple[str, ...]) -> TextStream | None:
+        if self._codec is None:
+            return None
+        is_chat = not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
+        return self._codec.reply(stop) if is_chat else TextStream(self._codec.backend, stop)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
