@@ -170,6 +170,7 @@ def test_the_report_holds_every_arm_at_every_batch(tmp_path):
         "target",
         "drafter",
         "session",
+        "computes",
         "copy_bytes_per_second",
         "gemm_flops_per_second",
         "memory",

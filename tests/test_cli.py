@@ -187,8 +187,8 @@ def test_an_unknown_model_suggests_the_closest():
 
 def test_the_doctor_looks_at_everything_the_package_can_use():
     findings = json.loads(succeeds("doctor", "--json"))
-    names = ["Python", "torch", "CUDA GPU", "TensorRT", "TensorRT-RTX", "Triton server", "OpenAI gateway", "MPI"]
-    names += ["ModelOpt", "Hugging Face token"]
+    names = ["Python", "torch", "CUDA GPU", "CUDA kernels", "TensorRT", "TensorRT-RTX", "Triton server"]
+    names += ["OpenAI gateway", "MPI", "ModelOpt", "Hugging Face token"]
     assert [finding["name"] for finding in findings] == names
     assert [finding["name"] for finding in findings if finding["present"]][:2] == ["Python", "torch"]
     lines = succeeds("doctor").splitlines()

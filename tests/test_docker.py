@@ -10,6 +10,7 @@ import yaml
 
 from hatch_build import NAME
 from trtllm_dflash.runtime.statistics import Statistics
+from trtllm_dflash.session.choice import Choice
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
@@ -134,7 +135,7 @@ def test_prometheus_looks_where_the_server_is():
 
 
 def test_every_metric_of_the_dashboard_is_one_that_the_server_has():
-    statistics = Statistics()
+    statistics = Statistics(computes=Choice("torch", "cpu", "fp32", "torch", "torch", "none", "").labels)
     statistics.requests["completed"] += 1
     statistics.steps["decode"] += 1
     statistics.count_drafts(drafted=1, accepted=1, tokens=2)

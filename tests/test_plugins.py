@@ -20,7 +20,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import library, norm
 from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
-from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
+from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -61,7 +61,7 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
     library = load(built / "libdflash_kernels.so")
     assert library.functions.dflash_error_string(0) == b"no error"
     assert library.architectures == ("90a-real",)
-    assert str(library) == f"our CUDA kernels {kernels.ABI_VERSION} ({built / 'libdflash_kernels.so'})"
+    assert library.path == built / "libdflash_kernels.so"
 
 
 @needs_compiler
@@ -154,7 +154,7 @@ def test_a_checkout_and_an_installation_are_told_different_remedies(load, tmp_pa
         text=True,
         capture_output=True,
     )
-    assert "EngineError: there are no CUDA kernels: install a wheel that has them: `make wheel`" in done.stderr
+    assert "EngineError: there are no CUDA kernels: install a wheel that has them, as `make wheel`" in done.stderr
 
 
 def test_the_library_is_what_the_variable_names_then_the_packages_then_the_checkouts(monkeypatch, tmp_path):
@@ -197,13 +197,6 @@ def test_another_file_is_not_taken_for_the_library(load, tmp_path):
 def test_kernels_of_another_interface_are_refused(load, tmp_path):
     with pytest.raises(EngineError, match=rf"have interface 1, not {kernels.ABI_VERSION}: run `make kernels`"):
         load(stub_library(tmp_path, version=1))
-
-
-def test_what_kernels_do_not_compute_is_refused_first():
-    with pytest.raises(EngineError, match="BF16 and FP16"):
-        check_supported(torch.float32, [128])
-    with pytest.raises(EngineError, match=r"head sizes \(64, 128\), not 80"):
-        check_supported(torch.bfloat16, [128, 80])
 
 
 def test_cuda_ops_need_the_library(load, tmp_path):

@@ -23,6 +23,7 @@ from trtllm_dflash.commands.quantize import quantize
 from trtllm_dflash.commands.report import report
 from trtllm_dflash.commands.serve import serve
 from trtllm_dflash.commands.sweep import sweep
+from trtllm_dflash.commands.terminal import logged_to_terminal
 from trtllm_dflash.errors import DFlashError
 
 
@@ -55,8 +56,12 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, "-V", "--version")
-def main() -> None:
+@click.option("--verbose", "-v", is_flag=True, help="Say on standard error what is chosen when an engine is loaded.")
+@click.pass_context
+def main(context: click.Context, verbose: bool) -> None:
     """DFlash speculative decoding: the same text, several times sooner."""
+    if verbose:
+        context.with_resource(logged_to_terminal())
 
 
 main.add_command(models)

@@ -22,6 +22,7 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.client import TritonClient
+    from trtllm_dflash.session.choice import Kernels
 
 
 _FRAMES_PER_SECOND = 20
@@ -108,7 +109,7 @@ class DemoResult(Comparison):
         return {**super().as_json(), "by_kind": {kind: part.as_json() for kind, part in self.by_kind.items()}}
 
 
-def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, show: bool) -> DemoResult:
+def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, kernels: "Kernels", show: bool) -> DemoResult:
     """Serves the engine with Triton, and decodes prompts of every kind both ways; `show` draws streams and tables.
 
     Of the figures, each reply is timed alone. The first prompt of a kind is shown before that: two clients at once, in
@@ -125,10 +126,12 @@ def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, show: bo
     if codec is None:
         raise EngineError(f"{engine}: the demo needs a tokenizer, and this engine has none")
     # The whole block always: here drafting is compared with not drafting, and there is one client at a time.
-    settings = DeploySettings.model_validate({"device": device, "draft_length": read_config(engine).block_size - 1})
+    length = read_config(engine).block_size - 1
+    settings = DeploySettings.model_validate({"device": device, "kernels": kernels, "draft_length": length})
     anywhere = Endpoints(http_port=0, grpc_port=0, metrics_port=0)
     with serving(engine, settings, anywhere) as running:
         console.print(f"Triton Inference Server is ready: gRPC at {running.endpoints.grpc}")
+        console.print(*running.server.said_at_load, sep="\n")
         result = asyncio.run(_compare(running.endpoints.grpc, codec, per_kind, max_tokens, console))
     console.print(_table(result), _histogram(result.drafted.accepted))
     return result

@@ -32,6 +32,7 @@ def examine() -> list[Finding]:
         _python,
         _torch,
         _cuda,
+        _kernels,
         _tensorrt,
         _tensorrt_rtx,
         _triton,
@@ -70,6 +71,37 @@ def _cuda() -> Finding:
         properties = torch.cuda.get_device_properties(i)
         names.append(f"{properties.name} SM{properties.major}{properties.minor} {properties.total_memory >> 30} GiB")
     return Finding("CUDA GPU", True, "; ".join(names))
+
+
+def _kernels() -> Finding:
+    name = "CUDA kernels"
+    if _version("torch") is None:
+        return Finding(name, False, "", "cannot look without torch", "pip install torch")
+    import torch
+
+    from trtllm_dflash import kernels
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(gpus)}
+    return find_kernels(name, {capability for capability in capabilities if capability >= kernels.OLDEST_GPU})
+
+
+def find_kernels(name: str, capabilities: set[tuple[int, int]]) -> Finding:
+    """Our CUDA kernels, and whether they have code for the GPUs of these compute capabilities."""
+    from trtllm_dflash import kernels
+
+    cost = "nothing here: there is no GPU that they are for"
+    if capabilities:
+        cost = "on the GPU no engine in BF16 or FP16 loads without --kernels torch, which is slower"
+    try:
+        library = kernels.load()
+        for capability in capabilities:
+            kernels.load_for(capability)
+    except EngineError as error:
+        remedy = kernels.remedy()
+        return Finding(name, False, str(error).removesuffix(f": {remedy}"), cost, remedy)
+    held = ", ".join(f"SM{architecture}" for architecture in library.architectures)
+    return Finding(name, True, f"{library.version} ({library.path}) for {held}")
 
 
 def _tensorrt() -> Finding:

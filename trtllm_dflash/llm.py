@@ -1,5 +1,6 @@
 """`LLM`: an engine in this process, from Python."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,18 @@ from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service, ServiceSettings
-from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.choice import Kernels, find_kernels
+from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
-from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
+from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.text.tokenizer import TextCodec
 
 __all__ = ["LLM", "Completion", "Prompt", "SamplingParams", "TextChunk"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,26 @@ class LLM:
         self._turn = object()  # whose steps the session's slots hold
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str = "auto", *, accept: SlotAccept | None = None) -> "LLM":
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str = "auto",
+        kernels: Kernels = "auto",
+        *,
+        accept: SlotAccept | None = None,
+    ) -> "LLM":
         """Loads an engine directory. With tp > 1, inside as many MPI processes.
 
         Args:
             path: the engine directory.
             device: "cpu", "cuda", or "auto": CUDA where there is one.
+            kernels: on a GPU, "auto" computes with our CUDA kernels wherever they compute such an engine, and does not
+                load it where they are missing; "torch" computes with torch's, slower.
             accept: for measurements, of the torch backend: which drafts survive. See `TorchSession`.
 
         Raises:
-            EngineError: the directory, or the number of processes, is not what the engine needs.
+            EngineError: the directory, the number of processes or the kernels are not what the engine needs.
+            SettingsError: there is no such device, or `kernels` is said of TensorRT plans.
         """
         folder = Path(path)
         config = read_config(folder)
@@ -82,8 +96,8 @@ class LLM:
         with world.together():
             check_shared_files(folder, config)
             codec = TextCodec.load(folder, config.chat_arguments)
-            prepared = _prepare_rank(folder, config, world.rank, place, accept)
-        return cls(prepared(world.connect(place)), codec, folder)
+            prepared = _prepare_rank(folder, config, world.rank, place, accept, kernels)
+        return cls(_logged(prepared(world.connect(place))), codec, folder)
 
     @classmethod
     def from_pretrained(
@@ -97,6 +111,7 @@ class LLM:
         block_size: int | None = None,
         chat_arguments: dict[str, Any] | None = None,
         kv: str = "auto",
+        kernels: Kernels = "auto",
     ) -> "LLM":
         """Loads a pair straight from its checkpoints, without an engine directory.
 
@@ -104,6 +119,7 @@ class LLM:
             target: a folder, or a Hugging Face name.
             drafter: likewise; None decodes plainly.
             chat_arguments: given to the chat template; by default what the catalog knows of this target.
+            kernels: as in `load`.
             precision, kv, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
         """
         values = {
@@ -126,8 +142,8 @@ class LLM:
         weights = read_rank_weights(as_planned(pair, config), 1, 0, config.dtype)
         if config.kv == "fp8":
             weights |= cache_scales(pair)
-        session = _torch_session(config, weights, pick_device(device), Solo())
-        return cls(session, TextCodec.load(pair.target_folder.path, config.chat_arguments))
+        session = open_torch_session(config, weights, pick_device(device), Solo(), kernels=kernels)
+        return cls(_logged(session), TextCodec.load(pair.target_folder.path, config.chat_arguments))
 
     def __enter__(self) -> "LLM":
         return self
@@ -241,24 +257,24 @@ class LLM:
         return self.intake.encode(prompt)
 
 
-def _torch_session(
-    config: EngineConfig,
-    weights: dict[str, torch.Tensor],
-    device: torch.device,
-    communicator: Communicator,
-    accept: SlotAccept | None = None,
-) -> TorchSession:
-    kind = CudaSession if device.type == "cuda" else TorchSession
-    return kind(config, weights, device, communicator, accept)
+def _logged(session: Session) -> Session:
+    """The same, once its log says what computes; one rank speaks for all."""
+    if session.communicator.rank == 0:
+        _log.info("%s: %s", session.config.name, session.choice)
+    return session
 
 
 def _prepare_rank(
-    folder: Path, config: EngineConfig, rank: int, device: torch.device, accept: SlotAccept | None
+    folder: Path, config: EngineConfig, rank: int, device: torch.device, accept: SlotAccept | None, kernels: Kernels
 ) -> Callable[[Communicator], Session]:
     """Reads what a rank needs, and returns what makes its session once the ranks are joined."""
     if config.backend == "torch":
+        if device.type == "cuda":
+            find_kernels(config, kernels, torch.cuda.get_device_capability(device))  # before weights are read
         weights = load_weights(folder, config, rank)
-        return lambda communicator: _torch_session(config, weights, device, communicator, accept)
+        return lambda communicator: open_torch_session(config, weights, device, communicator, accept, kernels)
+    if kernels != "auto":
+        raise SettingsError(f"--kernels {kernels}: this engine is TensorRT plans, which run what they were built with")
     if device.type != "cuda":
         raise EngineError(
             f"{folder}: TensorRT plans run on an NVIDIA GPU, and there is none; use build --backend torch"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY
-from tests.gpu.test_cuda import NEAR_TIE, acceptance, load_tiny, shipped_prompts, tokens
+from tests.gpu.test_cuda import KERNELS, NEAR_TIE, acceptance, load_tiny, shipped_prompts, tokens
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.ladder import draft_lengths
@@ -108,6 +108,7 @@ def test_fp8_caches_keep_the_acceptance_and_most_texts(precision: str) -> None:
     prompts, params = shipped_prompts(8), SamplingParams(max_tokens=96)
     folders = str(TINY / "target"), str(TINY / "drafter")
     limits: dict[str, Any] = {"precision": precision, "device": "cuda", "max_batch": 8, "max_seq_len": 1024}
+    limits["kernels"] = KERNELS
     with LLM.from_pretrained(*folders, **limits, kv="fp8") as fp8, LLM.from_pretrained(*folders, **limits) as wide:
         assert {cache.dtype for cache in fp8.session.caches.values()} == {torch.float8_e4m3fn}
         drafted, plain = fp8.generate(prompts, params), fp8.generate(prompts, params, draft=False)
@@ -120,13 +121,11 @@ def test_fp8_caches_keep_the_acceptance_and_most_texts(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_kernels_draft_as_well_as_torch_does(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_draft_as_well_as_torch_does(precision: str) -> None:
     prompts, params = shipped_prompts(8), SamplingParams(max_tokens=96)
-    with_kernels = load_tiny(precision)
-    if not with_kernels.session.has_kernels:  # type: ignore[attr-defined]
+    if KERNELS == "torch":
         pytest.skip("the CUDA kernels are not built (make kernels)")
-    monkeypatch.setattr("trtllm_dflash.session.cuda_session._has_kernels", lambda config: False)
-    without = load_tiny(precision)
+    with_kernels, without = load_tiny(precision), load_tiny(precision, kernels="torch")
     found, expected = with_kernels.generate(prompts, params), without.generate(prompts, params)
     assert acceptance(found) == pytest.approx(acceptance(expected), rel=0.05)
     ids, texts = [without.encode(prompt) for prompt in prompts], (tokens(found), tokens(expected))

@@ -5,9 +5,11 @@ import torch
 
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY
+from tests.gpu.test_kernels import why_not
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.session.choice import Kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -16,9 +18,15 @@ NEAR_TIE = 4
 SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 11}
 
 
-def load_tiny(precision: str) -> LLM:
+#: Where our kernels are not built, torch's are tested alone.
+KERNELS: Kernels = "torch" if why_not() else "auto"
+
+
+def load_tiny(precision: str, kernels: Kernels = KERNELS) -> LLM:
     folders = str(TINY / "target"), str(TINY / "drafter")
-    return LLM.from_pretrained(*folders, precision=precision, device="cuda", max_batch=8, max_seq_len=1024)
+    return LLM.from_pretrained(
+        *folders, precision=precision, device="cuda", max_batch=8, max_seq_len=1024, kernels=kernels
+    )
 
 
 def shipped_prompts(per_kind: int) -> list[list[dict[str, str]]]:

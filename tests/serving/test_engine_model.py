@@ -101,6 +101,7 @@ def model(tiny_engine, monkeypatch):
     parameters = {
         "engine": str(tiny_engine),
         "device": "cpu",
+        "kernels": "auto",
         "decoupled": "true",
         "exclude_input_in_output": "true",
         "prefill_share": "0.5",

@@ -122,6 +122,7 @@ def test_a_path_with_odd_characters_stays_what_it_is(tiny_engine, tmp_path):
 def test_settings_reach_the_engine(tiny_engine):
     settings = DeploySettings(
         device="cpu",
+        kernels="torch",
         prefill_share=0.25,
         max_queue=3,
         draft=False,
@@ -134,6 +135,7 @@ def test_settings_reach_the_engine(tiny_engine):
     assert values == {
         "engine": str(tiny_engine),
         "device": "cpu",
+        "kernels": "torch",
         "draft": "false",
         "draft_length": "7",
         "prefill_share": "0.25",

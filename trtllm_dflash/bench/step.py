@@ -25,12 +25,13 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.session.calls import Decode, Prefill
-from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.choice import Choice, Kernels, find_kernels
+from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.threads import limit_threads
-from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
+from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.step import Drafting
 
 SCHEMA_VERSION = 1
@@ -67,6 +68,7 @@ class StepBenchSettings(BaseModel):
     kv: Literal["fp8"] | None = None  # of caches
     draft_vocab: PositiveInt | None = None
     device: str = "auto"
+    kernels: Kernels = "auto"
     batch: Numbers | None = None
     rows: Numbers | None = None
     cache_length: PositiveInt | None = None
@@ -106,7 +108,8 @@ class StepReport:
 
     name: str
     config: EngineConfig
-    session: str  # what computed
+    session: str
+    choice: Choice
     machine: dict[str, Any]
     versions: dict[str, str]
     rates: Rates
@@ -151,6 +154,7 @@ class StepReport:
             "target": config.target.model_dump(mode="json"),
             "drafter": config.drafter.model_dump(mode="json") if config.drafter else None,
             "session": self.session,
+            "computes": self.choice.labels,
             "copy_bytes_per_second": self.rates.copy,
             "gemm_flops_per_second": self.rates.gemm,
             "memory": {"planned_bytes": plan_memory(config).total, "used_bytes": self.memory_used},
@@ -215,7 +219,8 @@ class StepBench:
         self.report = StepReport(
             name=plan.config.name,
             config=plan.config,
-            session=_computes(session),
+            session=type(session).__name__,
+            choice=session.choice,
             machine=machine(session.device),
             versions=versions(),
             rates=rates,
@@ -365,13 +370,14 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
     plan = make_plan(settings, device)
     if settings.engine is not None:
         limit_threads(read_config(settings.engine))
-        session = LLM.load(settings.engine, settings.device).session
+        session = LLM.load(settings.engine, settings.device, settings.kernels).session
     else:
         world = World(tp)
         with world.together():
             device = own_device(device, world)
+            check_kernels(plan.config, device, settings.kernels)
             check_room(plan.config, device)
-        session = random_session(plan.config, device, world)
+        session = random_session(plan.config, device, world, kernels=settings.kernels)
     try:
         _fill_caches(session)
         if session.communicator.rank != 0:
@@ -402,6 +408,16 @@ def check_room(config: EngineConfig, device: torch.device) -> None:
         )
 
 
+def check_kernels(config: EngineConfig, device: torch.device, kernels: Kernels) -> None:
+    """Looks for the CUDA kernels before anything is made.
+
+    Raises:
+        EngineError: they would compute this engine, and are missing, stale or not for this GPU.
+    """
+    if device.type == "cuda":
+        find_kernels(config, kernels, torch.cuda.get_device_capability(device))
+
+
 def own_device(device: torch.device, world: World) -> torch.device:
     """A rank's own GPU.
 
@@ -419,18 +435,22 @@ def own_device(device: torch.device, world: World) -> torch.device:
 
 
 def random_session(
-    config: EngineConfig, device: torch.device, world: World, accept: SlotAccept | None = None
+    config: EngineConfig,
+    device: torch.device,
+    world: World,
+    accept: SlotAccept | None = None,
+    kernels: Kernels = "auto",
 ) -> Session:
-    """A rank's session with random weights; `accept` as in `TorchSession`.
+    """A rank's session with random weights; `accept` and `kernels` as in `CudaSession`.
 
     Raises:
         EngineError: the device's memory ran out.
     """
     if device.type == "cpu":
         limit_threads(config)
-    kind = CudaSession if device.type == "cuda" else TorchSession
     try:
-        return kind(config, random_weights(config, world.rank, device), device, world.connect(device), accept)
+        weights = random_weights(config, world.rank, device)
+        return open_torch_session(config, weights, device, world.connect(device), accept, kernels)
     except torch.OutOfMemoryError:
         raise EngineError(
             f"--shape {config.name}: the GPU's memory ran out; use a smaller --batch or --layers"
@@ -445,10 +465,3 @@ def _fill_caches(session: Session) -> None:
                 slot.copy_(torch.randn(slot.shape, dtype=session.config.dtype, device=slot.device))
     if session.device.type == "cuda":
         torch.cuda.synchronize(session.device)  # the steps run in a stream of their own
-
-
-def _computes(session: Session) -> str:
-    name = type(session).__name__
-    if isinstance(session, CudaSession):
-        return f"{name}, {'our kernels' if session.has_kernels else 'torch kernels only'}"
-    return name

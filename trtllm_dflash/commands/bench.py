@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import command_line, progress_bar, show
 from trtllm_dflash.errors import SettingsError
@@ -30,6 +31,7 @@ def bench() -> None:
 @click.option("--kv", help="--shape: fp8: of the caches.  [default: --precision's own type]")
 @click.option("--draft-vocab", type=int, help="--shape: tokens that can be drafted.  [default: all]")
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@kernels_option
 @click.option("--batch", metavar="N,N,...", help="Slots that decode together.  [default: 1,8,32]")
 @click.option("--rows", metavar="N,N,...", help="Rows a step verifies; 1: no drafts.  [default: 1, half a block, all]")
 @click.option("--cache-length", type=int, help="Tokens that each slot holds.  [default: 1024, or less where less fits]")

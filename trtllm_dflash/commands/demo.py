@@ -4,11 +4,16 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trtllm_dflash.commands.build_settings import build_settings, engine_folder
+from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from trtllm_dflash.session.choice import Kernels
 
 _GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 
@@ -18,9 +23,18 @@ _GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 @click.option("--prompts-per-kind", type=click.IntRange(min=1), default=6, help="Prompts of each kind.  [default: 6]")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens a reply.  [default: 256]")
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@kernels_option
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
-def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output: Path | None, as_json: bool) -> None:
+def demo(
+    model: str,
+    prompts_per_kind: int,
+    max_tokens: int,
+    device: str,
+    kernels: "Kernels | None",
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """Watch the drafter speed up the model without changing a token."""
     from trtllm_dflash.build import builder
     from trtllm_dflash.demo import run_demo
@@ -31,7 +45,7 @@ def demo(model: str, prompts_per_kind: int, max_tokens: int, device: str, output
     engine = engine_folder(settings, output)
     with progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
-    result = run_demo(engine, prompts_per_kind, max_tokens, device, show=not as_json)
+    result = run_demo(engine, prompts_per_kind, max_tokens, device, kernels or "auto", show=not as_json)
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import draft_length, given, validated
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the flags that say how a repository's models work."""
     options = (
         click.option("--device", help="cpu, cuda or auto.  [default: auto]"),
+        kernels_option,
         click.option("--prefill-share", type=float, help="Share of steps for prompts beside replies.  [default: 0.5]"),
         click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.prompts import read_prompts
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.errors import SettingsError
 
 if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Prompt, SamplingParams
+    from trtllm_dflash.session.choice import Kernels
 
 
 @click.command()
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     "--no-draft", is_flag=True, help="Plain decoding on the same engine. A TensorRT plan still runs its drafter."
 )
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
+@kernels_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
 def generate(
     engine: Path,
@@ -44,6 +47,7 @@ def generate(
     system: str | None,
     no_draft: bool,
     device: str,
+    kernels: "Kernels | None",
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -67,7 +71,7 @@ def generate(
     from trtllm_dflash.session.threads import limit_threads
 
     limit_threads(read_config(engine))
-    with LLM.load(engine, device) as llm:
+    with LLM.load(engine, device, kernels or "auto") as llm:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
             return

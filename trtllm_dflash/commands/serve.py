@@ -93,10 +93,12 @@ def _show_endpoints(engine: Path, running: "Serving", as_json: bool) -> None:
         "log": str(running.server.log),
     }
     if as_json:
-        click.echo(json.dumps({"engine": str(engine), **rows}))
+        click.echo(json.dumps({"engine": str(engine), **rows, "loaded": running.server.said_at_load}))
     else:
         click.echo(f"serving {engine} (Ctrl-C ends it)")
         for name, place in rows.items():
             if place is not None:
                 click.echo(f"  {name:<8} {place}")
+        for line in running.server.said_at_load:
+            click.echo(f"  {line}")
     sys.stdout.flush()

@@ -17,10 +17,14 @@ def head_lines(report: StepReport) -> list[str]:
         drafter += f", drafter in {config.drafter.linear_precision.value}"
     if config.drafter is not None and config.drafter.draft_vocab_size is not None:
         drafter += f", {config.drafter.draft_vocab_size} tokens drafted"
-    what = f"{report.name}, {config.target.layers} layers, {precision}{drafter}{ranks}{weights}; {report.session}"
+    what = f"{report.name}, {config.target.layers} layers, {precision}{drafter}{ranks}{weights}"
     device = report.machine["gpu"] or report.machine["cpu"]
     rates = report.rates
-    return [what, f"{device}: copy {_tera(rates.copy)} TB/s (read + written), GEMM {_tera(rates.gemm)} TFLOP/s"]
+    return [
+        what,
+        str(report.choice),
+        f"{device}: copy {_tera(rates.copy)} TB/s (read + written), GEMM {_tera(rates.gemm)} TFLOP/s",
+    ]
 
 
 def step_table(report: StepReport) -> Table:

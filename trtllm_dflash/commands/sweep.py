@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_dflash.api_key import VARIABLE, read_api_key
+from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.output import writing
 from trtllm_dflash.commands.settings import draft_length, given, validated
 from trtllm_dflash.commands.terminal import show, sweep_bars
@@ -61,6 +62,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--max-concurrency", type=int, help="Largest load of a search.  [default: 256]")
 @click.option("--max-rate", type=float, help="Or a search in requests a second up to this.")
 @click.option("--device", help="In this process: cpu, cuda or auto.  [default: auto]")
+@kernels_option
 @click.option(
     "--draft-length",
     type=draft_length,

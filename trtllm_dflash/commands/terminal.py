@@ -1,5 +1,6 @@
 """The terminal: tables and progress on it, and what was typed there."""
 
+import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,25 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[what], completed=done, total=total)
 
         yield update
+
+
+class _Echo(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
+
+
+@contextmanager
+def logged_to_terminal() -> Iterator[None]:
+    """Show the package's log on standard error."""
+    log, handler = logging.getLogger("trtllm_dflash"), _Echo()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import accept, argmax
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
-from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load
+from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
-from trtllm_dflash.kernels.products import SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
+from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.step import begin_step, embed, end_step
+from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
     "ABI_VERSION",
@@ -26,6 +27,8 @@ __all__ = [
     "LIBRARY_VARIABLE",
     "MAX_ROWS",
     "MOE_ROWS",
+    "OLDEST_GPU",
+    "SKINNY_GPUS",
     "SKINNY_ROWS",
     "AllReduce",
     "Append",
@@ -43,11 +46,15 @@ __all__ = [
     "embed",
     "end_step",
     "find",
+    "gpu_name",
     "load",
+    "load_for",
     "quantize_rows",
+    "remedy",
     "rms_norm",
     "skinny_gemm",
     "swiglu",
     "takes_quantize",
     "takes_skinny",
+    "why_unsupported",
 ]

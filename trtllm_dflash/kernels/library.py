@@ -40,7 +40,7 @@ class Library:
         return any(_runs_on(architecture, capability) for architecture in self.architectures)
 
     def __str__(self) -> str:
-        return f"our CUDA kernels {self.version} ({self.path})"
+        return f"our CUDA kernels {self.version}"
 
 
 def structure(name: str, **fields: str) -> type[ctypes.Structure]:
@@ -71,30 +71,42 @@ def load() -> Library:
     return _load(os.environ.get(LIBRARY_VARIABLE))
 
 
+def load_for(capability: tuple[int, int]) -> Library:
+    """The library, for a GPU of this compute capability. Errors as in `load`, and where it has no code for that GPU."""
+    library = load()
+    if not library.runs_on(capability):
+        held = ", ".join(library.architectures)
+        raise EngineError(
+            f"the CUDA kernels of {library.path} are for {held}, not for SM{capability[0]}{capability[1]}: {remedy()}"
+        )
+    return library
+
+
 @functools.cache  # by what the environment says: files are not looked for at every launch
 def _load(named: str | None) -> Library:
     path = find()
     if path is None:
-        raise EngineError(f"there are no CUDA kernels: {_remedy()}")
+        raise EngineError(f"there are no CUDA kernels: {remedy()}")
     if not path.is_file():
-        raise EngineError(f"{LIBRARY_VARIABLE}={path}: there is no such file; {_remedy()} and unset it")
+        raise EngineError(f"{LIBRARY_VARIABLE}={path}: there is no such file: {remedy()}, and unset it")
     try:
         functions = ctypes.CDLL(str(path))
         version = functions.dflash_abi_version()
     except (OSError, AttributeError) as error:
-        raise EngineError(f"{path} is not a library of our CUDA kernels: {error}") from error
+        raise EngineError(f"{path} is not a library of our CUDA kernels ({error}): {remedy()}") from error
     if version != ABI_VERSION:
-        raise EngineError(f"the CUDA kernels of {path} have interface {version}, not {ABI_VERSION}: {_remedy()}")
+        raise EngineError(f"the CUDA kernels of {path} have interface {version}, not {ABI_VERSION}: {remedy()}")
     functions.dflash_architectures.restype = ctypes.c_char_p
     functions.dflash_error_string.restype = ctypes.c_char_p
     functions.dflash_attention.argtypes = [Pointer, Pointer, ctypes.c_size_t, Pointer]
     return Library(path, version, tuple(functions.dflash_architectures().decode().split(",")), functions)
 
 
-def _remedy() -> str:
+def remedy() -> str:
+    """How to get a library that belongs to this package."""
     if (_CHECKOUT / "plugins" / "CMakeLists.txt").is_file():
         return "run `make kernels`"
-    return "install a wheel that has them: `make wheel` in a checkout, on a machine with nvcc"
+    return "install a wheel that has them, as `make wheel` makes in a checkout where nvcc is"
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:

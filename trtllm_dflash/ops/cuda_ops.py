@@ -1,11 +1,10 @@
 """`TorchOps` on a GPU, with our CUDA kernels for all but dense products: the fast path in BF16 and FP16."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
@@ -16,25 +15,19 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 Tensor = torch.Tensor
 
 
-def check_supported(dtype: torch.dtype, head_sizes: Iterable[int]) -> None:
-    """Returns where `CudaOps` computes such a model.
-
-    Raises:
-        EngineError: it does not, or the kernels are not built; says which.
-    """
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise EngineError(f"the CUDA kernels compute in BF16 and FP16, not in {dtype}")
-    for size in head_sizes:
-        if size not in kernels.HEAD_SIZES:
-            raise EngineError(f"the CUDA kernels have head sizes {kernels.HEAD_SIZES}, not {size}")
-    kernels.load()
-
-
 def moe_kernel(layer: MoELayer, experts: Experts) -> kernels.MoE:
     """The kernels' feed-forward of a layer's experts."""
     clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
     routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down))
+
+
+def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute few rows [N, hidden] of such experts."""
+    experts = Experts.of(weights, layer)
+    device = next(iter(weights.values())).device
+    x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
+    return moe_kernel(layer, experts).takes(x, logits)
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:

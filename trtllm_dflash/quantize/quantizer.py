@@ -107,7 +107,10 @@ def _quantize(
         # On the features of the target that it will draft for: the quantized one, where there is one.
         length = max(len(sample.token_ids) for sample in samples.calibration) + pair.drafter.config.block_size
         source = made["target"], folders["drafter"]
-        with LLM.from_pretrained(*source, device=settings.device, max_seq_len=length, kv="engine") as llm:
+        # It looks at torch's operations one by one.
+        with LLM.from_pretrained(
+            *source, device=settings.device, max_seq_len=length, kv="engine", kernels="torch"
+        ) as llm:
             quantize_drafter(
                 pair.drafter,
                 aside / "drafter",

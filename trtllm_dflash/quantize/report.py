@@ -144,6 +144,7 @@ def measure(
             max_batch=min(8, len(samples)),
             max_seq_len=length,
             kv="engine",  # what is compared are weights
+            kernels="torch",  # by torch's operations, one by one
         ) as llm:
             found = observe(llm, samples)
             if plain is None:

@@ -76,7 +76,8 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         self._admitted = count()
         self._changed: list[Sequence] = []
-        self.statistics = Statistics(slots=config.max_batch, kv_tokens=config.max_batch * config.max_seq_len)
+        kv_tokens = config.max_batch * config.max_seq_len
+        self.statistics = Statistics(config.max_batch, kv_tokens, session.choice.labels)
 
     @property
     def busy(self) -> bool:

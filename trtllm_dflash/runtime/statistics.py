@@ -55,11 +55,13 @@ class Statistics:
     """Counts of one scheduler; written by its thread, read by any.
 
     Attributes:
+        computes: what computes the steps; see `Choice.labels`.
         drafted, accepted: drafts by position in the block, from 1.
     """
 
     slots: int = 0
     kv_tokens: int = 0  # that fit in the caches
+    computes: dict[str, str] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
     kv_tokens_in_use: int = 0
@@ -132,7 +134,8 @@ class Statistics:
             ("drafted_tokens_total", "position", "Drafts verified", _by_text(self.drafted)),
             ("accepted_tokens_total", "position", "Drafts accepted", _by_text(self.accepted)),
         ]
-        samples = [Sample(f"dflash_{name}", "gauge", text, {}, value) for name, (value, text) in gauges.items()]
+        samples = [Sample("dflash_kernels_info", "gauge", "What computes the steps", self.computes, 1)]
+        samples += [Sample(f"dflash_{name}", "gauge", text, {}, value) for name, (value, text) in gauges.items()]
         samples += [Sample(f"dflash_{name}", "counter", text, {}, value) for name, (value, text) in counters.items()]
         for name, label, text, counts in labelled:
             samples += [

@@ -61,11 +61,17 @@ def measure(session: Session) -> StepTimes:
 
 
 def _machine(session: Session) -> dict[str, str]:
-    """What the times depend on besides the engine."""
+    """What the times depend on besides the engine: the kernels' presence and version among it."""
     device = session.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
-    return {"device": name, "threads": threads, "torch": torch.__version__, "session": type(session).__name__}
+    return {
+        "device": name,
+        "threads": threads,
+        "torch": torch.__version__,
+        "session": type(session).__name__,
+        **session.choice.labels,
+    }
 
 
 def _read(file: Path, machine: dict[str, str]) -> StepTimes | None:

@@ -18,6 +18,7 @@ from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Completion, Update
 from trtllm_dflash.runtime.service import ServiceSettings, Ticket
+from trtllm_dflash.serving.log import log_to_triton
 from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
 from trtllm_dflash.serving.parameters import TEXT_NAMES, EngineRequest, Fields, Tensors, parse_request
@@ -30,6 +31,7 @@ from trtllm_dflash.serving.tensors import (
     string_tensor,
     wants_codes,
 )
+from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.threads import limit_threads
 
 
@@ -63,8 +65,10 @@ class EngineModel:
         engine = Path(parameter(config, "engine"))
         self._decoupled = parameter(config, "decoupled") == "true"
         self._echo = parameter(config, "exclude_input_in_output") == "false"
+        log_to_triton()
         limit_threads(read_config(engine))
-        self._llm = LLM.load(engine, parameter(config, "device"))
+        kernels: Kernels = "torch" if parameter(config, "kernels") == "torch" else "auto"
+        self._llm = LLM.load(engine, parameter(config, "device"), kernels)
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return

@@ -24,6 +24,7 @@ class DeploySettings(BaseModel):
         decoupled: `ensemble` and `tensorrt_llm` stream. Triton then refuses them to unary gRPC calls, for which there
             is `tensorrt_llm_bls`. False: all answer once.
         device: cpu, cuda or auto.
+        kernels: auto, or torch for no CUDA kernels of ours; see `LLM.load`.
         exclude_input_in_output: a reply does not begin with its prompt; a request may say otherwise.
         prefill_share, max_queue, draft, draft_length: see `ServiceSettings`.
     """
@@ -32,6 +33,7 @@ class DeploySettings(BaseModel):
 
     decoupled: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kernels: Literal["auto", "torch"] = "auto"
     exclude_input_in_output: bool = True
     prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     max_queue: NonNegativeInt = 256

@@ -23,6 +23,7 @@ from typing import IO
 
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
+from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.triton import STUB, find_triton
 from trtllm_dflash.session.ranks import RANK_VARIABLES, find_launcher
 
@@ -197,6 +198,11 @@ class Server:
             return self._log.absolute()
         assert self._folder is not None
         return self._folder / "server.log"
+
+    @property
+    def said_at_load(self) -> list[str]:
+        """What the engine's process chose when it was loaded, in its own lines."""
+        return said_at_load(self._read_log(self.log).decode(errors="replace"))
 
     def __enter__(self) -> "Server":
         try:

@@ -12,10 +12,11 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_ops import CudaOps, check_supported
+from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
 from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
@@ -41,7 +42,14 @@ class _Graph:
 
 
 class CudaSession(TorchSession):
-    """Runs captured steps. Arguments and errors as in `TorchSession`."""
+    """Runs captured steps.
+
+    Args: as in `TorchSession`, and
+        kernels: "auto" computes with our CUDA kernels wherever they compute such an engine; "torch" without them.
+
+    Raises:
+        EngineError: as `Session`; and our kernels compute such an engine and are missing, stale or not for this GPU.
+    """
 
     def __init__(
         self,
@@ -50,11 +58,12 @@ class CudaSession(TorchSession):
         device: torch.device,
         communicator: Communicator | None = None,
         accept: SlotAccept | None = None,
+        kernels: Kernels = "auto",
     ) -> None:
+        self.library, self._why = find_kernels(config, kernels, torch.cuda.get_device_capability(device))
         super().__init__(config, weights, device, communicator, accept)
-        self.has_kernels = _has_kernels(config)
         self._chunk_end: int | None = None  # of the chunk that is run
-        if self.has_kernels:
+        if self.library is not None:
             self.communicator.share_memory(device)
         self._graphs: dict[_Key, _Graph] = {}
         self._constants: dict[tuple[int, int], Tensor] = {}
@@ -62,6 +71,32 @@ class CudaSession(TorchSession):
         self._sizes = batch_sizes(config.max_batch)
         self._own_stream = torch.cuda.Stream(device)
         self._own_stream.wait_stream(torch.cuda.current_stream(device))
+
+    @property
+    def choice(self) -> Choice:
+        device = torch.cuda.get_device_name(self.device)
+        if self.library is None:
+            return torch_choice(self.config, device, self._why)
+        ours = str(self.library)
+        has_products = torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
+        experts = "none"
+        if isinstance(self._step.target, MoEDecoder):
+            experts = ours if self._has_experts(self._step.target) else TORCH
+        return Choice(
+            backend="torch, captured",
+            device=device,
+            precision=precision_of(self.config),
+            attention=ours,
+            products=ours if has_products else TORCH,
+            experts=experts,
+            why=self._why,
+            library=self.library.path,
+        )
+
+    def _has_experts(self, target: MoEDecoder) -> bool:
+        """Whether our kernels compute the target's experts; its layers are alike."""
+        layer = target.experts("model.layers.0.", self.communicator.size, self.communicator.rank)
+        return takes_experts(layer, self.weights, self.config.target.hidden_size, self.config.dtype)
 
     def _stream(self) -> torch.cuda.StreamContext:
         return torch.cuda.stream(self._own_stream)
@@ -108,7 +143,7 @@ class CudaSession(TorchSession):
         return _Graph(graph, row_count, decided)
 
     def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
-        if not self.has_kernels:
+        if self.library is None:
             return super()._decode_rows(row_count, rows, drafting, block, sampled)
         count, slots = len(row_count), self._slots
         here = slice(0, count)
@@ -136,7 +171,7 @@ class CudaSession(TorchSession):
         return made
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        if not self.has_kernels:
+        if self.library is None:
             return super()._run(inputs, drafting, first_slot)
         caches = self._caches_of(first_slot, len(inputs.token_ids))
         ops = CudaOps(self.weights, caches, self.communicator, self._chunk_end)
@@ -151,11 +186,15 @@ def _idle_below_zero(inputs: StepInputs[Tensor]) -> Tensor:
     return inputs.start.masked_fill(inputs.row_count == 0, -rows)
 
 
-def _has_kernels(config: EngineConfig) -> bool:
-    """Whether our kernels compute this model; FP32 and unusual head sizes are left to torch."""
-    heads = {config.target.head_size} | ({config.drafter.head_size} if config.drafter else set())
-    try:
-        check_supported(config.dtype, heads)
-    except EngineError:
-        return False
-    return True
+def open_torch_session(
+    config: EngineConfig,
+    weights: dict[str, Tensor],
+    device: torch.device,
+    communicator: Communicator,
+    accept: SlotAccept | None = None,
+    kernels: Kernels = "auto",
+) -> TorchSession:
+    """The session of the torch backend on a device. Arguments and errors as in `CudaSession`."""
+    if device.type == "cuda":
+        return CudaSession(config, weights, device, communicator, accept, kernels)
+    return TorchSession(config, weights, device, communicator, accept)

@@ -16,6 +16,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, call_of, words_of
+from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
@@ -65,6 +66,11 @@ class Session(ABC):
         self.caches = _allocate_caches(config, device)
         self._slots = SlotTensors(config, device)
         self._closed = False
+
+    @property
+    @abstractmethod
+    def choice(self) -> Choice:
+        """What computes the steps, and why."""
 
     @property
     def ahead(self) -> int:

@@ -14,6 +14,7 @@ from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
+from trtllm_dflash.session.choice import Choice, precision_of
 from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
@@ -57,6 +58,14 @@ class TensorRTSession(Session):
         self._communicator = nccl_capsule(self.communicator) if config.tp > 1 else None
         self._prefill: Any = None
         self._decode: dict[Any, tuple[Any, Any]] = {}  # first slot and shapes -> context, its graph
+
+    @property
+    def choice(self) -> Choice:
+        built = self.config
+        attention = "TensorRT" if built.plugin is None else "our plugin"
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        experts = "TensorRT" if built.target.moe is not None else "none"
+        return Choice("tensorrt", device, precision_of(built), attention, "TensorRT", experts, "as the plan was built")
 
     def _free(self) -> None:
         self._decode.clear()

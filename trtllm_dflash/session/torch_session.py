@@ -10,6 +10,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.weights import complete_weights, multiplied_weights
@@ -44,6 +45,10 @@ class TorchSession(Session):
         drafter = Drafter(config.drafter) if config.drafter else None
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
+
+    @property
+    def choice(self) -> Choice:
+        return torch_choice(self.config, self.device.type, "our CUDA kernels need a GPU")
 
     def _free(self) -> None:
         self.weights = {}

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from trtllm_dflash.bench.imposed import imposed
-from trtllm_dflash.bench.step import check_room, own_device, random_session
+from trtllm_dflash.bench.step import check_kernels, check_room, own_device, random_session
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.shapes import asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig
@@ -16,6 +16,7 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
@@ -49,9 +50,14 @@ class LocalEngine:
             f"{role}_matrices": model.linear_precision.value if model and model.linear_precision else config.precision
             for role, model in (("target", config.target), ("drafter", config.drafter))
         }
-        session = type(self.llm.session).__name__
-        about = {**config.model_dump(mode="json", include=fields), **matrices, "session": session}
-        return {**about, "random_weights": random_weights}
+        session = self.llm.session
+        computes = {"session": type(session).__name__, "computes": session.choice.labels}
+        return {
+            **config.model_dump(mode="json", include=fields),
+            **matrices,
+            **computes,
+            "random_weights": random_weights,
+        }
 
 
 def with_shape_defaults(settings: SweepSettings) -> SweepSettings:
@@ -74,11 +80,16 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
     if settings.engine is not None:
         limit_threads(read_config(settings.engine))
         acceptance = _acceptance(settings, read_config(settings.engine))
-        llm = LLM.load(settings.engine, settings.device, accept=imposed(acceptance) if acceptance else None)
+        llm = LLM.load(
+            settings.engine,
+            settings.device,
+            settings.kernels or "auto",
+            accept=imposed(acceptance) if acceptance else None,
+        )
     else:
         config = _random_engine(settings, device)
         acceptance = _acceptance(settings, config)
-        llm = _random_llm(config, device, acceptance)
+        llm = _random_llm(config, device, acceptance, settings.kernels or "auto")
     try:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
@@ -117,12 +128,15 @@ def _random_engine(settings: SweepSettings, device: torch.device) -> EngineConfi
     )
 
 
-def _random_llm(config: EngineConfig, device: torch.device, acceptance: ImposedAcceptance | None) -> LLM:
+def _random_llm(
+    config: EngineConfig, device: torch.device, acceptance: ImposedAcceptance | None, kernels: Kernels
+) -> LLM:
     world = World(config.tp)
     with world.together():
         device = own_device(device, world)
+        check_kernels(config, device, kernels)
         check_room(config, device)
-    return LLM(random_session(config, device, world, imposed(acceptance) if acceptance else None), None)
+    return LLM(random_session(config, device, world, imposed(acceptance) if acceptance else None, kernels), None)
 
 
 def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAcceptance | None:

@@ -15,6 +15,7 @@ from trtllm_dflash.bench.step import Numbers
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.request import MaxTokens, SamplingParams, Temperature, TopK, TopP
+from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.sweep.dataset import Dataset
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop, Target, Traits, run_load
 from trtllm_dflash.sweep.results import FILE, Limit, Results, read_results
@@ -101,6 +102,7 @@ class SweepSettings(BaseModel):
 
     # An engine in this process.
     device: str = "auto"
+    kernels: Kernels | None = None
     draft_length: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
     tp: PositiveInt | None = None
@@ -227,6 +229,7 @@ def check_settings(settings: SweepSettings) -> None:
         "model": ("url", "compare"),
         "tokenizer": ("url", "compare"),
         "metrics_url": ("url", "compare"),
+        "kernels": ("engine", "shape"),
         "precision": ("shape",),
         "tp": ("shape",),
         "layers": ("shape",),

@@ -1,0 +1,27 @@
+"""Which models the kernels compute, and on which GPUs; asked without loading them."""
+
+from collections.abc import Iterable
+
+import torch
+
+from trtllm_dflash.kernels.checks import HALVES, HEAD_SIZES
+
+#: Compute capability of the oldest GPUs that they are for: they wait for each other by instructions of Hopper's.
+OLDEST_GPU = (9, 0)
+
+
+def why_unsupported(dtype: torch.dtype, head_sizes: Iterable[int], capability: tuple[int, int]) -> str | None:
+    """Why a model of this type and these head sizes is left to torch on such a GPU; None: the kernels compute it."""
+    if dtype not in HALVES:
+        return f"our CUDA kernels compute in BF16 and FP16, not in {str(dtype).removeprefix('torch.')}"
+    for size in head_sizes:
+        if size not in HEAD_SIZES:
+            return f"our CUDA kernels have heads of {' and '.join(map(str, HEAD_SIZES))}, not of {size}"
+    if capability < OLDEST_GPU:
+        return f"our CUDA kernels are for {gpu_name(OLDEST_GPU)} and later, not for {gpu_name(capability)}"
+    return None
+
+
+def gpu_name(capability: tuple[int, int]) -> str:
+    """A compute capability as NVIDIA writes it: SM90."""
+    return f"SM{capability[0]}{capability[1]}"

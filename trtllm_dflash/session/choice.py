@@ -1,0 +1,74 @@
+"""What computes an engine's steps, and why: our CUDA kernels wherever they can, or torch's, never in silence."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trtllm_dflash import kernels
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.errors import EngineError
+
+#: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), or torch's alone.
+Kernels = Literal["auto", "torch"]
+
+TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes an engine's steps."""
+
+    backend: str
+    device: str
+    precision: str
+    attention: str
+    products: str  # of few rows and a weight
+    experts: str  # "none" where the model has none
+    why: str
+    library: Path | None = None  # that our kernels come from
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What a metric says of it."""
+        names = ("backend", "precision", "attention", "products", "experts")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {value}" for name, value in self.labels.items() if name != "backend"]
+        place = f"; library {self.library}" if self.library is not None else ""
+        return f"{self.backend} on {self.device}: {', '.join(parts)} ({self.why}{place})"
+
+
+def torch_choice(config: EngineConfig, device: str, why: str) -> Choice:
+    """Torch computes everything."""
+    experts = TORCH if config.target.moe is not None else "none"
+    return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why)
+
+
+def precision_of(config: EngineConfig) -> str:
+    """The engine's type, and its caches' where that is another."""
+    return config.precision if config.kv is None else f"{config.precision} with {config.kv} caches"
+
+
+def find_kernels(
+    config: EngineConfig, asked: Kernels, capability: tuple[int, int]
+) -> tuple[kernels.Library | None, str]:
+    """The library whose kernels compute an engine on a GPU, or None for torch's; and why.
+
+    Args:
+        capability: the GPU's.
+
+    Raises:
+        EngineError: our kernels compute such an engine, and are missing, stale or not for this GPU; says the remedy.
+    """
+    if asked == "torch":
+        return None, "as --kernels torch says"
+    heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
+    reason = kernels.why_unsupported(config.dtype, heads, capability)
+    if reason is not None:
+        return None, reason
+    try:
+        library = kernels.load_for(capability)
+    except EngineError as error:
+        raise EngineError(f"{error}; or, slower, compute with torch's: --kernels torch") from None
+    return library, f"heads of {', '.join(map(str, sorted(set(heads))))} on {kernels.gpu_name(capability)}"
