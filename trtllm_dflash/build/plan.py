@@ -17,7 +17,7 @@ from trtllm_dflash.build.builder import (
 )
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
 from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, GPUS, RESERVED, PublishedGPU, capability
 from trtllm_dflash.cost.memory import check_fits, computes_all_experts, plan_adds, plan_memory, stored_bytes
@@ -300,9 +300,7 @@ def _check(config: EngineConfig, settings: PlanSettings) -> None:
     if tokens is not None:
         if config.drafter is None:
             raise SettingsError(f"--acceptance {tokens:g}: there is no drafter; give --drafter")
-        block = config.drafter.block_size
-        if not 1 <= tokens <= block:
-            raise SettingsError(f"--acceptance {tokens:g}: a block of {block} rows commits 1 to {block} tokens a step")
+        check_acceptance("--acceptance", tokens, config.drafter.block_size)
     if length is not None and length >= config.max_seq_len:
         raise SettingsError(
             f"--cache-length {length}: a slot holds less than --max-seq-len {config.max_seq_len} tokens"

@@ -1,6 +1,7 @@
 """One rank's engine tensors, assembled from slices of the checkpoint's."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
@@ -51,6 +52,16 @@ def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = Non
             raise SettingsError(f"--tp {tp} does not divide {trouble}; possible: {', '.join(fitting)}")
 
 
+def unshared_heads(tp: int, heads: int, kv_heads: int) -> Literal["query", "key/value"] | None:
+    """The heads of a layer that `tp` ranks cannot share evenly; None: they can share both kinds.
+
+    Query heads are divided; a key/value head may be held by several neighbouring ranks.
+    """
+    if tp < 1 or heads % tp:
+        return "query"
+    return "key/value" if kv_heads % tp and tp % kv_heads else None
+
+
 def _read_part(folder: CheckpointFolder, part: Part, key: str, tp: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     axis = part.split.axis
     stored = folder.read(key) if axis is None else folder.read(key, axis, *part.bounds(tp, rank))
@@ -88,9 +99,12 @@ def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
 
 
 def _indivisible(tp: int, config: DecoderConfig) -> str | None:
-    """What of a model `tp` ranks cannot share evenly."""
+    """The part of a model that `tp` ranks cannot share evenly, in words; None: they can share all of it."""
+    heads = unshared_heads(tp, config.heads, config.kv_heads)
+    if heads == "query":
+        return f"the {config.heads} query heads"
     moe = config.moe
-    sizes = {"query heads": config.heads, "rows of the vocabulary": config.vocab_size}
+    sizes = {"rows of the vocabulary": config.vocab_size}
     if moe is None:
         sizes["FFN columns"] = config.intermediate_size
     elif moe.expert_parallel:
@@ -100,8 +114,6 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
     if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
         sizes["rows of the draft vocabulary"] = config.draft_vocab_size
     for name, size in sizes.items():
-        if tp < 1 or size % tp:
+        if size % tp:
             return f"the {size} {name}"
-    if config.kv_heads % tp and tp % config.kv_heads:
-        return f"the {config.kv_heads} key/value heads, nor they it"
-    return None
+    return None if heads is None else f"the {config.kv_heads} key/value heads, nor they it"

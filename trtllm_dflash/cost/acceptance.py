@@ -22,9 +22,7 @@ class ImposedAcceptance:
     block: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens <= self.block:
-            most = f"a block of {self.block} rows commits 1 to {self.block} tokens a step"
-            raise SettingsError(f"--simulate-acceptance {self.tokens:g}: {most}")
+        check_acceptance("--simulate-acceptance", self.tokens, self.block)
 
     @cached_property
     def survival(self) -> float:
@@ -38,6 +36,16 @@ class ImposedAcceptance:
     def at(self, rows: int) -> float:
         """Tokens a step with that many rows of the block."""
         return self.tokens if rows == self.block else _committed(self.survival, rows)
+
+
+def check_acceptance(flag: str, tokens: float, block: int) -> None:
+    """Returns where a block of so many rows can commit that many tokens a step.
+
+    Raises:
+        SettingsError: it cannot; names the flag.
+    """
+    if not 1 <= tokens <= block:
+        raise SettingsError(f"{flag} {tokens:g}: a block of {block} rows commits 1 to {block} tokens a step")
 
 
 def _committed(survival: float, rows: int) -> float:

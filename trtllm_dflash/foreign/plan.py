@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.catalog import CatalogEntry, find_entry
+from trtllm_dflash.checkpoint.slicing import unshared_heads
 from trtllm_dflash.cost.gpus import GB, GPU, GPUS, find_gpu, gigabytes, present_gpu
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.shapes import (
@@ -179,7 +180,8 @@ def plan(settings: LaunchSettings, available: Available) -> Plan:
     gpu = gpu_for(settings)
     shape, facts = _shapes(settings, entry, target, drafter)
     draft_length = _draft_length(settings, facts)
-    _check_parallelism(settings, shape, facts.shape)
+    _check_ranks(settings, shape, facts.shape)
+    _check_nodes(settings)
     max_seq_len = _sequence(settings, shape, facts.shape)
     room = _room(settings, gpu, shape, facts.shape, max_seq_len, available)
     max_batch = settings.max_batch or (UNPLANNED_BATCH if room is None else _fitting(room))
@@ -295,7 +297,7 @@ def _draft_length(settings: LaunchSettings, facts: DrafterFacts) -> int:
     return asked or longest
 
 
-def _check_parallelism(settings: LaunchSettings, target: ModelShape | None, drafter: ModelShape | None) -> None:
+def _check_ranks(settings: LaunchSettings, target: ModelShape | None, drafter: ModelShape | None) -> None:
     if settings.pp > 1 and settings.method != "none":
         raise SettingsError(
             f"--pp {settings.pp}: none of the runtimes drafts with pipeline parallelism, since the drafter reads "
@@ -304,12 +306,16 @@ def _check_parallelism(settings: LaunchSettings, target: ModelShape | None, draf
     for whose, shape in (("target", target), ("drafter", drafter)):
         if shape is None:
             continue
-        if shape.heads % settings.tp:
+        heads = unshared_heads(settings.tp, shape.heads, shape.kv_heads)
+        if heads == "query":
             raise SettingsError(f"--tp {settings.tp}: does not divide the {whose}'s {shape.heads} attention heads")
-        if shape.kv_heads % settings.tp and settings.tp % shape.kv_heads:
+        if heads == "key/value":
             raise SettingsError(
                 f"--tp {settings.tp}: neither divides the {whose}'s {shape.kv_heads} key/value heads, nor they it"
             )
+
+
+def _check_nodes(settings: LaunchSettings) -> None:
     ranks = settings.tp * settings.pp
     if ranks % settings.nodes:
         raise SettingsError(f"--nodes {settings.nodes}: does not divide the {ranks} GPUs of --tp and --pp")
