@@ -17,7 +17,8 @@ from typing import Any
 
 import trtllm_dflash
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
 from trtllm_dflash.serving.repository import DeploySettings

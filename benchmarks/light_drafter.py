@@ -22,7 +22,8 @@ import torch
 
 import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import load_weights
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, HEAD, PREFIX, Drafter

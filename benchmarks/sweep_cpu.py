@@ -15,7 +15,8 @@ from typing import Any
 
 import trtllm_dflash
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import serving

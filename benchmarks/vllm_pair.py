@@ -24,8 +24,9 @@ import torch
 
 import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.export import export
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.foreign.compare import NEAR_TIE, Difference, Reply, Token, find_difference, shipped_prompts
 from trtllm_dflash.sweep.runtime_metrics import read_metrics
 

@@ -8,7 +8,8 @@ from click.testing import CliRunner, Result
 
 import trtllm_dflash
 from trtllm_dflash import LLM
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cli import main
 
 TINY = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"

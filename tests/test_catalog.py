@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_dflash.build.builder import BuildSettings
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.catalog import CatalogEntry, find_entry, load_catalog
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve

@@ -14,7 +14,7 @@ from tests.conftest import refusal, run, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE
 from trtllm_dflash import __version__, doctor
-from trtllm_dflash.build.builder import BuildSettings
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cli import main
 from trtllm_dflash.engine.directory import read_config
 

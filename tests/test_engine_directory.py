@@ -17,7 +17,8 @@ from tests.conftest import refusal, run, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.errors import EngineError
 
 
@@ -371,7 +372,7 @@ def test_end_tokens_left_open_are_the_configuration_s(checkpoints, tmp_path):
 
 def test_a_known_target_gets_the_chat_arguments_that_its_drafter_needs(checkpoints, tmp_path, monkeypatch):
     folders = {"Qwen/Qwen3-8B": checkpoints / "target", "mine": checkpoints / "drafter"}
-    monkeypatch.setattr("trtllm_dflash.build.builder.resolve", folders.__getitem__)
+    monkeypatch.setattr("trtllm_dflash.build.planning.resolve", folders.__getitem__)
     assert LLM.from_pretrained("Qwen/Qwen3-8B", "mine", device="cpu").config.chat_arguments == {
         "enable_thinking": False
     }
@@ -392,7 +393,7 @@ def test_a_killed_build_leaves_nothing(checkpoints, tmp_path):
         "import sys, time\n"
         "import trtllm_dflash.build.builder as builder\n"
         "from trtllm_dflash.cli import main\n"
-        "builder.read_rank_weights = lambda *_: (print('reading', flush=True), time.sleep(3600))\n"
+        "builder.read_engine_tensors = lambda *_: (print('reading', flush=True), time.sleep(3600))\n"
         "main()\n"
     )
     flags = ["--target", str(checkpoints / "target"), "--output", str(tmp_path / "engine")]

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, build_tiny, refusal, succeeds
 from trtllm_dflash.build import export as export_module
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.export import export
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.engine.directory import digest, read_config, weights_file
 from trtllm_dflash.errors import EngineError

@@ -12,8 +12,9 @@ from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_gpt_
 from tests.conftest import TINY, refusal, succeeds
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, plan_engine
 from trtllm_dflash.build.plan import BuildPlan
+from trtllm_dflash.build.planning import plan_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.engine.directory import read_config
@@ -205,7 +206,7 @@ def load_whole(pair: list[Any], folder: Path) -> dict[str, Tensor]:
 def test_caches_take_half_the_bytes_of_16_bit_ones(tmp_path):
     pair = open_pair(TINY / "target", TINY / "drafter")
     settings: dict[str, Any] = {"name": "a", "target": "", "drafter": "", "precision": "bf16", "max_seq_len": 512}
-    bf16, fp8 = (plan_engine(pair, BuildSettings(**settings, kv=kv)) for kv in ("engine", "fp8"))
+    bf16, fp8 = (plan_engine(pair, BuildSettings(**settings, kv=kv)).config for kv in ("engine", "fp8"))
     before, after = plan_memory(bf16), plan_memory(fp8)
     assert (before.target_cache, before.drafter_cache) == (2 * after.target_cache, 2 * after.drafter_cache)
     assert before.weights == after.weights
@@ -329,7 +330,7 @@ def test_a_scale_that_cannot_be_one_is_refused_where_it_is_needed(scale, says, t
     settings: dict[str, Any] = {"name": "a", "target": "", "max_seq_len": 64}
     with pytest.raises(CheckpointError, match=says):
         plan_engine(pair, BuildSettings(**settings))
-    assert plan_engine(pair, BuildSettings(**settings, kv="engine")).kv is None
+    assert plan_engine(pair, BuildSettings(**settings, kv="engine")).config.kv is None
 
 
 @pytest.mark.parametrize(

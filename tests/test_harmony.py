@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.checkpoints import make_gpt_oss
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.serving.client import Piece, TokenRequest
 from trtllm_dflash.text.tokenizer import TextCodec

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, build_tiny, refusal, succeeds
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.checkpoint.shortlist import count_tokens
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.engine.directory import read_config

@@ -32,7 +32,8 @@ from tests.test_huggingface import greedy
 from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.random_weights import random_weights
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp, read_weight

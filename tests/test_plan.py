@@ -194,7 +194,7 @@ MODEL = ("build", "--plan", "--model", "gpt-oss-120b")
 def no_checkpoints(monkeypatch):
     """Whoever looks for a checkpoint fails the test."""
     monkeypatch.setattr("trtllm_dflash.checkpoint.hub.resolve", lambda name: pytest.fail(f"looked for {name}"))
-    monkeypatch.setattr("trtllm_dflash.build.builder.resolve", lambda name: pytest.fail(f"looked for {name}"))
+    monkeypatch.setattr("trtllm_dflash.build.planning.resolve", lambda name: pytest.fail(f"looked for {name}"))
 
 
 def planned(*arguments):

@@ -12,8 +12,9 @@ from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_targ
 from tests.conftest import refusal, succeeds
 from tests.quantized import METHODS, quantize_folder
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, as_planned, plan_engine
+from trtllm_dflash.build.planning import as_planned, plan_engine
 from trtllm_dflash.build.precision import choose_precision
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.cost.memory import plan_memory
@@ -43,7 +44,7 @@ def make_quantized(path: Path, layout: str, **how: Any) -> tuple[Path, Path, dic
 
 def planned(pair: Pair, **settings: Any) -> tuple[Pair, Any]:
     limits: dict[str, Any] = {"max_batch": 2, "max_seq_len": 64, "chunk": 16}
-    config = plan_engine(pair, BuildSettings(name="a", target="", drafter="", **limits, **settings))
+    config = plan_engine(pair, BuildSettings(name="a", target="", drafter="", **limits, **settings)).config
     return as_planned(pair, config), config
 
 
@@ -106,7 +107,6 @@ def test_it_says_what_the_same_numbers_unquantized_say(layout, tmp_path):
 def test_a_shortlist_s_head_is_the_target_s_and_stays_as_it_is(layout, tmp_path):
     target, drafter, _ = make_quantized(tmp_path, layout)
     pair, config = planned(open_pair(target, drafter), draft_vocab=128)
-    pair = as_planned(pair, config)
     assert config.drafter.plain_linears == ("drafter.fc", "drafter.lm_head")
     head = read_rank_weights(pair, 1, 0, torch.float32)["drafter.lm_head.weight"]
     assert torch.equal(head, load_file(target / "model.safetensors")["lm_head.weight"].float())

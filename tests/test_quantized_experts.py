@@ -13,7 +13,9 @@ from tests.conftest import TINY, refusal, succeeds
 from tests.quantized import quantize_folder
 from tests.test_quantize import modelopt_numbers
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, as_planned, check_sides, plan_engine
+from trtllm_dflash.build.planning import as_planned, plan_engine
+from trtllm_dflash.build.precision import check_sides
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.cost.memory import plan_memory
@@ -55,7 +57,7 @@ def quantized(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
 def planned(path: Path, **settings: Any) -> tuple[Pair, Any]:
     pair = open_pair(path)
     limits: dict[str, Any] = {"max_batch": 2, "max_seq_len": 64, "chunk": 16}
-    config = plan_engine(pair, BuildSettings(name="a", target="", **limits, **settings))
+    config = plan_engine(pair, BuildSettings(name="a", target="", **limits, **settings)).config
     return as_planned(pair, config), config
 
 

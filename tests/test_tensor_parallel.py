@@ -14,7 +14,8 @@ from tests.conftest import TINY, build_tiny
 from tests.near_ties import assert_only_near_ties_differ
 from tests.processes import start
 from tests.waiting import PATIENCE, wait_until
-from trtllm_dflash.build.builder import BuildSettings, build
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import read_prompts
 
 pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from trtllm_dflash.build.builder import BuildSettings, as_planned, open_checkpoints, plan_engine
-from trtllm_dflash.build.weights import cache_scales, read_rank_weights
+from trtllm_dflash.build.planning import as_planned, open_checkpoints, plan_engine
+from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.build.weights import read_engine_tensors
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
@@ -138,10 +139,8 @@ class LLM:
         except ValidationError as error:
             raise SettingsError(first_problem(error)) from None
         pair = open_checkpoints(settings)
-        config = plan_engine(pair, settings)
-        weights = read_rank_weights(as_planned(pair, config), 1, 0, config.dtype)
-        if config.kv == "fp8":
-            weights |= cache_scales(pair)
+        config = plan_engine(pair, settings).config
+        weights = read_engine_tensors(as_planned(pair, config), config, 0)
         session = open_torch_session(config, weights, pick_device(device), Solo(), kernels=kernels)
         return cls(_logged(session), TextCodec.load(pair.target_folder.path, config.chat_arguments))
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from tests.conftest import TINY
 from tests.near_ties import first_difference, is_near_tie, rounding_gap
 from trtllm_dflash import kernels
-from trtllm_dflash.build.builder import BuildSettings, plan_engine
+from trtllm_dflash.build.planning import plan_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.cost.memory import cache_shapes
@@ -782,7 +783,7 @@ class Tiny:
         settings = BuildSettings(
             name="tiny", target="", drafter="", precision=precision, max_batch=8, max_seq_len=512, chunk=256
         )
-        self.config = plan_engine(pair, settings)
+        self.config = plan_engine(pair, settings).config
         weights = {name: x.cuda() for name, x in read_rank_weights(pair, 1, 0, self.dtype).items()}
         self.weights = complete_weights(weights, self.config, 0)
         self.step = DraftVerifyStep(build_target(self.config.target), Drafter(self.config.drafter))

@@ -15,7 +15,8 @@ from tests.conftest import TINY
 from tests.gpu.test_cuda import KERNELS, NEAR_TIE, acceptance, load_tiny, shipped_prompts, tokens
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import BuildSettings, open_checkpoints, plan_engine
+from trtllm_dflash.build.planning import open_checkpoints, plan_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill
@@ -53,7 +54,7 @@ def load_rank(communicator: TorchDistributed, device: torch.device, precision: s
     pair = {"name": "tiny", "target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
     settings = BuildSettings.model_validate({**pair, **values})
     checkpoints = open_checkpoints(settings)
-    config = plan_engine(checkpoints, settings)
+    config = plan_engine(checkpoints, settings).config
     weights = read_rank_weights(checkpoints, communicator.size, communicator.rank, config.dtype)
     session = CudaSession(config, weights, device, communicator, kernels=KERNELS)
     return LLM(session, TextCodec.load(checkpoints.target_folder.path, config.chat_arguments))

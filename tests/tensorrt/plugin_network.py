@@ -152,6 +152,6 @@ def use_plugins(monkeypatch: pytest.MonkeyPatch) -> PluginTensorRT:
     """Makes our code find the datacenter edition."""
     trt = PluginTensorRT()
     modules = ("ops.tensorrt_ops", "ops.tensorrt_plugin", "build.tensorrt_network", "session.tensorrt_session")
-    for module in (*modules, "build.builder"):
+    for module in (*modules, "build.planning"):
         monkeypatch.setattr(f"trtllm_dflash.{module}.load_tensorrt", lambda: trt)
     return trt

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.checkpoints import make_drafter, make_target
-from trtllm_dflash.build.builder import BuildSettings, plan_engine
+from trtllm_dflash.build.planning import plan_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.cost.memory import weight_count
@@ -54,7 +55,9 @@ finish_weights = complete_weights
 
 def make_config(pair: Pair, tp: int, precision: Any) -> EngineConfig:
     limits: dict[str, Any] = {"max_batch": 4, "max_seq_len": 256, "chunk": 64}
-    return plan_engine(pair, BuildSettings(name="test", target="", drafter="", precision=precision, tp=tp, **limits))
+    return plan_engine(
+        pair, BuildSettings(name="test", target="", drafter="", precision=precision, tp=tp, **limits)
+    ).config
 
 
 def compile_pair(

@@ -10,7 +10,8 @@ import torch
 
 from tests.checkpoints import make_drafter, make_target
 from tests.near_ties import SidingOps
-from trtllm_dflash.build.builder import BuildSettings, plan_engine
+from trtllm_dflash.build.planning import plan_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.cost.memory import cache_shapes
@@ -64,7 +65,7 @@ def make_config(pair: Pair, tp: int = 1, precision: Any = "fp32", **limits: Any)
     settings = BuildSettings(
         name="test", target="", drafter="" if pair.drafter else None, precision=precision, tp=tp, **limits
     )
-    return plan_engine(pair, settings)
+    return plan_engine(pair, settings).config
 
 
 @dataclass

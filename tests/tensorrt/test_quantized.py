@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from tests.checkpoints import make_drafter, make_target
 from tests.quantized import quantize_folder
-from trtllm_dflash.build.builder import BuildSettings, as_planned, plan_engine
-from trtllm_dflash.build.caches import choose_caches
+from trtllm_dflash.build.planning import as_planned, plan_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import EngineConfig
@@ -55,7 +55,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 def make_config(pair: Pair, tp: int = 1, **settings: Any) -> EngineConfig:
     limits: dict[str, Any] = {"max_batch": 2, "max_seq_len": 64, "chunk": 24}
-    config = plan_engine(pair, BuildSettings(name="test", target="", drafter="", tp=tp, **limits, **settings))
+    config = plan_engine(pair, BuildSettings(name="test", target="", drafter="", tp=tp, **limits, **settings)).config
     return config.model_copy(update={"sampling": False})
 
 
@@ -226,8 +226,7 @@ def test_a_checkpoint_that_asks_for_fp8_caches_gets_the_engine_s_in_a_plan(tmp_p
     summary = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (target / "hf_quant_config.json").write_text(json.dumps(summary))
     pair, settings = open_pair(target), {"name": "a", "target": "", "max_seq_len": 64}
-    config = plan_engine(pair, BuildSettings.model_validate({**settings, "backend": "tensorrt", "gpu": "sm120"}))
-    assert (config.kv, config.cache_dtype) == (None, torch.bfloat16)
-    said = choose_caches(pair, "auto", "tensorrt", "bf16").said
-    assert said == "kv auto: the target's checkpoint asks for caches in FP8; they are in bf16"
-    assert plan_engine(pair, BuildSettings.model_validate(settings)).kv == "fp8"
+    plan = plan_engine(pair, BuildSettings.model_validate({**settings, "backend": "tensorrt", "gpu": "sm120"}))
+    assert (plan.config.kv, plan.config.cache_dtype) == (None, torch.bfloat16)
+    assert plan.remarks == ("kv auto: the target's checkpoint asks for caches in FP8; they are in bf16",)
+    assert plan_engine(pair, BuildSettings.model_validate(settings)).config.kv == "fp8"

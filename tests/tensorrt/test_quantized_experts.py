@@ -8,7 +8,7 @@ import torch
 
 from tests.checkpoints import make_drafter, make_qwen3_moe
 from tests.quantized import quantize_folder
-from trtllm_dflash.build.builder import as_planned
+from trtllm_dflash.build.planning import as_planned
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.ops.base import MoELayer

@@ -7,16 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from trtllm_dflash.build.builder import (
-    BuildSettings,
-    build_precision,
-    check_sides,
-    divide_experts,
-    open_checkpoints,
-    plan_engine,
-)
+from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.checkpoint.hub import PACKAGE
-from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
 from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, GPUS, RESERVED, PublishedGPU, capability
@@ -30,7 +23,7 @@ from trtllm_dflash.cost.prediction import (
     predict_step,
     sum_bytes,
 )
-from trtllm_dflash.cost.shapes import SHAPES, shape_config
+from trtllm_dflash.cost.shapes import SHAPES, shape_models
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -262,37 +255,28 @@ def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
     plainly = {name: BuildSettings.model_fields[name].default for name in compilers}
     kv = "engine" if build.backend == "tensorrt" else build.kv
-    return plan_engine(pair, build.model_copy(update={**plainly, "kv": kv}), choice)
+    return plan_engine(pair, build.model_copy(update={**plainly, "kv": kv}), choice).config
 
 
 def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
     if build.name not in SHAPES:
         known = ", ".join(SHAPES)
         raise SettingsError(f"--plan: the shape of {build.target} is not known without its checkpoint; known: {known}")
-    positions = SHAPES[build.name].target["max_position_embeddings"]
-    max_seq_len = build.max_seq_len or min(4096, positions)
-    if max_seq_len > positions:
-        raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {positions} positions")
-    config = shape_config(
-        build.name,
-        draft_vocab=build.draft_vocab,
-        precision="bf16",
+    target, drafter = shape_models(build.name)
+    choice = build_precision(target, drafter, build, gpu)
+    models = plan_models(target, drafter, build, choice)
+    return EngineConfig(
+        name=build.name,
+        precision=choice.engine,
         tp=build.tp,
         max_batch=build.max_batch,
-        max_seq_len=max_seq_len,
-        chunk=min(build.chunk, max_seq_len),
+        max_seq_len=models.max_seq_len,
+        chunk=models.chunk,
+        block_size=models.block_size,
+        target=models.target,
+        drafter=models.drafter,
+        kv="fp8" if build.kv == "fp8" else None,
     )
-    choice = build_precision(config.target, config.drafter, build, gpu)
-    target = divide_experts(config.target, build).model_copy(update=choice.target)
-    drafter = None if config.drafter is None else config.drafter.model_copy(update=choice.drafter)
-    most = config.block_size
-    check_tp(config.tp, target, drafter)
-    check_sides(target, drafter, config.tp)
-    block_size = build.block_size or most
-    if not 2 <= block_size <= most:
-        raise SettingsError(f"--block-size {block_size}: the drafter was trained for blocks of 2 to {most}")
-    changes = {"precision": choice.engine, "target": target, "drafter": drafter, "block_size": block_size}
-    return config.model_copy(update={**changes, "kv": "fp8" if build.kv == "fp8" else None})
 
 
 def _check(config: EngineConfig, settings: PlanSettings) -> None:

@@ -10,8 +10,9 @@ from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
+from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 
 #: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
 Format: TypeAlias = Literal["fp8", "nvfp4"]
@@ -123,6 +124,34 @@ def _changes(model: DecoderConfig, chosen: str | None, when_rounded: dict[str, A
     if model.linear_precision is not None:
         return {}
     return when_rounded
+
+
+def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -> None:
+    """Refuse ranks whose matrices cannot be multiplied in few bits, or would cut blocks that share a scale.
+
+    Raises:
+        SettingsError: names the matrix, and what would do.
+    """
+    weights = build_target(target).weights() + (Drafter(drafter).weights() if drafter is not None else [])
+    for weight in weights:
+        shape = weight.shape(tp, 0)[-2:]  # of each, of a stack
+        kind = weight.precision
+        if kind in (WeightPrecision.FP8, WeightPrecision.NVFP4) and any(side % FP8_MULTIPLE for side in shape):
+            sides = " by ".join(map(str, shape))
+            raise SettingsError(
+                f"{'--drafter-' if weight.name.startswith(PREFIX) else '--'}precision {kind.value}: {weight.name} of a "
+                f"rank is {sides} with --tp {tp}, and {kind.name} needs multiples of {FP8_MULTIPLE}"
+            )
+        held = [part.held(tp, 0) for part in weight.parts]
+        joined = weight.parts_of_each > 1 or held[0] != weight.parts[0].shape
+        if kind is WeightPrecision.FP8_BLOCKS and joined and any(side % FP8_BLOCK for s in held for side in s):
+            uncut = weight.stack is not None and not any(side % FP8_BLOCK for side in weight.parts[0].shape)
+            hints = ["fewer ranks"] * (tp > 1) + ["--ep"] * (tp > 1 and uncut)
+            hints += ["--precision bf16, which dequantizes it"] * (not weight.name.startswith(PREFIX))
+            raise SettingsError(
+                f"--tp {tp}: {weight.name} of a rank is no whole number of the checkpoint's FP8 blocks of {FP8_BLOCK}"
+                + (f"; use {' or '.join(hints)}" if hints else "")
+            )
 
 
 def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:

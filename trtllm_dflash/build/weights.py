@@ -8,6 +8,7 @@ from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_cache_scales, read_dequantized, read_quantized
 from trtllm_dflash.checkpoint.slicing import read_weight
+from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, HEAD, PREFIX, Drafter
 from trtllm_dflash.models.weights import Weight, WeightPrecision
@@ -37,6 +38,21 @@ def read_rank_weights(
         if checkpoint.draft_to_target is not None:
             tensors[DRAFT_TO_TARGET] = checkpoint.draft_to_target
     return tensors
+
+
+def read_engine_tensors(
+    pair: Pair,
+    config: EngineConfig,
+    rank: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, torch.Tensor]:
+    """All tensors of a rank of the torch backend: its weights, and the scales of FP8 caches.
+
+    Args:
+        pair: as the engine's configuration has it: see `planning.as_planned`.
+    """
+    tensors = read_rank_weights(pair, config.tp, rank, config.dtype, progress)
+    return tensors | cache_scales(pair) if config.kv == "fp8" else tensors
 
 
 def cache_scales(pair: Pair) -> dict[str, torch.Tensor]:

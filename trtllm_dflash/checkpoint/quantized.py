@@ -113,7 +113,7 @@ def read_quantized(
 ) -> QuantizedWeight:
     """A quantized engine weight of `rank` of `tp`: the parts' slices joined, or stacked, as they are stored.
 
-    No slice cuts a block that shares a scale: see `build.builder.check_sides`.
+    No slice cuts a block that shares a scale: see `build.precision.check_sides`.
 
     Raises:
         CheckpointError: a tensor cannot be read, or holds NaN or infinity.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_dflash.commands.settings import validated
 
 if TYPE_CHECKING:
-    from trtllm_dflash.build.builder import BuildSettings
+    from trtllm_dflash.build.settings import BuildSettings
 
 _ENGINES = Path("engines")
 
@@ -18,7 +18,7 @@ def build_settings(model: str | None, assignments: Sequence[str], flags: Mapping
     Raises:
         SettingsError: a value is wrong, or what to build is not said.
     """
-    from trtllm_dflash.build.builder import BuildSettings
+    from trtllm_dflash.build.settings import BuildSettings
     from trtllm_dflash.build.values import merge_values
 
     return validated(BuildSettings, merge_values(model, assignments, flags))

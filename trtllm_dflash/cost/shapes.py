@@ -12,6 +12,7 @@ from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
+from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
@@ -221,30 +222,12 @@ def shape_config(
     Raises:
         SettingsError: the shape is not known, or a setting does not fit it.
     """
-    shape = find_shape(name)
-    facts = shape.facts
-    target = read_target_config({**shape.target, "num_hidden_layers": layers or facts.target_layers})
+    target, drafter = shape_models(name, layers)
     if target_precision is not None:
         target = target.model_copy(update=rounded_to_fp8(build_target(target).weights()))
-    drafter = DrafterConfig(
-        **{
-            **target.model_dump(exclude=set(_TARGETS_OWN)),
-            "family": "dflash",
-            "layers": facts.drafter_layers,
-            "intermediate_size": shape.drafter_intermediate or target.intermediate_size,
-            "tied_embeddings": False,
-            "linear_precision": drafter_precision,
-            "plain_linears": (),
-        },
-        block_size=facts.block_size,
-        # Where it is not known any will do: which token masks costs nothing.
-        mask_token_id=target.vocab_size - 1 if facts.mask_token_id is None else facts.mask_token_id,
-        target_layers=target.layers,
-        # A target cut to a few layers has fewer than there are taps: some are tapped twice.
-        tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in shape.tap_layers),
-        draft_vocab_size=draft_vocab,
-    )
-    config = EngineConfig(name=name, block_size=facts.block_size, target=target, drafter=drafter, **settings)
+    lighter = {"linear_precision": drafter_precision, "draft_vocab_size": draft_vocab}
+    drafter = drafter.model_copy(update=lighter)
+    config = EngineConfig(name=name, block_size=drafter.block_size, target=target, drafter=drafter, **settings)
     check_tp(config.tp, target, drafter)
     unit = config.tp * FP8_MULTIPLE
     if draft_vocab is not None and (draft_vocab % unit or draft_vocab > target.vocab_size):
@@ -253,3 +236,33 @@ def shape_config(
     if config.max_seq_len > target.max_positions:
         raise SettingsError(f"--shape {name} takes {target.max_positions} positions, not {config.max_seq_len}")
     return config
+
+
+def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, DrafterConfig]:
+    """The target of a shape, and a drafter of the target's widths.
+
+    Args:
+        layers: of the target, where not the shape's.
+
+    Raises:
+        SettingsError: the shape is not known.
+    """
+    shape = find_shape(name)
+    facts = shape.facts
+    target = read_target_config({**shape.target, "num_hidden_layers": layers or facts.target_layers})
+    drafter = DrafterConfig(
+        **{
+            **target.model_dump(exclude=set(_TARGETS_OWN)),
+            "family": "dflash",
+            "layers": facts.drafter_layers,
+            "intermediate_size": shape.drafter_intermediate or target.intermediate_size,
+            "tied_embeddings": False,
+        },
+        block_size=facts.block_size,
+        # Where it is not known any will do: which token masks costs nothing.
+        mask_token_id=target.vocab_size - 1 if facts.mask_token_id is None else facts.mask_token_id,
+        target_layers=target.layers,
+        # A target cut to a few layers has fewer than there are taps: some are tapped twice.
+        tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in shape.tap_layers),
+    )
+    return target, drafter

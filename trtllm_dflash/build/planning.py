@@ -1,0 +1,332 @@
+"""The engine that settings make of a pair: every choice, made once, and refusals before anything is written."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import safetensors
+import torch
+
+import trtllm_dflash
+from trtllm_dflash.build.caches import check_caches, choose_caches
+from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_precision
+from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.build.tensorrt_compiler import compile_target
+from trtllm_dflash.catalog import chat_arguments_of
+from trtllm_dflash.checkpoint.folder import read_json
+from trtllm_dflash.checkpoint.hub import resolve
+from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.checkpoint.shortlist import take_shortlist
+from trtllm_dflash.checkpoint.slicing import check_tp
+from trtllm_dflash.cost.gpus import GPUS
+from trtllm_dflash.cost.memory import check_fits
+from trtllm_dflash.engine.config import Backend, EngineConfig
+from trtllm_dflash.engine.directory import digest
+from trtllm_dflash.errors import CheckpointError, SettingsError
+from trtllm_dflash.kernels import HEAD_SIZES
+from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.drafter import HEAD, DrafterConfig
+from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
+from trtllm_dflash.pairs.prompts import PROMPTS
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """An engine that settings make of a pair.
+
+    Attributes:
+        config: its configuration; digests are not in it yet.
+        draft_text: the file that a shortlist is counted in; None where there is nothing to count.
+        remarks: what was chosen where that was left to us, a line each.
+    """
+
+    config: EngineConfig
+    draft_text: Path | None
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedModels:
+    """A target and its drafter as an engine has them: divided among ranks, each in its precision."""
+
+    target: DecoderConfig
+    drafter: DrafterConfig | None
+    max_seq_len: int
+    chunk: int
+    block_size: int
+
+
+def open_checkpoints(settings: BuildSettings) -> Pair:
+    """Find (or download) the two checkpoints and check that they belong together."""
+    drafter = resolve(settings.drafter) if settings.drafter is not None else None
+    return open_pair(resolve(settings.target), drafter)
+
+
+def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | None = None) -> EnginePlan:
+    """Decide what these settings make of a pair.
+
+    Args:
+        choice: of the parts' precisions; None: `build_precision`'s.
+
+    Raises:
+        SettingsError: a setting contradicts the checkpoints.
+        EngineError: the engine does not fit the GPU that is named.
+    """
+    drafter = pair.drafter.config if pair.drafter is not None else None
+    _check_facts(settings, pair.target_config, drafter)
+    choice = choice or build_precision(pair.target_config, drafter, settings)
+    models = plan_models(pair.target_config, drafter, settings, choice)
+    draft_text = _draft_text(settings, pair)
+    _check_tensorrt_settings(settings)
+    caches = choose_caches(pair, settings.kv, settings.backend, choice.engine)
+    chat_arguments = settings.chat_arguments
+    if chat_arguments is None:
+        chat_arguments = chat_arguments_of(settings.target)
+    config = EngineConfig(
+        name=settings.name,
+        backend=settings.backend,
+        precision=choice.engine,
+        tp=settings.tp,
+        max_batch=settings.max_batch,
+        max_seq_len=models.max_seq_len,
+        chunk=models.chunk,
+        block_size=models.block_size,
+        target=models.target,
+        drafter=models.drafter,
+        kv=caches.kv,
+        stop_token_ids=_stop_token_ids(pair),
+        chat_arguments=chat_arguments,
+        sampling=settings.sampling,
+        gpu=settings.gpu.lower() if settings.gpu else None,
+        optimization_level=settings.optimization_level if settings.backend == "tensorrt" else None,
+        workspace=settings.workspace,
+        plugin=_plugin_digest(settings, models),
+        versions=_versions(settings.backend),
+    )
+    if config.gpu in GPUS:
+        check_fits(config, config.gpu)
+    if settings.backend == "tensorrt":
+        compile_target(load_tensorrt(), config.gpu)
+    remarks = tuple(remark for remark in (choice.said, caches.said) if remark is not None)
+    return EnginePlan(config, draft_text, remarks)
+
+
+def plan_models(
+    target: DecoderConfig, drafter: DrafterConfig | None, settings: BuildSettings, choice: PrecisionChoice
+) -> PlannedModels:
+    """Change two models' configurations, and set their limits, as these settings have it.
+
+    Args:
+        target, drafter: as their checkpoints have them.
+        choice: of their precisions.
+
+    Raises:
+        SettingsError: a setting does not fit the models; names it, and what would do.
+    """
+    target = _divide_experts(target, settings).model_copy(update=choice.target)
+    drafter = _lighter(drafter, settings, choice)
+    check_tp(settings.tp, target, drafter)
+    check_sides(target, drafter, settings.tp)
+    max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
+    if max_seq_len > target.max_positions:
+        raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
+    if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:
+        raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
+    return PlannedModels(
+        target, drafter, max_seq_len, min(settings.chunk, max_seq_len), _block_size(settings.block_size, drafter)
+    )
+
+
+def build_precision(
+    target: DecoderConfig, drafter: DrafterConfig | None, settings: BuildSettings, gpu: str | None = None
+) -> PrecisionChoice:
+    """Choose the parts' precisions by these settings, for the GPU that they or the caller name.
+
+    Raises:
+        SettingsError: as `choose_precision`, or no such caches can be kept.
+    """
+    check_caches(settings.kv, settings.backend)
+    asked = settings.precision, settings.drafter_precision
+    return choose_precision(target, drafter, settings.backend, *asked, gpu or settings.gpu)
+
+
+def as_planned(
+    pair: Pair,
+    config: EngineConfig,
+    text: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Pair:
+    """The pair as `config` has it: in its precision, and with its drafter, whose shortlist is counted here."""
+    pair = replace(pair, target_config=config.target)
+    drafter = config.drafter
+    checkpoint = pair.drafter
+    if checkpoint is None or drafter is None:
+        return pair
+    if drafter.draft_vocab_size is not None and checkpoint.config.draft_vocab_size is None:
+        checkpoint = take_shortlist(pair, drafter.draft_vocab_size, text, config.stop_token_ids, progress)
+    return replace(pair, drafter=replace(checkpoint, config=drafter))
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def _divide_experts(target: DecoderConfig, settings: BuildSettings) -> DecoderConfig:
+    """The target with its experts divided among the ranks as asked."""
+    if not settings.ep:
+        return target
+    if target.moe is None:
+        raise SettingsError("--ep: the target has no experts to divide; leave it out")
+    if settings.tp == 1:
+        raise SettingsError("--ep: there is one rank only; say with --tp among how many the experts are divided")
+    return target.model_copy(update={"moe": target.moe.model_copy(update={"expert_parallel": True})})
+
+
+def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, choice: PrecisionChoice) -> DrafterConfig | None:
+    """The drafter that these settings make of the checkpoint's."""
+    asked = [name for name in ("draft_vocab", "drafter_precision") if getattr(settings, name) is not None]
+    if drafter is None:
+        if asked:
+            knob = asked[0].replace("_", "-")
+            raise SettingsError(
+                f"--{knob} {getattr(settings, asked[0])}: there is no drafter to make lighter; give --drafter"
+            )
+        return None
+    changes = dict(choice.drafter)
+    if settings.draft_vocab is not None:
+        _check_draft_vocab(settings.draft_vocab, settings, drafter)
+        changes["draft_vocab_size"] = settings.draft_vocab
+        if drafter.linear_precision is not None and changes.get("linear_precision", True):
+            # The head is the target's, and not in its checkpoint's format.
+            kept = changes.get("plain_linears", drafter.plain_linears)
+            changes["plain_linears"] = (*kept, HEAD.removesuffix(".weight"))
+    return drafter.model_copy(update=changes)
+
+
+def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfig) -> None:
+    if drafter.draft_vocab_size is not None:
+        raise SettingsError(
+            f"--draft-vocab {size}: the drafter brings a vocabulary of its own, of {drafter.draft_vocab_size} tokens"
+        )
+    if size > drafter.vocab_size:
+        raise SettingsError(f"--draft-vocab {size}: the vocabulary has {drafter.vocab_size} tokens")
+    unit = settings.tp * (FP8_MULTIPLE if settings.drafter_precision == "fp8" else 1)
+    if size % unit:
+        fitting = max(unit, size // unit * unit)
+        why = f"--tp {settings.tp}" + (" and --drafter-precision fp8" if unit > settings.tp else "")
+        raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
+
+
+def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
+    """Rows of a drafting step: as asked, else all that the drafter learned; 1 where nothing is drafted."""
+    if drafter is None:
+        if asked not in (None, 1):
+            raise SettingsError(f"--block-size {asked}: without a drafter nothing is drafted; give --drafter")
+        return 1
+    size = asked or drafter.block_size
+    if not 2 <= size <= drafter.block_size:
+        raise SettingsError(f"--block-size {size}: the drafter was trained for blocks of 2 to {drafter.block_size}")
+    return size
+
+
+def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
+    """The file that a shortlist is counted in; None where there is nothing to count."""
+    given = settings.draft_text
+    if settings.draft_vocab is None:
+        if given is not None:
+            raise SettingsError(f"--draft-text {given}: is counted for --draft-vocab, which is not given")
+        return None
+    if settings.draft_vocab == pair.target_config.vocab_size:  # a head of its own, with nothing left out
+        if given is not None:
+            raise SettingsError(
+                f"--draft-text {given}: --draft-vocab {settings.draft_vocab} takes every token; leave it out"
+            )
+        return None
+    shipped = pair.target_folder.path.resolve().parent == PROMPTS.parent
+    if given is None and not shipped:
+        raise SettingsError(
+            f"--draft-vocab {settings.draft_vocab}: say with --draft-text FILE in which text its tokens are counted"
+        )
+    text = PROMPTS if given is None else Path(given)
+    if not text.is_file():
+        raise SettingsError(f"--draft-text {text}: is not a file")
+    return text
+
+
+# -- checkpoints and settings ----------------------------------------------------------------------------------------
+
+
+def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
+    """End tokens: generation_config.json's, else config.json's."""
+    file = pair.target_folder.path / "generation_config.json"
+    ids = pair.target_folder.config.get("eos_token_id")
+    if file.is_file():
+        stated = read_json(file).get("eos_token_id")
+        ids = ids if stated is None else stated
+    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int and 0 <= token < pair.target_config.vocab_size for token in found):
+        raise CheckpointError(f"{pair.target_folder.path}: eos_token_id {ids!r} is not a token id, or a list of them")
+    return tuple(found)
+
+
+def _check_facts(settings: BuildSettings, target: DecoderConfig, drafter: DrafterConfig | None) -> None:
+    """Compare what the catalog says with what the checkpoints are: a stale entry would cost acceptance in silence."""
+    if settings.facts is None or drafter is None:
+        return
+    found = {
+        "block_size": drafter.block_size,
+        "target_layers": target.layers,
+        "tap_layers": drafter.tap_layers,
+        "mask_token_id": drafter.mask_token_id,
+        "drafter_layers": drafter.layers,
+    }
+    for name, value in found.items():
+        stated = getattr(settings.facts, name)
+        if stated is not None and stated != value:
+            raise SettingsError(
+                f"{settings.name}: its build configuration says {name} {stated}, but the checkpoints have {value}"
+            )
+
+
+def _check_tensorrt_settings(settings: BuildSettings) -> None:
+    if settings.backend == "tensorrt":
+        if settings.precision == "fp32":
+            raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
+        return
+    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers", "plugin"):
+        if getattr(settings, name) != BuildSettings.model_fields[name].default:
+            raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
+
+
+def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None:
+    """SHA-256 of the plugin's library, once it computes these models' attention in this TensorRT."""
+    if settings.plugin is None:
+        return None
+    if not has_plugin_layers(load_tensorrt()):
+        raise SettingsError(
+            "--plugin needs the datacenter edition of TensorRT (pip install tensorrt, on the GPU to build for): "
+            "TensorRT-RTX has no plugin layers"
+        )
+    for model in (models.target, models.drafter):
+        if model is not None and model.head_size not in HEAD_SIZES:
+            known = " and ".join(map(str, HEAD_SIZES))
+            raise SettingsError(f"--plugin: it has head sizes {known}, not {model.head_size}; leave it out")
+    if not Path(settings.plugin).is_file():
+        raise SettingsError(f"--plugin {settings.plugin}: is not a file; `make plugin` builds libdflash_plugin.so")
+    return digest(Path(settings.plugin))
+
+
+def _versions(backend: Backend) -> dict[str, str]:
+    tensorrt = {}
+    if backend == "tensorrt":
+        module = load_tensorrt()
+        tensorrt = {module.__name__: module.__version__}
+    return {
+        **tensorrt,
+        "trtllm-dflash": trtllm_dflash.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+    }
