@@ -7,7 +7,7 @@ import click
 import pytest
 
 from tests.pages import DOCS, GUIDES, ROOT, calls, name_of, rows, spans
-from trtllm_dflash.build.builder import BuildSettings
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cli import main
 
 #: Flags of other programs that the guides name.

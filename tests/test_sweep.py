@@ -20,15 +20,8 @@ from trtllm_dflash.sweep.load import Reply
 from trtllm_dflash.sweep.pareto import Measured, compare, frontier, rate_at
 from trtllm_dflash.sweep.report import read_plan
 from trtllm_dflash.sweep.results import read_results
-from trtllm_dflash.sweep.sweep import (
-    Sweep,
-    SweepSettings,
-    open_results,
-    plan_results,
-    search_integer,
-    search_real,
-    tidy_command,
-)
+from trtllm_dflash.sweep.settings import SweepSettings
+from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results, search_integer, search_real, tidy_command
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 

@@ -14,7 +14,8 @@ from trtllm_dflash.sweep.plots import arm_colors, plot_pareto
 from trtllm_dflash.sweep.report import compare_runs
 from trtllm_dflash.sweep.results import read_results
 from trtllm_dflash.sweep.server_arms import ServerArms
-from trtllm_dflash.sweep.sweep import Sweep, SweepSettings, plan_results
+from trtllm_dflash.sweep.settings import SweepSettings
+from trtllm_dflash.sweep.sweep import Sweep, plan_results
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 servers = pytest.importorskip("tests.timed_servers", reason="aiohttp or tritonclient is missing (the sweep extra)")

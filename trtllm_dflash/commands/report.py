@@ -30,7 +30,7 @@ def report(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Pa
         write_comparison,
     )
     from trtllm_dflash.sweep.results import read_results
-    from trtllm_dflash.sweep.sweep import positive_numbers
+    from trtllm_dflash.sweep.settings import positive_numbers
 
     if output is not None and not can_plot():
         raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")

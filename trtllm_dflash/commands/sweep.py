@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.sweep.dataset import Dataset
     from trtllm_dflash.sweep.load import Target
     from trtllm_dflash.sweep.results import Results
-    from trtllm_dflash.sweep.sweep import SweepSettings
+    from trtllm_dflash.sweep.settings import SweepSettings
 
 _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
 
@@ -84,7 +84,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: Path | None, **flags: Any) -> None:
     """Measure throughput against latency, with and without drafting."""
     from trtllm_dflash.sweep.plots import can_plot
-    from trtllm_dflash.sweep.sweep import SweepSettings, check_settings
+    from trtllm_dflash.sweep.settings import SweepSettings, check_settings
 
     settings = validated(SweepSettings, given(flags))
     check_settings(settings)

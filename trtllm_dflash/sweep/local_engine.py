@@ -21,7 +21,7 @@ from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.sweep.dataset import Dataset, random_dataset, read_dataset
-from trtllm_dflash.sweep.sweep import SweepSettings
+from trtllm_dflash.sweep.settings import SweepSettings
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 256
 _RANDOM_SAMPLES = 512

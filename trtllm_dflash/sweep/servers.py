@@ -6,7 +6,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.sweep.dataset import Dataset
 from trtllm_dflash.sweep.load import Target
 from trtllm_dflash.sweep.server_arms import ServerArms
-from trtllm_dflash.sweep.sweep import SweepSettings
+from trtllm_dflash.sweep.settings import SweepSettings
 
 
 def check_servers(settings: SweepSettings, dataset: Dataset, has_key_file: bool) -> None:
