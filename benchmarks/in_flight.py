@@ -59,8 +59,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    length = arguments.draft_length
-    settings = DeploySettings(device="cpu", draft_length="auto" if length == "auto" else int(length))
+    settings = DeploySettings.model_validate({"device": "cpu", "draft_length": arguments.draft_length})
     pair = {"name": "tiny", "target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
     limits = {"precision": "fp32", "max_batch": 8, "max_seq_len": 2048}
     rates: dict[str, dict[int, float]] = {"plain": {}, "drafted": {}}
@@ -80,7 +79,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-        "draft_length": length,
+        "draft_length": arguments.draft_length,
         "tokens_per_second": {arm: {str(n): round(rate, 1) for n, rate in by.items()} for arm, by in rates.items()},
         "over_one_client": {arm: {str(n): round(by[n] / by[1], 2) for n in by} for arm, by in rates.items()},
     }

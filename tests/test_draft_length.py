@@ -4,16 +4,19 @@ import json
 import random
 
 import pytest
+from pydantic import ValidationError
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime import service
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.service import ServiceSettings
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.step_times import FILE, step_times
+from trtllm_dflash.serving.repository import DeploySettings
 
 LENGTHS = draft_lengths(16)
 
@@ -144,3 +147,29 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
 def test_a_length_that_the_engine_cannot_draft_is_refused(llm):
     with pytest.raises(SettingsError, match=r"--draft-length 16: this engine drafts up to 15"):
         llm.service(ServiceSettings(draft_length=16))
+
+
+@pytest.mark.parametrize("kind", [ServiceSettings, DeploySettings])
+def test_a_length_is_read_from_a_text_as_from_a_number(kind):
+    lengths = {"auto": "auto", "7": 7, "0": 0, 7: 7}
+    assert {given: kind(draft_length=given).draft_length for given in lengths} == lengths
+    assert kind().draft_length == "auto"
+    for wrong in ("", "seven", "-1", "1.5", -1, 1.0, True, None):
+        with pytest.raises(ValidationError, match="choose auto, or a number of tokens"):
+            kind(draft_length=wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"draft_length": "auto"}, "0 to 15, what the load makes best by step times (auto)"),
+        ({"draft_length": 7}, "7 (--draft-length)"),
+        ({"draft": False}, "0: --no-draft"),
+    ],
+)
+def test_a_service_logs_once_how_much_it_drafts_and_why(llm, settings, says, caplog, monkeypatch):
+    monkeypatch.setattr(service, "step_times", lambda session, folder: times(1 / 128))
+    with caplog.at_level("INFO", "trtllm_dflash"):
+        llm.service(ServiceSettings(**settings)).close()
+    lines = [record.getMessage() for record in caplog.records if "draft length" in record.getMessage()]
+    assert lines == [f"{llm.config.name}: draft length {says}"]

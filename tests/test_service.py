@@ -12,8 +12,12 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.service import MOST_FAILURES, Service, ServiceSettings
+from trtllm_dflash.runtime.service import MOST_FAILURES, Service
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.text.stream import TextStream
+
+#: Step times are not measured for a fixed length.
+WHOLE_BLOCK = ServiceSettings(draft_length=15)
 
 CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(3).values() for text in kind]
 
@@ -27,7 +31,7 @@ def llm():
 
 @pytest.fixture
 def service(llm):
-    service = llm.service(ServiceSettings(max_queue=4))
+    service = llm.service(WHOLE_BLOCK.model_copy(update={"max_queue": 4}))
     yield service
     service.close()
 
@@ -72,7 +76,7 @@ def test_updates_joined_are_the_whole_reply(llm, service):
 
 
 def test_many_threads_at_once(llm):
-    service = llm.service(ServiceSettings(max_queue=64))
+    service = llm.service(WHOLE_BLOCK)
     expected = llm_replies(llm)
     failures = []
 
@@ -128,7 +132,7 @@ def test_cancelling_frees_the_slot_at_the_next_step(service):
 def test_a_deadline(llm):
     clock = Clock()
     clock.now = 1000.0
-    service = Service(llm.session, llm.intake, clock=clock)
+    service = Service(llm.session, llm.intake, WHOLE_BLOCK, clock=clock)
     # Drawn from all tokens: drafts are wrong, and 900 tokens take hundreds of steps.
     client = Client(service, CHATS[0], 900, ignore_eos=True, deadline=0.2, temperature=5.0)
     assert client.first().error is None
@@ -165,7 +169,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_service_goes_on(llm, servi
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
-    service = llm.service()
+    service = llm.service(WHOLE_BLOCK)
 
     def fails(call):
         raise RuntimeError("the GPU is gone")
@@ -201,7 +205,7 @@ def test_a_fault_of_one_requests_text_fails_that_request_alone(llm, service, mon
 
 def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):
     """Also not the one whose reply ended in the very step that failed."""
-    service = llm.service()
+    service = llm.service(WHOLE_BLOCK)
     clients = [Client(service, CHATS[i], 3 if i == 0 else 900, ignore_eos=True) for i in range(3)]
     real = Scheduler._count_requests
 
@@ -229,7 +233,7 @@ def test_a_client_whose_callback_raises_harms_no_other(service):
 
 
 def test_closing_fails_what_is_left(llm):
-    service = llm.service()
+    service = llm.service(WHOLE_BLOCK)
     clients = [Client(service, CHATS[i % 12], 900, ignore_eos=True) for i in range(6)]
     clients[0].first()
     service.close()
@@ -240,7 +244,7 @@ def test_closing_fails_what_is_left(llm):
 
 
 def test_statistics_add_up(llm):
-    service = llm.service()
+    service = llm.service(WHOLE_BLOCK)
     replies = [Client(service, chat).wait()[-1].completion for chat in CHATS[:6]]
     Client(service, CHATS[6], draft=False).wait()
     statistics = service.statistics()

@@ -22,7 +22,8 @@ from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.runtime.service import Service
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.choice import Kernels, find_kernels
 from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device

@@ -14,7 +14,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.ladder import draft_lengths
 from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.service import ServiceSettings
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.calls import Decode, Prefill
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting

@@ -48,12 +48,13 @@ def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dic
 
     if pair["runtime"] != "tensorrt-llm":
         raise SettingsError(f"--runtime {pair['runtime']}: Triton serves tensorrt-llm; for another runtime use launch")
-    length = others.pop("draft_length", None)
+    text = others.pop("draft_length", None)
     for name in given(others):
         raise SettingsError(f"{flag_of(name)}: is for an engine of ours, not for --runtime")
-    if length is not None:
-        if not isinstance(length, int):
-            raise SettingsError(f"--draft-length {length}: TensorRT-LLM takes a number")
+    if text is not None:
+        length = deploy_settings(False, {"draft_length": text}).draft_length
+        if length == "auto":
+            raise SettingsError("--draft-length auto: TensorRT-LLM takes a number")
         pair = {**pair, "draft_length": length}
     deploy_llmapi(plan_for(launch_settings(pair)), output, force)
     click.echo(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_dflash.commands.kernels_option import kernels_option
-from trtllm_dflash.commands.settings import draft_length, given, validated
+from trtllm_dflash.commands.settings import given, validated
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.repository import DeploySettings
@@ -20,9 +20,7 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--prefill-share", type=float, help="Share of steps for prompts beside replies.  [default: 0.5]"),
         click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
-        click.option(
-            "--draft-length", type=draft_length, metavar="auto|N", help="Tokens to draft a step.  [default: auto]"
-        ),
+        click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),
         click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
         click.option(
             "--exclude-input-in-output/--include-input-in-output",

@@ -37,8 +37,3 @@ def validated(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
             known = ", ".join(name for name, field in kind.model_fields.items() if not field.exclude)
             raise SettingsError(f"{flag}: no such setting; there are: {known}") from None
         raise SettingsError(f"{flag} {first['input']}: {first['msg']}") from None
-
-
-def draft_length(text: str) -> int | str:
-    """Read `--draft-length`: a number of tokens, or a word such as auto, which the settings check."""
-    return int(text) if text.isdecimal() else text

@@ -12,7 +12,7 @@ import click
 from trtllm_dflash.api_key import VARIABLE, read_api_key
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.output import writing
-from trtllm_dflash.commands.settings import draft_length, given, validated
+from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import show, sweep_bars
 from trtllm_dflash.errors import SettingsError
 
@@ -63,12 +63,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--max-rate", type=float, help="Or a search in requests a second up to this.")
 @click.option("--device", help="In this process: cpu, cuda or auto.  [default: auto]")
 @kernels_option
-@click.option(
-    "--draft-length",
-    type=draft_length,
-    metavar="auto|N",
-    help="In this process: tokens to draft a step.  [default: auto]",
-)
+@click.option("--draft-length", metavar="auto|N", help="In this process: tokens to draft a step.  [default: auto]")
 @click.option("--prompt-tokens", type=int, help="In this process: prompts of so many random tokens.")
 @click.option("--simulate-acceptance", type=float, help="In this process: tokens a step to impose on the whole block.")
 @click.option("--precision", help="--shape: auto, fp32, bf16, fp16 or fp8.")

@@ -8,6 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from trtllm_dflash.errors import SettingsError
 
 #: Steps between two tries of the next longer length, without which a drafter that has become good is never noticed.
 PROBE_STEPS = 64
@@ -18,6 +24,29 @@ PRIOR, PRIOR_TRIES = 0.8, 4.0
 
 #: Seconds of a decoding step by slots and drafts a slot.
 StepTimes = dict[tuple[int, int], float]
+
+
+def _read_choice(value: object) -> object:
+    """A number where a text says one, as a flag and a deployed model's configuration do."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if value == "auto" or (type(value) is int and value >= 0):
+        return value
+    raise PydanticCustomError("draft_length", "choose auto, or a number of tokens")
+
+
+#: Tokens to draft a step, or "auto" for what the load makes best: a field of settings, read from texts too.
+DraftLengthChoice = Annotated[int | Literal["auto"], BeforeValidator(_read_choice)]
+
+
+def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
+    """Compares what is asked for with what an engine can draft: a block less its bonus token.
+
+    Raises:
+        SettingsError: it is more.
+    """
+    if choice != "auto" and choice > block_size - 1:
+        raise SettingsError(f"--draft-length {choice}: this engine drafts up to {block_size - 1}")
 
 
 class DraftLength(ABC):

@@ -1,13 +1,11 @@
 """An engine that takes requests from any thread, and runs them together in a thread of its own."""
 
+import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from trtllm_dflash.errors import (
     CancelledError,
@@ -15,12 +13,12 @@ from trtllm_dflash.errors import (
     EngineError,
     QueueFullError,
     RequestError,
-    SettingsError,
 )
-from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, check_draft_length
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.runtime.step_times import step_times
 from trtllm_dflash.session.session import Session
@@ -30,23 +28,7 @@ MOST_FAILURES = 3
 
 _CLOSE_SECONDS = 30
 
-
-class ServiceSettings(BaseModel):
-    """How a service shares the engine among its requests.
-
-    Attributes:
-        prefill_share: of the steps that are chunks of prompts, while replies are running; 1: prompts first.
-        max_queue: requests that may wait for a slot.
-        draft: False never drafts.
-        draft_length: tokens to draft a step; None: the drafter's whole block; "auto": what the load makes best.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    max_queue: NonNegativeInt = 256
-    draft: bool = True
-    draft_length: Literal["auto"] | NonNegativeInt | None = None
+_log = logging.getLogger(__name__)
 
 
 class Ticket:
@@ -84,8 +66,8 @@ class Service:
         self._config = session.config
         self._intake = intake
         self._clock = clock
-        draft_length = _draft_length(session, settings, folder)
-        self._scheduler = Scheduler(session, settings.draft, draft_length, settings.prefill_share, clock=clock)
+        length = _choose_draft_length(session, settings, folder)
+        self._scheduler = Scheduler(session, settings.draft, length, settings.prefill_share, clock=clock)
         self._most = self._config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
@@ -230,14 +212,17 @@ class Service:
         self._report(self._scheduler.fail_all(error))
 
 
-def _draft_length(session: Session, settings: ServiceSettings, folder: Path | None) -> DraftLength:
-    longest = session.config.block_size - 1
-    if settings.draft_length is None:
-        return FixedDraftLength(longest)
-    if settings.draft_length != "auto":
-        if settings.draft_length > longest:
-            raise SettingsError(f"--draft-length {settings.draft_length}: this engine drafts up to {longest}")
-        return FixedDraftLength(settings.draft_length)
-    if not settings.draft or session.config.drafter is None:
-        return FixedDraftLength(0)
-    return AdaptiveDraftLength(step_times(session, folder))
+def _choose_draft_length(session: Session, settings: ServiceSettings, folder: Path | None) -> DraftLength:
+    """What decides how much is drafted, as the settings say; the log says it, and why."""
+    config = session.config
+    check_draft_length(settings.draft_length, config.block_size)
+    chosen: DraftLength
+    if config.drafter is None or not settings.draft:
+        chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
+    elif settings.draft_length == "auto":
+        chosen = AdaptiveDraftLength(step_times(session, folder))
+        why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
+    else:
+        chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"
+    _log.info("%s: draft length %s", config.name, why)
+    return chosen

@@ -17,7 +17,8 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Completion, Update
-from trtllm_dflash.runtime.service import ServiceSettings, Ticket
+from trtllm_dflash.runtime.service import Ticket
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.serving.log import log_to_triton
 from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
@@ -72,14 +73,8 @@ class EngineModel:
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return
-        length = parameter(config, "draft_length")
-        settings = ServiceSettings(
-            prefill_share=float(parameter(config, "prefill_share")),
-            max_queue=int(parameter(config, "max_queue")),
-            draft=parameter(config, "draft") == "true",
-            draft_length="auto" if length == "auto" else int(length),
-        )
-        self._service = self._llm.service(settings)
+        texts = {name: parameter(config, name) for name in ServiceSettings.model_fields}
+        self._service = self._llm.service(ServiceSettings.model_validate(texts))
         self._metrics = Metrics(lambda: self._service.statistics().samples(), pb_utils)
         self._replies: set[Reply] = set()
         self._by_key: dict[int, Reply] = {}

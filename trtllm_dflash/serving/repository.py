@@ -3,12 +3,14 @@
 import os
 from pathlib import Path
 from string import Template
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict
 
 from trtllm_dflash.engine.directory import read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.runtime.draft_length import check_draft_length
+from trtllm_dflash.runtime.settings import ServiceSettings
 
 #: Begins every configuration that `deploy` writes; it is how a repository is known to be ours.
 MARK = "# Written by `trtllm-dflash deploy`"
@@ -17,8 +19,8 @@ MARK = "# Written by `trtllm-dflash deploy`"
 _SPARE_REQUESTS = 64
 
 
-class DeploySettings(BaseModel):
-    """What a repository's models do by default.
+class DeploySettings(ServiceSettings):
+    """What a repository's models do by default, and how they share the engine.
 
     Attributes:
         decoupled: `ensemble` and `tensorrt_llm` stream. Triton then refuses them to unary gRPC calls, for which there
@@ -26,19 +28,14 @@ class DeploySettings(BaseModel):
         device: cpu, cuda or auto.
         kernels: auto, or torch for no CUDA kernels of ours; see `LLM.load`.
         exclude_input_in_output: a reply does not begin with its prompt; a request may say otherwise.
-        prefill_share, max_queue, draft, draft_length: see `ServiceSettings`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     decoupled: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch"] = "auto"
     exclude_input_in_output: bool = True
-    prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    max_queue: NonNegativeInt = 256
-    draft: bool = True
-    draft_length: Literal["auto"] | NonNegativeInt = "auto"
 
 
 def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, force: bool = False) -> None:
@@ -78,9 +75,7 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
         SettingsError: it cannot draft so many tokens.
     """
     config = read_config(engine)
-    length, longest = settings.draft_length, config.block_size - 1
-    if length != "auto" and length > longest:
-        raise SettingsError(f"--draft-length {length}: this engine drafts up to {longest}")
+    check_draft_length(settings.draft_length, config.block_size)
     values = {
         "engine": _escaped(os.path.abspath(engine)),
         "max_batch_size": str(config.max_batch),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -15,7 +14,8 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.runtime.service import Service, ServiceSettings
+from trtllm_dflash.runtime.service import Service
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
@@ -96,7 +96,7 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
             yield None
             return
         queue = 4 * settings.largest_concurrency if not settings.open_loop else 1 << 16
-        service = llm.service(ServiceSettings(draft_length=_draft_length(settings, llm.config), max_queue=queue))
+        service = llm.service(ServiceSettings(draft_length=settings.draft_length, max_queue=queue))
         try:
             yield LocalEngine(llm, service, _dataset(settings, llm.config), acceptance)
         finally:
@@ -150,13 +150,6 @@ def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAccepta
     if config.backend == "tensorrt":
         raise SettingsError("--simulate-acceptance: a TensorRT plan accepts what it verifies; use the torch backend")
     return ImposedAcceptance(settings.simulate_acceptance, config.block_size)
-
-
-def _draft_length(settings: SweepSettings, config: EngineConfig) -> int | Literal["auto"]:
-    longest = config.block_size - 1
-    if settings.draft_length != "auto" and settings.draft_length > longest:
-        raise SettingsError(f"--draft-length {settings.draft_length}: this engine drafts up to {longest}")
-    return settings.draft_length
 
 
 def _dataset(settings: SweepSettings, config: EngineConfig) -> Dataset:

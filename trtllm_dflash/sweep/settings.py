@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloa
 
 from trtllm_dflash.bench.step import Numbers
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.runtime.draft_length import DraftLengthChoice
 from trtllm_dflash.runtime.request import MaxTokens, SamplingParams, Temperature, TopK, TopP
 from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop
@@ -88,7 +89,7 @@ class SweepSettings(BaseModel):
     # An engine in this process.
     device: str = "auto"
     kernels: Kernels | None = None
-    draft_length: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    draft_length: DraftLengthChoice = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None

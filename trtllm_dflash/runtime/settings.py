@@ -1,0 +1,25 @@
+"""How a service shares its engine among requests, as flags and a deployed model's configuration say it."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+from trtllm_dflash.runtime.draft_length import DraftLengthChoice
+
+
+class ServiceSettings(BaseModel):
+    """How a service shares the engine among its requests.
+
+    Attributes:
+        prefill_share: of the steps that are chunks of prompts, while replies are running; 1: prompts first.
+        max_queue: requests that may wait for a slot.
+        draft: False never drafts.
+        draft_length: tokens to draft a step; "auto": what the load makes best.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefill_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_queue: NonNegativeInt = 256
+    draft: bool = True
+    draft_length: DraftLengthChoice = "auto"
