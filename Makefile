@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN    := .venv/bin
 
-.PHONY: setup demo test lint types kernels plugin wheel clean
+.PHONY: setup demo test check lint types kernels plugin wheel clean
 
 setup: .venv/ready
 
@@ -24,6 +24,10 @@ demo: setup
 
 test: setup lint types
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term
+
+# The quick ones alone: before each commit.
+check: setup lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) --dist loadfile -m "not slow"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ import pytest
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
+pytestmark = pytest.mark.slow
+
 # Measured greedy means, less a margin for another machine's rounding: see examples/tiny_pair/README.md.
 LEAST = {"arithmetic": 8.0, "python": 7.0, "json": 8.0, "story": 3.2}
 

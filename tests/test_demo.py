@@ -10,6 +10,8 @@ from tests.conftest import refusal, succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--prompts-per-kind", 2, "--max-tokens", 24, "--device", "cpu"]
 FIGURES = {
     "identical",

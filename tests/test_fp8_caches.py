@@ -23,6 +23,8 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.torch_session import TorchSession
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 
 FP8 = torch.float8_e4m3fn

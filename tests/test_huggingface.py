@@ -11,6 +11,8 @@ from tests.near_ties import all_logits
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
+pytestmark = pytest.mark.slow
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

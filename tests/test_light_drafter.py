@@ -27,6 +27,8 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.request import Completion
 from trtllm_dflash.text.tokenizer import TextCodec
 
+pytestmark = pytest.mark.slow
+
 PROMPTS: list[Prompt] = [[{"role": "user", "content": texts[0]}] for texts in read_prompts(1).values()]
 PARAMS = {
     "greedy": SamplingParams(max_tokens=48),

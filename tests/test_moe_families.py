@@ -49,6 +49,8 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.weights import complete_weights
 
+pytestmark = pytest.mark.slow
+
 # Windows of 16 tokens, prompts of 200; the original context of YaRN ends at 64.
 GPT_OSS: dict[str, dict[str, Any]] = {
     "as published": {},

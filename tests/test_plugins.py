@@ -25,6 +25,8 @@ from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
 from trtllm_dflash.ops.torch_ops import TorchOps
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]

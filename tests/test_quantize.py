@@ -25,6 +25,8 @@ from trtllm_dflash.quantize.report import QuantizeReport
 from trtllm_dflash.quantize.text import read_samples
 from trtllm_dflash.text.tokenizer import TextCodec
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: nothing can be quantized")
 
 Tensor = torch.Tensor

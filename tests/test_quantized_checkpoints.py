@@ -23,6 +23,8 @@ from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, linear_weight
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_size": 128, "intermediate": 512}

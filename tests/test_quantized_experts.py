@@ -30,6 +30,8 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.quantizer import QuantizeSettings, quantize
 from trtllm_dflash.quantize.report import QuantizeReport, as_markdown
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 
 LAYER = "model.layers.1.mlp."

@@ -18,6 +18,8 @@ from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import read_prompts
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
 
 COMMAND = [sys.executable, "-m", "trtllm_dflash", "generate", "--device", "cpu"]

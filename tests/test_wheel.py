@@ -14,6 +14,8 @@ pytest.importorskip("hatchling", reason="hatchling is not installed")
 from hatch_build import NAME, platform_tag
 from tests.stub_kernels import needs_cc, stub_library
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PACKED = f"trtllm_dflash/kernels/{NAME}"
 

@@ -16,6 +16,8 @@ from trtllm_dflash.commands.compare import UNSAFE
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.foreign.compare import Reply, Token, find_difference, shipped_prompts
 
+pytestmark = pytest.mark.slow
+
 # -- over live servers -----------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from tests.serving.test_gateway import gateway
 from tests.waiting import PATIENCE
 from trtllm_dflash.runtime.request import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "Eva is 5 times as old as Isaac, who is 6. Ivan is 8 years older than Eva. How old are the three together?"
 CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
 

@@ -22,6 +22,8 @@ from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.gateway import GatewaySettings, create_app
 from trtllm_dflash.text.tokenizer import TextCodec
 
+pytestmark = pytest.mark.slow
+
 STORY = [{"role": "user", "content": "Tell a short story about a fox and a bridge in winter."}]
 SUM = [{"role": "user", "content": "Tom has 53 books. Adam brings 5 bundles of 11 books. How many books are there?"}]
 

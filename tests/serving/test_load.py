@@ -9,6 +9,8 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
 
+pytestmark = pytest.mark.slow
+
 CLIENTS = 64
 TEXTS = [text for kind in read_prompts(4).values() for text in kind]
 

@@ -19,6 +19,8 @@ from trtllm_dflash import SamplingParams
 from trtllm_dflash.serving.repository import DeploySettings, deploy
 from trtllm_dflash.serving.server import Server
 
+pytestmark = pytest.mark.slow
+
 CHAT = "<|im_start|>user\nTell a short story about a fox and a bridge in winter.<|im_end|>\n<|im_start|>assistant\n"
 TYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: object}
 

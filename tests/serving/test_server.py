@@ -30,6 +30,8 @@ from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.server import Endpoints, Server, find_cause
 from trtllm_dflash.serving.triton import Triton, find_triton
 
+pytestmark = pytest.mark.slow
+
 SERVE = [sys.executable, "-m", "trtllm_dflash", "serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -7,6 +7,8 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.sweep.dataset import read_dataset
 from trtllm_dflash.sweep.results import read_results
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 
 

@@ -16,6 +16,8 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.session.tensorrt_session import check_version
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
 
 BUILD = ["build", "--model", "tiny", "--backend", "tensorrt"]

@@ -32,6 +32,8 @@ from trtllm_dflash.build.tensorrt_compiler import (
 )
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
+pytestmark = pytest.mark.slow
+
 TINY_PAIR = Path(__file__).parents[2] / "trtllm_dflash" / "pairs" / "tiny"
 SHAPE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_size": 64, "intermediate": 256}
 

@@ -21,6 +21,8 @@ from tests.tensorrt.test_network import BLOCK, Both, compare_generation, make_co
 from trtllm_dflash.build.tensorrt_compiler import Plan
 from trtllm_dflash.build.tensorrt_network import build_network
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def builder() -> Any:

@@ -33,6 +33,8 @@ from tests.tensorrt.evaluator import evaluate, trt  # noqa: E402
 from trtllm_dflash.build.tensorrt_network import build_network  # noqa: E402
 from trtllm_dflash.session.plan_io import io_of, step_io  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TINY_PAIR = Path(__file__).parents[2] / "trtllm_dflash" / "pairs" / "tiny"
 SLOTS, CHUNK, BLOCK = 3, 24, 4
 #: Roundings between logits in 16 bits, of networks and TorchOps, that count as a near-tie.

@@ -35,6 +35,8 @@ from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.session.weights import complete_weights
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:

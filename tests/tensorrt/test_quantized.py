@@ -32,6 +32,8 @@ from tests.tensorrt.test_network import TINY_PAIR, Both, bound_inputs, ints  # n
 from trtllm_dflash.build.tensorrt_compiler import CompileSettings, Plan, compile_rank  # noqa: E402
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
 # Heads of 64, two a rank on 8 ranks; blocks of 128 divide what one and two ranks hold.

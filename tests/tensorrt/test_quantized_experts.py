@@ -24,6 +24,8 @@ from tests.tensorrt.test_quantized import STRONGLY_TYPED, _to_fp8, _to_nvfp4, ma
 from trtllm_dflash.build.tensorrt_compiler import CompileSettings, compile_rank
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 
 LAYOUTS = ("tensor", "channel", "blocks", "nvfp4")

@@ -29,6 +29,8 @@ from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.session.weights import complete_weights
 from trtllm_dflash.step import Drafting, StepInputs
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
 
