@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.ops.communicator import Solo
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.step import Drafting
@@ -40,6 +40,7 @@ def main() -> None:
     )
     device = torch.device("cuda")
     session = CudaSession(config, random_weights(config, 0, device), device, Solo())
+    session.prepare(Prepare(tuple({rows - 1 for _, rows in CASES if rows > 1}), sampled=False))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {settings.shape}, BF16, {length} cached tokens")
     for batch, rows in CASES:
         for slot in range(batch):
@@ -50,7 +51,7 @@ def main() -> None:
 
 def trace(session: CudaSession, call: Decode) -> list[dict[str, Any]]:
     """The device's activities of STEPS steps in order, each read while the next one runs."""
-    session.decode(call).read()  # captures
+    session.decode(call).read()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         last: Outcome | None = None
         for _ in range(STEPS):

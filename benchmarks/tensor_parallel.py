@@ -22,7 +22,7 @@ from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
@@ -125,6 +125,7 @@ def run_rank(rank: int, tp: int, port: int, settings: argparse.Namespace, to: st
             session.follow()
             session.close()
             continue
+        session.prepare(Prepare((settings.rows - 1,), sampled=False))
         for batch in settings.batch:
             for rows in layers:
                 seconds = step_seconds(session, batch, rows, settings.rounds)

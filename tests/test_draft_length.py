@@ -95,6 +95,8 @@ class _Constant(AdaptiveDraftLength):
 class _Random(DraftLength):
     """Any length at any step."""
 
+    lengths = tuple(LENGTHS)
+
     def __init__(self):
         self._chance = random.Random(3)
 

@@ -15,7 +15,7 @@ from trtllm_dflash.build.planning import as_planned, open_checkpoints, plan_engi
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_engine_tensors
 from trtllm_dflash.checkpoint.validation import first_problem
-from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
@@ -24,6 +24,7 @@ from trtllm_dflash.runtime.request import Completion, SamplingParams
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.session.calls import Prepare
 from trtllm_dflash.session.choice import Kernels, find_kernels
 from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
@@ -67,6 +68,8 @@ class LLM:
         path: str | os.PathLike[str],
         device: str = "auto",
         kernels: Kernels = "auto",
+        prepare: bool = True,
+        progress: Progress = lambda what, done, total: None,
         *,
         accept: SlotAccept | None = None,
     ) -> "LLM":
@@ -77,6 +80,10 @@ class LLM:
             device: "cpu", "cuda", or "auto": CUDA where there is one.
             kernels: on a GPU, "auto" computes with our CUDA kernels wherever they compute such an engine, and does not
                 load it where they are missing; "torch" computes with torch's, slower.
+            prepare: on a GPU, captures every step that `generate` and `stream` may need, of one slot to all, plain and
+                with the drafter's whole block, greedy and sampled: seconds now, and none in a request. False leaves
+                that to whoever schedules; a `Service` captures the steps of its own draft lengths.
+            progress: told how many are captured.
             accept: for measurements, of the torch backend: which drafts survive. See `TorchSession`.
 
         Raises:
@@ -99,7 +106,7 @@ class LLM:
             check_shared_files(folder, config)
             codec = TextCodec.load(folder, config.chat_arguments)
             prepared = _prepare_rank(folder, config, world.rank, place, accept, kernels)
-        return cls(_logged(prepared(world.connect(place))), codec, folder)
+        return cls(_ready(prepared(world.connect(place)), prepare, progress), codec, folder)
 
     @classmethod
     def from_pretrained(
@@ -114,6 +121,7 @@ class LLM:
         chat_arguments: dict[str, Any] | None = None,
         kv: str = "auto",
         kernels: Kernels = "auto",
+        prepare: bool = True,
     ) -> "LLM":
         """Loads a pair straight from its checkpoints, without an engine directory.
 
@@ -121,7 +129,7 @@ class LLM:
             target: a folder, or a Hugging Face name.
             drafter: likewise; None decodes plainly.
             chat_arguments: given to the chat template; by default what the catalog knows of this target.
-            kernels: as in `load`.
+            kernels, prepare: as in `load`.
             precision, kv, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
         """
         values = {
@@ -143,7 +151,7 @@ class LLM:
         config = plan_engine(pair, settings).config
         weights = read_engine_tensors(as_planned(pair, config), config, 0)
         session = open_torch_session(config, weights, pick_device(device), Solo(), kernels=kernels)
-        return cls(_logged(session), TextCodec.load(pair.target_folder.path, config.chat_arguments))
+        return cls(_ready(session, prepare), TextCodec.load(pair.target_folder.path, config.chat_arguments))
 
     def __enter__(self) -> "LLM":
         return self
@@ -257,10 +265,12 @@ class LLM:
         return self.intake.encode(prompt)
 
 
-def _logged(session: Session) -> Session:
-    """The same, once its log says what computes; one rank speaks for all."""
+def _ready(session: Session, prepare: bool, progress: Progress = lambda what, done, total: None) -> Session:
+    """The same, once its log says what computes and its steps are prepared; the first rank does both for all."""
     if session.communicator.rank == 0:
         _log.info("%s: %s", session.config.name, session.choice)
+        if prepare:
+            session.prepare(Prepare((session.config.block_size - 1,), session.config.sampling), progress)
     return session
 
 

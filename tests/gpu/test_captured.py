@@ -12,10 +12,11 @@ from tests.gpu.test_cuda import KERNELS, NEAR_TIE, acceptance, load_tiny, shippe
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.ladder import draft_lengths
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 
@@ -25,11 +26,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 class RandomDraftLength(DraftLength):
     """Any length at any step: every kind of graph, in any order."""
 
+    lengths = tuple(draft_lengths(16))
+
     def __init__(self) -> None:
         self._chance = random.Random(8)
 
     def choose(self, slots: int) -> int:
-        return self._chance.choice(draft_lengths(16))
+        return self._chance.choice(self.lengths)
 
 
 def test_graphs_in_any_order_give_the_tokens_of_the_cpu(tiny: LLM) -> None:
@@ -52,10 +55,47 @@ def test_graphs_in_any_order_give_the_tokens_of_the_cpu(tiny: LLM) -> None:
     assert [s.completion().token_ids for s in sequences] == [c.token_ids for c in expected]
 
 
+def test_no_step_is_captured_after_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any mix of requests: a scheduler prepares when it is made, and what was loaded had prepared for replies."""
+    llm, prompts = load_tiny("bf16"), shipped_prompts(5)
+    captures: list[object] = []
+    graph = torch.cuda.graph
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        captures.append(arguments)
+        return graph(*arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", counted)
+    llm.generate(prompts[:9], SamplingParams(max_tokens=20))
+    llm.generate(prompts[:3], SamplingParams(max_tokens=20, temperature=0.8), draft=False)
+    assert not captures
+    scheduler = Scheduler(llm.session, draft_length=RandomDraftLength())
+    assert captures
+    captures.clear()
+    chance = random.Random(2)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=chance.randint(1, 60), temperature=0.8 * (i % 3 == 0), seed=i)
+        scheduler.submit(llm.intake.sequence(prompt, params, draft=i % 4 != 0))
+        for _ in range(chance.randint(0, 4)):
+            scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    assert not captures
+    assert not scheduler.statistics.requests["failed"]
+
+
+def test_a_step_that_was_not_prepared_for_is_refused() -> None:
+    session = load_tiny("bf16").session
+    session.prefill(Prefill(0, 0, [5] * 20, True, Drafting.CONTEXT, 1))
+    with pytest.raises(EngineError, match="a greedy step of 1 slots and 1 rows, drafting context, was not prepared"):
+        session.decode(Decode([1], Drafting.CONTEXT, 1, False))
+
+
 def test_nothing_in_the_loop_waits_for_the_device() -> None:
     """torch raises at every synchronising call between the first launch and the last."""
     llm = load_tiny("bf16")
     session = llm.session
+    session.prepare(Prepare((15,), sampled=True))
     prompt = llm.encode(shipped_prompts(1)[0])
     steps = [Decode([16] * 4, Drafting.BLOCK, 16, sampled) for sampled in (False, True)]
 
@@ -67,7 +107,7 @@ def test_nothing_in_the_loop_waits_for_the_device() -> None:
             outcomes.append(session.decode(step))
         return outcomes
 
-    loop()  # captures
+    loop()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -9,7 +9,7 @@ from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 
@@ -44,6 +44,8 @@ def test_chunk_after_chunk_equals_attention_under_a_mask(dtype, size, heads):
 def test_a_slot_that_takes_no_part_is_left_as_it_is(drafting):
     session = load_tiny("bf16").session
     assert isinstance(session, CudaSession) and session.library is not None
+    session.prepare(Prepare((0, 15), sampled=False))
+    rows = 1 if drafting is Drafting.OFF else 16
     prompt = [3] * 40
     for slot in range(4):
         session.prefill(Prefill(slot, 0, prompt, True, Drafting.BLOCK, 16))
@@ -51,7 +53,7 @@ def test_a_slot_that_takes_no_part_is_left_as_it_is(drafting):
     before = {name: cache[1].clone() for name, cache in session.caches.items()}
     start, tokens = state.start[:4].clone(), state.tokens[1].clone()
     for _ in range(3):
-        session.decode(Decode([16, 0, 16, 1], drafting, 16 if drafting is Drafting.BLOCK else 1, False)).read()
+        session.decode(Decode([rows, 0, rows, 1], drafting, 16 if drafting is Drafting.BLOCK else 1, False)).read()
     assert all(cache[1].equal(before[name]) for name, cache in session.caches.items())
     assert state.tokens[1].equal(tokens)
     assert state.start[1] == start[1]

@@ -19,7 +19,7 @@ from trtllm_dflash.build.planning import open_checkpoints, plan_engine
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -106,6 +106,8 @@ def loop_without_a_wait(communicator: TorchDistributed, device: torch.device) ->
         if communicator.rank:
             llm.session.follow()
             return
+
+        llm.session.prepare(Prepare((15,), sampled=False))
 
         def loop() -> list[object]:
             outcomes: list[object] = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trtllm_dflash.cost.gpus import GB, GPUS, RESERVED
-from trtllm_dflash.cost.memory import MemoryPlan, check_fits, plan_memory
+from trtllm_dflash.cost.memory import GRAPH_LAYER, MemoryPlan, check_fits, plan_memory
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -62,7 +62,7 @@ def test_caches_are_two_tensors_a_layer() -> None:
     row = 2 * 8 * 128 * 2  # K and V, heads, head size, bytes
     assert plan.target_cache == 36 * row * 8 * (4096 + 32)
     assert plan.drafter_cache == 5 * row * 8 * (4096 + 32)
-    assert plan.total == plan.weights + plan.target_cache + plan.drafter_cache + plan.scratch
+    assert plan.total == plan.weights + plan.target_cache + plan.drafter_cache + plan.scratch + plan.graphs
 
 
 def test_ranks_share_weights_and_caches() -> None:
@@ -71,17 +71,25 @@ def test_ranks_share_weights_and_caches() -> None:
     assert 0.5 < two.weights / one.weights < 0.56  # the embedding, fc and norms are whole on both
 
 
+def test_graphs_are_those_of_every_step_that_may_be_prepared_of_the_torch_backend_alone() -> None:
+    config = make_config(max_batch=8)
+    drafted, plain = 2 * 4 * (1 + 3 + 7), 2 * 4
+    assert plan_memory(config).graphs == drafted * (36 + 5) * GRAPH_LAYER
+    assert plan_memory(config.model_copy(update={"drafter": None, "block_size": 1})).graphs == plain * 36 * GRAPH_LAYER
+    assert plan_memory(config.model_copy(update={"backend": "tensorrt", "gpu": "sm90"})).graphs == 0
+
+
 def test_an_engine_that_fits() -> None:
     assert check_fits(make_config(), "rtx-5090").total < GPUS["rtx-5090"].memory * GB - RESERVED
 
 
 def test_what_does_not_fit_names_the_knobs() -> None:
     with pytest.raises(EngineError, match=r"needs .* GB on each GPU .* GB more than rtx-5090 has: use --max") as error:
-        check_fits(make_config(max_batch=64), "rtx-5090")
+        check_fits(make_config(max_batch=48), "rtx-5090")
     advised = {knob: int(value) for knob, value in re.findall(r"--([a-z-]+) (\d+)", str(error.value))}
     assert list(advised) == ["max-batch", "max-seq-len", "tp"]
     for knob, value in advised.items():
-        check_fits(make_config(**{"max_batch": 64, knob.replace("-", "_"): value}), "rtx-5090")
+        check_fits(make_config(**{"max_batch": 48, knob.replace("-", "_"): value}), "rtx-5090")
     with pytest.raises(EngineError):
         check_fits(make_config(max_batch=advised["max-batch"] + 1), "rtx-5090")
 

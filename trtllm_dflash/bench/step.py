@@ -24,7 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.choice import Choice, Kernels, find_kernels
 from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
@@ -237,6 +237,8 @@ class StepBench:
             EngineError: the device's memory ran out.
         """
         plan = self.plan
+        lengths = {arm.rows - 1 for arm in plan.arms if arm.drafting is not Drafting.OFF}
+        self.session.prepare(Prepare(tuple(sorted(lengths)), sampled=False), progress)
         done, total = 0, len(plan.batch) * len(plan.arms) * (1 + plan.rounds)
         for batch in plan.batch:
             seconds: dict[Arm, list[float]] = {arm: [] for arm in plan.arms}
@@ -247,7 +249,7 @@ class StepBench:
                     done += 1
             for arm in plan.arms:
                 work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length)
-                # The first round may compile and capture.
+                # The first round may compile.
                 self.report.lines.append(Line(arm, batch, plan.cache_length, seconds[arm][1:], work))
         if self.session.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.session.device)
@@ -370,7 +372,7 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
     plan = make_plan(settings, device)
     if settings.engine is not None:
         limit_threads(read_config(settings.engine))
-        session = LLM.load(settings.engine, settings.device, settings.kernels).session
+        session = LLM.load(settings.engine, settings.device, settings.kernels, prepare=False).session
     else:
         world = World(tp)
         with world.together():
@@ -397,7 +399,8 @@ def check_room(config: EngineConfig, device: torch.device) -> None:
         EngineError: there is not enough.
     """
     cuda = device.type == "cuda"
-    need = plan_memory(config).total * (1 if cuda else config.tp)
+    plan = plan_memory(config)
+    need = plan.total if cuda else (plan.total - plan.graphs) * config.tp
     room = free_memory(device) - (RESERVED if cuda else 0)
     if need > room:
         where = torch.cuda.get_device_name(device) if cuda else "this machine"

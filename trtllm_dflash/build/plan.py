@@ -77,7 +77,8 @@ class Memory(BaseModel):
     drafter_cache_per_slot: int
     slots: int
     scratch: int  # activations, an estimate
-    reserved: int  # the driver, CUDA, captured graphs, fragmentation
+    graphs: int  # captured steps, an allowance
+    reserved: int  # the driver, CUDA, fragmentation
     total: int
 
 
@@ -223,6 +224,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
             drafter_cache_per_slot=memory.drafter_cache // config.max_batch,
             slots=config.max_batch,
             scratch=memory.scratch,
+            graphs=memory.graphs,
             reserved=RESERVED,
             total=memory.total + RESERVED,
         ),

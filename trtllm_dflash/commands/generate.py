@@ -10,6 +10,7 @@ import click
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.prompts import read_prompts
 from trtllm_dflash.commands.settings import given, validated
+from trtllm_dflash.commands.terminal import progress_bar
 from trtllm_dflash.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def generate(
     from trtllm_dflash.session.threads import limit_threads
 
     limit_threads(read_config(engine))
-    with LLM.load(engine, device, kernels or "auto") as llm:
+    with progress_bar() as progress:
+        loaded = LLM.load(engine, device, kernels or "auto", progress=progress)
+    with loaded as llm:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
             return

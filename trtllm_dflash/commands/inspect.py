@@ -40,7 +40,7 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
         rows["experts"] = str(config.transcoded)
     rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}
     parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
-    parts |= {"scratch (estimate)": memory.scratch, "total": memory.total}
+    parts |= {"scratch (estimate)": memory.scratch, "graphs (of a GPU)": memory.graphs, "total": memory.total}
     rows["memory per GPU"] = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in parts.items())
     for name, text in rows.items():
         click.echo(f"{name:<18} {text}")

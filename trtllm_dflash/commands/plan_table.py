@@ -68,7 +68,8 @@ def _memory_table(plan: BuildPlan) -> Table:
         each += f", {memory.drafter_cache_per_slot / _MB:,.1f} of it the drafter's"
     table.add_row("K/V caches", f"{per_slot * memory.slots / _GB:.3f}", f"{memory.slots} slots, {each}")
     table.add_row("activations", f"{memory.scratch / _GB:.3f}", "an estimate")
-    table.add_row("reserved", f"{memory.reserved / _GB:.3f}", "driver, CUDA graphs, fragmentation", end_section=True)
+    table.add_row("captured steps", f"{memory.graphs / _GB:.3f}", "an allowance")
+    table.add_row("reserved", f"{memory.reserved / _GB:.3f}", "driver, fragmentation", end_section=True)
     table.add_row("all", f"{memory.total / _GB:.3f}", f"of {plan.limits.memory / _GB:.0f}")
     return table
 

@@ -11,7 +11,7 @@ from trtllm_dflash.models.weights import Precision
 GB = 1_000_000_000
 _TERA = 1e12
 
-#: Bytes that the driver, CUDA's context and captured graphs take, and what fragmentation loses.
+#: Bytes that the driver and CUDA's context take, and what fragmentation loses.
 RESERVED = 2 * GB
 
 #: Measured on an H200: a large copy moves 4.24 of 4.8 TB/s (read and written), a large BF16 product does 683 of 989

@@ -7,6 +7,7 @@ from math import prod
 
 from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
+from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import HEAD_SIZES, MAX_ROWS
 from trtllm_dflash.models import build_target
@@ -15,6 +16,9 @@ from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
+
+#: Bytes that CUDA keeps of one layer in one captured step: its kernels' launches and arguments. An allowance.
+GRAPH_LAYER = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,12 @@ class MemoryPlan:
     target_cache: int
     drafter_cache: int
     scratch: int  # activations, an estimate
+    graphs: int  # captured steps, an allowance; a CPU has none
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.target_cache + self.drafter_cache + self.scratch
+        return self.weights + self.target_cache + self.drafter_cache + self.scratch + self.graphs
 
 
 def plan_memory(config: EngineConfig) -> MemoryPlan:
@@ -42,6 +47,7 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
         target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
         scratch=_scratch(config),
+        graphs=_graphs(config),
     )
 
 
@@ -56,6 +62,7 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
     plan = plan_memory(config)
     if plan.total > room:
         parts = {"weights": plan.weights, "caches": plan.target_cache + plan.drafter_cache, "scratch": plan.scratch}
+        parts |= {"graphs": plan.graphs} if plan.graphs else {}
         raise EngineError(
             f"the engine needs {gigabytes(plan.total)} on each GPU "
             f"({', '.join(f'{part} {gigabytes(count)}' for part, count in parts.items())}), "
@@ -188,6 +195,15 @@ def _scratch(config: EngineConfig) -> int:
     ours = size == 2 and target.head_size in HEAD_SIZES and config.block_size <= MAX_ROWS
     widened = cache * (2 * size + 4) * (1 if ours else config.max_batch) if config.kv == "fp8" else 0
     return rows * wide * size + logit_rows * logits * 4 + widened
+
+
+def _graphs(config: EngineConfig) -> int:
+    """What CUDA keeps of the torch backend's captured steps: all that a service may prepare (see `Session.prepare`)."""
+    if config.backend != "torch":
+        return 0
+    lengths = draft_lengths(config.block_size) if config.drafter is not None else []
+    layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
+    return len(step_kinds(config.max_batch, lengths, config.sampling)) * layers * GRAPH_LAYER
 
 
 def computes_all_experts(config: EngineConfig) -> bool:

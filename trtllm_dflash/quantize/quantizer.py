@@ -109,7 +109,7 @@ def _quantize(
         source = made["target"], folders["drafter"]
         # It looks at torch's operations one by one.
         with LLM.from_pretrained(
-            *source, device=settings.device, max_seq_len=length, kv="engine", kernels="torch"
+            *source, device=settings.device, max_seq_len=length, kv="engine", kernels="torch", prepare=False
         ) as llm:
             quantize_drafter(
                 pair.drafter,

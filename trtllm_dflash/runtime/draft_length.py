@@ -52,6 +52,11 @@ def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
 class DraftLength(ABC):
     """Chooses K, the number of drafts after the bonus token."""
 
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...]:
+        """Every K that may be chosen."""
+
     @abstractmethod
     def choose(self, slots: int) -> int:
         """The drafts to make in this step, for the next one to verify, with so many slots decoding."""
@@ -65,6 +70,10 @@ class FixedDraftLength(DraftLength):
 
     def __init__(self, drafts: int) -> None:
         self._drafts = drafts
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self._drafts,)
 
     def choose(self, slots: int) -> int:
         return self._drafts
@@ -86,6 +95,10 @@ class AdaptiveDraftLength(DraftLength):
         self._tries = [PRIOR_TRIES] * longest
         self._accepted = [PRIOR * PRIOR_TRIES] * longest
         self._steps = 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
 
     def choose(self, slots: int) -> int:
         best = max(self._lengths, key=lambda drafts: self.rate(slots, drafts))

@@ -16,7 +16,7 @@ from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slot, Slots
 from trtllm_dflash.runtime.statistics import Statistics
-from trtllm_dflash.session.calls import Copy, Decode, Prefill, SlotSampling
+from trtllm_dflash.session.calls import Copy, Decode, Prefill, Prepare, SlotSampling
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.step import Drafting
 
@@ -43,7 +43,7 @@ class _Launched:
 
 
 class Scheduler:
-    """Runs sequences on a session. A sequence takes the lowest free slot and leaves at its end.
+    """Runs sequences on a session, which it prepares. A sequence takes the lowest free slot and leaves at its end.
 
     Args:
         session: what runs the steps.
@@ -70,6 +70,7 @@ class Scheduler:
         self._share = prefill_share
         self._ahead = session.ahead if ahead is None else ahead
         self._clock = clock
+        session.prepare(Prepare(self._draft_length.lengths if self._draft else (), config.sampling))
         self._credit = 1.0  # of prompts: a chunk costs 1
         self._queue = Queue()
         self._slots = Slots(config.max_batch)

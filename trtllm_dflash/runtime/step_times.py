@@ -10,7 +10,7 @@ import torch
 
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.runtime.draft_length import StepTimes
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
@@ -41,12 +41,14 @@ def measure(session: Session) -> StepTimes:
     config = session.config
     position = min(_POSITION, config.max_seq_len - 1)
     times = {}
+    lengths = draft_lengths(config.block_size)
+    session.prepare(Prepare(tuple(lengths), sampled=False))
     # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
     for slots in sizes:
         for slot in range(slots):
             session.prefill(Prefill(slot, position, [0], True, Drafting.CONTEXT, 1)).read()
-        for drafts in draft_lengths(config.block_size):
+        for drafts in lengths:
             drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
             step = Decode([drafts + 1] * slots, drafting, drafts + 1, sampled=False)
             rounds = []
@@ -56,7 +58,7 @@ def measure(session: Session) -> StepTimes:
                     outcome = session.decode(step)
                 outcome.read()
                 rounds.append((time.perf_counter() - begin) / _STEPS)
-            times[slots, drafts] = statistics.median(rounds[1:])  # the first one may compile and capture
+            times[slots, drafts] = statistics.median(rounds[1:])  # the first one may compile
     return times
 
 

@@ -69,7 +69,7 @@ class EngineModel:
         log_to_triton()
         limit_threads(read_config(engine))
         kernels: Kernels = "torch" if parameter(config, "kernels") == "torch" else "auto"
-        self._llm = LLM.load(engine, parameter(config, "device"), kernels)
+        self._llm = LLM.load(engine, parameter(config, "device"), kernels, prepare=False)
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return

@@ -1,4 +1,4 @@
-"""Calls that the host makes of a session: a prompt's chunk, a decoding step, a copy; and each as integers for ranks."""
+"""Calls that the host makes of a session: to prepare, to read a chunk, to decode, to copy; and each as integers."""
 
 import struct
 from collections.abc import Iterator
@@ -51,13 +51,23 @@ class Copy:
     rows: int
 
 
-Call = Prefill | Decode | Copy
+@dataclass(frozen=True)
+class Prepare:
+    """Makes ready for the kinds of decoding steps that will be asked for; plain ones always are."""
+
+    lengths: tuple[int, ...]  # of drafts, that are chosen among; 0: none are made, and the drafter keeps up
+    sampled: bool  # besides greedy ones
+
+
+Call = Prefill | Decode | Copy | Prepare
 
 
 def words_of(call: Call) -> Iterator[int]:
     """A call as integers; real numbers by their bits."""
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
+    elif isinstance(call, Prepare):
+        yield from (3, call.sampled, *call.lengths)
     elif isinstance(call, Decode):
         yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
     else:
@@ -71,6 +81,9 @@ def call_of(words: list[int]) -> Call:
     kind, *rest = words
     if kind == 0:
         return Copy(*rest)
+    if kind == 3:
+        sampled, *lengths = rest
+        return Prepare(tuple(lengths), bool(sampled))
     if kind == 1:
         drafting, block, sampled, *row_counts = rest
         return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))

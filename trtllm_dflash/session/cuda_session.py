@@ -1,36 +1,34 @@
 """The PyTorch session on a GPU: each decoding step is one CUDA graph, from one step's outputs to the next one's.
 
-There is a graph for each batch size of a few, number of rows, kind of drafting, and whether any slot samples. It holds
-the whole step: random numbers, verify, choice, acceptance, drafting, and the slots' next rows. The host fills in which
-slots take part, launches, and reads what was decided one step behind.
+There is a graph for each batch size of a few, number of rows, kind of drafting, and whether any slot samples: all of
+them are captured by `prepare`. One holds the whole step: random numbers, verify, choice, acceptance, drafting, and the
+slots' next rows. The host fills in which slots take part, launches, and reads what was decided one step behind.
 """
 
+import gc
+import logging
+import time
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.ladder import batch_sizes
+from trtllm_dflash.cost.gpus import GB
+from trtllm_dflash.engine.config import EngineConfig, Progress
+from trtllm_dflash.engine.ladder import StepKind
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
+from trtllm_dflash.session.graphs import StepGraphs
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
 
-
-@dataclass(frozen=True)
-class _Key:
-    """What a graph is captured for."""
-
-    slots: int
-    rows: int  # that are verified, and of the block that is drafted
-    drafting: Drafting
-    sampled: bool
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,10 +63,9 @@ class CudaSession(TorchSession):
         self._chunk_end: int | None = None  # of the chunk that is run
         if self.library is not None:
             self.communicator.share_memory(device)
-        self._graphs: dict[_Key, _Graph] = {}
+        self._graphs = StepGraphs(config, self._capture)
         self._constants: dict[tuple[int, int], Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
-        self._sizes = batch_sizes(config.max_batch)
         self._own_stream = torch.cuda.Stream(device)
         self._own_stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -103,7 +100,7 @@ class CudaSession(TorchSession):
 
     def _free(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._graphs = {}
+        self._graphs.clear()
         super()._free()
 
     def _run_prefill(self, call: Prefill) -> Tensor:
@@ -113,17 +110,34 @@ class CudaSession(TorchSession):
         finally:
             self._chunk_end = None
 
+    def _needs(self, call: Prepare) -> bool:
+        return bool(self._graphs.missing(call))
+
+    @torch.inference_mode()
+    def _prepare(self, call: Prepare, progress: Progress) -> None:
+        torch.cuda.empty_cache()
+        begin, before, count = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0], len(self._graphs)
+        # torch collects garbage before each capture: what is there now need not be looked through every time.
+        gc.collect()
+        gc.freeze()
+        try:
+            with self._stream():
+                self._graphs.prepare(call, progress)
+        except torch.OutOfMemoryError:
+            raise EngineError(
+                "the GPU's memory ran out while steps were captured; build with a smaller --max-batch or --max-seq-len"
+            ) from None
+        finally:
+            gc.unfreeze()
+        torch.cuda.empty_cache()  # what the steps took that ran before each capture
+        taken = (before - torch.cuda.mem_get_info(self.device)[0]) / GB
+        seconds, captured = time.perf_counter() - begin, len(self._graphs) - count
+        if self.communicator.rank == 0:
+            _log.info("%s: %d steps captured in %.1f s and %.2f GB", self.config.name, captured, seconds, taken)
+
     def _run_decode(self, call: Decode) -> Tensor:
-        rows = max(call.row_counts)
-        if call.drafting is Drafting.BLOCK:
-            # One number for both: where they differ, the longer one, so that there are few graphs.
-            rows = max(rows, call.block)
-        slots = next(size for size in self._sizes if size >= len(call.row_counts))
-        key = _Key(slots, rows, call.drafting, call.sampled)
-        captured = self._graphs.get(key)
-        if captured is None:
-            captured = self._graphs[key] = self._capture(key)
-        row_counts = call.row_counts + [0] * (slots - len(call.row_counts))
+        kind, captured = self._graphs.find(call)
+        row_counts = call.row_counts + [0] * (kind.slots - len(call.row_counts))
         if row_counts != captured.row_counts:
             on_host = torch.tensor(row_counts, dtype=torch.int32, pin_memory=True)
             captured.row_count.copy_(on_host, non_blocking=True)
@@ -131,9 +145,9 @@ class CudaSession(TorchSession):
         captured.graph.replay()
         return captured.decided
 
-    def _capture(self, key: _Key) -> _Graph:
-        row_count = torch.zeros(key.slots, dtype=torch.int32, device=self.device)
-        arguments = row_count, key.rows, key.drafting, key.rows, key.sampled
+    def _capture(self, kind: StepKind) -> _Graph:
+        row_count = torch.zeros(kind.slots, dtype=torch.int32, device=self.device)
+        arguments = row_count, kind.rows, kind.drafting, kind.rows, kind.sampled
         # Once for real, with no slot taking part: libraries set themselves up, which no capture allows.
         self._decode_rows(*arguments)
         graph = torch.cuda.CUDAGraph()

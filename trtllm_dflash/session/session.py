@@ -11,11 +11,11 @@ import torch
 
 from trtllm_dflash.cost.gpus import gigabytes
 from trtllm_dflash.cost.memory import cache_shapes, plan_memory
-from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, call_of, words_of
+from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, Prepare, call_of, words_of
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
@@ -47,8 +47,8 @@ class Outcome:
 class Session(ABC):
     """One rank of an engine, loaded: its weights, and the K/V caches of `config.max_batch` slots.
 
-    Under tensor parallelism rank 0 calls `prefill`, `decode` and `copy_rows`; every other rank calls `follow` once and
-    stays in it: rank 0 sends each call's small integers, and all ranks compute.
+    Under tensor parallelism rank 0 calls `prepare`, `prefill`, `decode` and `copy_rows`; every other rank calls
+    `follow` once and stays in it: rank 0 sends each call's small integers, and all ranks compute.
 
     Args:
         config: the engine.
@@ -76,6 +76,21 @@ class Session(ABC):
     def ahead(self) -> int:
         """Steps to launch before the first is read: one where the device computes while the host does other work."""
         return 1 if self.device.type == "cuda" else 0
+
+    def prepare(self, call: Prepare, progress: Progress = lambda what, done, total: None) -> None:
+        """Makes ready for these kinds of steps, before the first request: no `decode` waits for a capture after it.
+
+        A session that captures its steps decodes no other kinds. What was prepared before stays.
+
+        Raises:
+            EngineError: the session is closed, or the device's memory ran out.
+        """
+        self._check_open()
+        if not self._needs(call):
+            return
+        if self.communicator.size > 1:
+            self._send(call)
+        self._prepare(call, progress)
 
     def prefill(self, call: Prefill) -> Outcome:
         """Runs a chunk of a prompt. The last one's outcome holds the reply's first token.
@@ -112,6 +127,8 @@ class Session(ABC):
         while (call := self._receive()) is not None:
             if isinstance(call, Copy):
                 self._copy(call)
+            elif isinstance(call, Prepare):
+                self._prepare(call, lambda what, done, total: None)
             else:
                 self._compute(call)
 
@@ -133,6 +150,13 @@ class Session(ABC):
     @abstractmethod
     def _free(self) -> None:
         """Lets go of what this kind of session holds."""
+
+    def _needs(self, call: Prepare) -> bool:
+        """Whether there is anything to prepare for these kinds of steps; the same on all ranks."""
+        return False
+
+    def _prepare(self, call: Prepare, progress: Progress) -> None:  # noqa: B027
+        """Prepares on this rank."""
 
     def _cache_rows(self, name: str, tokens: int) -> int:
         """How many rows of a cache hold the first `tokens` tokens."""

@@ -84,6 +84,7 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
             settings.engine,
             settings.device,
             settings.kernels or "auto",
+            prepare=False,
             accept=imposed(acceptance) if acceptance else None,
         )
     else:

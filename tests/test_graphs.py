@@ -1,0 +1,198 @@
+"""Captured steps, with a capture that captures nothing: every step that is asked for was prepared before."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from tests.conftest import TINY
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.engine.ladder import StepKind, draft_lengths, step_kinds
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.step_times import measure
+from trtllm_dflash.session.calls import Copy, Decode, Prefill, Prepare, call_of, words_of
+from trtllm_dflash.session.graphs import StepGraphs
+from trtllm_dflash.session.torch_session import TorchSession
+from trtllm_dflash.step import Drafting
+
+CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(3).values() for text in kind]
+LENGTHS = tuple(draft_lengths(16))
+
+
+class Captured(TorchSession):
+    """Computes each step on the CPU in the shape that a GPU's session has captured for it.
+
+    Attributes:
+        captures: the kinds that were captured, in order.
+        asked: what `decode` was asked for, with the kind that was found.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.captures: list[StepKind] = []
+        self.asked: list[tuple[Decode, StepKind]] = []
+        self._graphs = StepGraphs(self.config, lambda kind: self.captures.append(kind) or kind)
+
+    def _needs(self, call):
+        return bool(self._graphs.missing(call))
+
+    def _prepare(self, call, progress):
+        self._graphs.prepare(call, progress)
+
+    def _run_decode(self, call):
+        kind, _ = self._graphs.find(call)
+        self.asked.append((call, kind))
+        row_counts = call.row_counts + [0] * (kind.slots - len(call.row_counts))
+        return self._decode_rows(self._int32(row_counts), kind.rows, kind.drafting, kind.rows, kind.sampled)
+
+
+class Idle(Captured):
+    """Computes nothing."""
+
+    def _run_prefill(self, call):
+        return self._int32([[0, 5]])
+
+    def _decode_rows(self, row_count, rows, drafting, block, sampled):
+        return self._int32([[0] * (1 + rows)] * len(row_count))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """The shipped pair with 3 slots."""
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=3, max_seq_len=512) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(loaded):
+    """The same on a session that captures and has prepared nothing yet."""
+    return LLM(Captured(loaded.config, loaded.session.weights, loaded.session.device), loaded.codec)
+
+
+@pytest.fixture
+def idle(loaded):
+    return LLM(Idle(loaded.config, loaded.session.weights, loaded.session.device), loaded.codec)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    chance = random.Random(1)
+    params = [
+        SamplingParams(max_tokens=chance.randint(1, 12), temperature=0.8 * (i % 3 == 0), seed=i) for i in range(6)
+    ]
+    return list(zip(CHATS[::3], params, strict=False))
+
+
+@pytest.fixture(scope="module")
+def expected(loaded, requests):
+    chats, params = zip(*requests, strict=True)
+    return [completion.token_ids for completion in loaded.generate(list(chats), list(params))]
+
+
+class Any(DraftLength):
+    lengths = LENGTHS
+
+    def __init__(self):
+        self._chance = random.Random(3)
+
+    def choose(self, slots):
+        return self._chance.choice(self.lengths)
+
+
+def adaptive():
+    """Changes its mind with the load: many slots are slow."""
+    return AdaptiveDraftLength({(b, k): 1 + 0.3 * (b - 1) * k for b in (1, 2, 3) for k in LENGTHS})
+
+
+@pytest.mark.parametrize("make", [Any, adaptive, lambda: FixedDraftLength(15), lambda: FixedDraftLength(0)])
+def test_any_mix_of_requests_finds_its_steps_captured_and_gets_its_text(llm, requests, expected, make):
+    scheduler = Scheduler(llm.session, draft_length=make(), ahead=1)
+    prepared = list(llm.session.captures)
+    chance = random.Random(1)
+    sequences = [llm.intake.sequence(*request, draft=i % 4 != 0) for i, request in enumerate(requests)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+        for _ in range(chance.randint(0, 6)):
+            scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    assert llm.session.captures == prepared
+    assert not scheduler.statistics.requests["failed"]
+    assert [sequence.completion().token_ids for sequence in sequences] == expected
+    # No step that drafts or decodes plainly has more rows than it needs.
+    for call, kind in llm.session.asked:
+        assert kind.slots == min(size for size in (1, 2, 3) if size >= len(call.row_counts))
+        if call.drafting is not Drafting.CONTEXT:
+            assert kind.rows == max(*call.row_counts, call.block)
+
+
+def test_plain_decoding_captures_plain_steps_alone(idle):
+    Scheduler(idle.session, draft=False)
+    assert {kind.drafting for kind in idle.session.captures} == {Drafting.OFF}
+
+
+def test_what_was_prepared_is_not_captured_again(llm):
+    llm.session.prepare(Prepare((15,), sampled=True))
+    first = len(llm.session.captures)
+    assert first == 12  # of 1, 2 and 3 slots: plain and drafted, greedy and sampled
+    llm.session.prepare(Prepare((15,), sampled=False))
+    assert len(llm.session.captures) == first
+    llm.generate(CHATS[:3], SamplingParams(max_tokens=5))
+    assert len(llm.session.captures) == first
+
+
+def test_preparation_tells_how_far_it_is(idle):
+    told = []
+    idle.session.prepare(Prepare((15,), sampled=False), lambda *what: told.append(what))
+    assert told == [("capturing", done, 6) for done in range(7)]
+
+
+def test_measuring_steps_prepares_them_first(idle):
+    measure(idle.session)
+    assert {kind.drafting for _, kind in idle.session.asked} == {Drafting.CONTEXT, Drafting.BLOCK}
+    assert not any(kind.sampled for kind in idle.session.captures)
+
+
+def test_a_step_that_was_not_prepared_for_is_refused(idle):
+    idle.session.prepare(Prepare((15,), sampled=False))
+    for call in (
+        Decode([1], Drafting.BLOCK, 16, sampled=True),
+        Decode([1], Drafting.CONTEXT, 1, sampled=False),
+        Decode([2], Drafting.OFF, 1, sampled=False),
+    ):
+        with pytest.raises(EngineError, match="was not prepared for"):
+            idle.session.decode(call)
+
+
+def test_a_step_takes_the_smallest_graph_that_it_fits_in(idle):
+    idle.session.prepare(Prepare((0, 3, 7, 15), sampled=False))
+    for row_counts, block, kind in (
+        ([3, 1], 2, StepKind(2, 4, Drafting.BLOCK, False)),
+        ([3, 1], 6, StepKind(2, 8, Drafting.BLOCK, False)),
+        ([3, 9, 1], 4, StepKind(3, 16, Drafting.BLOCK, False)),
+    ):
+        assert idle.session._graphs.find(Decode(row_counts, Drafting.BLOCK, block, False))[0] == kind
+    assert idle.session._graphs.find(Decode([5], Drafting.CONTEXT, 1, False))[0].rows == 16
+
+
+def test_kinds_are_few_and_the_largest_first():
+    kinds = step_kinds(32, draft_lengths(16), sampled=True)
+    assert len(kinds) == len(set(kinds)) == 6 * (1 + 3 + 7) * 2
+    assert kinds[0] in (StepKind(32, 16, drafting, True) for drafting in Drafting)
+    assert all(a.slots * a.rows >= b.slots * b.rows for a, b in pairwise(kinds))
+    assert len(step_kinds(8, (15,), sampled=False)) == 4 * 2
+
+
+def test_ranks_are_told_what_to_prepare():
+    for call in (
+        Prepare((0, 7, 15), sampled=True),
+        Prepare((), sampled=False),
+        Copy(1, 2, 3),
+        Decode([1, 0, 4], Drafting.BLOCK, 4, True),
+        Prefill(2, 5, [7, 8, 9], True, Drafting.CONTEXT, 1),
+    ):
+        assert call_of(list(words_of(call))) == call
