@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_dflash.build.settings import BuildSettings
-from trtllm_dflash.catalog import CatalogEntry, find_entry, load_catalog
+from trtllm_dflash.catalog import CatalogEntry, find_entry, find_entry_or_target, load_catalog
 from trtllm_dflash.checkpoint.drafter import default_tap_layers
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
 from trtllm_dflash.checkpoint.pair import open_pair
@@ -89,6 +89,30 @@ def test_a_name_like_no_other_points_at_the_list():
     with pytest.raises(SettingsError) as caught:
         find_entry("zzzzzz")
     assert str(caught.value) == "unknown model 'zzzzzz': `trtllm-dflash models` lists them all"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "qwen/qwen3-8b"])
+def test_a_target_s_name_at_hugging_face_finds_its_pair(name):
+    assert find_entry(name) == find_entry_or_target(name) == find_entry("qwen3-8b")
+
+
+def test_an_unknown_repository_suggests_the_closest_target():
+    with pytest.raises(SettingsError, match=r"unknown model 'Qwen/Qwen3-9B': did you mean .*Qwen/Qwen3-8B"):
+        find_entry("Qwen/Qwen3-9B")
+
+
+def test_what_is_no_known_pair_s_may_be_a_target_of_one_s_own(tmp_path, monkeypatch):
+    assert find_entry_or_target("org/finetuned") is None
+    assert find_entry_or_target(str(tmp_path)) is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "mine").mkdir()
+    assert find_entry_or_target("mine") is None
+    assert find_entry_or_target("tiny") == find_entry("tiny")
+    with pytest.raises(SettingsError, match="unknown model 'yours'"):
+        find_entry_or_target("yours")
+    with pytest.raises(SettingsError, match=r"is the drafter of qwen3-8b; name that, or its target Qwen/Qwen3-8B"):
+        find_entry_or_target("z-lab/Qwen3-8B-DFlash-b16")
 
 
 def test_a_file_of_one_s_own_is_read(tmp_path):

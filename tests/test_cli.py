@@ -10,7 +10,7 @@ import click
 import pytest
 
 from tests.checkpoints import make_drafter, make_target
-from tests.conftest import refusal, run, succeeds
+from tests.conftest import TINY, refusal, run, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE
 from trtllm_dflash import __version__, doctor
@@ -174,6 +174,22 @@ def test_a_family_that_is_not_computed_yet_says_so():
     line = refusal("build", "--model", "kimi-k2.5")
     assert "--model kimi-k2.5: family kimi_k25 cannot be built yet" in line
     assert "qwen3, llama" in line
+
+
+def test_a_target_s_repository_means_its_pair():
+    command = ("build", "--plan", "--gpu", "h200", "--json", "--model")
+    assert json.loads(succeeds(*command, "Qwen/Qwen3-8B")) == json.loads(succeeds(*command, "qwen3-8b"))
+
+
+def test_a_folder_is_a_target_whose_drafter_is_said(tiny, tmp_path):
+    target, drafter, output = TINY / "target", TINY / "drafter", tmp_path / "engine"
+    assert "say its drafter too: --drafter" in refusal("build", "--model", target)
+    assert "--drafter" in refusal("build", "--model", "org/finetuned")
+    line = refusal("build", "--model", target, "--target", "org/other", "--drafter", drafter)
+    assert "--target org/other: --model" in line
+    succeeds("build", "--model", target, "--drafter", drafter, "--precision", "fp32", "--output", output)
+    config = read_config(output)
+    assert (config.name, config.target, config.drafter) == ("target", tiny.config.target, tiny.config.drafter)
 
 
 def test_an_unknown_model_suggests_the_closest():

@@ -90,7 +90,7 @@ def load_catalog(folder: Path | None = None) -> dict[str, CatalogEntry]:
 
 
 def find_entry(name: str) -> CatalogEntry:
-    """The pair of that name, or the one in a file of one's own (`.yaml`).
+    """Finds the pair of that name, the one whose target has it at Hugging Face, or the one in a file (`.yaml`).
 
     Raises:
         SettingsError: there is none, and suggests the closest names; or the file is not valid.
@@ -100,9 +100,30 @@ def find_entry(name: str) -> CatalogEntry:
     catalog = load_catalog()
     if name in catalog:
         return catalog[name]
-    close = get_close_matches(name.lower(), catalog, n=3, cutoff=0.5)
+    targets = {entry.target.lower(): entry for entry in catalog.values()}
+    if name.lower() in targets:  # a repository's name has no case
+        return targets[name.lower()]
+    spelled = {known.lower(): known for known in (*catalog, *(entry.target for entry in targets.values()))}
+    close = [spelled[match] for match in get_close_matches(name.lower(), spelled, cutoff=0.5)]
     suggestion = f"did you mean {' or '.join(close)}? " if close else ""
     raise SettingsError(f"unknown model {name!r}: {suggestion}`trtllm-dflash models` lists them all")
+
+
+def find_entry_or_target(model: str) -> CatalogEntry | None:
+    """Finds the pair that a model's name means; None where it is a checkpoint of no known pair: a target.
+
+    Raises:
+        SettingsError: it is neither; or it is a known drafter.
+    """
+    catalog = load_catalog()
+    if model in catalog or model.endswith(".yaml") or not ("/" in model or Path(model).is_dir()):
+        return find_entry(model)
+    for entry in catalog.values():
+        if model.lower() == entry.target.lower():
+            return entry
+        if model.lower() == entry.drafter.lower():
+            raise SettingsError(f"{model} is the drafter of {entry.name}; name that, or its target {entry.target}")
+    return None
 
 
 def chat_arguments_of(target: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trtllm_dflash.catalog import find_entry
+from trtllm_dflash.catalog import find_entry_or_target
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES
 
@@ -15,27 +15,39 @@ def merge_values(model: str | None, assignments: Sequence[str], flags: Mapping[s
     """Merge what a build is told, for `BuildSettings` to check; each source overrides the one before.
 
     Args:
-        model: a known pair's name, or a build configuration file.
+        model: a known pair by its name or its target's, a build configuration file, or another target.
         assignments: `KEY=VALUE` each, the value in YAML.
         flags: by the name of their setting.
 
     Raises:
         SettingsError: the pair is unknown or cannot be built, an assignment cannot be read, or there is no target.
     """
-    values: dict[str, Any] = {}
-    entry = None if model is None else find_entry(model)
-    if entry is not None:
-        values = entry.build_values()
+    entry = None if model is None else find_entry_or_target(model)
+    values: dict[str, Any] = {} if entry is None else entry.build_values()
     values.update(_read_assignment(assignment) for assignment in assignments)
     values.update(flags)
+    if model is not None and entry is None:
+        _take_as_target(model, values)
     if entry is not None and (values["target"], values["drafter"]) != (entry.target, entry.drafter):
         values.pop("facts")  # these are other checkpoints
     if entry is not None and values["target"] == entry.target and not entry.buildable:
         raise SettingsError(f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}")
     if "target" not in values:
-        raise SettingsError("say what to build: --model NAME, or --target with --drafter")
+        raise SettingsError("say what to build: --model NAME or FOLDER, or --target with --drafter")
     values.setdefault("name", Path(str(values["target"])).resolve().name)
     return values
+
+
+def _take_as_target(model: str, values: dict[str, Any]) -> None:
+    """Make a model of no known pair the target; nobody but the user knows its drafter."""
+    if "target" in values:
+        raise SettingsError(f"--target {values['target']}: --model {model} names the target already")
+    if "drafter" not in values:
+        raise SettingsError(
+            f"--model {model}: is in no known pair, so say its drafter too: --drafter FOLDER or NAME; or build it "
+            f"without one: --target {model}"
+        )
+    values["target"] = model
 
 
 def _read_assignment(assignment: str) -> tuple[str, Any]:

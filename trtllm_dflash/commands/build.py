@@ -15,7 +15,9 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
 
 
 @click.command()
-@click.option("--model", help="A known pair (see `models`), or a build configuration file (.yaml).")
+@click.option(
+    "--model", help="A known pair (see `models`), its target, a folder, or a build configuration file (.yaml)."
+)
 @click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
 @click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")

@@ -12,7 +12,7 @@ from trtllm_dflash.errors import SettingsError
 
 
 @click.command()
-@click.option("--model", help="A known pair (see `models`), or a target's folder.")
+@click.option("--model", help="A known pair (see `models`), its target, or another target.")
 @click.option("--target", help="Target checkpoint: a folder or a Hugging Face name.")
 @click.option("--drafter", help="Drafter checkpoint: a folder or a Hugging Face name.")
 @click.option("--format", required=True, help="fp8 or nvfp4.")
@@ -29,19 +29,19 @@ from trtllm_dflash.errors import SettingsError
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def quantize(model: str | None, output: Path | None, force: bool, as_json: bool, **flags: Any) -> None:
     """Quantize a pair with NVIDIA ModelOpt and report what that costs."""
-    from trtllm_dflash.catalog import find_entry
+    from trtllm_dflash.catalog import find_entry_or_target
     from trtllm_dflash.quantize import quantizer, report
 
     values = given(flags)
-    if model is not None and Path(model).is_dir():
-        values.setdefault("target", model)
-    elif model is not None:
-        entry = find_entry(model)
+    entry = None if model is None else find_entry_or_target(model)
+    if entry is not None:
         values = {"target": entry.target, "drafter": entry.drafter, **values}
+    elif model is not None:
+        values.setdefault("target", model)
     if "target" not in values:
-        raise SettingsError("say what to quantize: --model NAME or DIR, or --target with --drafter")
+        raise SettingsError("say what to quantize: --model NAME or FOLDER, or --target with --drafter")
     settings = validated(quantizer.QuantizeSettings, values)
-    name = model if model is not None and not Path(model).is_dir() else Path(str(values["target"])).resolve().name
+    name = entry.name if entry is not None else Path(str(values["target"])).resolve().name
     output = output or Path("quantized") / f"{name}-{settings.format}"
     with progress_bar() as progress:
         made = quantizer.quantize(settings, output, force, progress)
