@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -411,10 +412,9 @@ def fail_with(monkeypatch, online: Exception, cached: Exception | None = None) -
 
 
 def http_error(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
-    import httpx2
-
-    request = httpx2.Request("GET", "https://huggingface.co/api/models/org/model")
-    return kind("two\nlines", response=httpx2.Response(status, request=request))
+    # A stand-in: the client's releases have had three HTTP libraries.
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return kind("two\nlines", response=response)
 
 
 def unresolved(name: str) -> str:
