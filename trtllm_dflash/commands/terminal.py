@@ -4,12 +4,20 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import click
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 def show(*what: RenderableType) -> None:
@@ -28,9 +36,7 @@ def command_line() -> str:
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar for each kind of work on standard error; nothing where that is no terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _bars() as progress:
         tasks: dict[str, Any] = {}
 
         def update(what: str, done: int, total: int) -> None:
@@ -63,12 +69,18 @@ def logged_to_terminal() -> Iterator[None]:
 @contextmanager
 def sweep_bars() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar for the sweep and one for what is measured now, on standard error; none where that is no terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _bars(TimeElapsedColumn()) as progress:
         whole, part = progress.add_task("sweep", total=None), progress.add_task("warming up", total=None)
 
         def update(what: str, done: int, total: int) -> None:
             progress.update(whole if what == "sweep" else part, description=what, completed=done, total=total)
 
         yield update
+
+
+def _bars(*more: ProgressColumn) -> AbstractContextManager[Progress]:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    # Up to 14.0 rich ends bars that it does not show by an empty line: those are never begun.
+    return progress if console.is_terminal else nullcontext(progress)
