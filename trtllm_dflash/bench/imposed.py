@@ -22,10 +22,10 @@ _KEY = 0x0AC0
 
 
 def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
-    """A rule for a session's `accept`: as many drafts survive as the curve says, whatever was drafted.
+    """Makes a session's `accept` that draws the number of accepted drafts, whatever was drafted.
 
-    A draft survives with the curve's chance once those before it have. The number drawn depends on the request's seed
-    and the position alone, as sampling's does: give each request its own seed.
+    A draft survives with the curve's probability once those before it have. The number drawn depends on the request's
+    seed and the position alone, as sampling's does: give each request its own seed.
     """
 
     def of(slots: SlotTensors) -> Accept:
@@ -48,7 +48,7 @@ def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
 
 
 def draw_accepted(seeds: Tensor, start: Tensor, survival: float, rows: int) -> Tensor:
-    """Accepted drafts [B] int32 of `rows` - 1: i or more of them with the chance survival^i.
+    """Draws the number of accepted drafts [B] int32, of `rows` - 1: i or more with probability survival^i.
 
     Args:
         seeds: [B] int64 of the requests.

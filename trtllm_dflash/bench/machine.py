@@ -11,7 +11,7 @@ import trtllm_dflash
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """The host, without its name, and its GPU: `device`, or the current one."""
+    """Describes the host, without its name, and its GPU: `device`, or the current one."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -25,7 +25,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """Lists the versions of this package, Python, torch and, where torch has it, CUDA."""
     found = {
         "trtllm-dflash": trtllm_dflash.__version__,
         "python": platform.python_version(),

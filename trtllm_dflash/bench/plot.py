@@ -9,7 +9,7 @@ from trtllm_dflash.errors import SettingsError
 
 
 def check_plot(file: Path) -> None:
-    """Refuses before anything is measured what could not be drawn after it.
+    """Refuses a file that could not be drawn, before anything is measured.
 
     Raises:
         SettingsError: matplotlib is not installed, or it does not know the file's ending.
@@ -21,7 +21,7 @@ def check_plot(file: Path) -> None:
 
 
 def plot_steps(report: StepReport, file: Path) -> None:
-    """Writes the picture: ms against batch, a line an arm; dashed, its floor."""
+    """Plots step time in ms against batch, one line per arm, with its floor dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
     from matplotlib.ticker import NullLocator, ScalarFormatter  # type: ignore[import-not-found, unused-ignore]

@@ -17,7 +17,7 @@ _STD = 0.02
 
 
 def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Every stored tensor of a rank, made where it lies: matrices at random, norms of 1, biases of 0."""
+    """Makes every stored tensor of a rank on its device: random matrices, norms of 1, biases of 0."""
     weights = build_target(config.target).weights()
     generator = torch.Generator(device).manual_seed(rank)
     tensors = {}
@@ -43,7 +43,7 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
 
 
 def _random_bytes(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> torch.Tensor:
-    """MXFP4: numbers of about 3, all with the scale that makes them about as large as other matrices' are."""
+    """MXFP4 bytes: numbers of about 3, all with the scale that makes them about as large as other matrices' numbers."""
     shape, device = weight.shape(config.tp, rank), generator.device
     if weight.parts[0].content is Content.E8M0:
         return torch.full(shape, ONE + round(math.log2(_STD / 3)), dtype=torch.uint8, device=device)

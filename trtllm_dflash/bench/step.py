@@ -41,7 +41,7 @@ _CACHE_LENGTH = 1024
 
 
 def _numbers(value: Any, info: ValidationInfo) -> Any:
-    """Numbers from "1,8,32", each once and in order."""
+    """Parses "1,8,32" into numbers, each once and in order."""
     if not isinstance(value, str):
         return value
     parts = [part.strip() for part in value.split(",")]
@@ -55,7 +55,7 @@ Numbers = Annotated[tuple[PositiveInt, ...], BeforeValidator(_numbers)]
 
 
 class StepBenchSettings(BaseModel):
-    """What `bench step` is asked for; each field is a flag. What is not said is None."""
+    """Settings of `bench step`; each field is a flag, None where it was not given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,7 +79,7 @@ class StepBenchSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Arm:
-    """A kind of step."""
+    """A kind of step that is timed: its name, and how it drafts."""
 
     name: Literal["plain", "context only", "drafted"]
     drafting: Drafting
@@ -88,7 +88,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Line:
-    """What one arm took with one number of slots."""
+    """The times of one arm at one batch."""
 
     arm: Arm
     batch: int
@@ -98,13 +98,13 @@ class Line:
 
     @property
     def seconds(self) -> float:
-        """A step's, the median of the rounds."""
+        """Time of a step, the median of the rounds."""
         return statistics.median(self.rounds)
 
 
 @dataclass
 class StepReport:
-    """What was measured, and on what."""
+    """The times of all steps, with the engine, machine and versions that they were measured with."""
 
     name: str
     config: EngineConfig
@@ -121,26 +121,26 @@ class StepReport:
     lines: list[Line] = field(default_factory=list)
 
     def floor(self, line: Line) -> float:
-        """Seconds."""
+        """The least time of a step, in seconds."""
         return floor_seconds(line.work, self.rates)
 
     def tokens_per_step(self, line: Line) -> float | None:
-        """Of each slot, under the imposed acceptance."""
+        """Tokens that a step commits a slot, under the imposed acceptance."""
         if self.acceptance is None:
             return None
         return self.acceptance.at(line.arm.rows) if line.arm.drafting is Drafting.BLOCK else 1.0
 
     def tokens_per_second(self, line: Line) -> float | None:
-        """Of all slots, under the imposed acceptance."""
+        """Tokens a second of all slots together, under the imposed acceptance."""
         tokens = self.tokens_per_step(line)
         return None if tokens is None else line.batch * tokens / line.seconds
 
     def plain(self, line: Line) -> Line:
-        """The plain step that was measured by turns with this one."""
+        """The plain step that was timed by turns with this one."""
         return next(x for x in self.lines if x.batch == line.batch and x.arm.drafting is Drafting.OFF)
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` writes, less the command."""
+        """The report as `--json` writes it, without the command."""
         config, acceptance = self.config, self.acceptance
         return {
             "schema_version": SCHEMA_VERSION,
@@ -199,7 +199,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured, checked against the engine."""
+    """The arms, batches and lengths to be timed, checked against the engine."""
 
     config: EngineConfig
     batch: tuple[int, ...]
@@ -256,7 +256,7 @@ class StepBench:
             self.report.memory_used = total - free
 
     def _timed(self, arm: Arm, batch: int) -> float:
-        """Seconds of a step, from one outcome's arrival to the next one's.
+        """Times a step, in seconds from one outcome's arrival to the next one's.
 
         The slots start so that the round's middle step finds `cache_length` tokens: each step of random weights
         commits one.
@@ -284,7 +284,7 @@ class StepBench:
 
 
 def ranks_of(settings: StepBenchSettings) -> int:
-    """How many processes the engine needs.
+    """Number of processes, one a rank, that the engine needs.
 
     Raises:
         SettingsError: what is to be timed is not said, or said twice.
@@ -302,7 +302,7 @@ def ranks_of(settings: StepBenchSettings) -> int:
 
 
 def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
-    """What is to be measured.
+    """Plans what is timed, from the settings and the engine's limits.
 
     Raises:
         SettingsError: the engine or the shape has not the rows, slots or positions; names the flag.
@@ -343,7 +343,7 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
 def _within(
     settings: StepBenchSettings, config: EngineConfig, batch: tuple[int, ...], length: int
 ) -> tuple[tuple[int, ...], int]:
-    """An engine's own limits: what was not asked for gives way, what was is refused."""
+    """Fits batches and length to an engine's own limits: defaults give way, flags that exceed them are refused."""
     if settings.batch is None:
         batch = tuple(count for count in batch if count <= config.max_batch)
     elif max(batch) > config.max_batch:
@@ -361,7 +361,7 @@ def _within(
 
 @contextmanager
 def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
-    """The bench of these settings, with its session until the end; None on a rank that has followed the first one.
+    """Opens the bench of these settings, and closes its session at the end; None on a rank that followed the first one.
 
     Raises:
         SettingsError: a setting that contradicts another, or the engine.
@@ -393,7 +393,7 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
 
 
 def check_room(config: EngineConfig, device: torch.device) -> None:
-    """Counts the memory before any is taken.
+    """Checks that the engine fits the device's free memory, before any is allocated.
 
     Raises:
         EngineError: there is not enough.
@@ -412,7 +412,7 @@ def check_room(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_kernels(config: EngineConfig, device: torch.device, kernels: Kernels) -> None:
-    """Looks for the CUDA kernels before anything is made.
+    """Checks that the CUDA kernels can be had where they are needed, before anything is allocated.
 
     Raises:
         EngineError: they would compute this engine, and are missing, stale or not for this GPU.
@@ -422,7 +422,7 @@ def check_kernels(config: EngineConfig, device: torch.device, kernels: Kernels) 
 
 
 def own_device(device: torch.device, world: World) -> torch.device:
-    """A rank's own GPU.
+    """Finds the GPU of a rank.
 
     Raises:
         EngineError: there are fewer GPUs than ranks.
@@ -444,7 +444,7 @@ def random_session(
     accept: SlotAccept | None = None,
     kernels: Kernels = "auto",
 ) -> Session:
-    """A rank's session with random weights; `accept` and `kernels` as in `CudaSession`.
+    """Makes a rank's session with random weights; `accept` and `kernels` as in `CudaSession`.
 
     Raises:
         EngineError: the device's memory ran out.
@@ -461,7 +461,7 @@ def random_session(
 
 
 def _fill_caches(session: Session) -> None:
-    """Zeros would make attention easier on the GPU's power than rows are."""
+    """Fills the K/V caches with random rows: zeros would draw less of the GPU's power, and be faster."""
     with torch.inference_mode():
         for cache in session.caches.values():
             for slot in cache:  # one at a time: what is drawn may be wider than the cache
