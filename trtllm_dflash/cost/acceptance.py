@@ -8,7 +8,7 @@ from trtllm_dflash.errors import SettingsError
 
 @dataclass(frozen=True)
 class ImposedAcceptance:
-    """Tokens that a step commits a slot, had each draft the same chance once all before it are accepted.
+    """Tokens that a step commits a slot, if each draft has the same chance once all before it are accepted.
 
     Args:
         tokens: committed a step with the whole block, the bonus token among them.
@@ -34,15 +34,15 @@ class ImposedAcceptance:
         return high
 
     def at(self, rows: int) -> float:
-        """Tokens a step with that many rows of the block."""
+        """Tokens that a step commits when it verifies that many rows of the block."""
         return self.tokens if rows == self.block else _committed(self.survival, rows)
 
 
 def check_acceptance(flag: str, tokens: float, block: int) -> None:
-    """Returns where a block of so many rows can commit that many tokens a step.
+    """Checks that a block of so many rows can commit that many tokens a step.
 
     Raises:
-        SettingsError: it cannot; names the flag.
+    SettingsError: it cannot; names the flag.
     """
     if not 1 <= tokens <= block:
         raise SettingsError(f"{flag} {tokens:g}: a block of {block} rows commits 1 to {block} tokens a step")

@@ -24,7 +24,7 @@ _KEY_NORM = ".k_norm.weight"
 
 @dataclass(frozen=True)
 class Work:
-    """What a part of a step must do on one rank."""
+    """The bytes and operations of one part of a step on one rank."""
 
     bytes: int
     flops: int  # in the engine's type; one with an FP8 matrix is half of one, as the hardware does twice as many
@@ -33,7 +33,7 @@ class Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
     def seconds(self, rates: Rates) -> float:
-        """At least this long: memory and arithmetic at their measured best, at the same time."""
+        """The least time that this takes: memory and arithmetic at their measured best, at the same time."""
         return max(self.bytes / rates.copy, self.flops / rates.gemm)
 
 
@@ -50,20 +50,20 @@ class PartWork:
 
     @property
     def total(self) -> Work:
-        """All of it."""
+        """The sum of all kinds."""
         return self.products + self.experts + self.attention
 
     @property
     def sums(self) -> int:
-        """Over the ranks, each of `rows` rows of `hidden_size`: after attention, and after the feed-forward."""
+        """Number of all-reduces, each of `rows` rows of `hidden_size`: after attention, and after the feed-forward."""
         return 2 * self.layers
 
 
 def step_work(config: EngineConfig, drafting: Drafting, batch: int, rows: int, length: int) -> list[Work]:
-    """The target's work in a decoding step and, where there is any, the drafter's; on the first rank.
+    """Counts the target's work in a decoding step and, if it drafts, the drafter's; on the first rank.
 
     Args:
-        batch: slots that take part.
+        batch: slots in the step.
         rows: rows a slot that are verified, and of the block that is drafted.
         length: committed tokens of each slot: cache rows that a row reads besides this step's own.
     """
@@ -71,12 +71,12 @@ def step_work(config: EngineConfig, drafting: Drafting, batch: int, rows: int, l
 
 
 def floor_seconds(work: list[Work], rates: Rates) -> float:
-    """The parts come one after the other."""
+    """The least time of a step whose parts run one after the other."""
     return sum(part.seconds(rates) for part in work)
 
 
 def experts_touched(moe: MoEConfig, rows: int) -> float:
-    """Experts of a layer that so many rows are expected to choose, were every choice of `top_k` equally likely.
+    """The expected number of a layer's experts that so many rows choose, were every choice of `top_k` equally likely.
 
     E * (1 - (1 - k/E)^rows). Real routing is less even, and touches fewer.
     """
@@ -84,7 +84,7 @@ def experts_touched(moe: MoEConfig, rows: int) -> float:
 
 
 class StepCount:
-    """Counts the steps of one engine."""
+    """Counts bytes and operations in the steps of one engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -101,7 +101,7 @@ class StepCount:
             self._context = _Matrices.of([weight for weight in weights if _for_context(weight)], config)
 
     def parts(self, drafting: Drafting, batch: int, rows: int, length: int) -> list[PartWork]:
-        """The target's work in a step and, where there is any, the drafter's; arguments as `step_work`'s."""
+        """Counts the target's work in a step and, if it drafts, the drafter's; arguments as `step_work`'s."""
         parts = [self._target_work(batch, rows, length)]
         if self.config.drafter is not None and drafting is Drafting.CONTEXT:
             parts.append(self._context_work(self.config.drafter, batch, rows))
@@ -122,13 +122,14 @@ class StepCount:
         return PartWork(products, experts, attention, target.layers, tokens, target.hidden_size)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
-        """One row a slot is committed, the least, and written. Its layers are not gone through."""
+        """Counts the drafter's K and V of committed tokens, one a slot at least; they skip its other matrices."""
         written = self._attention(drafter, batch * drafter.layers, 0)
         products = self._context.dense_work(batch * rows)
         return PartWork(products, Work(0, 0), written, 0, batch * rows, drafter.hidden_size)
 
     def _draft_work(self, drafter: DrafterConfig, batch: int, rows: int, length: int) -> PartWork:
-        """One row a slot is committed, the least: it and the block are written. Context and block have as many rows."""
+        """Counts drafting a block: it and the committed tokens, one a slot at least, are written to the caches.
+        Context and block have equally many rows."""
         tokens, cached = batch * rows, drafter.layers * (length + 1 + rows)
         known = batch  # bonus tokens, which need no logits
         products = self._drafter.dense_work(tokens) + self._embedding_rows(tokens)
@@ -140,7 +141,7 @@ class StepCount:
         return Work(tokens * self.config.target.hidden_size * self.config.dtype.itemsize, 0)
 
     def _attention(self, model: DecoderConfig, cached: int, pairs: int) -> Work:
-        """Of K/V rows read and written, and pairs of a row and a cache row: those of all layers together."""
+        """Counts attention over `cached` K/V rows and `pairs` of a query and a key, of all layers together."""
         tp = self.config.tp
         numbers = 2 * cached * units_per_rank(model.kv_heads, tp) * model.head_size
         # Scores, and weighted values.
@@ -150,7 +151,7 @@ class StepCount:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Some of a rank's weights: bytes to read them, and operations of one row through all of them."""
+    """Totals of some of a rank's weights: bytes to read them, and operations of one row through all of them."""
 
     dense: Work
     experts: Work
@@ -168,11 +169,11 @@ class _Matrices:
         return cls(works[False], works[True], config.target.moe)
 
     def dense_work(self, rows: int) -> Work:
-        """Of so many rows through what each of them goes through."""
+        """Counts so many rows through the matrices that every row is multiplied by."""
         return Work(self.dense.bytes, rows * self.dense.flops)
 
     def expert_work(self, rows: int) -> Work:
-        """Of so many rows: experts that none of them chose are not read, and each row goes through `top_k` of them."""
+        """Counts rows through the experts: each goes through `top_k`, and experts that none chose are not read."""
         if self.moe is None:
             return Work(0, 0)
         touched = experts_touched(self.moe, rows) / self.moe.experts
@@ -180,7 +181,7 @@ class _Matrices:
 
 
 def is_expert(weight: Weight) -> bool:
-    """Whether it holds a layer's experts."""
+    """Whether a weight holds a layer's experts."""
     return ".experts." in weight.name
 
 
@@ -195,7 +196,7 @@ def _head(model: DecoderConfig) -> Weight:
 
 
 def _flops(weight: Weight, tp: int) -> int:
-    """Of one row through a matrix, or through all those of a stack; none where it is added or scales."""
+    """Operations of one row through a matrix, or through a whole stack; 0 for a weight that is added or scales."""
     numbers = prod(weight.shape(tp, 0))
     if weight.name.endswith(".blocks"):
         return 4 * numbers  # two of MXFP4's numbers a byte

@@ -22,7 +22,7 @@ GEMM_SHARE = 683 / 989
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU: what fits it, and which kernels there are for it."""
+    """A GPU: its memory, and the compute capability that decides on kernels."""
 
     name: str
     memory: int  # GB, as in its data sheet
@@ -30,12 +30,12 @@ class GPU:
 
     @property
     def bytes(self) -> int:
-        """All of its memory."""
+        """All of its memory, in bytes."""
         return self.memory * GB
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that weights, caches and activations may take."""
+        """Memory that weights, caches and activations may take, in bytes."""
         return self.bytes - RESERVED
 
     @property
@@ -60,11 +60,11 @@ class PublishedGPU(GPU):
     nvlink: bool = True  # else PCIe
 
     def products(self, precision: Precision) -> float:
-        """Operations a second of products in that type."""
+        """Published operations a second of matrix products in that type."""
         return self.fp32 if precision == "fp32" else self.bf16
 
     def achieved(self, precision: Precision) -> Rates:
-        """What a large copy and a large product get, had they the shares that an H200 was measured to give."""
+        """Expected rates of a large copy and a large product: the published limits, times an H200's measured shares."""
         return Rates(self.bandwidth * COPY_SHARE, self.products(precision) * GEMM_SHARE)
 
 
@@ -85,7 +85,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> PublishedGPU:
-    """The GPU of that name.
+    """Looks up a GPU by its name.
 
     Raises:
         SettingsError: it is not known.
@@ -96,7 +96,7 @@ def find_gpu(name: str) -> PublishedGPU:
 
 
 def capability(name: str) -> int:
-    """The compute capability that a GPU's name stands for, such as 89; `sm89` stands for itself.
+    """Looks up the compute capability of a GPU by its name, such as 89; `sm89` stands for itself.
 
     Raises:
         SettingsError: the name is not known.
@@ -111,7 +111,7 @@ def capability(name: str) -> int:
 
 
 def present_gpu() -> GPU | None:
-    """The GPU that this process computes on; None where there is none."""
+    """Finds the GPU that this process computes on; None where there is none."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -119,5 +119,5 @@ def present_gpu() -> GPU | None:
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes in words: `12.3 GB`."""
+    """Formats a number of bytes: `12.3 GB`."""
     return f"{count / GB:.1f} GB"

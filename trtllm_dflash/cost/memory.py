@@ -33,12 +33,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.target_cache + self.drafter_cache + self.scratch + self.graphs
 
 
 def plan_memory(config: EngineConfig) -> MemoryPlan:
-    """The bytes that one rank of an engine needs; the first rank, which holds the most."""
+    """Counts the bytes that the first rank of an engine needs, which holds the most."""
     size = config.cache_dtype.itemsize
     caches = {name: prod(shape) * size for name, shape in cache_shapes(config).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
@@ -52,7 +52,7 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
 
 
 def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
-    """The memory plan of an engine, once it fits.
+    """Checks that an engine fits a GPU; returns its memory plan.
 
     Raises:
         SettingsError: the GPU is not known.
@@ -72,7 +72,7 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
 
 
 def _advice(config: EngineConfig, room: int) -> str:
-    """The knobs that would do, one at a time, with the largest value of each (of lengths: in tenths)."""
+    """Names the knobs that would make an engine fit, each alone, with its largest value (lengths in tenths)."""
 
     def fits(**changes: int) -> bool:
         return plan_memory(config.model_copy(update=changes)).total <= room
@@ -94,7 +94,7 @@ def weight_count(config: EngineConfig) -> int:
 
 
 def weight_bytes(config: EngineConfig) -> int:
-    """Bytes of those parameters and tables, as they are multiplied."""
+    """Bytes of those parameters and tables, in the precision that they are multiplied in."""
     size = config.dtype.itemsize
     stored = _stored_bytes(config.target, config.drafter, config.backend, config.tp, size)
     return _completed(config) * size + stored + plan_adds(config)
@@ -124,13 +124,13 @@ def _stored_bytes(
 
 
 def stored_bytes(config: EngineConfig, weight: Weight) -> int:
-    """Of what the first rank holds of a weight, as it lies in a GPU's memory."""
+    """Bytes of the first rank's part of a weight in GPU memory."""
     precision = _multiplied(weight, config.backend)
     return precision.stored_bytes(weight.shape(config.tp, 0), config.dtype.itemsize)
 
 
 def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
-    """How a weight lies in a GPU's memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load.
+    """The precision of a weight in GPU memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load.
 
     Experts it dequantizes as rows choose them.
     """
@@ -146,7 +146,7 @@ def _weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weigh
 
 
 def _completed(config: EngineConfig) -> int:
-    """Numbers that a session adds to what is stored: RoPE tables, and a rank's slice of a tied head."""
+    """Counts the numbers that a session adds to the stored ones: RoPE tables, and a rank's slice of a tied head."""
     sizes = [config.target.head_size] + ([config.drafter.head_size] if config.drafter is not None else [])
     count = sum(config.cache_length * size for size in sizes)
     if config.target.tied_embeddings and config.tp > 1:  # a tensor of its own
@@ -176,7 +176,7 @@ def cache_shapes(config: EngineConfig) -> dict[str, tuple[int, int, int, int]]:
 
 
 def _scratch(config: EngineConfig) -> int:
-    """Activations of the larger of the two profiles: the widest layer's, the taps, and the logits in FP32."""
+    """Bytes of activations in the larger of the two profiles: the widest layer's, the taps, and the logits in FP32."""
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
     shared = units_per_rank(target.heads, config.tp) * target.head_size

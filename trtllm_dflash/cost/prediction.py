@@ -54,7 +54,7 @@ Limit = Literal["memory", "arithmetic", "latency", "sums"]
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they go to."""
+    """The predicted time of a step in seconds, by its parts."""
 
     products: float
     attention: float
@@ -65,14 +65,14 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of them: nothing overlaps."""
+        """The whole step: the sum, since nothing overlaps."""
         return self.products + self.attention + self.layers + self.sums
 
 
 def predict_step(
     count: StepCount, gpu: PublishedGPU, drafting: Drafting, batch: int, rows: int, length: int
 ) -> StepTime:
-    """The time of a step of the engine that is counted; the other arguments as `cost.floor.step_work`'s."""
+    """Predicts the time of a step of the engine that `count` counts; other arguments as `cost.floor.step_work`'s."""
     config = count.config
     rates = gpu.achieved(config.precision)
     parts = count.parts(drafting, batch, rows, length)
@@ -102,12 +102,12 @@ def predict_step(
 
 
 def sum_bytes(config: EngineConfig, part: PartWork) -> int:
-    """What each rank brings to one sum."""
+    """Bytes that each rank contributes to one all-reduce."""
     return part.rows * part.hidden_size * config.dtype.itemsize
 
 
 def sum_seconds(count: int, tp: int, gpu: PublishedGPU) -> float:
-    """Of one sum of `count` bytes over the ranks."""
+    """Predicts the time of one all-reduce of `count` bytes over the ranks."""
     if tp == 1 or count == 0:
         return 0.0
     if gpu.nvlink and tp in ALL_REDUCE_RANKS and count <= ALL_REDUCE_BYTES:
@@ -127,7 +127,7 @@ def _layer_latency(part: PartWork, tp: int) -> float:
 
 
 def _experts_read(config: EngineConfig, part: PartWork) -> float:
-    """Bytes of experts that a large copy would move in the time that reading these takes."""
+    """Bytes that a large copy would move in the time that reading the chosen experts takes."""
     moe = config.target.moe
     if moe is None or not part.experts.bytes:
         return 0.0

@@ -16,14 +16,14 @@ _ROUNDS, _SECONDS = 5, 0.1  # seconds a round, at least
 
 @dataclass(frozen=True)
 class Rates:
-    """The most that a device was seen to do."""
+    """The best bandwidth and arithmetic that a device was measured to reach."""
 
     copy: float  # bytes read and written a second, copying within the device's memory
     gemm: float  # floating-point operations a second, in one large matrix product of the engine's type
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Copies a large buffer and multiplies large matrices, a second or so in all."""
+    """Measures a device by copying a large buffer and multiplying large matrices; takes a second or so."""
     with torch.inference_mode():
         rates = Rates(_copy_rate(device), _gemm_rate(device, dtype))
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device now."""
+    """Bytes that can be allocated on a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -57,7 +57,7 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Of one action: the median of a few rounds of many."""
+    """Times one action, in seconds: the median of a few rounds of many."""
 
     def timed(count: int) -> float:
         begin = time.perf_counter()

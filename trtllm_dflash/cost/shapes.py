@@ -73,7 +73,7 @@ class Shape:
 
     @cached_property
     def facts(self) -> PairFacts:
-        """What the catalog says of the pair."""
+        """The catalog's layers, block size and taps of the pair."""
         return self.apart or find_entry(self.name).facts
 
     @property
@@ -83,12 +83,12 @@ class Shape:
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Layers that the drafter reads: the catalog's, else one for each of its own layers, by z-lab's rule."""
+        """Target layers that the drafter reads: the catalog's, else one for each of its own layers, by z-lab's rule."""
         return self.facts.tap_layers or tuple(default_tap_layers(self.facts.target_layers, self.facts.drafter_layers))
 
     @property
     def block_size(self) -> int:
-        """Rows of the blocks that the drafter learned."""
+        """Length of the blocks that the drafter was trained on."""
         return self.facts.block_size
 
 
@@ -185,7 +185,7 @@ SHAPES = {
 
 
 def find_shape(name: str) -> Shape:
-    """The shape of that name.
+    """Looks up a shape by its name.
 
     Raises:
         SettingsError: there is none; lists those there are.
@@ -196,7 +196,7 @@ def find_shape(name: str) -> Shape:
 
 
 def asked_precision(precision: str | None, device: torch.device) -> dict[str, Any]:
-    """`shape_config`'s `precision` and `target_precision` for what a flag says, on a device."""
+    """Turns the flag `--precision` into `shape_config`'s `precision` and `target_precision`, on a device."""
     if precision in (None, "auto", "fp8"):
         own = "bf16" if device.type == "cuda" else "fp32"
         return {"precision": own, "target_precision": "fp8" if precision == "fp8" else None}
@@ -212,7 +212,7 @@ def shape_config(
     drafter_precision: Literal["fp8"] | None = None,
     **settings: Any,
 ) -> EngineConfig:
-    """The engine of a shape: its target, and a drafter of the target's widths.
+    """Makes the engine configuration of a shape: its target, and a drafter of the target's widths.
 
     Args:
         layers: of the target, where not the shape's.
@@ -239,7 +239,7 @@ def shape_config(
 
 
 def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, DrafterConfig]:
-    """The target of a shape, and a drafter of the target's widths.
+    """Makes the configurations of a shape's target, and of a drafter of the target's widths.
 
     Args:
         layers: of the target, where not the shape's.
