@@ -28,7 +28,7 @@ _TOP = 5  # alternatives asked for at each token
 
 
 class CompareSettings(BaseModel):
-    """What `compare` is asked for; each field but the bodies is a flag."""
+    """Settings of `compare`; each field but the bodies is a flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -50,19 +50,19 @@ class CompareSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a reply as the server tells it; `alternatives` are log-probabilities by text, its own among them."""
+    """A token of a reply, as reported by the server; `alternatives`: log-probabilities by text, its own among them."""
 
     text: str
     logprob: float
     alternatives: Mapping[str, float]
 
     def lead_over(self, other: str) -> float:
-        """By how much the server prefers this token to another one; at least that, where it does not list the other."""
+        """Margin of log-probability over another token; a lower bound where the server does not list the other."""
         listed = {self.text: self.logprob, **self.alternatives}
         return self.logprob - listed.get(other, min(listed.values()))
 
     def lists(self, other: str) -> bool:
-        """Whether the server says how likely the other token was."""
+        """Whether the server gives the other token's log-probability."""
         return other in self.alternatives or other == self.text
 
 
@@ -92,7 +92,7 @@ class Difference:
     Attributes:
         position: of the first character that differs.
         token: the number of tokens before it, where they are known.
-        a, b: what each says there.
+        a, b: the text of each there.
         margins: log-probabilities by which each server that offers them prefers its own token, by "a" and "b".
         near_tie: whether all of these, of which there are some, are small enough.
     """
@@ -107,7 +107,7 @@ class Difference:
 
 @dataclass
 class Side:
-    """One server, and what it did.
+    """One of the two servers, its replies, and its acceptance.
 
     Attributes:
         acceptance: of its drafts during the comparison, from its replies or its metrics.
@@ -123,11 +123,11 @@ class Side:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a step; None where nothing was drafted, or nobody says."""
+        """Tokens a step; None where nothing was drafted, or the server does not tell."""
         return self.acceptance.length if self.acceptance is not None else self.mean_length
 
     def as_json(self) -> dict[str, Any]:
-        """The server's side of the report."""
+        """This server's part of the report."""
         tokens = sum(reply.completion_tokens for reply in self.replies)
         after_first = [(r.completion_tokens - 1, r.seconds - r.first) for r in self.replies if r.completion_tokens > 1]
         rate = sum(n for n, _ in after_first) / (sum(t for _, t in after_first) or 1) if after_first else None
@@ -147,7 +147,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it: a difference, or None, for each prompt."""
+    """Both servers' replies, and each prompt's difference, or None."""
 
     a: Side
     b: Side
@@ -162,11 +162,11 @@ class Comparison:
 
     @property
     def equal(self) -> int:
-        """Texts that are the same."""
+        """Number of prompts whose texts are the same."""
         return sum(difference is None for difference in self.differences)
 
     def as_json(self) -> dict[str, Any]:
-        """The report."""
+        """The comparison as `--json` writes it."""
         return {
             "safe": self.safe,
             "prompts": len(self.prompts),
@@ -192,7 +192,7 @@ class Comparison:
 
 
 def shipped_prompts(number: int) -> tuple[str, ...]:
-    """Prompts that come with the package, of all kinds by turns."""
+    """Takes prompts that come with the package, of all kinds by turns."""
     kinds: dict[str, list[str]] = {}
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -225,7 +225,7 @@ def compare(settings: CompareSettings) -> Comparison:
 
 
 def find_difference(a: Reply, b: Reply, near_tie: float) -> Difference | None:
-    """Where two replies first differ, and whether it is a near-tie; None if they do not."""
+    """Finds where two replies first differ, and whether it is a near-tie; None if they do not."""
     if a.text == b.text and a.finish_reason == b.finish_reason:
         return None
     position = next((i for i, (x, y) in enumerate(zip(a.text, b.text, strict=False)) if x != y), None)
@@ -239,9 +239,8 @@ def find_difference(a: Reply, b: Reply, near_tie: float) -> Difference | None:
 
 
 def _rivals(a: Reply, b: Reply, position: int) -> tuple[int | None, dict[str, tuple[Token, str]]]:
-    """Where the tokens first differ, and for each side that offers log-probabilities its token and the other's text.
-
-    By tokens where both sides tell theirs: special tokens are among them, and not in the text.
+    """Finds the first tokens that differ: their number, and for each side with log-probabilities its token and the
+    other's text. Compares tokens where both sides report them, since special tokens are not in the text.
     """
     if a.tokens and b.tokens:
         pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
@@ -260,7 +259,7 @@ def _rivals(a: Reply, b: Reply, position: int) -> tuple[int | None, dict[str, tu
 
 
 def _token_at(reply: Reply, position: int) -> tuple[int, int] | None:
-    """The token that holds a character: its number, and where it begins; None where tokens are not known."""
+    """Finds the token that holds a character: its number, and where it begins; None where tokens are not known."""
     start = 0
     for index, token in enumerate(reply.tokens):
         if start + len(token.text) > position:
@@ -270,7 +269,7 @@ def _token_at(reply: Reply, position: int) -> tuple[int, int] | None:
 
 
 def _alternative(token: Token, text: str) -> str | None:
-    """The alternative that another text goes on with, the longest."""
+    """Finds the longest alternative that the other text begins with."""
     others = token.alternatives.keys() - {token.text}
     fitting = [other for other in others if other and text.startswith(other)]
     return max(fitting, key=len, default=None)
@@ -284,7 +283,7 @@ def _excerpt(reply: Reply, position: int) -> str:
 
 
 class _Client:
-    """Talks to one server, and keeps what it says."""
+    """A client of one server; collects its replies and metrics."""
 
     def __init__(
         self,
@@ -307,13 +306,13 @@ class _Client:
         self.side = Side(url, model or self._only_model(name), offers_logprobs=True)
 
     def look_before(self) -> None:
-        """Finds out what its metrics say, if it has any."""
+        """Reads the server's metrics before the comparison, if it has any."""
         self._before = self._read_metrics()
         if self._before.server == "sglang":
             self._body = {"return_spec_tokens_details": True, **self._body}
 
     def ask(self, prompt: str) -> None:
-        """Sends a prompt; the reply is the side's next."""
+        """Sends a prompt, and appends the reply to the side's."""
         body = self._request(prompt)
         begun = time.monotonic()
         try:
@@ -330,7 +329,7 @@ class _Client:
         self.side.replies.append(reply)
 
     def look_after(self) -> None:
-        """Counts what was drafted: from the replies, else from the metrics."""
+        """Counts the drafts: from the replies, else from the metrics."""
         told = [reply.drafts for reply in self.side.replies if reply.drafts is not None]
         if told:
             self.side.acceptance = sum(told, Drafts())
@@ -405,7 +404,7 @@ class _Client:
                 yield event
 
     def _call(self, method: str, path: str, body: str | None) -> Iterator[bytes]:
-        """A response's lines as they come."""
+        """Sends a request; yields the response's lines as they arrive."""
         parts = urlsplit(self._base)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json"}
@@ -429,7 +428,7 @@ class _Client:
             connection.close()
 
     def _read_metrics(self) -> Reading:
-        """Where nobody said where they are: of TensorRT-LLM, vLLM and SGLang they are beside the API."""
+        """Reads the metrics page; without a URL, beside the API, where TensorRT-LLM, vLLM and SGLang have it."""
         try:
             return read_metrics(self._metrics or f"{self._base}/metrics")
         except EngineError:
@@ -439,11 +438,11 @@ class _Client:
 
 
 class _Refused(Exception):
-    """A request that a server does not take."""
+    """The server refused a request."""
 
 
 def _tokens(logprobs: Any) -> list[Token]:
-    """Of a chat's chunk (`content`), or of a plain completion's (`tokens`, `token_logprobs`, `top_logprobs`)."""
+    """Reads tokens of a chat (`content`) or of a completion (`tokens`, `token_logprobs`, `top_logprobs`)."""
     if not isinstance(logprobs, dict):
         return []
     if logprobs.get("content") is not None:

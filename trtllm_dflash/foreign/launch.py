@@ -34,7 +34,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What there is to know of a runtime besides its configuration.
+    """A runtime's name, package, versions and command.
 
     Attributes:
         title: its name, as its authors write it.
@@ -74,11 +74,11 @@ class Launch:
 
     @property
     def words(self) -> list[str]:
-        """The command line."""
+        """Joins the command and its options into the words of a command line."""
         return [*self.command, *(word for option in self.options for word in option.words)]
 
     def script(self) -> str:
-        """A bash script: the files, then the command with a remark for each option."""
+        """Writes a bash script: the files, then the command with a remark for each option."""
         lines = ["#!/usr/bin/env bash", *(f"# {remark}" for remark in self.head)]
         for name, text in self.files.items():
             lines += ["", f"cat > {shlex.quote(name)} <<'END'", text.rstrip("\n"), "END"]
@@ -110,7 +110,7 @@ def start(launch: Launch, folder: Path | None = None) -> int:
 
 
 def _as_installed(launch: Launch, python: str) -> list[str]:
-    """The command line, run by the interpreter that has the runtime, wherever its programs were put."""
+    """Makes the command line run by the interpreter that has the runtime, wherever its programs were installed."""
     runtime = launch.runtime
     beside = Path(python).parent / runtime.program
     program = [str(beside)] if beside.is_file() else [python, "-m", runtime.module]
@@ -123,7 +123,7 @@ def _as_installed(launch: Launch, python: str) -> list[str]:
 
 
 def write_files(launch: Launch, folder: Path) -> None:
-    """Writes what the command reads.
+    """Writes the files that the command reads.
 
     Raises:
         SettingsError: it cannot be written.
@@ -137,7 +137,7 @@ def write_files(launch: Launch, folder: Path) -> None:
 
 
 def find_python(launch: Launch) -> str:
-    """The interpreter that has the runtime: this one, or that of its command on PATH.
+    """Finds the interpreter that has the runtime: this one, or that of its command on PATH.
 
     Raises:
         EngineError: there is none; says how to install it.
@@ -155,7 +155,7 @@ def find_python(launch: Launch) -> str:
 
 
 def check(launch: Launch, python: str, folder: Path) -> None:
-    """Has the runtime's own parser read the options and files.
+    """Validates options and files with the runtime's own parser.
 
     Raises:
         EngineError: it refuses them; with its last line.
@@ -219,7 +219,7 @@ def _end(process: "subprocess.Popen[bytes]", asked: list[int]) -> None:
 
 
 def _kill(mark: str) -> None:
-    """Ends what bears the mark: runtimes start workers in sessions of their own, which their end may leave behind."""
+    """Kills processes that bear the mark: runtimes start workers in sessions of their own, which may outlive them."""
     deadline = time.monotonic() + _GRACE
     while (left := _marked(mark)) and time.monotonic() < deadline:
         for pid in left:

@@ -47,7 +47,7 @@ SCRATCH = 4 * GB
 
 
 class LaunchSettings(BaseModel):
-    """What `launch` is asked for. Each field is a flag."""
+    """Settings of `launch`; each field is a flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -71,7 +71,7 @@ class LaunchSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Room:
-    """How many sequences fit on a GPU at once, each at its full length.
+    """The memory of a GPU, and how many sequences of full length fit in it at once.
 
     Attributes:
         weights: bytes of target and drafter on a GPU.
@@ -88,7 +88,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a runtime's configuration is written from.
+    """A pair, a method, a GPU and limits: the source of every runtime's configuration.
 
     Attributes:
         name: of the pair.
@@ -138,19 +138,19 @@ class Plan:
         return self.entry is not None and self.entry.chat.get("enable_thinking") is False
 
     def host_reason(self) -> str:
-        """Who reaches the server, in one line."""
+        """Explains in one line who can reach the server."""
         if self.settings.host in ("127.0.0.1", "localhost"):
             return "who reaches it: this machine alone"
         return "who reaches it: as asked; anyone who reaches this address may use it"
 
     def tp_reason(self) -> str:
-        """What the GPUs share, in one line, where the drafter is sliced as the target is."""
+        """Explains in one line how the GPUs divide the models, where the drafter is sliced as the target is."""
         if self.settings.tp > 1 and self.drafts:
             return f"--tp: each of {self.settings.tp} GPUs has a part of every layer, the drafter's too"
         return f"--tp: GPUs that share every layer: {self.settings.tp}"
 
     def limits_reason(self) -> str:
-        """Why there are so many sequences, in one line."""
+        """Explains the limit on sequences in one line."""
         settings = self.settings
         if self.room is None:
             return "as asked" if settings.max_batch else "the pair's shape is not known here, so memory is not planned"
@@ -208,7 +208,7 @@ def plan(settings: LaunchSettings, available: Available) -> Plan:
 
 
 def gpu_for(settings: LaunchSettings) -> GPU:
-    """The GPU that is named, else the one in this machine.
+    """Finds the GPU that `--gpu` names, else the one in this machine.
 
     Raises:
         SettingsError: it is not known, or there is none.
@@ -246,7 +246,7 @@ def _names(settings: LaunchSettings, entry: CatalogEntry | None) -> tuple[str, s
 def _shapes(
     settings: LaunchSettings, entry: CatalogEntry | None, target: str, drafter: str | None
 ) -> tuple[ModelShape | None, DrafterFacts]:
-    """From the folders, where they are here; else from the tables, which are of the catalog's checkpoints alone."""
+    """Reads shapes from folders on this machine, else from the tables, which have the catalog's checkpoints alone."""
     folder = find_folder(target)
     published = entry is not None and target == entry.target
     shape = published_target(entry.name) if published and entry is not None else None
@@ -272,7 +272,7 @@ def _is_local(name: str) -> bool:
 
 
 def _as_given(name: str) -> str:
-    """A folder by its whole path, a Hugging Face name as it is."""
+    """Makes a folder's path absolute; leaves a Hugging Face name as it is."""
     return str(find_folder(name)) if _is_local(name) else name
 
 
@@ -373,7 +373,7 @@ def _check_room(settings: LaunchSettings, gpu: GPU, room: Room | None, batch: in
 
 
 def static_memory(fraction: float) -> Available:
-    """For runtimes that give weights and caches together a fraction of the GPU's memory."""
+    """Memory rule of runtimes that give weights and caches together a fraction of the GPU's memory."""
 
     def available(gpu: GPU, weights: int) -> int:
         return int(gpu.bytes * fraction) - weights - SCRATCH
@@ -382,7 +382,7 @@ def static_memory(fraction: float) -> Available:
 
 
 def free_memory(fraction: float) -> Available:
-    """For runtimes that give caches a fraction of what is free once the weights are there."""
+    """Memory rule of runtimes that give caches a fraction of the memory that the weights leave free."""
 
     def available(gpu: GPU, weights: int) -> int:
         return int(left_by_weights(gpu, weights) * fraction)
@@ -391,5 +391,5 @@ def free_memory(fraction: float) -> Available:
 
 
 def left_by_weights(gpu: GPU, weights: int) -> int:
-    """Bytes of a GPU that are free for caches once the weights are there."""
+    """Bytes of a GPU that the weights leave free for caches."""
     return gpu.usable_bytes - weights - SCRATCH

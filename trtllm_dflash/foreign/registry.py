@@ -10,7 +10,7 @@ RUNTIMES: dict[str, ModuleType] = {"tensorrt-llm": tensorrt_llm, "vllm": vllm, "
 
 
 def plan_for(settings: LaunchSettings) -> Plan:
-    """The plan of these settings, with the memory that the runtime they name leaves to caches.
+    """Makes the plan of these settings, with the memory that their runtime leaves to caches.
 
     Raises:
         SettingsError, CheckpointError: see `plan`.
@@ -19,7 +19,7 @@ def plan_for(settings: LaunchSettings) -> Plan:
 
 
 def launch_of(settings: LaunchSettings) -> Launch:
-    """The command and files for these settings.
+    """Makes the command and files of the runtime that the settings name.
 
     Raises:
         SettingsError, CheckpointError: what the runtime would refuse, and why.

@@ -66,14 +66,14 @@ class LaunchServer(BaseModel):
     speculative_draft_attention_backend: AttentionBackend | None = None
 
     def words(self, field: str) -> tuple[str, ...]:
-        """A field as words of the command line; none where it is not set."""
+        """Spells a field as words of the command line; none where it is not set."""
         value = getattr(self, field)
         flag = "--" + field.replace("_", "-")
         return () if value is None else (flag,) if value is True else (flag, str(value))
 
 
 def launch(plan: Plan) -> Launch:
-    """The command for a plan, on the node that it is for."""
+    """Makes the command for a plan, on the node that it is for."""
     settings = plan.settings
     several = settings.nodes > 1
     drafting = {
@@ -116,7 +116,7 @@ def launch(plan: Plan) -> Launch:
 
 
 def target_backend(plan: Plan) -> AttentionBackend:
-    """Kernels of the target's attention. For gpt-oss SGLang takes triton, trtllm_mha, fa3 and fa4 alone."""
+    """Chooses the kernels of the target's attention. For gpt-oss SGLang takes triton, trtllm_mha, fa3 and fa4 alone."""
     if plan.gpu.datacenter_blackwell:
         return "trtllm_mha"
     if plan.gpu.hopper:
@@ -125,7 +125,7 @@ def target_backend(plan: Plan) -> AttentionBackend:
 
 
 def draft_backend(plan: Plan) -> AttentionBackend:
-    """Kernels of the drafter's attention, which is not causal: there SGLang itself would turn trtllm_mha into fa4."""
+    """Chooses the kernels of the drafter's attention. It is not causal: SGLang would turn trtllm_mha into fa4 there."""
     return "fa4" if plan.gpu.datacenter_blackwell else "fa3" if plan.gpu.hopper else "flashinfer"
 
 
@@ -151,7 +151,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
 
 
 def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
-    """Field -> one line, in the order of the command."""
+    """Gives the reason for each field in one line, in the order of the command."""
     kernels: dict[AttentionBackend, str] = {
         "trtllm_mha": "the target's kernels: TensorRT-LLM's, for data-center Blackwell",
         "fa3": "the target's kernels: FlashAttention 3, for Hopper",

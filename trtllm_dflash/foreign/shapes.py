@@ -1,4 +1,4 @@
-"""What a runtime's limits follow from: the shapes of a target and its drafter, without our having to compute them.
+"""The shapes of a target and its drafter, from which a runtime's limits follow; of any family, ours or not.
 
 They come from the two folders' config.json where these are on this machine, else from `cost.shapes`.
 """
@@ -23,7 +23,7 @@ _WINDOWED = ("sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory and limits depend on.
+    """The sizes of a model that memory and limits depend on.
 
     Attributes:
         family: `model_type` of its config.json.
@@ -44,7 +44,7 @@ class ModelShape:
     experts: int = 0
 
     def cache_bytes(self, tokens: int, tp: int, itemsize: int = _BF16) -> int:
-        """K and V rows of one sequence of `tokens` on one of `tp` ranks; ranks that outnumber the heads share one."""
+        """Bytes of a sequence's K and V of `tokens` on one of `tp` ranks; ranks that outnumber the heads share one."""
         row = 2 * max(1, self.kv_heads // tp) * self.head_size * itemsize
         full = (self.layers - self.windowed_layers) * tokens
         return row * (full + self.windowed_layers * min(tokens, self.window))
@@ -52,14 +52,14 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What the runtimes must know of a drafter; None where nothing here says it."""
+    """A drafter's settings that runtimes need; None where they are not known."""
 
     block_size: int | None
     shape: ModelShape | None = None
 
 
 def published_target(name: str) -> ModelShape | None:
-    """The target of the catalog's pair of that name; None where its shape is not known."""
+    """Looks up the target's shape of a catalog's pair; None where it is not known."""
     shape = SHAPES.get(name)
     if shape is None or shape.checkpoint_bytes is None:
         return None
@@ -80,9 +80,8 @@ def published_target(name: str) -> ModelShape | None:
 
 
 def published_drafter(name: str) -> ModelShape | None:
-    """Its drafter, of the target's widths; a head's size is not published, and memory is planned for `_LARGEST_HEAD`.
-
-    Nor are the positions that it takes.
+    """Looks up the drafter's shape of a catalog's pair, of the target's widths. Its head size is not published, and
+    memory is planned for `_LARGEST_HEAD`; nor are the positions that it takes.
     """
     target = published_target(name)
     if target is None:
@@ -104,7 +103,7 @@ def published_drafter(name: str) -> ModelShape | None:
 
 
 def find_folder(name: str) -> Path | None:
-    """Where a checkpoint lies on this machine: a folder, the package's, or the Hugging Face cache. Downloads nothing.
+    """Finds a checkpoint on this machine: a folder, the package's, or the Hugging Face cache's. Downloads nothing.
 
     Raises:
         CheckpointError: it is a path, and there is no such folder.
@@ -119,7 +118,7 @@ def find_folder(name: str) -> Path | None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape in a folder's config.json, of any family.
+    """Reads the shape from a folder's config.json, of any family.
 
     Raises:
         CheckpointError: it does not say what is needed.
@@ -146,7 +145,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def read_drafter(folder: Path) -> DrafterFacts:
-    """A drafter's facts in its config.json, in either format.
+    """Reads a drafter's settings from its config.json, in either format.
 
     Raises:
         CheckpointError: it is no DFlash drafter's, or lacks them.

@@ -42,7 +42,7 @@ class _Strict(BaseModel):
 
 
 class KvCacheConfig(_Strict):
-    """`kv_cache_config`."""
+    """Fields of `kv_cache_config` that are set."""
 
     dtype: Literal["auto", "fp8", "nvfp4"]
     free_gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)]
@@ -50,20 +50,20 @@ class KvCacheConfig(_Strict):
 
 
 class CudaGraphConfig(_Strict):
-    """`cuda_graph_config`."""
+    """Fields of `cuda_graph_config` that are set."""
 
     enable_padding: bool
     max_batch_size: PositiveInt
 
 
 class MoeConfig(_Strict):
-    """`moe_config`."""
+    """Fields of `moe_config` that are set."""
 
     backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "TRITON"]
 
 
 class DFlashConfig(_Strict):
-    """`speculative_config` with `decoding_type: DFlash`."""
+    """Fields of `speculative_config` with `decoding_type: DFlash`."""
 
     decoding_type: Literal["DFlash"] = "DFlash"
     speculative_model: str
@@ -82,7 +82,7 @@ class DFlashConfig(_Strict):
 
 
 class Eagle3Config(_Strict):
-    """`speculative_config` with `decoding_type: Eagle3` (`Eagle` in older releases)."""
+    """Fields of `speculative_config` with `decoding_type: Eagle3` (`Eagle` in older releases)."""
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
     speculative_model: str
@@ -107,7 +107,7 @@ class LlmArgs(_Strict):
 
 
 def llm_args(plan: Plan) -> LlmArgs:
-    """The YAML's content for a plan."""
+    """Makes the arguments of TensorRT-LLM's LLM, the content of the YAML, for a plan."""
     settings = plan.settings
     return LlmArgs(
         tensor_parallel_size=settings.tp,
@@ -130,12 +130,12 @@ def llm_args(plan: Plan) -> LlmArgs:
 
 
 def config_file(plan: Plan) -> str:
-    """The name of the YAML."""
+    """Names the YAML file of a plan."""
     return f"{plan.name}-{plan.method}.yaml"
 
 
 def launch(plan: Plan) -> Launch:
-    """The command and files for a plan."""
+    """Makes the command and files for a plan."""
     settings = plan.settings
     name = config_file(plan)
     files = {name: render(plan)}
@@ -162,7 +162,7 @@ def launch(plan: Plan) -> Launch:
 
 
 def cache_fraction(plan: Plan) -> float:
-    """`free_gpu_memory_fraction`: what the drafter's context arena leaves.
+    """Computes `free_gpu_memory_fraction`: the share that the drafter's context arena leaves.
 
     The arena is dense, (max_batch + 1) sequences of the whole length, and is allocated after the cache pool took its
     fraction (DFlashWorker._check_ctx_arena_fits).
@@ -175,7 +175,7 @@ def cache_fraction(plan: Plan) -> float:
 
 
 def attention_backend(plan: Plan) -> Literal["VANILLA", "TRTLLM", "FA4"]:
-    """Kernels of the drafter's attention (DFlashDecodingConfig.attention_backend)."""
+    """Chooses the kernels of the drafter's attention (DFlashDecodingConfig.attention_backend)."""
     return "TRTLLM" if plan.gpu.datacenter_blackwell else "FA4" if plan.gpu.hopper else "VANILLA"
 
 
@@ -202,7 +202,7 @@ def _speculative(plan: Plan) -> DFlashConfig | Eagle3Config | None:
 
 
 def _step_tokens(plan: Plan) -> int:
-    """At least max_batch * (1 + K), which it demands, and a whole prompt, which it otherwise would cut."""
+    """Tokens of a step: at least max_batch * (1 + K), which it demands, and a whole prompt, which it would cut else."""
     needed = max(plan.max_seq_len, plan.max_batch * (1 + plan.draft_length))
     return 1 << (needed - 1).bit_length()
 
@@ -211,7 +211,7 @@ def _step_tokens(plan: Plan) -> int:
 
 
 def render(plan: Plan, extra: tuple[tuple[str, Any, str], ...] = ()) -> str:
-    """The YAML with a remark above each key. `extra`: keys that precede it, with their values and remarks."""
+    """Writes the YAML with a remark above each key. `extra`: keys that precede it, with their values and remarks."""
     reasons = _reasons(plan)
     lines: list[str] = []
     for key, value, why in extra:
@@ -265,7 +265,7 @@ def _slurm(plan: Plan, words: str) -> str:
 
 
 def _reasons(plan: Plan) -> dict[str, str]:
-    """Key -> one line."""
+    """Gives the reason for each key in one line."""
     settings = plan.settings
     length = plan.draft_length
     kernels = {

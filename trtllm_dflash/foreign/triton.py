@@ -72,7 +72,7 @@ TritonPythonModel = module.TritonPythonModel  # it reads model.yaml in this fold
 
 
 def render(plan: Plan) -> dict[str, str]:
-    """The repository's files by path."""
+    """Writes the repository's files, as text by path."""
     extra: tuple[tuple[str, object, str], ...] = (
         ("model", plan.target, "the target"),
         ("backend", "pytorch", "the only backend of TensorRT-LLM that drafts blocks"),

@@ -39,7 +39,7 @@ AttentionBackend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTE
 
 
 class SpeculativeConfig(BaseModel):
-    """What `--speculative-config` takes as JSON, of vLLM 0.26.0's fields those that block drafting has."""
+    """The JSON of `--speculative-config`: those of vLLM 0.26.0's fields that block drafting has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,7 +75,7 @@ class Serve(BaseModel):
     speculative_config: SpeculativeConfig | None = None
 
     def words(self, field: str) -> tuple[str, ...]:
-        """A field as words of the command line; none where it is not set."""
+        """Spells a field as words of the command line; none where it is not set."""
         value = getattr(self, field)
         if value is None:
             return ()
@@ -86,7 +86,7 @@ class Serve(BaseModel):
 
 
 def launch(plan: Plan) -> Launch:
-    """The command for a plan.
+    """Makes the command for a plan.
 
     Raises:
         SettingsError: a GPU or a shape that none of vLLM's kernels takes.
@@ -117,7 +117,7 @@ def launch(plan: Plan) -> Launch:
 
 
 def target_backend(plan: Plan) -> AttentionBackend:
-    """Kernels of the target's attention.
+    """Chooses the kernels of the target's attention.
 
     FlashAttention 2 has no sinks (get_flash_attn_version gives 3 on SM90, 4 on SM100, 2 elsewhere).
     """
@@ -139,7 +139,7 @@ def _speculative(plan: Plan) -> SpeculativeConfig | None:
 
 
 def _batched_tokens(plan: Plan) -> int:
-    """A step's tokens: vLLM sets draft_length - 1 aside for every sequence, and refuses if nothing is left."""
+    """Tokens of a step: vLLM sets draft_length - 1 aside for every sequence, and refuses if none is left."""
     needed = _PREFILL + plan.max_batch * max(0, plan.draft_length - 1)
     return 1 << (needed - 1).bit_length()
 
@@ -176,7 +176,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
 
 
 def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
-    """Field -> one line, in the order of the command."""
+    """Gives the reason for each field in one line, in the order of the command."""
     block = plan.block_size
     draft = {
         "dflash": f"DFlash: {plan.draft_length} drafts and the bonus token are a block of {plan.draft_length + 1}"
