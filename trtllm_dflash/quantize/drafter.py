@@ -1,4 +1,4 @@
-"""A drafter's quantized checkpoint: calibrated on what the target really hands it, exported as ModelOpt exports."""
+"""A drafter's quantized checkpoint: calibrated on the target's own hidden states, exported as ModelOpt exports."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ _GROUPS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.g
 
 
 class DrafterLinears(nn.Module):
-    """A drafter's matrices as modules, under their names in its checkpoint: what ModelOpt knows how to quantize."""
+    """A drafter's matrices as modules, which ModelOpt can quantize, under their names in its checkpoint."""
 
     def __init__(self, checkpoint: DrafterCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class DrafterLinears(nn.Module):
         parent.add_module(last, linear)
 
     def product(self, name: str, x: Tensor) -> Tensor:
-        """The engine's linear `name` of x, without its bias."""
+        """Computes the engine's linear `name` of x, without its bias."""
         return torch.cat([self.get_submodule(part)(x) for part in self.parts[name]], dim=-1)
 
 
 class ModuleOps(TorchOps):
-    """TorchOps whose drafter's matrices are modules."""
+    """TorchOps that multiplies by the modules of a drafter's matrices."""
 
     linears: DrafterLinears
 
@@ -117,7 +117,7 @@ def quantize_drafter(
 
 
 def ops_over(llm: LLM, kind: type[OpsKind]) -> OpsKind:
-    """Operations of that kind over an engine's weights and the caches of its first slot."""
+    """Makes operations of that kind over an engine's weights and the caches of its first slot."""
     session = llm.session
     assert isinstance(session, TorchSession), "loaded from checkpoints"
     return kind(session.weights, {name: cache[:1] for name, cache in session.caches.items()})
@@ -140,7 +140,7 @@ def draft_blocks(ops: TorchOps, llm: LLM, sample: Sample) -> Iterator[Tensor]:
 
 
 def _export(linears: DrafterLinears) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of all quantized matrices, and ModelOpt's summary of what it did."""
+    """Exports the tensors of all quantized matrices, and ModelOpt's summary of the quantization."""
     tools = importlib.import_module("modelopt.torch.export.quant_utils")
     quantized = {
         name: module

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt: found, quiet, and told what to leave alone."""
+"""NVIDIA ModelOpt: finds it, keeps it quiet, and makes its recipes."""
 
 import copy
 import importlib
@@ -20,7 +20,7 @@ _LEFT_ALONE = ("fc.*", "model.fc.*", "*embed_tokens*")
 
 
 def load_modelopt() -> ModuleType:
-    """`modelopt.torch.quantization`.
+    """Imports `modelopt.torch.quantization`.
 
     Raises:
         SettingsError: it is not installed, or does not load.
@@ -35,7 +35,7 @@ def load_modelopt() -> ModuleType:
 
 
 def recipe(modelopt: ModuleType, format: str, kv: str | None) -> dict[str, Any]:
-    """What ModelOpt is asked for."""
+    """Makes ModelOpt's configuration for a format, and for K/V caches where `kv` names one."""
     config: dict[str, Any] = copy.deepcopy(getattr(modelopt, _RECIPES[format]))
     if kv is not None:
         config["quant_cfg"] += copy.deepcopy(modelopt.FP8_KV_CFG["quant_cfg"])
@@ -45,7 +45,7 @@ def recipe(modelopt: ModuleType, format: str, kv: str | None) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what the libraries say from standard output, and their bars from the terminal, where ours are."""
+    """Keeps the libraries' messages from standard output, and their progress bars from the terminal, where ours are."""
     from transformers.utils import logging as transformers_logging
 
     before, bars = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()

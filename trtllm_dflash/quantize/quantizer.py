@@ -27,7 +27,7 @@ REPORT_FILE = "report.json"
 
 
 class QuantizeSettings(BaseModel):
-    """What `quantize` is asked for; each field is a flag."""
+    """Settings of `quantize`; each field is a flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -88,7 +88,7 @@ def _quantize(
     report: QuantizeReport,
     progress: Progress,
 ) -> dict[str, Path]:
-    """The folders of target and drafter afterwards."""
+    """Quantizes the models in `roles` into `aside`; returns the folders of target and drafter to use from then on."""
     made = dict(folders)
     device = pick_device(settings.device)
     if "target" in roles:
@@ -125,7 +125,7 @@ def _quantize(
 
 
 def _roles(settings: QuantizeSettings, pair: Pair) -> list[str]:
-    """What is to be quantized."""
+    """Chooses which of target and drafter are quantized."""
     models = {"target": pair.target_config, **({"drafter": pair.drafter.config} if pair.drafter is not None else {})}
     if settings.only is not None and settings.only not in models:
         raise SettingsError("--only drafter: there is no drafter; give --drafter")
@@ -142,7 +142,7 @@ def _roles(settings: QuantizeSettings, pair: Pair) -> list[str]:
 
 
 def _check_experts(settings: QuantizeSettings, pair: Pair) -> None:
-    """Refuses a mixture whose experts are kept in a form of their family's: gpt-oss."""
+    """Refuses gpt-oss, whose experts are stored in a form of its own."""
     moe = pair.target_config.moe
     if moe is None or any(w.stack and w.is_matrix for w in build_target(pair.target_config).weights()):
         return

@@ -1,4 +1,4 @@
-"""What quantizing costs: sizes, the error of every matrix's product, perplexity, and acceptance of all combinations."""
+"""The cost of quantizing: sizes, the error of each matrix's product, perplexity, and acceptance of all combinations."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _LISTED = 4  # layers whose experts a line names
 
 @dataclass(frozen=True)
 class Closeness:
-    """Of a quantized product [N, O] to the unquantized one. Cosine alone does not see a wrong scale."""
+    """The error of a quantized product [N, O] against the unquantized one. Cosine alone does not see a wrong scale."""
 
     cosine: float
     norm_ratio: float
@@ -33,7 +33,7 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Greedy replies to the held-back prompts, drafted."""
+    """Acceptance in drafted, greedy replies to the held-back prompts."""
 
     target: str  # precision
     drafter: str
@@ -43,7 +43,7 @@ class Acceptance:
 
 @dataclass
 class QuantizeReport:
-    """What was made, and what it costs on held-back samples."""
+    """The quantized checkpoints' sizes, and their errors, perplexity and acceptance on held-back samples."""
 
     format: str
     kv: str | None
@@ -61,14 +61,14 @@ class QuantizeReport:
 
 @dataclass
 class Observed:
-    """What a pass over the held-back samples gave."""
+    """Products and perplexity of a pass over the held-back samples."""
 
     products: dict[str, list[Tensor]]  # of each linear, by sample, and "logits"
     perplexity: float
 
 
 class ProductOps(TorchOps):
-    """TorchOps that keeps what each linear gave, and each layer's experts."""
+    """TorchOps that keeps the output of each linear and of each layer's experts."""
 
     products: dict[str, list[Tensor]]
 
@@ -111,7 +111,7 @@ def observe(llm: LLM, samples: list[Sample]) -> Observed:
 
 
 def closeness(before: list[Tensor], after: list[Tensor]) -> Closeness:
-    """Over all rows of all samples."""
+    """Compares products over all rows of all samples."""
     a, b = (torch.cat([x.flatten() for x in tensors]).double() for tensors in (before, after))
     return Closeness(float(a @ b / (a.norm() * b.norm())), float(b.norm() / a.norm()))
 
@@ -162,7 +162,7 @@ def measure(
 
 
 def as_markdown(report: QuantizeReport) -> str:
-    """The report for people: sizes and perplexity, acceptance, and the matrices that lost most."""
+    """Writes the report as Markdown: sizes and perplexity, acceptance, and the matrices that lost most."""
     samples = f"{report.calibration_samples} samples to calibrate, {report.held_back_samples} others to measure"
     lines = [f"{report.format}, {samples}, computed in {report.computed_in}"]
     if report.experts_without_tokens:
@@ -187,7 +187,7 @@ def as_markdown(report: QuantizeReport) -> str:
 
 
 def _without_tokens(experts: dict[str, list[int]]) -> str:
-    """One line on the experts that a calibration did not reach."""
+    """Writes one line on the experts that no calibration token chose."""
     named = [f"{router} {', '.join(map(str, ids))}" for router, ids in experts.items()]
     more = f"; and of {len(named) - _LISTED} more layers, in report.json" if len(named) > _LISTED else ""
     return (
@@ -200,7 +200,7 @@ def _without_tokens(experts: dict[str, list[int]]) -> str:
 def _arms(
     format: str, before: dict[str, Path], after: dict[str, Path]
 ) -> Iterator[tuple[dict[str, str], dict[str, Path]]]:
-    """Every combination of precisions that was made: names, and folders."""
+    """Yields every combination of precisions: names, and folders."""
     seen = []
     for drafter in (before, after):
         for target in (before, after):
@@ -213,7 +213,7 @@ def _arms(
 
 
 def _only_changed(name: str, folders: dict[str, Path], before: dict[str, Path]) -> bool:
-    """Whether a product is of the one model that is quantized in this combination."""
+    """Whether a product belongs to the only model that is quantized in this combination."""
     changed = [role for role in folders if folders[role] != before[role]]
     return changed == ["drafter" if name.startswith(PREFIX) else "target"]
 
@@ -233,6 +233,6 @@ def _bytes(folder: Path) -> int:
 
 
 def as_json(report: QuantizeReport) -> dict[str, Any]:
-    """All of it."""
+    """Turns the report into the content of report.json."""
     errors = {name: vars(error) for name, error in report.errors.items()}
     return {**vars(report), "errors": errors, "acceptance": [vars(row) for row in report.acceptance]}

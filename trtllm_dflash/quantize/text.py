@@ -1,4 +1,4 @@
-"""The text that a calibration reads, as tokens, and what of it is kept back to measure with."""
+"""Calibration text as tokens: samples to calibrate with, and others held back to measure with."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what follows it."""
+    """The tokens of a prompt and of the text that follows it."""
 
     token_ids: list[int]
     prompt: int  # how many of them are the prompt
@@ -25,7 +25,7 @@ class Samples:
 
 
 def read_samples(text: Path, codec: TextCodec, samples: int, held_back: int, length: int) -> Samples:
-    """Samples of a text, evenly from all of it.
+    """Reads samples of a text, evenly from all of it.
 
     A file named `.jsonl` has an object a line: `prompt` goes through the chat template where there is one, `reference`
     is the reply; or there is `text`. Any other file is one long text, cut into pieces.
