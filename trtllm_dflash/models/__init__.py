@@ -11,13 +11,13 @@ from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 
 
 class Family(Protocol):
-    """A class of decoders, each made from what it reads of a checkpoint's configuration."""
+    """A class of decoders, with a reader of its checkpoints' configuration."""
 
     def __call__(self, config: DecoderConfig) -> Decoder:
-        """The decoder that computes a configuration."""
+        """Makes the decoder of a configuration."""
 
     def read_config(self, raw: dict[str, Any]) -> DecoderConfig:
-        """The configuration in Hugging Face's config.json.
+        """Reads the configuration from Hugging Face's config.json.
 
         Raises:
             CheckpointError: a setting is missing, or asks for something that is not computed.
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
-    """A target's configuration from its config.json.
+    """Reads a target's configuration from its config.json, by the family's rules.
 
     Raises:
         CheckpointError: the family is not one we build, or a setting is not supported.
@@ -46,5 +46,5 @@ def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
 
 
 def build_target(config: DecoderConfig) -> Decoder:
-    """The model that computes a configuration."""
+    """Makes the decoder of a configuration."""
     return FAMILIES[config.family](config)

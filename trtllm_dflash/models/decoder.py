@@ -57,7 +57,7 @@ class DecoderConfig(BaseModel):
 
 
 def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
-    """The settings that dense families share in config.json.
+    """Reads the settings that dense families share from config.json.
 
     Raises:
         CheckpointError: a setting is missing, or asks for something that this decoder does not compute.
@@ -95,7 +95,7 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
 
 @dataclass(frozen=True)
 class Features(Generic[T]):
-    """What a pass of the target hands on."""
+    """The target's hidden states from one pass: the tapped ones for the drafter, the last for logits."""
 
     hidden: T  # [B, Q, H] after the last layer, before the final norm
     taps: list[T]  # [B, Q, H] each: after the tapped layers, in their order
@@ -113,7 +113,7 @@ class Decoder:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def weights(self) -> list[Weight]:
-        """Every engine tensor and the checkpoint tensors it is made of."""
+        """Lists every engine tensor with the checkpoint tensors that it is made of."""
         c = self.config
         table = (c.vocab_size, c.hidden_size)
         weights = [_whole("model.embed_tokens.weight", table)]
@@ -126,7 +126,7 @@ class Decoder:
         return in_precision(weights, c.linear_precision, c.plain_linears)
 
     def layer_weights(self, prefix: str) -> list[Weight]:
-        """The tensors of one layer."""
+        """Lists the tensors of one layer."""
         c = self.config
         weights = [
             _whole(prefix + "input_layernorm.weight", (c.hidden_size,)),
@@ -135,7 +135,7 @@ class Decoder:
         return weights + attention_weights(prefix, c) + self.feed_forward_weights(prefix)
 
     def feed_forward_weights(self, prefix: str) -> list[Weight]:
-        """The tensors of a layer's feed-forward."""
+        """Lists the tensors of a layer's feed-forward."""
         return mlp_weights(prefix, self.config)
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -154,11 +154,11 @@ class Decoder:
         return Features(hidden, [streams[i + 1] for i in tap_layers])
 
     def logits(self, ops: Ops[T], hidden: T) -> T:
-        """hidden [B, R, H], before the final norm -> [B, R, V/tp]."""
+        """Computes logits [B, R, V/tp] of hidden [B, R, H], which the final norm has not seen yet."""
         return ops.norm_linear("model.norm", "lm_head", Residual(hidden), self.config.norm_eps)[1]
 
     def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
-        """The whole residual stream before layer i, and the stream after it."""
+        """Computes layer i: returns the whole residual stream before it, and the stream after it."""
         c = self.config
         prefix = f"model.layers.{i}."
         layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms, c.windows[i] if c.windows else None)
@@ -167,7 +167,7 @@ class Decoder:
         return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h))
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
-        """A layer's second half, its norm and its sum over the ranks included."""
+        """Computes a layer's feed-forward, with its norm before and its sum over the ranks after."""
         return mlp(ops, prefix, x, self.config)
 
 
@@ -177,21 +177,21 @@ class Decoder:
 def attention_layer(
     prefix: str, rope: str, c: DecoderConfig, tp: int, head_norms: bool, window: int | None = None
 ) -> AttentionLayer:
-    """A layer's attention on one of `tp` ranks."""
+    """Describes a layer's attention on one of `tp` ranks."""
     heads, kv_heads = units_per_rank(c.heads, tp), units_per_rank(c.kv_heads, tp)
     eps = c.norm_eps if head_norms else None
     return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, eps, window, c.attention_sinks)
 
 
 def mlp(ops: Ops[T], prefix: str, x: Residual[T], c: DecoderConfig) -> Residual[T]:
-    """Norm and SwiGLU feed-forward, summed over the ranks."""
+    """Computes norm and SwiGLU feed-forward, summed over the ranks."""
     norm, gate_up = prefix + "post_attention_layernorm", prefix + "mlp.gate_up_proj"
     stream, h = ops.norm_linear_swiglu(norm, gate_up, x, c.norm_eps)
     return ops.add_product(prefix + "mlp.down_proj", stream, h)
 
 
 def attention_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:
-    """Fused qkv_proj and o_proj, and biases where there are any. `source`: the prefix in the checkpoint."""
+    """Lists fused qkv_proj and o_proj, with their biases if any. `source`: the prefix in the checkpoint."""
     source = prefix if source is None else source
     attention = source + "self_attn."
     q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
@@ -216,7 +216,7 @@ def attention_weights(prefix: str, c: DecoderConfig, source: str | None = None) 
 
 
 def mlp_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:
-    """Fused gate_up_proj, and down_proj."""
+    """Lists fused gate_up_proj, and down_proj."""
     source = prefix if source is None else source
     size = c.intermediate_size
     gate, up = (Part(f"{source}mlp.{n}_proj.weight", (size, c.hidden_size), Split.ROWS, size) for n in ("gate", "up"))
@@ -228,7 +228,7 @@ def mlp_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> lis
 
 
 def head_norm_weights(prefix: str, c: DecoderConfig, source: str | None = None) -> list[Weight]:
-    """q_norm and k_norm, over the head size."""
+    """Lists q_norm and k_norm, over the head size."""
     source = prefix if source is None else source
     return [
         Weight(f"{prefix}self_attn.{n}_norm.weight", (Part(f"{source}self_attn.{n}_norm.weight", (c.head_size,)),))

@@ -47,7 +47,7 @@ class Drafter:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def weights(self) -> list[Weight]:
-        """Every engine tensor (named `drafter.`...) and the checkpoint tensors it is made of."""
+        """Lists every engine tensor (named `drafter.`...) with the checkpoint tensors that it is made of."""
         c = self.config
         weights = [
             _whole("fc.weight", (c.hidden_size, len(c.tap_layers) * c.hidden_size)),
@@ -70,7 +70,7 @@ class Drafter:
         return in_precision(weights, c.linear_precision, c.plain_linears)
 
     def _context_weights(self) -> list[Weight]:
-        """All layers' K and V projections once more as one tensor: context rows need nothing else, so one GEMM."""
+        """Lists all layers' K and V projections once more as one tensor: context rows need no others, so one GEMM."""
         c = self.config
         size = c.kv_heads * c.head_size
         names = [f"layers.{i}.self_attn.{n}_proj" for i in range(c.layers) for n in ("k", "v")]
@@ -84,7 +84,7 @@ class Drafter:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def context(self, ops: Ops[T], taps: list[T], start: T) -> list[Context[T]]:
-        """The context rows of each layer (see `Ops.context_rows`), of taps [B, Q, H] at start [B]."""
+        """Computes each layer's context rows (see `Ops.context_rows`) from taps [B, Q, H] at start [B]."""
         c = self.config
         x = ops.linear(PREFIX + "fc", ops.concat(taps))
         # [B, Q, layers * 2 * Hkv * D]

@@ -30,7 +30,7 @@ class GptOss(MoEDecoder):
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
-        """The configuration in Hugging Face's config.json."""
+        """Reads the configuration from Hugging Face's config.json."""
         # transformers has defaults for it too, but YaRN above all must be said.
         if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
             raise CheckpointError("config.json: rope_scaling is missing")
@@ -67,7 +67,7 @@ class GptOss(MoEDecoder):
         experts = prefix + "mlp.experts."
 
         def weight(name: str, kind: str, *shape: int, content: Content = Content.NUMBERS) -> Weight:
-            """Of gate_up_proj or down_proj; `kind`: "bias", "weight", or one of MXFP4's two."""
+            """A tensor of gate_up_proj or down_proj; `kind`: "bias", "weight", or one of MXFP4's two."""
             key = f"{experts}{name}" + ("" if kind == "weight" else f"_{kind}")
             interleaved, transposed = name == "gate_up_proj", kind == "weight"
             split, units = self._split(interleaved, transposed, kind == "bias")
@@ -91,7 +91,7 @@ class GptOss(MoEDecoder):
         return matrices + biases
 
     def _split(self, gate_up: bool, transposed: bool, bias: bool) -> tuple[Split, int]:
-        """How ranks divide a tensor of the experts, as it is stored, and into what units.
+        """Chooses how ranks divide a stored tensor of the experts, and the number of units.
 
         MXFP4's blocks lie along the input of `down_proj`: its columns are divided by whole blocks.
         """
@@ -115,7 +115,7 @@ def _is_mxfp4(raw: dict[str, Any]) -> bool:
 
 
 def _windows(raw: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Each layer's window; without `layer_types`, as transformers has it: every other layer, from the first on."""
+    """Reads each layer's window; without `layer_types`, as transformers does: every other layer, from the first on."""
     types = raw.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(layers)]
     if len(types) != layers or not set(types) <= {_FULL, _SLIDING}:
         raise CheckpointError(f"config.json: layer_types must say {_SLIDING} or {_FULL} for each of {layers} layers")

@@ -10,5 +10,5 @@ class Llama(Decoder):
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
-        """The configuration in Hugging Face's config.json."""
+        """Reads the configuration from Hugging Face's config.json."""
         return read_decoder_config("llama", raw)

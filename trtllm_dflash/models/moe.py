@@ -28,7 +28,7 @@ class MoEDecoder(Decoder, ABC):
 
     @abstractmethod
     def expert_weights(self, prefix: str) -> list[Weight]:
-        """The tensors of a layer's experts."""
+        """Lists the tensors of a layer's experts."""
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         stream, h = ops.norm(prefix + "post_attention_layernorm", x, self.config.norm_eps)
@@ -36,14 +36,14 @@ class MoEDecoder(Decoder, ABC):
         return Residual(stream, ops.all_reduce(ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits)))
 
     def experts(self, prefix: str, tp: int, rank: int) -> MoELayer:
-        """A layer's experts, as `rank` of `tp` sees them."""
+        """Describes a layer's experts on `rank` of `tp`."""
         moe = self.moe
         first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
         return MoELayer(prefix + "mlp.", moe.experts, first, last - first, moe.top_k, moe.normalized, moe.clamp)
 
 
 def check_experts(moe: MoEConfig) -> MoEConfig:
-    """The experts, once a token can choose as many as it should.
+    """Checks that a token can choose as many experts as it should; returns the configuration.
 
     Raises:
         CheckpointError: it cannot.

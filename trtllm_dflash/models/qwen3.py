@@ -13,7 +13,7 @@ class Qwen3(Decoder):
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
-        """The configuration in Hugging Face's config.json."""
+        """Reads the configuration from Hugging Face's config.json."""
         return read_decoder_config("qwen3", raw)
 
     def layer_weights(self, prefix: str) -> list[Weight]:

@@ -16,7 +16,7 @@ class Qwen3Moe(MoEDecoder):
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
-        """The configuration in Hugging Face's config.json."""
+        """Reads the configuration from Hugging Face's config.json."""
         for key, computed in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
             if raw.get(key, computed) != computed:
                 raise CheckpointError(

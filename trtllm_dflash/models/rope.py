@@ -28,7 +28,7 @@ class RopeConfig(BaseModel):
 
 
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
-    """The rotary settings of a Hugging Face config.json: `rope_theta` with `rope_scaling`, or `rope_parameters`.
+    """Reads rotary settings from Hugging Face's config.json: `rope_theta` with `rope_scaling`, or `rope_parameters`.
 
     Raises:
         CheckpointError: the scaling rule is not one we compute.
@@ -57,7 +57,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> RopeConfig:
-    """YaRN (arXiv 2309.00071), what is missing filled in as transformers does."""
+    """Reads YaRN's settings (arXiv 2309.00071), with transformers' defaults."""
     original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
     factor = scaling.get("factor") or raw["max_position_embeddings"] / original
     attention = scaling.get("attention_factor")
@@ -81,7 +81,7 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 def rope_tables(config: RopeConfig, head_size: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * frequency, times the attention factor: each [positions, head_size / 2] float32."""
+    """Makes cos and sin of position * frequency, times the attention factor: [positions, head_size / 2] FP32 each."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     frequencies = 1.0 / config.theta**exponents  # [D/2]
     if config.kind == "linear":
@@ -95,7 +95,7 @@ def rope_tables(config: RopeConfig, head_size: int, positions: int) -> tuple[tor
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1's rule: long waves are slowed by `factor`, short ones kept, and those between blended."""
+    """Scales frequencies by Llama 3.1's rule: long waves slowed by `factor`, short ones kept, those between blended."""
     wavelength = 2 * math.pi / frequencies
     turns = config.original_max_positions / wavelength
     span = config.high_freq_factor - config.low_freq_factor
@@ -104,7 +104,7 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_size: int) -> torch.Tensor:
-    """YaRN's rule: by the turns that a dimension makes over the original positions, and blended along dimensions."""
+    """Scales frequencies by YaRN's rule: by each one's turns over the original positions, blended along dimensions."""
 
     def dimension(turns: float) -> float:
         wavelength = config.original_max_positions / (turns * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""What an engine's tensors are made of: which checkpoint tensors, joined how, and which part of them a rank holds."""
+"""An engine's tensors: the checkpoint tensors that each is joined from, and the part that each rank holds."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Split(Enum):
 
 
 class Content(Enum):
-    """What a checkpoint tensor's elements are."""
+    """The kind of a checkpoint tensor's elements."""
 
     NUMBERS = "floating-point numbers"
     E2M1_PAIRS = "bytes of two MXFP4 numbers each, kept as they are"
@@ -43,7 +43,7 @@ class Content(Enum):
 
 
 class WeightPrecision(str, Enum):
-    """How an engine stores a weight's numbers; see `ops/linear_weight.py`."""
+    """The format of a weight's numbers in an engine; see `ops/linear_weight.py`."""
 
     ENGINE = "engine"  # in the engine's own type
     FP8 = "fp8"  # a matrix as E4M3, with one FP32 scale a row of what the rank holds
@@ -52,7 +52,7 @@ class WeightPrecision(str, Enum):
     BYTES = "bytes"  # as the checkpoint's
 
     def stored_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes of a weight of that shape with its scales, in an engine whose own type has `itemsize`."""
+        """Counts the bytes of a weight of that shape with its scales, in an engine whose own type has `itemsize`."""
         count = prod(shape)
         if self is WeightPrecision.ENGINE:
             return count * itemsize
@@ -83,7 +83,7 @@ class Part:
     transposed: bool = False  # the second and third dimension are an engine's third and second
 
     def bounds(self, tp: int, rank: int) -> tuple[int, int]:
-        """First and past-the-last index that `rank` of `tp` holds along the divided dimension."""
+        """Computes the first and past-the-last index that `rank` of `tp` holds along the divided dimension."""
         axis = self.split.axis
         assert axis is not None
         unit = self.shape[axis] // self.units
@@ -95,7 +95,7 @@ class Part:
         return first * unit, last * unit
 
     def held(self, tp: int, rank: int) -> tuple[int, ...]:
-        """The shape of what a rank that holds any of it has, padding included."""
+        """The shape of a rank's slice, padding included, on ranks that hold any of it."""
         axis = self.split.axis
         if axis is None:
             return self.shape
@@ -103,7 +103,7 @@ class Part:
         return (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
 
     def made(self, tp: int, rank: int) -> tuple[int, ...]:
-        """The shape of what an engine has of it."""
+        """The shape of a rank's slice in the engine's weight."""
         held = self.held(tp, rank)
         return (held[0], held[2], held[1]) if self.transposed else held
 
@@ -124,7 +124,7 @@ class Weight:
 
     @property
     def linear(self) -> str:
-        """The name of the linear whose weight it is, where it is one's."""
+        """The name of the linear that the weight belongs to, if any."""
         return self.name.removesuffix(".weight")
 
     @property
@@ -135,7 +135,7 @@ class Weight:
 
     @property
     def parts_of_each(self) -> int:
-        """How many parts make one matrix of the stack, or all of what is no stack."""
+        """Number of parts that make one matrix of the stack; all parts where it is no stack."""
         return len(self.parts) // (self.stack or 1)
 
     def parts_of(self, tp: int, rank: int) -> tuple[Part, ...]:
@@ -147,7 +147,7 @@ class Weight:
         return self.parts[first * self.parts_of_each : last * self.parts_of_each]
 
     def shape(self, tp: int, rank: int) -> tuple[int, ...]:
-        """What `rank` of `tp` holds of it (of a tensor that rank 0 alone holds: what that one does)."""
+        """The shape of the slice of `rank` of `tp` (of a tensor that rank 0 alone holds: of rank 0's)."""
         parts = self.parts_of(tp, rank)
         shapes = [part.made(tp, rank) for part in parts]
         rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
@@ -158,14 +158,14 @@ class Weight:
 
 
 def in_precision(weights: Iterable[Weight], precision: WeightPrecision | None, plain: Collection[str]) -> list[Weight]:
-    """These weights with the matrices in that precision (None: the engine's), but for the linears named in `plain`."""
+    """Sets the precision of matrices (None: the engine's), except for the linears named in `plain`."""
     if precision is None:
         return list(weights)
     return [replace(w, precision=precision) if w.is_matrix and w.linear not in plain else w for w in weights]
 
 
 def rounded_to_fp8(weights: Iterable[Weight]) -> dict[str, Any]:
-    """Changes to a model's configuration that round its projections to FP8, and not its LM head, routers and experts.
+    """Makes the changes to a configuration that round projections to FP8, but not LM head, routers and experts.
 
     They are `linear_precision` and `plain_linears` of `DecoderConfig`.
     """
@@ -175,7 +175,7 @@ def rounded_to_fp8(weights: Iterable[Weight]) -> dict[str, Any]:
 
 
 def unit_range(units: int, tp: int, rank: int) -> tuple[int, int]:
-    """The units that a rank holds: an equal run each, or one shared by tp / units neighbours."""
+    """Range of the units that a rank holds: an equal run each, or one shared by tp / units neighbours."""
     if units % tp == 0:
         return units // tp * rank, units // tp * (rank + 1)
     if tp % units == 0:
@@ -185,6 +185,6 @@ def unit_range(units: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def units_per_rank(units: int, tp: int) -> int:
-    """How many of `units` each of `tp` ranks holds; at least one."""
+    """Number of `units` that each of `tp` ranks holds; at least one."""
     first, last = unit_range(units, tp, 0)
     return last - first
