@@ -1,1 +1,1 @@
-"""The vocabulary of operations (`base`) and what computes or emits it: torch, our CUDA kernels, TensorRT."""
+"""The operations that models are written over (`base`), and what runs them: torch, our CUDA kernels, TensorRT."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplingInputs(Generic[T]):
-    """How each slot's tokens are chosen. A temperature of 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+    """Sampling parameters of each slot. A temperature of 0 is greedy; top_k 0 and top_p 1 filter nothing."""
 
     temperature: T  # [B] float32
     top_k: T  # [B] int32
@@ -28,7 +28,7 @@ class SamplingInputs(Generic[T]):
 
 @dataclass(frozen=True)
 class Acceptance(Generic[T]):
-    """What a verify pass decided for each slot."""
+    """The outcome of verifying each slot's drafts."""
 
     accepted: T  # [B] leading drafts that equal the target's own choice
     committed: T  # [B] rows of this call whose tokens are now final
@@ -37,7 +37,7 @@ class Acceptance(Generic[T]):
 
 @dataclass(frozen=True)
 class Residual(Generic[T]):
-    """The residual stream, and what is still to be added to it: kernels may add it where the stream is next normed."""
+    """The residual stream, and a term that is still to be added: kernels may add it where the stream is next normed."""
 
     x: T  # [B, N, H]
     pending: T | None = None  # [B, N, H]
@@ -47,7 +47,7 @@ class Residual(Generic[T]):
 class Context(Generic[T]):
     """A drafter layer's context rows on their way into its caches: for `keep_context` and `block_attention` alone.
 
-    What the tensors hold is the backend's matter: rows that are normed and rotated, or as they were projected.
+    The backend decides what the tensors hold: rows that are normed and rotated, or as they were projected.
     """
 
     tensors: tuple[T, ...]
@@ -56,7 +56,7 @@ class Context(Generic[T]):
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer, as a rank sees it.
+    """One attention layer on one rank.
 
     Its caches are `{prefix}key` and `{prefix}value`; the norms of its heads, where it has them,
     `{prefix}self_attn.q_norm` and `{prefix}self_attn.k_norm`; its sinks, where it has them, `{prefix}self_attn.sinks`.
@@ -90,7 +90,7 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True)
 class MoELayer:
-    """The experts of one mixture-of-experts feed-forward, as a rank sees them.
+    """The experts of one mixture-of-experts feed-forward on one rank.
 
     E: experts that this rank has; F: FFN columns that it has of each, zeros for padding included.
 
@@ -125,7 +125,7 @@ class MoELayer:
 
 
 class Ops(ABC, Generic[T]):
-    """About twenty operations; see the module's docstring for the letters.
+    """The operations of a backend; see the module's docstring for the letters.
 
     Attributes:
         tp: number of ranks.
@@ -139,19 +139,19 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def embedding(self, name: str, ids: T) -> T:
-        """Rows of the table `name.weight` [V, H] (whole on every rank): ids [B, N] -> [B, N, H]."""
+        """Looks up ids [B, N] in the table `name.weight` [V, H] (whole on every rank): [B, N, H]."""
 
     @abstractmethod
     def linear(self, name: str, x: T) -> T:
-        """x [B, N, I] times `name.weight` [O, I] transposed, plus `name.bias` [O] where there is one: [B, N, O]."""
+        """Multiplies x [B, N, I] by `name.weight` [O, I] transposed, and adds `name.bias` [O] if any: [B, N, O]."""
 
     @abstractmethod
     def rms_norm(self, name: str, x: T, eps: float) -> T:
-        """x / sqrt(mean(x^2) + eps) * `name.weight`, over the last dimension, inside in FP32."""
+        """Computes x / sqrt(mean(x^2) + eps) * `name.weight` over the last dimension, in FP32 inside."""
 
     @abstractmethod
     def add(self, x: T, y: T) -> T:
-        """x + y, of one shape."""
+        """Adds x and y, of one shape."""
 
     @abstractmethod
     def concat(self, xs: Sequence[T]) -> T:
@@ -159,7 +159,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def split_heads(self, x: T, first: int, count: int, head_size: int) -> T:
-        """Heads first..first+count-1 of x [B, N, heads*D], as [B, count, N, D]."""
+        """Takes heads first..first+count-1 of x [B, N, heads*D], as [B, count, N, D]."""
 
     @abstractmethod
     def rope(self, name: str, x: T, positions: T) -> T:
@@ -185,7 +185,7 @@ class Ops(ABC, Generic[T]):
         window: int | None = None,
         sinks: str | None = None,
     ) -> T:
-        """softmax(q k^T / sqrt(D)) v over the first lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
+        """Computes softmax(q k^T / sqrt(D)) v over lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
 
         The last query row is aligned with the last key: row i stands at p = lengths - N + i. Causal: it sees no key
         after p. window: it sees no key at or before p - window. sinks: the name of a tensor [heads]; each is one more
@@ -194,11 +194,11 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def swiglu(self, x: T) -> T:
-        """x [B, N, 2F] holds gate, then up: silu(gate) * up, [B, N, F]."""
+        """Computes silu(gate) * up [B, N, F] of x [B, N, 2F], which holds gate, then up."""
 
     @abstractmethod
     def moe(self, layer: MoELayer, x: T, logits: T) -> T:
-        """This rank's part of a mixture of experts' feed-forward: x [B, N, H], logits [B, N, experts] -> [B, N, H].
+        """Computes this rank's part of a mixture of experts: x [B, N, H], logits [B, N, experts] -> [B, N, H].
 
         A row's experts are those of its top_k largest logits (the lowest ids among equals). Their weights are the
         softmax over those top_k logits where `layer.normalized`, else the softmax over all logits; in FP32. (Softmax,
@@ -209,49 +209,49 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def all_reduce(self, x: T) -> T:
-        """The sum of x over the ranks."""
+        """Sums x over the ranks."""
 
     # -- fused: each is what is written here; a backend that has one kernel for it overrides it ---------------------
 
     def add_rms_norm(self, name: str, x: T, y: T, eps: float) -> tuple[T, T]:
-        """x + y, and that sum normed by `name`."""
+        """Computes x + y, and that sum normed by `name`."""
         total = self.add(x, y)
         return total, self.rms_norm(name, total, eps)
 
     def block_embedding(self, name: str, bonus: T, block_offsets: T, mask_id: int) -> T:
-        """The embeddings of [bonus, MASK, ..., MASK], for bonus [B] and block_offsets [1, Bd]: [B, Bd, H]."""
+        """Embeds [bonus, MASK, ..., MASK], for bonus [B] and block_offsets [1, Bd]: [B, Bd, H]."""
         return self.embedding(name, self.masked_block(bonus, block_offsets, mask_id))
 
     def linear_swiglu(self, name: str, x: T) -> T:
-        """x [B, N, I] through a weight `name` that holds gate, then up: silu(gate) * up, [B, N, F]."""
+        """Multiplies x [B, N, I] by `name`, which holds gate, then up: silu(gate) * up, [B, N, F]."""
         return self.swiglu(self.linear(name, x))
 
     def add_product(self, name: str, x: T, y: T) -> Residual[T]:
-        """The stream x [B, N, H] plus the linear `name` of y [B, N, I], summed over the ranks."""
+        """Adds the linear `name` of y [B, N, I], summed over the ranks, to the stream x [B, N, H]."""
         return Residual(x, self.all_reduce(self.linear(name, y)))
 
     def add_pending(self, x: Residual[T]) -> T:
-        """The whole stream."""
+        """Adds the pending term: returns the whole stream."""
         return x.x if x.pending is None else self.add(x.x, x.pending)
 
     def norm(self, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
-        """The whole stream, and that normed by `name`."""
+        """Returns the whole stream, and that normed by `name`."""
         if x.pending is None:
             return x.x, self.rms_norm(name, x.x, eps)
         return self.add_rms_norm(name, x.x, x.pending, eps)
 
     def norm_linear(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
-        """The whole stream, and the linear `name` of that normed by `norm`."""
+        """Returns the whole stream, and the linear `name` of that normed by `norm`."""
         total, h = self.norm(norm, x, eps)
         return total, self.linear(name, h)
 
     def norm_linear_swiglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
-        """The whole stream, and `linear_swiglu` of that normed by `norm`."""
+        """Returns the whole stream, and `linear_swiglu` of that normed by `norm`."""
         total, h = self.norm(norm, x, eps)
         return total, self.linear_swiglu(name, h)
 
     def self_attention(self, layer: AttentionLayer, qkv: T, start: T) -> T:
-        """Causal attention of rows over the cache and themselves, with the layer's window and sinks: [B, N, heads*D].
+        """Attends causally over the cache and the rows themselves, with the layer's window and sinks: [B, N, heads*D].
 
         qkv [B, N, (heads + 2 kv_heads)*D] holds the rows' queries, keys and values, at positions from start [B] on;
         keys and values are appended to the layer's caches.
@@ -262,7 +262,7 @@ class Ops(ABC, Generic[T]):
         return self.attention(q, keys, values, self.key_lengths(start, qkv), True, layer.window, layer.sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: T, index: int, start: T) -> Context[T]:
-        """The context rows of a drafter's index-th layer, from start [B] on: its K and V of all layers' in `kv`.
+        """Takes the context rows of a drafter's index-th layer, from start [B] on, out of all layers' K and V in `kv`.
 
         kv: [B, Q, layers*2*kv_heads*D], as projected.
         """
@@ -278,7 +278,7 @@ class Ops(ABC, Generic[T]):
         self.append_kv(layer.prefix + "value", v, start)
 
     def block_attention(self, layer: AttentionLayer, context: Context[T], qkv: T, start: T, committed: T) -> T:
-        """Attention of a drafted block over the cache, its new context rows and all of itself: [B, Bd, heads*D].
+        """Attends from a drafted block to the cache, its new context rows and all of itself: [B, Bd, heads*D].
 
         The caches get one run of rows at start [B]: the first committed [B] rows of context, then at once the block's,
         whose queries, keys and values are qkv [B, Bd, (heads + 2 kv_heads)*D].
@@ -292,7 +292,7 @@ class Ops(ABC, Generic[T]):
         return self.attention(q, keys, values, lengths, False, layer.window, layer.sinks)
 
     def _split_qkv(self, layer: AttentionLayer, qkv: T, positions: T) -> tuple[T, T, T]:
-        """q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""
+        """Splits qkv into q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""
         q = self.split_heads(qkv, 0, layer.heads, layer.head_size)
         k = self.split_heads(qkv, layer.heads, layer.kv_heads, layer.head_size)
         v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
@@ -310,36 +310,36 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def positions(self, start: T, rows: T) -> T:
-        """The positions [B, N] of rows [B, N, ...] that begin at start [B]."""
+        """Counts the positions [B, N] of rows [B, N, ...] that begin at start [B]."""
 
     @abstractmethod
     def key_lengths(self, start: T, rows: T) -> T:
-        """The cache rows in use [B] once rows [B, N, ...] are written at start [B]: start + N."""
+        """Counts the cache rows in use [B] once rows [B, N, ...] are written at start [B]: start + N."""
 
     @abstractmethod
     def block_start(self, start: T, committed: T) -> T:
-        """Where a block begins behind committed [B] rows of context at start [B]: their sum."""
+        """Computes the position of a block behind committed [B] rows of context at start [B]: their sum."""
 
     @abstractmethod
     def gather_rows(self, x: T, rows: T) -> T:
-        """x [B, N, H] at rows [B, R], slot by slot, ascending: [B, R, H]."""
+        """Gathers x [B, N, H] at rows [B, R], slot by slot, ascending: [B, R, H]."""
 
     @abstractmethod
     def splice_rows(self, context: T, block: T, committed: T) -> T:
-        """One run of rows a slot: its first committed [B] rows of context, then at once all rows of block.
+        """Joins rows of each slot: its first committed [B] rows of context, then at once all rows of block.
 
         context [B, heads, Q, D], block [B, heads, Bd, D] -> [B, heads, Q + Bd, D]; what follows the block is scratch.
         """
 
     @abstractmethod
     def drop_first_row(self, x: T) -> T:
-        """x [B, N, H] without its row 0: [B, N - 1, H]."""
+        """Drops row 0 of x [B, N, H]: [B, N - 1, H]."""
 
     # -- choosing tokens -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def argmax(self, logits: T) -> T:
-        """The most likely id of each row; the lowest among equals. logits [B, R, V/tp] -> [B, R] of the whole V."""
+        """Finds each row's most likely id, the lowest among equals: logits [B, R, V/tp] -> [B, R] of the whole V."""
 
     @abstractmethod
     def sample(self, logits: T, sampling: SamplingInputs[T]) -> T:
@@ -360,16 +360,16 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def lookup(self, name: str, ids: T) -> T:
-        """The int32 table `name` [n] at ids [B, N]: [B, N]."""
+        """Looks up ids [B, N] in the int32 table `name` [n]: [B, N]."""
 
     @abstractmethod
     def masked_block(self, bonus: T, block_offsets: T, mask_id: int) -> T:
-        """[bonus, MASK, ..., MASK] for bonus [B] and block_offsets [1, Bd]: [B, Bd]."""
+        """Makes [bonus, MASK, ..., MASK] for bonus [B] and block_offsets [1, Bd]: [B, Bd]."""
 
     @abstractmethod
     def join_ids(self, bonus: T, drafts: T) -> T:
-        """bonus [B] before drafts [B, Bd - 1]: [B, Bd]."""
+        """Puts bonus [B] before drafts [B, Bd - 1]: [B, Bd]."""
 
     @abstractmethod
     def column(self, ids: T) -> T:
-        """ids [B] as [B, 1]."""
+        """Reshapes ids [B] to [B, 1]."""

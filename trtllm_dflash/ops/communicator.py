@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel engine say to each other."""
+"""Collectives among the ranks of a tensor-parallel engine."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -21,18 +21,18 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; may reuse x."""
+        """Sums x over the ranks; may reuse x."""
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's x, in their order; all of one shape."""
+        """Gathers every rank's x, in their order; all of one shape."""
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, on every rank; x gives shape and dtype. On the CPU: it waits for no device."""
+        """Sends rank 0's x to every rank; x gives shape and dtype. On the CPU: it waits for no device."""
 
     def share_memory(self, device: torch.device) -> None:  # noqa: B027
-        """Lets small sums be taken by a kernel that reads the other ranks' memory, where ours can."""
+        """Lets our kernel, which reads the other ranks' memory, compute small sums, where it can."""
 
     @abstractmethod
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Communicator(ABC):
 
 
 class Solo(Communicator):
-    """The only rank."""
+    """The communicator of a single rank."""
 
     rank = 0
     size = 1

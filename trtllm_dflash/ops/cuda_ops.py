@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def moe_kernel(layer: MoELayer, experts: Experts) -> kernels.MoE:
-    """The kernels' feed-forward of a layer's experts."""
+    """Makes the kernels' feed-forward of a layer's experts."""
     clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
     routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down))
@@ -90,7 +90,7 @@ class CudaOps(TorchOps):
     def _normed_skinny_gemm(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
     ) -> Tensor | None:
-        """As `_skinny_gemm`, of rows that it norms: of a stream to which nothing has to be added."""
+        """Computes `_skinny_gemm` of rows that it norms itself, where nothing is pending on the stream; else None."""
         if x.pending is not None or not x.x.is_contiguous():
             return None
         return self._skinny_gemm(name, x.x, swiglu, kernels.Norm(self.weights[norm + ".weight"], eps))
@@ -103,7 +103,7 @@ class CudaOps(TorchOps):
         norm: kernels.Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor | None:
-        """The product, where the kernel takes it; with an FP8 weight (a scale a row) x stays as it is. Else None."""
+        """Multiplies by our kernel, or returns None where it cannot; x is not rounded for an FP8 weight."""
         weight = linear_weight(self.weights, name)
         if isinstance(weight, Tensor):
             values, scale = weight, None
@@ -208,7 +208,7 @@ class CudaOps(TorchOps):
         return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
 
     def _scales(self, layer: AttentionLayer) -> kernels.Scales:
-        """Of FP8 caches; None: they have the rows' type."""
+        """Scales of a layer's FP8 caches; None where the caches have the rows' type."""
         if self.caches[layer.prefix + "key"].dtype != FP8:
             return None
         return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
@@ -227,7 +227,7 @@ class CudaOps(TorchOps):
     def _attend(
         self, layer: AttentionLayer, q: Tensor, start: Tensor, committed: Tensor | None, causal: bool
     ) -> Tensor:
-        """Attention of q [B, heads, N, D] over a layer's caches; start [B] + committed [B] rows came before."""
+        """Attends from q [B, heads, N, D] to a layer's caches; start [B] + committed [B] rows came before."""
         (keys, values), scales, rows = self._caches(layer), self._scales(layer), q.shape[2]
         if rows <= kernels.MAX_ROWS:
             sinks, window = self._sinks(layer.sinks), layer.window or 0

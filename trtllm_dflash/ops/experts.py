@@ -28,7 +28,7 @@ class ExpertMatrix:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], name: str) -> "ExpertMatrix":
-        """The projection `name` among a rank's weights."""
+        """Reads the projection `name` from a rank's weights."""
         weight, blocks, scales, bias = (
             weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias")
         )
@@ -36,7 +36,7 @@ class ExpertMatrix:
         return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored)
 
     def numbers(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
-        """The matrices of some experts: [..., O, I] for experts [...]."""
+        """Dequantizes the matrices of `experts` [...]: [..., O, I]."""
         if self.quantized is not None:
             return self.quantized.of(experts).dequantize().to(dtype)
         if self.weight is not None:
@@ -47,20 +47,20 @@ class ExpertMatrix:
 
 @dataclass(frozen=True)
 class Experts:
-    """What a rank has of a layer's experts."""
+    """A rank's matrices and biases of a layer's experts."""
 
     gate_up: ExpertMatrix  # [2F, H] each
     down: ExpertMatrix  # [H, F] each
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], layer: MoELayer) -> "Experts":
-        """Those of `layer` among a rank's weights."""
+        """Reads the experts of `layer` from a rank's weights."""
         prefix = layer.prefix + "experts."
         return cls(ExpertMatrix.of(weights, prefix + "gate_up_proj"), ExpertMatrix.of(weights, prefix + "down_proj"))
 
 
 def route(layer: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's experts and their weights: ids [N, k] int64 and FP32 [N, k], for logits [N, experts]."""
+    """Chooses each row's experts and their weights: ids [N, k] int64 and FP32 [N, k], for logits [N, experts]."""
     logits = logits.float()
     # Stable, so that of equals the lowest ids win, on every rank and device.
     top, ids = (x[:, : layer.top_k] for x in logits.sort(dim=-1, descending=True, stable=True))
@@ -70,7 +70,7 @@ def route(layer: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activate(gate_up: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
-    """SwiGLU, or its clamped kind, of gate and up [..., 2F]: [..., F]."""
+    """Computes SwiGLU, or its clamped kind, of gate and up [..., 2F]: [..., F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return F.silu(gate) * up
@@ -79,7 +79,7 @@ def activate(gate_up: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
 
 
 def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
-    """`Ops.moe` for rows x [N, H], expert by expert: only those that a row chose. The host reads which these are."""
+    """Computes `Ops.moe` for rows x [N, H], expert by expert: only those that a row chose. The host reads their ids."""
     ids, shares = route(layer, logits)
     total = torch.zeros(x.shape, device=x.device)
     for expert in range(layer.first, layer.first + layer.count):
@@ -93,7 +93,7 @@ def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> 
 
 
 def in_tiles(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
-    """`Ops.moe` for rows x [N, H], without the host: shapes depend on N alone, so that a CUDA graph can hold it.
+    """Computes `Ops.moe` for rows x [N, H] without the host: shapes depend on N alone, so a CUDA graph can hold it.
 
     The N * k pairs of row and expert are sorted by expert and laid out in tiles, each of one expert, the last of each
     expert's padded. There are as many tiles as the worst routing needs.
@@ -131,7 +131,7 @@ def in_tiles(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Te
 
 
 def _most_tiles(pairs: int, experts: int, size: int) -> int:
-    """Tiles of `size` pairs that any routing of so many pairs fits in."""
+    """Number of tiles of `size` pairs that any routing of so many pairs fits in."""
     busy = min(pairs, experts)
     return busy + (pairs - busy) // size
 
@@ -142,7 +142,7 @@ def _linear(x: Tensor, matrix: ExpertMatrix, expert: int) -> Tensor:
 
 
 def _tile_linear(x: Tensor, matrix: ExpertMatrix, experts: Tensor) -> Tensor:
-    """x [t, size, I] times each tile's expert's [O, I] transposed: [t, size, O]."""
+    """Multiplies x [t, size, I] by each tile's expert's [O, I], transposed: [t, size, O]."""
     weight = matrix.numbers(experts, x.dtype).transpose(1, 2)
     if matrix.bias is None:
         return torch.bmm(x, weight)

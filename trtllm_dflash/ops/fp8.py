@@ -28,15 +28,15 @@ class Fp8Weight:
 
     @property
     def by_block(self) -> bool:
-        """Whether a block has a scale, and not a row."""
+        """Whether each block of 128 by 128 has a scale, not each row."""
         return self.scale.ndim == self.values.ndim
 
     def of(self, experts: Tensor | int) -> "Fp8Weight":
-        """The matrices of some experts of a stack: [..., O, I] for experts [...]."""
+        """Takes the matrices of `experts` [...] from a stack: [..., O, I]."""
         return Fp8Weight(taken(self.values, experts), self.scale[experts], self.input_scale)
 
     def dequantize(self) -> Tensor:
-        """The numbers that it stands for, FP32 [..., O, I]."""
+        """Multiplies the numbers by their scales: FP32 [..., O, I]."""
         scale = self.scale[..., None]
         if self.by_block:
             outputs, inputs = self.values.shape[-2:]
@@ -46,12 +46,12 @@ class Fp8Weight:
 
 
 def taken(x: Tensor, experts: Tensor | int) -> Tensor:
-    """x [E, ...] of some experts, for any type of one byte: not every device indexes FP8."""
+    """Takes x [E, ...] at `experts`, of any type of one byte: not every device indexes FP8."""
     return x.view(torch.uint8)[experts].view(x.dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows x [N, I] as E4M3 [N, I] and FP32 scales [N, 1], whose product is near x. Nothing waits for the device."""
+    """Rounds x [N, I] to E4M3 [N, I] and FP32 scales [N, 1], whose product is near x. Never waits for the device."""
     largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
     # 1e-12 + largest / 448 in one kernel: on a GPU each launch counts. A row of zeros must not divide by zero.
     scale = torch.rsub(largest, 1e-12, alpha=-1 / _LARGEST)
@@ -59,17 +59,17 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """FP32 numbers [N, I] of E4M3 x [N, I] and scales [N] or [N, 1]."""
+    """Multiplies E4M3 x [N, I] by scales [N] or [N, 1]: FP32 [N, I]."""
     return x.float() * scale.view(-1, 1)
 
 
 def quantize_cache_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale [] as E4M3, of any shape: rounded to nearest, ties to even, and saturated; NaN stays."""
+    """Rounds x / scale [] of any shape to E4M3: to nearest, ties to even, and saturated; NaN stays."""
     return (x.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8)
 
 
 def dequantize_cache_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that E4M3 rows of a cache stand for, rounded to `dtype`."""
+    """Multiplies E4M3 rows of a cache by their scale [], rounded to `dtype`."""
     return (x.float() * scale).to(dtype)
 
 

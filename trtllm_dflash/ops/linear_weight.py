@@ -32,12 +32,12 @@ class Nvfp4Weight:
     input_scale: Tensor | None = None  # FP32 []: the global scale that calibration found for what it is multiplied by
 
     def of(self, experts: Tensor | int) -> "Nvfp4Weight":
-        """The matrices of some experts of a stack: [..., O, I] for experts [...]."""
+        """Takes the matrices of `experts` [...] from a stack: [..., O, I]."""
         scales = taken(self.scale, experts), self.global_scale[experts]
         return Nvfp4Weight(self.values[experts], *scales, self.input_scale)
 
     def dequantize(self) -> Tensor:
-        """The numbers that it stands for, FP32 [..., O, I]."""
+        """Multiplies the numbers by their scales: FP32 [..., O, I]."""
         scale = self.scale.float() * self.global_scale[..., None]
         blocks: Tensor = unpack(self.values).unflatten(-1, (-1, NVFP4_BLOCK))
         return (blocks * scale[..., None]).flatten(-2)
@@ -48,7 +48,7 @@ LinearWeight: TypeAlias = Tensor | QuantizedWeight
 
 
 def linear_weight(weights: Mapping[str, Tensor], name: str) -> LinearWeight:
-    """The weight of the linear `name` among an engine's tensors."""
+    """Reads the weight of the linear `name` from an engine's tensors."""
     values = weights[name + ".weight"]
     if values.dtype == FP8:
         return Fp8Weight(values, weights[name + ".scale"], weights.get(name + ".input_scale"))
@@ -59,7 +59,7 @@ def linear_weight(weights: Mapping[str, Tensor], name: str) -> LinearWeight:
 
 
 def stored_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors, by name, that `linear_weight` reads it from."""
+    """Names the tensors of a weight as `linear_weight` reads them."""
     tensors = {name + ".weight": weight.values, name + ".scale": weight.scale}
     if isinstance(weight, Nvfp4Weight):
         tensors[name + ".global_scale"] = weight.global_scale

@@ -22,7 +22,7 @@ E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [..., n * 32] of blocks [..., n, 16] and scales [..., n], both uint8. Nothing waits for the device.
+    """Computes the numbers [..., n * 32] of uint8 blocks [..., n, 16] and scales [..., n]. Never waits for the device.
 
     Exact in FP32 and BF16, whose exponents reach as far as the scales do; what FP16 cannot hold becomes infinite or 0.
     """
@@ -31,14 +31,14 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The E2M1 numbers in bytes [..., n], before any scale: FP32 [..., 2n]. Nothing waits for the device."""
+    """Unpacks the E2M1 numbers in bytes [..., n], before any scale: FP32 [..., 2n]. Never waits for the device."""
     pairs, _ = _tables(packed.device)
     return F.embedding(packed.int(), pairs).flatten(-2)
 
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two numbers of each byte [256, 2], and the power of two of each scale [256, 1]; FP32, copied once."""
+    """Tables of the two numbers of each byte [256, 2], and of each scale's power of two [256, 1]; FP32, copied once."""
     pairs = [[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)]
     powers = [[2.0 ** (scale - ONE)] for scale in range(NAN)] + [[float("nan")]]
     return torch.tensor(pairs, device=device), torch.tensor(powers, device=device)

@@ -32,7 +32,7 @@ class NVFP4:
 
 @dataclass(frozen=True)
 class Transcoded:
-    """What became of MXFP4's blocks of 32 numbers; of several tensors, their sums."""
+    """Counts of MXFP4 blocks of 32 numbers that were made NVFP4, and the error; several tensors add up."""
 
     blocks: int = 0
     rounded: int = 0  # some of their numbers are others now
@@ -50,7 +50,7 @@ class Transcoded:
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
-    """MXFP4's blocks [..., n, 16] and scales [..., n], both uint8, as NVFP4 [..., n * 32], and what was lost.
+    """Converts MXFP4's blocks [..., n, 16] and scales [..., n], both uint8, to NVFP4 [..., n * 32]; counts losses.
 
     Raises:
         CheckpointError: a scale is not a number.
@@ -76,7 +76,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
 
 
 def _tensor_power(exponents: Tensor) -> int:
-    """The power of two of the tensor's scale: where most exponents come inside E4M3, the highest among equals."""
+    """Chooses the power of two of the tensor's scale that most exponents fit E4M3 with, the highest among equals."""
     if not len(exponents):
         return 0
     least, most = int(exponents.min()), int(exponents.max())
@@ -89,7 +89,7 @@ def _tensor_power(exponents: Tensor) -> int:
 
 
 def _shifted(blocks: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [m, 16] with their numbers times 2^shifts [m], as near as E2M1 is, and the largest error of each, [m]."""
+    """Multiplies blocks [m, 16] by 2^shifts [m], rounded to E2M1; also returns the largest error of each, [m]."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1)  # [m, 16, 2]
     magnitudes = torch.tensor(E2M1[:8], dtype=torch.float64)  # in which every power of two of MXFP4 is at home
     exact = magnitudes[(codes & 7).long()] * torch.exp2(shifts.double())[:, None, None]

@@ -31,7 +31,7 @@ def write_sink_key(keys: torch.Tensor) -> None:
 
 
 class TensorRTAttention(TensorRTLayers):
-    """The caches and attention of `Ops`.
+    """Emits the caches and attention of `Ops`.
 
     A cache whose heads are wider than the rows that come into it is one of a layer with sinks: [B, heads, 1 + S,
     D + SINK_SIZE], with the sink's key at row 0 (see `write_sink_key`) and the token at position p at row 1 + p.
@@ -95,7 +95,7 @@ class TensorRTAttention(TensorRTLayers):
     def _window(
         self, q: ITensor, keys: ITensor, lengths: ITensor, causal: bool, window: int, has_sink: bool
     ) -> tuple[ITensor, ITensor]:
-        """The cache rows that any of q's N rows sees, [B, K], and which of them each does, bool [B, 1, N, K].
+        """Finds the cache rows [B, K] that any of q's N rows sees, and the mask of each row, bool [B, 1, N, K].
 
         K is window - 1 + N, from the first row's oldest key to the last row; and the sink's row before them.
         """
@@ -125,18 +125,18 @@ class TensorRTAttention(TensorRTLayers):
         return rows, mask
 
     def _with_sinks(self, q: ITensor, sinks: str, size: int) -> ITensor:
-        """q [B, heads, N, D] with each head's sink in the dimension after its own: [B, heads, N, size]."""
+        """Widens q [B, heads, N, D] by each head's sink, in the dimension after its own: [B, heads, N, size]."""
         tensor = self.weights[sinks]
         added = torch.zeros(1, len(tensor), 1, size, dtype=tensor.dtype)
         added[0, :, 0, q.shape[3]] = tensor
         return self._binary("SUM", self._widen(q, size), self._constant(added), "sinks")
 
     def _past_sink(self, rows: ITensor) -> ITensor:
-        """Rows or lengths [B] of tokens as those of a cache with the sink's row before them."""
+        """Shifts rows or lengths [B] of tokens by the sink's row, which precedes them in the cache."""
         return self._once(rows, "past sink", lambda: self._binary("SUM", rows, self._ints(1, 1)))
 
     def _widen(self, x: ITensor, size: int) -> ITensor:
-        """x [B, heads, N, D] with zeros behind its last dimension: [B, heads, N, size]."""
+        """Pads the last dimension of x [B, heads, N, D] with zeros: [B, heads, N, size]."""
         zero = self._fill(0.0, 0, x.dtype)
         layer = self.network.add_slice(x, (0,), (size,), (1,))
         layer.axes = (3,)

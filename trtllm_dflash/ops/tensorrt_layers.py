@@ -12,7 +12,7 @@ ITensor: TypeAlias = Any  # TensorRT's bindings carry no type stubs
 
 
 class TensorRTLayers:
-    """Emits layers that bear names; what is derived from a tensor twice is emitted once.
+    """Emits named layers; a tensor that several layers derive alike is emitted once.
 
     Args:
         trt: the TensorRT module.
@@ -41,7 +41,7 @@ class TensorRTLayers:
     # -- constants -------------------------------------------------------------------------------------------------
 
     def _weight(self, name: str, shape: tuple[int, ...] | None = None) -> ITensor:
-        """A weight as a constant, in its own shape or with leading ones. A tied table is one constant."""
+        """Emits a weight as a constant, in its own shape or with leading ones. A tied table is one constant."""
         tensor = self.weights[name]
         shape = shape or tuple(tensor.shape)
         key = (tensor.data_ptr(), tensor.numel())
@@ -62,7 +62,7 @@ class TensorRTLayers:
         return self._layer(self.network.add_constant(shape, values), "constant")
 
     def _packed(self, tensor: torch.Tensor, dtype: ITensor, label: str) -> ITensor:
-        """Bytes [..., n] as a constant of a type that torch or the bindings do not name; FP4 is two numbers a byte."""
+        """Emits bytes [..., n] as a constant of a type that torch or the bindings lack; FP4 is two numbers a byte."""
         tensor = tensor.contiguous()
         shape = list(tensor.shape)
         if dtype == self.trt.fp4:
@@ -73,7 +73,7 @@ class TensorRTLayers:
         return self._layer(self.network.add_constant(tuple(shape), values), label)
 
     def _fill(self, value: float, rank: int, dtype: Any = None) -> ITensor:
-        """One number, FP32 unless said, as a constant of `rank` dimensions."""
+        """Emits one number, FP32 by default, as a constant of `rank` dimensions."""
         torch_type = torch.float32 if dtype is None else self._torch_type(dtype)
         key = ("fill", repr(float(value)), str(rank), str(torch_type))
         if key not in self._memo:
@@ -95,7 +95,7 @@ class TensorRTLayers:
     # -- shapes ----------------------------------------------------------------------------------------------------
 
     def _size(self, x: ITensor, axis: int) -> ITensor:
-        """One size of x, int64 [1]."""
+        """Emits the size of one dimension of x, int64 [1]."""
 
         def emit() -> ITensor:
             return self._slice(self._layer(self.network.add_shape(x), "shape"), 0, axis, 1)
@@ -103,11 +103,11 @@ class TensorRTLayers:
         return self._once(x, f"size{axis}", emit)
 
     def _row_count(self, x: ITensor, axis: int = 2) -> ITensor:
-        """One size of x, int32 [1, 1]."""
+        """Emits the size of one dimension of x, int32 [1, 1]."""
         return self._reshape(self._cast(self._size(x, axis), self.trt.int32), (1, 1))
 
     def _range(self, count: ITensor) -> ITensor:
-        """0..count-1, int32, for count int64 [1]."""
+        """Emits 0..count-1, int32, for count int64 [1]."""
         first, step = (self._constant(torch.tensor(x, dtype=torch.int32)) for x in (0, [1]))
         layer = self.network.add_fill((1,), self.trt.FillOperation.LINSPACE, self.trt.int32)
         for i, given in enumerate((count, first, step)):
@@ -136,7 +136,7 @@ class TensorRTLayers:
         return self._reshape_to(x, self._layer(self.network.add_shape(like), "shape"))
 
     def _slice(self, x: ITensor, axis: int, first: int, size: int | ITensor) -> ITensor:
-        """Rows first..first+size-1 along one axis; size is a number or int64 [1]."""
+        """Takes first..first+size-1 along one axis; size is a number or int64 [1]."""
         is_static = isinstance(size, int)
         layer = self.network.add_slice(x, (first,), (size if is_static else 1,), (1,))
         layer.axes = (axis,)
@@ -181,7 +181,7 @@ class TensorRTLayers:
         return self._layer(layer, "concat")
 
     def _gather(self, x: ITensor, index: ITensor, axis: int, per_slot: bool = False) -> ITensor:
-        """x at index along axis; per_slot: index [B, ...] holds each slot's own rows."""
+        """Gathers x at index along axis; per_slot: index [B, ...] holds each slot's own rows."""
         layer = self.network.add_gather_v2(x, index, self.trt.GatherMode.DEFAULT)
         layer.axis = axis
         layer.num_elementwise_dims = int(per_slot)
@@ -205,7 +205,7 @@ class TensorRTLayers:
         return name if seen == 0 else f"{name}#{seen}"
 
     def _once(self, x: ITensor, what: str, emit: Callable[[], ITensor]) -> ITensor:
-        """Emits what is derived from x the first time it is asked for."""
+        """Emits a tensor derived from x once; returns the same one afterwards."""
         key = (x.name, what)
         if key not in self._memo:
             self._memo[key] = emit()

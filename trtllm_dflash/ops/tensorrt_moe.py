@@ -39,15 +39,15 @@ MOE_LAYER_CAPABILITIES = (100, 103, 110)
 
 
 def multiplies_fp4(capability: int | None) -> bool:
-    """Whether a GPU of this compute capability does; None: one that is not known."""
+    """Whether a GPU of this compute capability multiplies FP4; None: one that is not known."""
     return capability is not None and capability >= 100
 
 
 class TensorRTMoE(TensorRTQuantized):
-    """The mixture of experts of `Ops`.
+    """Emits the mixture of experts of `Ops`.
 
     Attributes:
-        transcoded: what became of the MXFP4 blocks that were made NVFP4.
+        transcoded: the MXFP4 blocks that were made NVFP4, counted.
     """
 
     capability: int | None
@@ -61,7 +61,7 @@ class TensorRTMoE(TensorRTQuantized):
         return self._wide_feed_forward(mixture, x, shares)
 
     def _route(self, mixture: MoELayer, logits: ITensor) -> tuple[ITensor, ITensor]:
-        """Which experts each row chose, bool, and its FP32 weights, 0 for the others: [B, N, experts] each."""
+        """Chooses each row's experts, as a bool mask and FP32 weights, 0 for the others: [B, N, experts] each."""
         logits = self._cast(logits, self.trt.float32)
         top = self.network.add_topk(logits, self.trt.TopKOperation.MAX, mixture.top_k, 1 << 2)
         least = self._reduce("MIN", self._layer(top, "top_k"), 2)  # [B, N, 1]
@@ -111,7 +111,7 @@ class TensorRTMoE(TensorRTQuantized):
         return y
 
     def _activate(self, mixture: MoELayer, gate: ITensor, up: ITensor) -> ITensor:
-        """SwiGLU of [B, N, E, 1, F] each."""
+        """Emits SwiGLU of gate and up, [B, N, E, 1, F] each."""
         slope = gate
         if mixture.clamp is not None:
             limit, alpha = (self._fill(x, 5, gate.dtype) for x in (mixture.clamp.limit, mixture.clamp.alpha))
@@ -123,7 +123,7 @@ class TensorRTMoE(TensorRTQuantized):
         return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
 
     def _matrix(self, name: str, dtype: ITensor, side_by_side: bool = False) -> ITensor:
-        """Every expert's matrix [O, I] as one: [1, E * O, I], or, side by side, [1, O, E * I]."""
+        """Joins every expert's matrix [O, I] into one: [1, E * O, I], or, side by side, [1, O, E * I]."""
 
         def joined(x: Tensor) -> Tensor:  # [E, O, ...]
             return (x.transpose(0, 1).flatten(1, 2) if side_by_side else x.flatten(0, 1))[None].contiguous()
@@ -138,7 +138,7 @@ class TensorRTMoE(TensorRTQuantized):
         return self._layer(self.network.add_dequantize(values, powers, dtype), "dequantize")
 
     def _side_by_side(self, name: str, dtype: ITensor) -> tuple[ITensor, torch.Tensor | None]:
-        """Every expert's matrix [O, I] as one [1, O, E * I], and by what its rows are multiplied besides, [E]."""
+        """Joins every expert's matrix [O, I] into [1, O, E * I]; also each expert's remaining factor, [E], if any."""
         stored = self._quantized(name)
         if stored is None:
             return self._matrix(name, dtype, side_by_side=True), None
@@ -161,7 +161,7 @@ class TensorRTMoE(TensorRTQuantized):
         return self._reshape(numbers, (1, outputs, -1)), rest
 
     def _quantized(self, name: str) -> QuantizedWeight | None:
-        """Every expert's matrix in FP8 or NVFP4; None where they are in another type."""
+        """Reads every expert's matrix in FP8 or NVFP4; None where they are in another type."""
         stored = linear_weight(self.weights, name) if name + ".weight" in self.weights else None
         return None if isinstance(stored, Tensor) else stored
 
@@ -193,7 +193,7 @@ class TensorRTMoE(TensorRTQuantized):
         return y
 
     def _biases(self, gate_up: str, down: str, count: int, size: int) -> list[ITensor]:
-        """Of gate, up and down: [E, F], [E, F], [E, H]; none where there are none."""
+        """Emits the biases of gate, up and down: [E, F], [E, F], [E, H]; an empty list where there are none."""
         if gate_up + ".bias" not in self.weights:
             return []
         bias = self.weights[gate_up + ".bias"]
@@ -202,14 +202,14 @@ class TensorRTMoE(TensorRTQuantized):
         return [self._constant(b) for b in (*bias.chunk(2, dim=1), after)]
 
     def _own(self, mixture: MoELayer, ids: ITensor, shares: ITensor) -> tuple[ITensor, ITensor]:
-        """ids as this rank counts its experts; those of other ranks are its first, with a weight of 0."""
+        """Renumbers ids as this rank's experts; those of other ranks become its first, with a weight of 0."""
         own = self._binary("SUB", ids, self._ints(mixture.first, 3))
         is_own = self._binary("LESS", own, self._ints(mixture.count, 3))
         is_own = self._binary("AND", is_own, self._binary("GREATER", own, self._ints(-1, 3)))
         return self._select(is_own, own, self._ints(0, 3)), self._select(is_own, shares, self._fill(0.0, 3))
 
     def _stacked(self, name: str, dtype: ITensor, half: int | None = None) -> ITensor:
-        """Every expert's matrix [O, I], or a half of its rows, as the layer wants them: [E, I, O]."""
+        """Emits every expert's matrix [O, I], or a half of its rows, as TensorRT's layer takes them: [E, I, O]."""
 
         def part(x: Tensor) -> Tensor:  # [E, O, ...]
             return x if half is None else x.chunk(2, dim=1)[half]
@@ -236,7 +236,7 @@ class TensorRTMoE(TensorRTQuantized):
     def _stacked_numbers(
         self, name: str, stored: QuantizedWeight, part: Callable[[Tensor], Tensor], dtype: ITensor
     ) -> ITensor:
-        """The numbers [E, O, I] of every expert's matrix, or of a part of its rows."""
+        """Emits the numbers [E, O, I] of every expert's matrix, or of a part of its rows."""
         values = part(stored.values)
         count, outputs, inputs = values.shape
         if isinstance(stored, Fp8Weight):
@@ -251,7 +251,7 @@ class TensorRTMoE(TensorRTQuantized):
 
 
 def _joined_rows(stored: QuantizedWeight) -> QuantizedWeight:
-    """A stack of matrices [E, O, I] as one [E * O, I]."""
+    """Joins a stack of matrices [E, O, I] into one [E * O, I]."""
     values, scale = stored.values.flatten(0, 1), stored.scale.flatten(0, 1)
     if isinstance(stored, Fp8Weight):
         return Fp8Weight(values, scale, stored.input_scale)

@@ -19,7 +19,7 @@ from trtllm_dflash.ops.tensorrt_moe import TensorRTMoE
 
 
 def load_tensorrt() -> Any:
-    """The TensorRT module: the datacenter edition where it is installed, else TensorRT-RTX.
+    """Imports TensorRT: the datacenter edition where it is installed, else TensorRT-RTX.
 
     Raises:
         EngineError: neither is installed.
@@ -150,7 +150,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self._once(committed, "block start", lambda: self.add(start, committed))
 
     def _row_offsets(self, rows: ITensor) -> ITensor:
-        """0..N-1 as [1, N] for rows [B, N, ...]."""
+        """Emits 0..N-1 as [1, N] for rows [B, N, ...]."""
         return self._once(rows, "offsets", lambda: self._reshape(self._range(self._size(rows, 1)), (1, -1)))
 
     def gather_rows(self, x: ITensor, rows: ITensor) -> ITensor:
@@ -171,7 +171,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self.rope(name, run, positions)
 
     def _spliced_index(self, context: ITensor, block: ITensor, committed: ITensor) -> ITensor:
-        """Which of context's and block's rows, joined, makes each row of the run: [B, Q + Bd]."""
+        """Indexes context's and block's rows, joined, by the run that they make: [B, Q + Bd]."""
         rows, drafts = (self._row_count(x) for x in (context, block))  # [1, 1]
         total = self._binary("SUM", self._size(context, 2), self._size(block, 2))
         run = self._reshape(self._range(total), (1, -1))
@@ -204,7 +204,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self._cast(self._reshape_like(ids, best), self.trt.int32)
 
     def _best(self, logits: ITensor) -> tuple[ITensor, ITensor]:
-        """Largest logit, as FP32, and its lowest id: [B, R] each. TopK does not say which of equals it returns."""
+        """Finds the largest logit, as FP32, and its lowest id: [B, R] each. TopK may return any of equal ones."""
         best = self._reduce("MAX", logits, 2)
         ids = self._vocabulary_ids(logits)
         ids = self._select(self._binary("EQUAL", logits, best), ids, self._ints(logits.shape[2], 3))
@@ -247,13 +247,13 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self._select(self._reshape(is_greedy, (0, 1)), self._best(logits)[1], drawn)
 
     def _top_k_counts(self, top_k: ITensor, vocabulary: int) -> ITensor:
-        """How many ids top_k keeps, as FP32 [B, 1, 1]: all where it is 0."""
+        """Number of ids that top_k keeps, as FP32 [B, 1, 1]: all where it is 0."""
         top_k = self._reshape(top_k, (0, 1, 1))
         is_set = self._binary("GREATER", top_k, self._ints(0, 3))
         return self._cast(self._select(is_set, top_k, self._ints(vocabulary, 3)), self.trt.float32)
 
     def _smallest_kept(self, logits: ITensor, is_beyond: Callable[[ITensor], ITensor]) -> ITensor:
-        """The smallest value v for which is_beyond(v) [B, R, 1] is false; false for all larger ones. [B, R, 1].
+        """Finds the smallest value v [B, R, 1] for which is_beyond(v) is false, as for all larger ones.
 
         There is no sort of a whole vocabulary, and candidates from TopK (at most 3,840) would be wrong for a nucleus
         wider than they are. So: bisection over every value that the logits' type can hold, 16 rounds for a 16-bit type,
@@ -283,7 +283,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self._binary("SUM", lower, self._binary("PROD", ulp, place))
 
     def _inverse_cdf(self, mass: ITensor, uniform: ITensor) -> ITensor:
-        """The id at which the cumulative mass [B, R, V] passes uniform [B, R, 1] of the whole: [B, R]."""
+        """Finds the id at which the cumulative mass [B, R, V] passes uniform [B, R, 1] of the whole: [B, R]."""
         axis = self._constant(torch.tensor(2, dtype=torch.int32))
         layer = self.network.add_cumulative(mass, axis, self.trt.CumulativeOperation.SUM, False, False)
         cdf = self._layer(layer, "cdf")
@@ -296,7 +296,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self._binary("MIN", drawn, last)
 
     def _whole_vocabulary(self, logits: ITensor) -> ITensor:
-        """Every rank's logits [B, R, V/tp], joined: [B, R, V]."""
+        """Joins every rank's logits [B, R, V/tp]: [B, R, V]."""
         if self.tp == 1:
             return logits
         flat = self._reshape(logits, (1, -1, logits.shape[2]))  # [1, B * R, V/tp]
@@ -347,7 +347,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
         return self._once(ids, "column", lambda: self._reshape(ids, (-1, 1)))
 
     def _vocabulary_ids(self, logits: ITensor) -> ITensor:
-        """0..V-1 as int32 [1, 1, V]."""
+        """Emits 0..V-1 as int32 [1, 1, V]."""
         size = logits.shape[2]
         key = ("vocabulary", str(size))
         if key not in self._memo:
@@ -356,7 +356,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
 
 
 def ordered_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value that a 16-bit float type holds, ascending; the largest is repeated to make 65,536."""
+    """Lists every finite value of a 16-bit float type, ascending; the largest is repeated to make 65,536."""
     values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     values = values[values.isfinite()].unique()  # also sorts, and makes one zero of two
     padding = values[-1:].expand((1 << 16) - len(values))

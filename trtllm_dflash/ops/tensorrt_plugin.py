@@ -18,12 +18,12 @@ PLUGIN = ("DFlashBlockAttention", "1", "dflash")
 
 
 def has_plugin_layers(trt: Any) -> bool:
-    """Whether a network of this TensorRT can have plugins. TensorRT-RTX has the registry, and not the layer."""
+    """Whether this TensorRT's networks can have plugins. TensorRT-RTX has the registry, but not the layer."""
     return hasattr(trt.INetworkDefinition, "add_plugin_v3")
 
 
 def load_plugin(library: Path) -> None:
-    """Makes the plugin known to TensorRT: before a network with it is built, or a plan with it deserialized.
+    """Registers the plugin with TensorRT, before a network with it is built, or a plan with it deserialized.
 
     Once a process: the first library serves all engines, since what a plan holds of the plugin goes by its version.
 

@@ -8,16 +8,16 @@ from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
 
 
 class TensorRTQuantized(TensorRTLayers):
-    """Products by weights in few bits."""
+    """Emits products by FP8 and NVFP4 weights."""
 
     def _quantized_product(self, name: str, x: ITensor, stored: QuantizedWeight) -> ITensor:
-        """x [B, N, I] by the weight `name` [O, I]: [B, N, O] in x's type."""
+        """Multiplies x [B, N, I] by the weight `name` [O, I]: [B, N, O] in x's type."""
         if isinstance(stored, Fp8Weight):
             return self._fp8_product(name, x, stored)
         return self._nvfp4_product(name, x, stored)
 
     def _fp8_product(self, name: str, x: ITensor, stored: Fp8Weight) -> ITensor:
-        """x by an FP8 weight: as FP8 too where a calibration found its range, else as it is."""
+        """Multiplies x by an FP8 weight: as FP8 too where a calibration found its range, else as it is."""
         if stored.input_scale is not None:
             scale = self._constant(stored.input_scale)
             rounded = self._layer(self.network.add_quantize(x, scale, self.trt.fp8), "input")
@@ -26,7 +26,7 @@ class TensorRTQuantized(TensorRTLayers):
         return self._product(x, self._reshape(weight, (1, *stored.values.shape)))
 
     def _fp8_numbers(self, name: str, stored: Fp8Weight, dtype: ITensor) -> ITensor:
-        """The numbers [O, I] that an FP8 weight stands for."""
+        """Emits the dequantized numbers [O, I] of an FP8 weight."""
         values, scale = (
             self._named(name + suffix, x) for suffix, x in ((".weight", stored.values), (".scale", stored.scale))
         )
@@ -38,7 +38,7 @@ class TensorRTQuantized(TensorRTLayers):
         return self._layer(layer, "scale")
 
     def _nvfp4_product(self, name: str, x: ITensor, stored: Nvfp4Weight) -> ITensor:
-        """x by an NVFP4 weight: as NVFP4 too, its scales found as it comes, where a calibration found its range."""
+        """Multiplies x by an NVFP4 weight: as NVFP4 too, scaled at run time, where a calibration found its range."""
         if stored.input_scale is not None:
             scale = self._constant(stored.input_scale)
             layer = self.network.add_dynamic_quantize(x, 2, NVFP4_BLOCK, self.trt.fp4, self.trt.fp8)
@@ -60,7 +60,7 @@ class TensorRTQuantized(TensorRTLayers):
     def _nvfp4_numbers(
         self, name: str, values: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, dtype: ITensor
     ) -> ITensor:
-        """The numbers [O, I] of bytes [O, I / 2], their scales [O, I / 16] and the scale [] of those."""
+        """Emits the numbers [O, I] of bytes [O, I / 2], their scales [O, I / 16] and the scale [] of those."""
         numbers = self._packed(values, self.trt.fp4, "constant")
         numbers.name = self._unique_name(name + ".weight")
         # The scales' type must be that of what they scale.
@@ -69,7 +69,7 @@ class TensorRTQuantized(TensorRTLayers):
         return self._layer(self.network.add_dequantize(numbers, scales, dtype), "scale")
 
     def _named(self, name: str, tensor: torch.Tensor) -> ITensor:
-        """A constant under a name."""
+        """Emits a named constant."""
         constant = self._constant(tensor)
         constant.name = self._unique_name(name)
         return constant

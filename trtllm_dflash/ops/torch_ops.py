@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class TorchOps(Ops[Tensor]):
-    """Computes at once.
+    """Computes each operation at once, with torch.
 
     Args:
         weights: a rank's engine tensors by name, with the RoPE tables, all on one device.
@@ -42,7 +42,7 @@ class TorchOps(Ops[Tensor]):
         self._kept: dict[tuple[object, ...], tuple[Tensor, Any]] = {}
 
     def _once(self, key: tuple[object, ...], source: Tensor, make: Callable[[], Any]) -> Any:
-        """What `make` gives for this very tensor: every layer of a pass asks for the same."""
+        """Caches the result of `make` for this very tensor: every layer of a pass needs the same one."""
         kept = self._kept.get(key)
         if kept is None or kept[0] is not source:
             kept = self._kept[key] = (source, make())
@@ -67,7 +67,7 @@ class TorchOps(Ops[Tensor]):
         return y if bias is None else y + bias
 
     def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """x [B, N, I] times a quantized weight [O, I], transposed: [B, N, O] in x's type.
+        """Multiplies x [B, N, I] by a quantized weight [O, I], transposed: [B, N, O] in x's type.
 
         Where the device multiplies FP8 and each row of the weight has its scale, x is rounded to FP8 too, with a scale
         a row of its own. Else x is multiplied by the numbers that the weight stands for.
@@ -105,7 +105,7 @@ class TorchOps(Ops[Tensor]):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at positions [B, N], each [B, 1, N, D/2]."""
+        """Looks up cos and sin at positions [B, N], each [B, 1, N, D/2]."""
         return self.weights[name + ".cos"][positions].unsqueeze(1), self.weights[name + ".sin"][positions].unsqueeze(1)
 
     def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class TorchOps(Ops[Tensor]):
 
     @staticmethod
     def _attention_mask(rows: int, lengths: Tensor, bound: int, causal: bool, window: int | None) -> Tensor | None:
-        """[B, 1, rows, bound], true where a row may look; None where all look at all."""
+        """Makes the mask [B, 1, rows, bound], true where a row sees a key; None where every row sees every key."""
         if not lengths.is_cuda and lengths.shape[0] == 1 and not (causal and rows > 1) and window is None:
             return None
         key = torch.arange(bound, device=lengths.device)
@@ -170,7 +170,7 @@ class TorchOps(Ops[Tensor]):
 
     @staticmethod
     def _attention_with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
-        """Attention with one more logit a head, sinks [heads], whose value is zero; the softmax in FP32."""
+        """Attends with one more logit a head, sinks [heads], whose value is zero; the softmax in FP32."""
         slots, heads, rows, size = q.shape
         # The query heads that share a key head, as rows of it.
         grouped = q.reshape(slots, keys.shape[1], -1, size)
@@ -224,7 +224,7 @@ class TorchOps(Ops[Tensor]):
 
     @staticmethod
     def _splice_index(context: Tensor, block: Tensor, committed: Tensor) -> Tensor:
-        """[B, 1, Q + Bd, 1]: where in context and block, joined, each row of the run comes from."""
+        """Indexes context's and block's rows, joined, by the run that they make: [B, 1, Q + Bd, 1]."""
         rows, drafts = context.shape[2], block.shape[2]
         run = torch.arange(rows + drafts, device=committed.device)
         past = run - committed[:, None]  # rows past the context
@@ -246,7 +246,7 @@ class TorchOps(Ops[Tensor]):
         return ids.int()
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of this rank's logits in each row and its id: [B, R] each."""
+        """Finds the largest of this rank's logits in each row, and its id: [B, R] each."""
         best, ids = logits.max(dim=-1)
         return best, ids
 
@@ -306,5 +306,5 @@ class TorchOps(Ops[Tensor]):
 
 
 def _offsets(count: int, like: Tensor) -> Tensor:
-    """0..count-1, int32, on the device of `like`."""
+    """Makes 0..count-1, int32, on the device of `like`."""
     return torch.arange(count, dtype=torch.int32, device=like.device)
