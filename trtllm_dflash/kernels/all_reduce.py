@@ -23,12 +23,12 @@ AllReduceParams = structure(
 
 
 class AllReduce:
-    """Sums of small tensors over ranks that read each other's memory: in FP32, in the order of ranks, the same on all.
+    """Sums small tensors over ranks that read each other's memory: in FP32, in the order of ranks, the same on all.
 
     Every rank makes the same calls in one order, or waits for the others for ever.
 
     Args:
-        shared: where each rank's shared memory lies for this one: ALL_REDUCE_SHARED bytes, zeros at first.
+        shared: addresses in this process of each rank's shared memory: ALL_REDUCE_SHARED bytes, zeros at first.
         rank: this one.
 
     Raises:
@@ -41,11 +41,11 @@ class AllReduce:
         self._ranks, self._rank = len(shared), rank
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x is small, and such as the kernel can sum."""
+        """Whether the kernel can sum x: its size, type and layout."""
         return x.dtype in DTYPES and x.is_contiguous() and x.nbytes <= ALL_REDUCE_BYTES and x.nbytes % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x."""
+        """Sums x over the ranks."""
         out = torch.empty_like(x)
         params = AllReduceParams(
             dtype=DTYPES[x.dtype],

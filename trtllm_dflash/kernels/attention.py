@@ -36,15 +36,16 @@ def attention(
     offset: int = 0,
     scales: Scales = None,
 ) -> Tensor:
-    """q [B, Hq, Q, D] by strides, Q at most MAX_ROWS; caches [B, Hkv, S, D]; lengths [B] int32: [B, Q, Hq*D].
+    """Attends from q [B, Hq, Q, D], Q at most MAX_ROWS, to caches [B, Hkv, S, D] of lengths [B] int32: [B, Q, Hq*D].
 
-    The rows of q are the last of each slot's length. Slots of length 0 or less cost nothing and get zeros.
+    q is read by its strides; its rows are the last of each slot's length. Slots of length 0 or less cost nothing and
+    get zeros.
 
     Args:
         added, offset: a slot's length is its `lengths`, plus its `added` [B], plus offset.
         causal: each row sees the keys up to its own position, else all of the slot's.
         window: a row at position p sees keys > p - window; 0: no window.
-        sinks: [Hq], a logit for each head that takes part in the softmax and has no value.
+        sinks: [Hq], one more logit of each head's softmax, without a value.
         scales: of caches in E4M3, keys' and values'; None: caches have q's type.
     """
     slots, heads, rows, size = q.shape

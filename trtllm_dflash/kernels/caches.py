@@ -13,7 +13,7 @@ Scales: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 def scale_addresses(scales: Scales) -> dict[str, int]:
-    """The scales as members of a structure; none where there are none."""
+    """Addresses of the scales, by member of a kernel's structure; empty without scales."""
     return {} if scales is None else {"key_scale": scales[0].data_ptr(), "value_scale": scales[1].data_ptr()}
 
 

@@ -1,4 +1,4 @@
-"""Checks of what the kernels are given: a wrong type or stride would be read as other numbers."""
+"""Checks of tensors before a kernel reads them: a wrong type or stride would be read as other numbers."""
 
 import torch
 
@@ -11,13 +11,13 @@ HEAD_SIZES = (64, 128)
 
 
 def check(is_met: bool, what: str) -> None:
-    """Raises a ValueError that says what is wrong, unless it is met."""
+    """Raises a ValueError with `what`, unless the condition is met."""
     if not is_met:
         raise ValueError(f"the CUDA kernels cannot take this: {what}")
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where x lies; None is a null pointer."""
+    """The address of x's data; None is a null pointer."""
     return None if x is None else x.data_ptr()
 
 

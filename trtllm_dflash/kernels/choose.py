@@ -19,7 +19,7 @@ AcceptParams = structure(
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row of logits [B, R, V] as FP32, and its id, the lowest among equals: [B, R] each."""
+    """Finds each row's largest logit of [B, R, V], as FP32, and its id, the lowest among equals: [B, R] each."""
     check(logits.dtype in DTYPES and logits.is_contiguous(), "argmax of contiguous logits")
     ids = torch.empty(logits.shape[:-1], dtype=torch.int32, device=logits.device)
     best = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
@@ -39,7 +39,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def accept(
     token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Ops.accept` says: accepted, committed and bonus, int32 [B] each."""
+    """Computes `Ops.accept`: accepted, committed and bonus, int32 [B] each."""
     slots, rows = token_ids.shape
     check(target_ids.shape == logit_rows.shape, "one choice a logit row")
     inputs = {"token_ids": token_ids, "target_ids": target_ids, "logit_rows": logit_rows, "row_count": row_count}

@@ -24,7 +24,7 @@ MoEParams = structure(
 
 @dataclass(frozen=True)
 class Routing:
-    """How rows choose experts, and which of them this rank has; letters as in `ops.MoELayer`."""
+    """The rule by which rows choose experts, and the experts of this rank; letters as in `ops.MoELayer`."""
 
     experts: int  # that rows choose among
     first: int  # the first that this rank has
@@ -47,7 +47,7 @@ class MoE:
     """A mixture of experts' feed-forward of few rows, which reads the experts that they chose and no others.
 
     Args:
-        routing: how rows choose.
+        routing: the rule of choice.
         gate_up: [2F, H] of each expert: gate, then up.
         down: [H, F] of each expert.
 

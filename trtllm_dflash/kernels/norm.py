@@ -21,12 +21,12 @@ SwigluParams = structure("dflash_swiglu_params", ints="dtype rows size", pointer
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [B, N, H] by strides: [B, N, H]. H is a multiple of 8 and at most 32,768."""
+    """Computes RMSNorm of x [B, N, H], read by its strides: [B, N, H]. H is a multiple of 8 and at most 32,768."""
     return _rms_norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, and that sum normed; [B, N, H] each."""
+    """Computes x + y, and that sum normed; [B, N, H] each."""
     check(y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous(), "what is added must have x's shape")
     return _rms_norm(x, y, weight, eps)
 
@@ -57,7 +57,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """x [..., 2F] holds gate, then up: silu(gate) * up, [..., F]. F is a multiple of 8."""
+    """Computes silu(gate) * up [..., F] of x [..., 2F], which holds gate, then up. F is a multiple of 8."""
     size = x.shape[-1] // 2
     check(x.dtype in HALVES and x.is_contiguous() and size % 8 == 0, "SwiGLU of contiguous 16-bit rows, F by 8")
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Products of few rows and a weight: the weight's own bytes are what they cost."""
+"""Products of few rows and a weight, whose time is that of reading the weight."""
 
 from dataclasses import dataclass
 
@@ -48,12 +48,12 @@ def skinny_gemm(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x [..., I] of few rows times weight [O, I], transposed, plus bias [O]: [..., O]. A row's result is its own.
+    """Multiplies few rows x [..., I] by weight [O, I], transposed, plus bias [O]: [..., O]. No row depends on others.
 
     Args:
         weight: of x's type, or E4M3 with `scale` [O] in FP32. See `takes_skinny` for the sizes.
         swiglu: its rows are gate, then up: returns silu(gate) * up, [..., O/2].
-        norm: what x is normed by first. No less precise than the normed rows, rounded, times the weight.
+        norm: norms x first. No less precise than the normed rows, rounded, times the weight.
         residual: [..., O], added at the end; not with swiglu.
     """
     outputs, inputs = weight.shape

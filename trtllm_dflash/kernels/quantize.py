@@ -1,4 +1,4 @@
-"""Rows to E4M3, with a scale a row."""
+"""Rounding rows to E4M3, with a scale a row."""
 
 import torch
 
@@ -17,7 +17,7 @@ def takes_quantize(x: Tensor) -> bool:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`ops.fp8.quantize_rows` of 16-bit rows x [N, I] in one kernel. I is a multiple of 8 and at most 32,768."""
+    """Computes `ops.fp8.quantize_rows` of 16-bit x [N, I] in one kernel. I is a multiple of 8 and at most 32,768."""
     rows, size = x.shape
     check(takes_quantize(x) and x.is_contiguous(), f"rows of {size} {x.dtype}")
     out = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)

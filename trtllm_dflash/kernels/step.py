@@ -1,4 +1,4 @@
-"""Where a step begins and ends: the rows that slots keep, and embeddings of tokens and of blocks to draft."""
+"""The begin and end of a step: the rows that slots keep, and embeddings of tokens and of blocks to draft."""
 
 import torch
 
@@ -28,12 +28,12 @@ EmbedParams = structure(
 
 
 def begin_step(tokens: Tensor, start: Tensor, row_count: Tensor, rows: int, step_rows: int) -> tuple[Tensor, Tensor]:
-    """The rows of a step, from what slots kept: token ids [B, rows] and start [B], B of row_count [B].
+    """Gathers the rows of a step from what slots kept: token ids [B, rows] and start [B], B of row_count [B].
 
     Args:
         tokens: [slots, block], of at least B slots, as start [slots].
         row_count: how many of a slot's rows are real; 0: it is idle.
-        step_rows: that the step writes to a slot, at most: an idle one starts that far below position 0.
+        step_rows: the most that the step writes to a slot: an idle one starts that far below position 0.
     """
     slots = len(row_count)
     _check_slots(tokens, start, row_count)
@@ -98,7 +98,7 @@ def end_step(
 
 
 def embed(table: Tensor, ids: Tensor, block: int = 0, mask_id: int = 0) -> Tensor:
-    """Rows of table [V, H] at ids [B, N]: [B, N, H]. With a block, ids are [B], each followed by block - 1 masks.
+    """Looks up ids [B, N] in table [V, H]: [B, N, H]. With a block, ids are [B], each followed by block - 1 masks.
 
     An id that the table does not have gives zeros.
     """

@@ -1,4 +1,4 @@
-"""Which models the kernels compute, and on which GPUs; asked without loading them."""
+"""The models and GPUs that the kernels support; answered without loading them."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ OLDEST_GPU = (9, 0)
 
 
 def why_unsupported(dtype: torch.dtype, head_sizes: Iterable[int], capability: tuple[int, int]) -> str | None:
-    """Why a model of this type and these head sizes is left to torch on such a GPU; None: the kernels compute it."""
+    """Explains why a model of this type and head sizes is left to torch on a GPU; None: the kernels compute it."""
     if dtype not in HALVES:
         return f"our CUDA kernels compute in BF16 and FP16, not in {str(dtype).removeprefix('torch.')}"
     for size in head_sizes:
@@ -23,5 +23,5 @@ def why_unsupported(dtype: torch.dtype, head_sizes: Iterable[int], capability: t
 
 
 def gpu_name(capability: tuple[int, int]) -> str:
-    """A compute capability as NVIDIA writes it: SM90."""
+    """Spells a compute capability as NVIDIA does: SM90."""
     return f"SM{capability[0]}{capability[1]}"
