@@ -23,7 +23,7 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 
 class PlanSummary(BaseModel):
-    """What there is to know of a rank's TensorRT plan without loading it."""
+    """Facts of a rank's TensorRT plan that are known without loading it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +35,7 @@ class PlanSummary(BaseModel):
 
 
 class EngineConfig(BaseModel):
-    """What an engine is, and what it was made from."""
+    """An engine's models, limits and precisions, and the checkpoints that it was made from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,7 +65,7 @@ class EngineConfig(BaseModel):
 
     @property
     def transcoded(self) -> Transcoded | None:
-        """What became of the MXFP4 blocks of all ranks that were made NVFP4; None: none were."""
+        """Counts of all ranks' MXFP4 blocks that were made NVFP4; None: none were."""
         each = [plan.transcoded for plan in self.plans if plan.transcoded is not None]
         return sum(each, Transcoded()) if each else None
 
@@ -76,12 +76,12 @@ class EngineConfig(BaseModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that weights, activations and, where `kv` says nothing else, caches have."""
+        """The type of weights, activations and, unless `kv` gives another, caches."""
         return DTYPES[self.precision]
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The type that caches have."""
+        """The type of the caches."""
         return FP8 if self.kv == "fp8" else self.dtype
 
     @property

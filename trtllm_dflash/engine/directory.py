@@ -25,7 +25,7 @@ PLUGIN_FILE = "libdflash_plugin.so"
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Computes the SHA-256 of a file, in hexadecimal."""
     sha = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -34,18 +34,18 @@ def digest(path: Path) -> str:
 
 
 def weights_file(rank: int) -> str:
-    """The file of a rank's tensors."""
+    """Names the file of a rank's tensors."""
     return f"rank{rank}.safetensors"
 
 
 def plan_file(rank: int) -> str:
-    """The file of a rank's TensorRT plan."""
+    """Names the file of a rank's TensorRT plan."""
     return f"rank{rank}.engine"
 
 
 @contextmanager
 def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
-    """A folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it."""
+    """Makes a folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it."""
     path = Path(os.path.abspath(path))  # "." has no name
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -79,7 +79,7 @@ def is_engine(path: Path) -> bool:
 
 
 def read_config(path: Path) -> EngineConfig:
-    """The configuration of an engine directory.
+    """Reads the configuration of an engine directory.
 
     Raises:
         EngineError: there is none, or it is of another version.
@@ -102,7 +102,7 @@ def read_config(path: Path) -> EngineConfig:
 
 
 def check_file(path: Path, config: EngineConfig, name: str) -> Path:
-    """The path of an engine's file, once its content is what was built.
+    """Checks that a file's content is what was built; returns its path.
 
     Raises:
         EngineError: it is missing, truncated or changed.
@@ -118,7 +118,7 @@ def check_file(path: Path, config: EngineConfig, name: str) -> Path:
 
 
 def check_shared_files(path: Path, config: EngineConfig) -> None:
-    """Checks what is not a rank's own: tokenizer and chat template.
+    """Checks the files that all ranks share: tokenizer and chat template.
 
     Raises:
         EngineError: one is missing, truncated or changed.
@@ -129,7 +129,7 @@ def check_shared_files(path: Path, config: EngineConfig) -> None:
 
 
 def load_weights(path: Path, config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's tensors, checked.
+    """Loads and checks a rank's tensors.
 
     Raises:
         EngineError: the file is missing or not what was built.

@@ -20,12 +20,12 @@ class StepKind:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most."""
+    """Lists the numbers of slots of a step: 1, 2, 4 and so on, and the most."""
     return sorted({size for power in range(most.bit_length()) if (size := 2**power) <= most} | {most})
 
 
 def draft_lengths(block_size: int) -> list[int]:
-    """The lengths to choose from with a drafter of this block size, its whole block among them."""
+    """Lists the draft lengths of a drafter with this block size, its whole block among them."""
     return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})
 
 
