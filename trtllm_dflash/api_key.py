@@ -9,10 +9,10 @@ VARIABLE = "TRTLLM_DFLASH_API_KEY"
 
 
 def read_api_key(file: Path | None, flag: str) -> str | None:
-    """The key in a file or, without one, in the environment; None where there is none either.
+    """Reads the key from a file or, without one, from the environment; None where neither has one.
 
     Args:
-        flag: that named the file, for errors.
+        flag: the flag that named the file, for errors.
 
     Raises:
         SettingsError: the file cannot be read, or is empty.

@@ -1,4 +1,4 @@
-"""The pairs we know: each a YAML file in `build_configs/`, which is what `build --model NAME` means."""
+"""The known pairs, a YAML file each in `build_configs/`, for `build --model NAME`."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,7 +26,7 @@ class BuildOverrides(BaseModel):
 
 
 class PairFacts(BaseModel):
-    """What a catalog entry says of its checkpoints; None where it does not say."""
+    """A catalog entry's facts on its checkpoints; None where it does not give one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,7 +38,7 @@ class PairFacts(BaseModel):
 
 
 class CatalogEntry(BaseModel):
-    """A target, its drafter, and what one must know to build and serve them."""
+    """A target, its drafter, and the settings to build and serve them with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,7 +56,7 @@ class CatalogEntry(BaseModel):
     build: BuildOverrides = BuildOverrides()
 
     def build_values(self) -> dict[str, Any]:
-        """What `build` is asked for by this pair's name; what is not in it keeps its default."""
+        """The settings of `build` for this pair; others keep their defaults."""
         values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter}
         values["facts"] = self.facts
         if self.chat:
@@ -65,12 +65,12 @@ class CatalogEntry(BaseModel):
 
     @property
     def facts(self) -> PairFacts:
-        """What it says of its checkpoints."""
+        """The entry's facts on its checkpoints."""
         return PairFacts(**self.model_dump(include=set(PairFacts.model_fields)))
 
     @property
     def buildable(self) -> bool:
-        """Whether the target's family is one we compute."""
+        """Whether we compute the target's family."""
         return self.family in FAMILIES
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class CatalogEntry(BaseModel):
 
 
 def load_catalog(folder: Path | None = None) -> dict[str, CatalogEntry]:
-    """Every known pair by name, in order of names; from `folder`, else from this installation's build_configs.
+    """Reads every known pair, by name and in order of names, from `folder` or this installation's build_configs.
 
     Raises:
         SettingsError: a file is not valid; names the file and the field.
@@ -127,12 +127,12 @@ def find_entry_or_target(model: str) -> CatalogEntry | None:
 
 
 def chat_arguments_of(target: str) -> dict[str, Any]:
-    """What a known target's chat template must be given for its drafter's sake; nothing for an unknown one."""
+    """Looks up the chat template's arguments that a known target's drafter needs; none for an unknown target."""
     return next((dict(entry.chat) for entry in load_catalog().values() if entry.target == target), {})
 
 
 def _folder() -> Path:
-    """In an installed wheel the files lie inside the package; in a checkout, beside it."""
+    """Finds the files: inside the package in an installed wheel, beside it in a checkout."""
     package = Path(__file__).parent
     for parent in (package, package.parent):
         if (parent / "build_configs").is_dir():

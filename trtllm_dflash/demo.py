@@ -31,10 +31,10 @@ _BAR_WIDTH = 40
 
 @dataclass
 class Reply:
-    """What a client has got so far.
+    """A reply, as far as the client has received it.
 
     Attributes:
-        seconds: from asking to the last token that came.
+        seconds: from sending the request to the last token received.
         accepted: drafts that became part of the reply, by decoding step.
     """
 
@@ -46,7 +46,7 @@ class Reply:
 
 @dataclass
 class Arm:
-    """One way of decoding, over a number of prompts."""
+    """Totals of one way of decoding, plain or drafted, over a number of prompts."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class Arm:
     accepted: Counter[int] = field(default_factory=Counter)
 
     def count(self, reply: Reply) -> None:
-        """Adds a reply."""
+        """Adds a reply to the totals."""
         self.tokens += len(reply.token_ids)
         self.seconds += reply.seconds
         self.steps += len(reply.accepted)
@@ -64,7 +64,7 @@ class Arm:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, from asking to the last token."""
+        """Tokens a second, from sending the request to the last token."""
         return self.tokens / self.seconds
 
     @property
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Drafted over plain tokens a second."""
+        """Ratio of drafted to plain tokens a second."""
         return self.drafted.rate / self.plain.rate
 
     def as_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Comparison:
 
 @dataclass
 class DemoResult(Comparison):
-    """The whole demo, and each kind of prompt."""
+    """Figures of the whole demo, and of each kind of prompt."""
 
     by_kind: dict[str, Comparison] = field(default_factory=dict)
 
@@ -112,8 +112,8 @@ class DemoResult(Comparison):
 def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, kernels: "Kernels", show: bool) -> DemoResult:
     """Serves the engine with Triton, and decodes prompts of every kind both ways; `show` draws streams and tables.
 
-    Of the figures, each reply is timed alone. The first prompt of a kind is shown before that: two clients at once, in
-    one batch.
+    For the figures each reply is timed alone. Before that, the first prompt of each kind is shown: two clients at once,
+    in one batch.
     """
     try:
         from trtllm_dflash.serving.repository import DeploySettings
@@ -165,7 +165,7 @@ async def _compare(url: str, codec: TextCodec, per_kind: int, max_tokens: int, c
 
 
 async def _show(ask: "_Asker", kind: str, prompt: str, console: Console) -> None:
-    """The two clients' streams side by side, as they come."""
+    """Draws the two clients' streams side by side, as they arrive."""
     canvas = _Canvas(console, kind, prompt)
     try:
         await asyncio.gather(*(ask(prompt, draft, canvas) for draft in (False, True)))
@@ -174,7 +174,7 @@ async def _show(ask: "_Asker", kind: str, prompt: str, console: Console) -> None
 
 
 class _Asker:
-    """Asks the server for replies."""
+    """A client that requests replies from the server."""
 
     def __init__(self, client: "TritonClient", codec: TextCodec, max_tokens: int) -> None:
         self._client = client
@@ -199,7 +199,7 @@ class _Asker:
 
 
 class _Canvas:
-    """Two panels, plain and drafted, that fill as the tokens come."""
+    """Two panels, plain and drafted, that fill as the tokens arrive."""
 
     def __init__(self, console: Console, kind: str, prompt: str) -> None:
         self._replies = {False: Reply(), True: Reply()}
@@ -252,7 +252,7 @@ def _table(result: DemoResult) -> Table:
 
 
 def _histogram(accepted: Counter[int]) -> Group:
-    """Share of the steps by how many drafts each had accepted."""
+    """Draws the share of steps by their number of accepted drafts."""
     total = sum(accepted.values())
     lines = [Text("\naccepted drafts a step", style="bold")]
     for count in range(max(accepted, default=0) + 1):

@@ -17,7 +17,7 @@ from trtllm_dflash.serving.triton import EXTRA, REMEDY, find_triton
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked for."""
+    """A program, library or device that the package can use: present or not, and the remedy."""
 
     name: str
     present: bool
@@ -87,7 +87,7 @@ def _kernels() -> Finding:
 
 
 def find_kernels(name: str, capabilities: set[tuple[int, int]]) -> Finding:
-    """Our CUDA kernels, and whether they have code for the GPUs of these compute capabilities."""
+    """Looks for our CUDA kernels, and for code in them for GPUs of these compute capabilities."""
     from trtllm_dflash import kernels
 
     cost = "nothing here: there is no GPU that they are for"

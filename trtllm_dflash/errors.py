@@ -37,11 +37,11 @@ class RequestError(DFlashError):
 
 
 class LongPromptError(RequestError):
-    """A prompt of more tokens than are taken."""
+    """A prompt with more tokens than the engine takes."""
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as may wait: try again later, or elsewhere."""
+    """The queue of requests is full: try again later, or elsewhere."""
 
 
 class DeadlineError(RequestError):

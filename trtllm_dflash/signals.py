@@ -1,4 +1,4 @@
-"""Signals, and those that this process was started not to hear."""
+"""Signals, and which of them this process was started to ignore."""
 
 import signal
 

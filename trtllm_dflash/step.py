@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Drafting(str, Enum):
-    """What the drafter does in a step."""
+    """The drafter's part in a step."""
 
     OFF = "off"  # nothing: plain decoding
     CONTEXT = "context"  # writes its context rows and drafts nothing: K = 0, drafting can resume

@@ -9,7 +9,7 @@ PROMPTS = Path(__file__).parent / "tiny" / "prompts.jsonl"
 
 
 def read_prompts(per_kind: int, file: Path = PROMPTS) -> dict[str, list[str]]:
-    """The first prompts of each kind from a file of JSON lines with "kind" and "prompt".
+    """Reads the first prompts of each kind from a file of JSON lines with "kind" and "prompt".
 
     Raises:
         EngineError: the file cannot be read.
