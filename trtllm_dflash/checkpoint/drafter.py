@@ -50,7 +50,7 @@ class DrafterCheckpoint:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the formats say in different places."""
+    """Settings that the two formats keep in different places."""
 
     layers: dict[str, Any]  # the layers' own Hugging Face config
     block_size: Any
@@ -90,7 +90,7 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
 
 
 def default_tap_layers(target_layers: int, layers: int) -> list[int]:
-    """z-lab's choice where a config names none: evenly from layer 1 to the last but two (`n//2` for one layer)."""
+    """Chooses z-lab's taps where a config names none: evenly from layer 1 to the last but two (`n//2` for one)."""
     if layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
@@ -179,7 +179,7 @@ def _read_speculators(raw: dict[str, Any], target_layers: int | None) -> _Settin
 
 
 def _in_either(raw: dict[str, Any], nested: dict[str, Any], key: str) -> Any:
-    """A setting that checkpoints keep at the top level or inside dflash_config; both may have it if they agree."""
+    """Reads a setting at the top level or inside dflash_config; both may have it if they agree."""
     outer, inner = raw.get(key), nested.get(key)
     if outer is not None and inner is not None and outer != inner:
         raise CheckpointError(f"config.json: {key} is {outer} at the top level, but {inner} in dflash_config")
@@ -231,7 +231,7 @@ def _check_taps(config: DrafterConfig, folder: CheckpointFolder, fc: str) -> Non
 
 
 def _ignored(folder: CheckpointFolder, config: DrafterConfig) -> tuple[str, ...]:
-    """Tensors of a speculators checkpoint that the target has too, once their shapes are the target's."""
+    """Lists tensors of a speculators checkpoint that the target has too, and checks their shapes."""
     if "speculators_model_type" not in folder.config:
         return ()
     table = (config.vocab_size, config.hidden_size)
@@ -246,7 +246,7 @@ def _ignored(folder: CheckpointFolder, config: DrafterConfig) -> tuple[str, ...]
 
 
 def _read_map(folder: CheckpointFolder, config: DrafterConfig) -> torch.Tensor:
-    """int32 [draft vocabulary]: `d2t` holds target id - draft id. `t2d`, a mask over the target's ids, must agree."""
+    """Reads target ids, int32 [draft vocabulary], from `d2t` (target id - draft id); `t2d`, a mask, must agree."""
     size, vocab = config.draft_vocab_size, config.vocab_size
     for name, shape, dtypes in (("d2t", (size,), ("I64", "I32")), ("t2d", (vocab,), ("BOOL",))):
         info = folder.tensors.get(name)

@@ -28,7 +28,7 @@ _LISTED = 4  # how many tensors of each kind of trouble an error names
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a safetensors header says of one tensor."""
+    """The header of one tensor in a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: str  # in safetensors' letters: F32, BF16, F8_E4M3, ...
@@ -103,7 +103,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path}: tensors do not fit config.json; {'; '.join(listed)}")
 
     def read(self, key: str, dimension: int | None = None, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """A tensor, or its indices first..last-1 along a dimension, 0 to 2; only those bytes are read.
+        """Reads a tensor, or its indices first..last-1 along a dimension, 0 to 2, and no other bytes.
 
         The result may share the file's memory: copy before writing to it.
 
@@ -128,12 +128,12 @@ class CheckpointFolder:
 
 @lru_cache(maxsize=2)
 def _opened(file: Path, size: int, modified: int) -> Any:
-    """An opened file, as it was then. A shard of experts has thousands of tensors, and its header takes as long."""
+    """Opens a file once while it is unchanged. The header of a shard of experts lists thousands of tensors."""
     return safe_open(file, framework="pt")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Reads a JSON file that holds an object.
 
     Raises:
         CheckpointError: it cannot be read, or is not that.

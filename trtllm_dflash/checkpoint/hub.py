@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a local folder, a folder inside this package, or a Hugging Face repository."""
+"""Finding a checkpoint: a local folder, a folder inside this package, or a Hugging Face repository."""
 
 import json
 import os
@@ -18,10 +18,9 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 
 
 def resolve(name_or_path: str) -> Path:
-    """The local folder of a checkpoint; a repository's comes from the Hugging Face cache, else by download.
+    """Finds the local folder of a checkpoint; a repository's comes from the Hugging Face cache, else by download.
 
-    What the cache holds of a repository may be a part of it (its tokenizer, or an interrupted download): then the rest
-    is downloaded.
+    The cache may hold only a part of a repository (its tokenizer, or an interrupted download): the rest is downloaded.
 
     Raises:
         CheckpointError: there is no such folder or repository, it is gated, or the network is out of reach.

@@ -1,7 +1,7 @@
-"""A shortlist for drafting: the tokens that a text has most often, and their rows of the target's LM head.
+"""A shortlist for drafting: the most frequent tokens of a text, and their rows of the target's LM head.
 
 The head is read once more in every step for drafting alone. A token that is not on the list is never drafted; the
-target says it all the same.
+target can still choose it.
 """
 
 import json
@@ -27,9 +27,9 @@ _BATCH = 1 << 20
 def take_shortlist(
     pair: Pair, size: int, text: Path | None, stop_token_ids: tuple[int, ...], progress: Callable[[int, int], None]
 ) -> DrafterCheckpoint:
-    """The pair's drafter, with the `size` tokens that `text` has most often for a vocabulary.
+    """Reduces the vocabulary of a pair's drafter to the `size` most frequent tokens of `text`.
 
-    Equals, and what the text does not have, go by id: a BPE vocabulary's ids are roughly in order of frequency. Added
+    Equals, and tokens not in the text, go by id: a BPE vocabulary's ids are roughly in order of frequency. Added
     (special) and stop tokens are always on the list. Drafts keep the order of the target's ids, so that among equal
     logits the choice is the whole head's.
 
@@ -66,7 +66,7 @@ def take_shortlist(
 def count_tokens(
     text: Path, codec: TextCodec, vocabulary: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> torch.Tensor:
-    """How often a text has each token: int64 [V].
+    """Counts each token in a text: int64 [V].
 
     Args:
         text: UTF-8. A file named `.jsonl` has an object a line, of which `FIELDS` are counted.
@@ -109,7 +109,7 @@ def _count(pieces: list[str], codec: TextCodec, vocabulary: int) -> torch.Tensor
 
 
 def _pieces(text: Path) -> Iterator[tuple[str, int]]:
-    """What to tokenize at once, and how many bytes of the file it takes."""
+    """Yields pieces of the text to tokenize at once, each with its number of bytes in the file."""
     lines = _lines(text)
     if text.suffix == ".jsonl":
         for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as the one line that our errors are."""
+"""Errors of a configuration, in one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from trtllm_dflash.errors import CheckpointError
 
 
 def first_problem(error: ValidationError) -> str:
-    """`field: what is wrong`, for the first of the error's problems."""
+    """Formats the first problem of a validation error: `field: what is wrong`."""
     problem = error.errors()[0]
     field = ".".join(str(step) for step in problem["loc"])
     message = " ".join(problem["msg"].split())
@@ -19,7 +19,7 @@ def first_problem(error: ValidationError) -> str:
 
 @contextmanager
 def reading_config(folder: Path) -> Iterator[None]:
-    """Turns whatever a folder's config.json runs into while it is read into a CheckpointError that names the folder."""
+    """Turns any error from reading a folder's config.json into a CheckpointError that names the folder."""
     try:
         yield
     except CheckpointError as error:
