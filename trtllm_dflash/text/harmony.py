@@ -45,7 +45,7 @@ _SPEAKERS = ("user", "assistant")  # whose message stands even where it is empty
 
 
 class Harmony:
-    """The format, for one tokenizer."""
+    """Harmony's encoder and parser for one tokenizer."""
 
     def __init__(self, encoding: HarmonyEncoding, tokenizer: Tokenizer) -> None:
         self._encoding = encoding
@@ -53,7 +53,7 @@ class Harmony:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Harmony | None":
-        """Harmony, where that is what a tokenizer was made for.
+        """Makes Harmony for a tokenizer that has its tokens; None for others.
 
         Raises:
             EngineError: it has Harmony's own tokens and another vocabulary.
@@ -67,7 +67,7 @@ class Harmony:
                 raise EngineError(f"tokenizer.json has Harmony's tokens, but not its vocabulary: {error}") from None
 
     def encode(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's reply begins.
+        """Encodes a conversation as token ids, up to where the assistant's reply begins.
 
         Args:
             messages: with roles user, assistant, and system or developer, whose text is the developer's instructions.
@@ -82,12 +82,12 @@ class Harmony:
         return list(self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT))
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
-        """The text of a reply's final channel, while it arrives; see `TextStream`."""
+        """Starts the text of a reply's final channel, which grows as tokens arrive; see `TextStream`."""
         return _FinalText(StreamableParser(self._encoding, Role.ASSISTANT), self._tokenizer, stop)
 
 
 class _FinalText(TextStream):
-    """Takes all of a reply's tokens, and has the text of those that are the final message's content."""
+    """Parses a reply's tokens, and keeps the text of the final message."""
 
     def __init__(self, parser: StreamableParser, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         super().__init__(tokenizer, stop)
@@ -120,7 +120,7 @@ class _FinalText(TextStream):
         super().finish()
 
     def _take_as_it_is(self, *tokens: int) -> None:
-        """This is no Harmony: from here on the reader gets all of it, and what came before where nothing was shown."""
+        """Shows a reply that is not Harmony as it is: from here on all of it, and all before if none was shown yet."""
         self._parser = None
         header, self._header = self._header or [], None
         for token in (*header, *tokens):
@@ -168,7 +168,7 @@ def _vocabulary_of(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def _vocabulary(tokenizer: Tokenizer) -> bytes:
-    """As tiktoken writes it: a line for each token, its bytes in base64 and its rank."""
+    """Writes a vocabulary as tiktoken does: a line for each token, its bytes in base64 and its rank."""
     byte_of = _bytes_of_characters()
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
@@ -183,7 +183,7 @@ def _vocabulary(tokenizer: Tokenizer) -> bytes:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level tokenizer stands for; those that cannot be seen have others'."""
+    """Maps each character of a byte-level tokenizer to its byte; invisible bytes have stand-in characters."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(moved)}

@@ -1,11 +1,11 @@
-"""Tokens to text while they arrive: characters split across tokens, and stop strings split across steps."""
+"""Decoding tokens as they arrive: characters split across tokens, and stop strings split across steps."""
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """The text of a growing token sequence. What it has released never changes.
+    """The text of a growing token sequence. Text that it has released never changes.
 
     Args:
         tokenizer: the engine's tokenizer.
@@ -36,14 +36,14 @@ class TextStream:
             self._append(piece)
 
     def finish(self) -> None:
-        """No more tokens: an unfinished character at the end is shown as the decoder shows it."""
+        """Ends the sequence: an unfinished character at the end is shown as the decoder shows it."""
         if not self.stopped:
             whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
             self._append(whole[len(self._text) :])
             self._stop = ()
 
     def release(self) -> str:
-        """The text that is final and was not released before: all but what may turn out to begin a stop string."""
+        """Returns new text that is final: all but an ending that may turn out to begin a stop string."""
         end = len(self._text) - (0 if self.stopped else self._held())
         piece = self._text[self._released : end]
         self._released = max(self._released, end)

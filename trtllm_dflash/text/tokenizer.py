@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
 
 
 class TextCodec:
-    """Text to token ids and back."""
+    """Encodes text and conversations to token ids, and decodes them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_arguments: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +38,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
-        """The tokenizer in a folder; None where it has no tokenizer.json.
+        """Loads the tokenizer in a folder; None where it has no tokenizer.json.
 
         Raises:
             EngineError: its files cannot be read.
@@ -62,21 +62,21 @@ class TextCodec:
 
     @property
     def sets_thinking_apart(self) -> bool:
-        """Whether a reply to a conversation holds more than its reader is meant to see."""
+        """Whether the chat format marks a reply's thinking, which its reader is not meant to see."""
         return self._harmony is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a raw text, with the special tokens that the tokenizer adds itself."""
+        """Encodes a raw text, with the special tokens that the tokenizer adds itself."""
         return self._encode(text, special=True)
 
     def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template. Arguments and errors as in `chat_text`."""
+        """Encodes a conversation through the chat template. Arguments and errors as in `chat_text`."""
         if self._harmony is not None:
             return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})})
         return self._encode(self.chat_text(messages, arguments), special=False)
 
     def chat_text(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
-        """A conversation through the chat template, up to where the assistant's reply begins.
+        """Renders a conversation with the chat template, up to where the assistant's reply begins.
 
         gpt-oss's are made by OpenAI's library instead; see `Harmony`.
 
@@ -100,8 +100,7 @@ class TextCodec:
         return text
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
-        """The text of a reply to a conversation while it arrives: what is meant for the reader, without any thinking
-        that the chat format sets apart."""
+        """Starts the text of a reply, which grows as tokens arrive, without any thinking that the chat format marks."""
         return TextStream(self.backend, stop) if self._harmony is None else self._harmony.reply(stop)
 
     def _encode(self, text: str, special: bool) -> list[int]:
@@ -112,5 +111,5 @@ class TextCodec:
         return list(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Decodes token ids, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
