@@ -1,4 +1,4 @@
-"""`bench`: what this machine makes of an engine."""
+"""`bench`: times an engine on this machine."""
 
 import json
 import sys

@@ -13,7 +13,7 @@ _ENGINES = Path("engines")
 
 
 def build_settings(model: str | None, assignments: Sequence[str], flags: Mapping[str, Any]) -> "BuildSettings":
-    """Check what `--model`, `--set` and the flags say together.
+    """Check `--model`, `--set` and the flags together; make the settings of a build.
 
     Raises:
         SettingsError: a value is wrong, or what to build is not said.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags that say how a repository's models work."""
+    """Add the flags that configure a repository's models."""
     options = (
         click.option("--device", help="cpu, cuda or auto.  [default: auto]"),
         kernels_option,
@@ -34,7 +34,7 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def deploy_settings(no_draft: bool, flags: Mapping[str, Any]) -> "DeploySettings":
-    """Check what those flags say together.
+    """Check those flags together; make the settings of a repository.
 
     Raises:
         SettingsError: one is wrong.

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, and what it lacks."""
+"""`doctor`: lists what this machine has, and what it lacks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`inspect`: what an engine directory holds."""
+"""`inspect`: shows an engine directory's configuration and memory."""
 
 import json
 from pathlib import Path

@@ -16,7 +16,7 @@ PAIR_FLAGS = ("runtime", "model", "target", "drafter", "method", "gpu", "tp", "m
 
 
 def pair_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags that say which pair runs where."""
+    """Add the flags that choose a pair, a runtime and a GPU."""
     options = (
         click.option("--runtime", help="tensorrt-llm, vllm or sglang."),
         click.option("--model", help="A known pair (see `models`)."),
@@ -34,7 +34,7 @@ def pair_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def launch_settings(flags: Mapping[str, Any]) -> "LaunchSettings":
-    """Check what a launch is told by those flags and its own.
+    """Check those flags and `launch`'s own together; make its settings.
 
     Raises:
         SettingsError: one is wrong, or there is no runtime.

@@ -1,4 +1,4 @@
-"""A plan for people."""
+"""The tables of `build --plan`."""
 
 from rich.table import Table
 
@@ -8,13 +8,13 @@ _GB, _MB, _KB = 1e9, 1e6, 1e3
 
 
 def plan_lines(plan: BuildPlan) -> list[Table | str]:
-    """All of a GPU's plan, from top to bottom."""
+    """Write a GPU's whole plan, from top to bottom."""
     sums = [] if plan.tp == 1 else [_sum_line(plan)]
     return [*_head_lines(plan), _memory_table(plan), _fit_line(plan), _step_table(plan), *sums, *_foot_lines(plan)]
 
 
 def comparison_lines(found: Comparison) -> list[Table | str]:
-    """A line for each GPU."""
+    """Write the comparison of GPUs, a line for each."""
     refused = [f"{gpu}: {why}" for gpu, why in found.refused.items()]
     if not found.plans:
         return [*refused]
@@ -25,7 +25,7 @@ def comparison_lines(found: Comparison) -> list[Table | str]:
 
 
 def _head_lines(plan: BuildPlan) -> list[str]:
-    """What is planned, and the limits."""
+    """Write the pair, the GPU, its published limits and the rates that the plan assumes."""
     limits = plan.limits
     link = "NVLink" if limits.nvlink else "PCIe"
     return [
@@ -45,7 +45,7 @@ def _what(plan: BuildPlan) -> str:
 
 
 def _memory_table(plan: BuildPlan) -> Table:
-    """Each GPU's bytes."""
+    """Write the memory of each GPU, by what fills it."""
     memory = plan.memory
     table = Table("memory on each GPU")
     table.add_column("GB", justify="right")
@@ -75,7 +75,7 @@ def _memory_table(plan: BuildPlan) -> Table:
 
 
 def _comparison_table(found: Comparison) -> Table:
-    """A line for each GPU: what fits it, and how fast it is with few slots and with more."""
+    """Write a line for each GPU: the slots that fit, and the speed with few and with more."""
     table = Table("GPU")
     for column in ("GB\non each", "largest\nbatch", "longest\ncontext"):
         table.add_column(column, justify="right")
@@ -107,7 +107,7 @@ def _compared(plan: BuildPlan, batch: int, columns: int) -> list[str]:
 
 
 def _fit_line(plan: BuildPlan) -> str:
-    """What more would fit."""
+    """Write the largest batch and the longest context that fit."""
     return (
         f"largest batch: {plan.largest_batch:,} slots of {plan.max_seq_len:,} tokens; "
         f"longest context: {plan.largest_seq_len:,} tokens in {plan.max_batch} slots"
@@ -115,7 +115,7 @@ def _fit_line(plan: BuildPlan) -> str:
 
 
 def _step_table(plan: BuildPlan) -> Table:
-    """Plain and drafted, batch by batch: the best length at the given acceptance, or without one the whole block."""
+    """Write plain and drafted steps by batch: the best length at the given acceptance, without one the whole block."""
     columns = ["step", "batch", "K", "floor ms", "ms", "matrices", "attention", "layers"]
     columns += ["sums"] if plan.tp > 1 else []
     columns += ["limit"]
@@ -134,7 +134,7 @@ def _step_table(plan: BuildPlan) -> Table:
 
 
 def _sum_line(plan: BuildPlan) -> str:
-    """What the ranks send each other."""
+    """Write number, size and time of the all-reduces in a step."""
     kinds = []
     for point in (p for p in plan.points if p.batch in (1, plan.points[-1].batch)):
         if point.arm == "plain" or _is_shown(plan, point):
@@ -147,7 +147,7 @@ def _sum_line(plan: BuildPlan) -> str:
 
 
 def _foot_lines(plan: BuildPlan) -> list[str]:
-    """How to read it, and one line an assumption."""
+    """Explain the tables, with one line for each assumption."""
     kinds = "matrices, attention, layers (their latency, norms, activations)" + (
         ", sums over ranks" if plan.tp > 1 else ""
     )
@@ -177,7 +177,7 @@ def _cells(plan: BuildPlan, point: Point, plain: Point) -> list[str]:
 
 
 def _over(plan: BuildPlan, point: Point, plain: Point) -> str:
-    """How much faster than plain; without an acceptance, the tokens a step at which it is as fast."""
+    """Write the speedup over plain; without an acceptance, the tokens a step at which drafting is as fast."""
     if plan.acceptance is None or point.tokens_per_step is None:
         return f"{point.seconds / plain.seconds:.2f}"
     return f"{point.tokens_per_step * plain.seconds / point.seconds:.2f}x"

@@ -8,7 +8,7 @@ from trtllm_dflash.errors import SettingsError
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """Read what is to be generated from: one prompt, or a file of JSON lines or text lines.
+    """Read the prompts: one, or a file of JSON lines or text lines.
 
     Args:
         prompt: the prompt itself; "-" reads standard input.

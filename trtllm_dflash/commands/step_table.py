@@ -1,4 +1,4 @@
-"""A step report for people."""
+"""The table of `bench step`."""
 
 from rich.table import Table
 
@@ -6,7 +6,7 @@ from trtllm_dflash.bench.step import Line, StepReport
 
 
 def head_lines(report: StepReport) -> list[str]:
-    """What was measured, and the limits."""
+    """Write the engine, the machine and its rates."""
     config = report.config
     weights = ", random weights" if report.random_weights else ""
     ranks = f", tp {config.tp}" if config.tp > 1 else ""
@@ -28,7 +28,7 @@ def head_lines(report: StepReport) -> list[str]:
 
 
 def step_table(report: StepReport) -> Table:
-    """A row for each arm and batch."""
+    """Write the times, a row for each arm and batch."""
     columns = ["step", "batch", "rows", "cache length", "ms", "ms / plain", "TB/s", "% of copy", "TFLOP/s", "floor ms"]
     columns.append("gap")
     if report.acceptance is not None:
@@ -44,7 +44,7 @@ def step_table(report: StepReport) -> Table:
 
 
 def foot_lines(report: StepReport) -> list[str]:
-    """How to read it."""
+    """Explain the table."""
     rounds = len(report.lines[0].rounds) if report.lines else 0
     notes = [
         f"ms: of a step, the median of {rounds} rounds of {report.steps} steps, the arms by turns. "
@@ -90,6 +90,6 @@ def _cells(report: StepReport, line: Line) -> list[str]:
 
 
 def _tera(x: float) -> str:
-    """In 10^12, to about three digits."""
+    """Format a number in units of 10^12, to about three digits."""
     x /= 1e12
     return f"{x:,.{0 if x >= 100 else 1 if x >= 10 else 2 if x >= 1 else 4}f}"

@@ -95,7 +95,7 @@ def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: 
 
 
 class _Store:
-    """Where a sweep's results go, and how it is shown."""
+    """Where a sweep's results are written, and how it is shown."""
 
     def __init__(self, folder: Path, resume: bool, force: bool, as_json: bool) -> None:
         self.folder, self._resume, self._force, self._as_json = folder, resume, force, as_json
@@ -103,7 +103,7 @@ class _Store:
     def measure(
         self, settings: "SweepSettings", dataset: "Dataset", make: "Callable[[], Target]", **about: Any
     ) -> None:
-        """Run the sweep on a target that is made on its event loop, and write what came of it in any case."""
+        """Run the sweep on a target that is made on its event loop, and write its results even after an error."""
         from trtllm_dflash.sweep.results import Results
         from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results
 

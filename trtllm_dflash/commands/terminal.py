@@ -1,4 +1,4 @@
-"""The terminal: tables and progress on it, and what was typed there."""
+"""The terminal: tables, progress bars and the log, and the command that runs."""
 
 import logging
 import shlex
