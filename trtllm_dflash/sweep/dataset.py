@@ -41,7 +41,7 @@ class Sample:
     token_ids: tuple[int, ...] = ()
 
     def messages(self, replies: Iterable[str] = ()) -> list[Message]:
-        """The conversation up to the turn after these replies."""
+        """Makes the conversation up to the turn after these replies."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         for turn, reply in zip(self.turns, replies, strict=False):
             said += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
@@ -64,19 +64,19 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """sha256 of what is asked; the same prompts in the same order have the same one, whatever their file."""
+        """sha256 of the prompts; the same ones in the same order have the same digest, whatever their file."""
         rows = [[sample.system, *sample.turns, *sample.token_ids] for sample in self.samples]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def shuffled(self, seed: int) -> "Dataset":
-        """The same samples in an order drawn from a seed, so that any few of them are of all categories."""
+        """Shuffles the samples by a seed, so that any few of them are of all categories."""
         samples = list(self.samples)
         random.Random(seed).shuffle(samples)
         return Dataset(self.name, tuple(samples), self.random_tokens)
 
 
 def read_dataset(files: tuple[Path, ...] = ()) -> Dataset:
-    """The samples of JSON-lines files; without one, the shipped prompts.
+    """Reads the samples of JSON-lines files; without one, the shipped prompts.
 
     Each line is an object with `turns` (MT-Bench, Spec-Bench, SPEED-Bench), `messages` (OpenAI's chat), `conversations`
     (ShareGPT), or one of `TEXT_FIELDS`. A file of a single JSON array is taken too.
@@ -90,7 +90,7 @@ def read_dataset(files: tuple[Path, ...] = ()) -> Dataset:
 
 
 def random_dataset(count: int, tokens: int, vocabulary: int, seed: int) -> Dataset:
-    """Prompts of token ids drawn evenly: for engines whose weights are random, too."""
+    """Draws prompts of random token ids, evenly; for engines with random weights, too."""
     chance = random.Random(seed)
     samples = (Sample((), token_ids=tuple(chance.choices(range(vocabulary), k=tokens))) for _ in range(count))
     return Dataset(f"random-{tokens}", tuple(samples), random_tokens=True)
@@ -154,7 +154,7 @@ def _sample(row: dict[str, Any]) -> Sample | None:
 
 
 def _from_messages(said: list[tuple[Any, Any]], category: str) -> Sample | None:
-    """What users said is kept; the assistant's words will be the server's own."""
+    """Keeps the users' messages; the assistant's will be the server's own."""
     turns = tuple(text for role, text in said if role == "user" and isinstance(text, str) and text)
     system = "\n".join(text for role, text in said if role == "system" and isinstance(text, str))
     return Sample(turns, system, category) if turns else None

@@ -1,4 +1,4 @@
-"""A load on a server: closed loops of clients, or arrivals that wait for nobody; and what each request saw of it.
+"""A load on a server: closed loops of clients, or arrivals that wait for nobody; and the record of each request.
 
 Times are those of the running event loop's clock. In an open loop a request's latencies count from the moment when it
 should have been sent, not from when the generator or the server got round to it.
@@ -29,7 +29,7 @@ class Request:
     """One turn of a sample.
 
     Attributes:
-        replies: what the server said in the turns before.
+        replies: the server's, in the turns before.
         arm: "served": as the server likes; "plain" and "draft" ask for it. Of several servers: which.
     """
 
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Reply:
-    """What came of a request.
+    """The reply to a request, or its error.
 
     Attributes:
         times: of each response that brought tokens or text, on the event loop's clock.
@@ -74,22 +74,22 @@ class Reply:
 
 
 class Target(ABC):
-    """What is measured."""
+    """A server, or an engine in this process, that a sweep measures."""
 
     @abstractmethod
     async def send(self, request: Request) -> Reply:
-        """The reply to a request; an error is in the reply."""
+        """Sends a request; returns its reply, with the error if it failed."""
 
     @abstractmethod
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
-        """Looks once whether it is there and can be asked in this way.
+        """Checks once that the target answers and supports these arms and parameters.
 
         Raises:
             DFlashError: it is not.
         """
 
     async def look(self, arm: Arm) -> Reading | None:
-        """What the arm's server has counted of its drafts by now; None where it has no metrics that are known here.
+        """Reads the arm's server's counts of drafts so far; None where it has no metrics of a known form.
 
         Raises:
             EngineError: it had, and they cannot be read.
@@ -101,7 +101,7 @@ class Target(ABC):
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["Target"]:
-        """Closed at the end."""
+        """Yields the target, and closes it at the end."""
         try:
             yield self
         finally:
@@ -110,7 +110,7 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """So many clients, each sending its next request when it has its reply."""
+    """A number of clients, each of which sends its next request once it has its reply."""
 
     concurrency: int
 
@@ -136,7 +136,7 @@ class OpenLoop:
         return self.rate
 
     def gaps(self, seed: int) -> Iterator[float]:
-        """Seconds between arrivals, the first one at once."""
+        """Yields seconds between arrivals, the first one at once."""
         chance = random.Random(seed)
         yield 0.0
         while True:
@@ -148,7 +148,7 @@ Load = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of it: a number of samples, or seconds in which requests are begun."""
+    """The length of a round: a number of samples, or seconds in which requests are begun."""
 
     requests: int | None = None
     seconds: float | None = None
@@ -173,7 +173,7 @@ class Record:
 
 @dataclass
 class Traffic:
-    """What a round of load brought; times in seconds from its begin, which is on the event loop's clock."""
+    """The records of a round of load; times in seconds from its begin, which is on the event loop's clock."""
 
     begin: float
     records: list[Record]
@@ -181,7 +181,7 @@ class Traffic:
 
     @property
     def tokens(self) -> float:
-        """Output tokens that came within `seconds`, of replies that became whole."""
+        """Output tokens that arrived within `seconds`, of replies that became whole."""
         whole = (record.reply for record in self.records if record.reply.error is None)
         return sum(_tokens_until(reply, self.seconds) for reply in whole)
 
@@ -196,7 +196,7 @@ def _tokens_until(reply: Reply, end: float) -> float:
 
 @dataclass(frozen=True)
 class Traits:
-    """How every request of a round is asked."""
+    """The parameters, arm and seed of every request of a round."""
 
     params: SamplingParams
     arm: Arm
@@ -212,7 +212,7 @@ async def run_load(
     traits: Traits,
     progress: Progress = lambda done, total: None,
 ) -> Traffic:
-    """Puts a load on a target until its amount is done and every reply is there.
+    """Puts a load on a target until its amount is done and every reply has arrived.
 
     Samples are taken in order from `traits.first_sample` on, and from the first again after the last. A sample of
     several turns is one after the other; a turn is due when the reply before it has come.
@@ -294,7 +294,7 @@ class _Round:
 
 
 async def _all_or_none(coroutines: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs them together; where one fails, or this is cancelled, none goes on."""
+    """Runs coroutines together; where one fails, or this is cancelled, all are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)

@@ -39,11 +39,11 @@ class LocalEngine:
 
     @property
     def gpus(self) -> int | None:
-        """None on a CPU."""
+        """Number of GPUs; None on a CPU."""
         return self.llm.config.tp if self.llm.session.device.type == "cuda" else None
 
     def about(self, random_weights: bool) -> dict[str, object]:
-        """For `Results`."""
+        """Describes the engine for `Results`."""
         config = self.llm.config
         fields = {"name", "backend", "precision", "tp", "max_batch", "max_seq_len", "block_size"}
         matrices = {
@@ -61,7 +61,7 @@ class LocalEngine:
 
 
 def with_shape_defaults(settings: SweepSettings) -> SweepSettings:
-    """What `--shape` needs and was not said."""
+    """Fills in the lengths that `--shape` needs, where they were not given."""
     if settings.shape is None:
         return settings
     values = {"prompt_tokens": settings.prompt_tokens or _PROMPT_TOKENS}
@@ -70,7 +70,7 @@ def with_shape_defaults(settings: SweepSettings) -> SweepSettings:
 
 @contextmanager
 def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
-    """The engine of these settings until the context is left; None on a rank that has followed the first one.
+    """Opens the engine of these settings until the context is left; None on a rank that followed the first one.
 
     Raises:
         SettingsError: a setting contradicts the engine.
@@ -107,12 +107,12 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
 
 
 def ranks_of(settings: SweepSettings) -> int:
-    """How many processes the engine needs."""
+    """Number of processes, one a rank, that the engine needs."""
     return settings.tp or 1 if settings.engine is None else read_config(settings.engine).tp
 
 
 def _random_engine(settings: SweepSettings, device: torch.device) -> EngineConfig:
-    """The engine of a shape, with a slot for each client."""
+    """Makes the engine configuration of a shape, with a slot for each client."""
     assert settings.shape is not None and settings.prompt_tokens is not None and settings.output_tokens is not None
     spare = find_shape(settings.shape).block_size
     length = settings.prompt_tokens + settings.output_tokens + spare
@@ -141,7 +141,7 @@ def _random_llm(
 
 
 def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAcceptance | None:
-    """The acceptance to impose on an engine, where any is asked for.
+    """Makes the acceptance to impose on an engine; None where the settings impose none.
 
     Raises:
         SettingsError: its step is compiled, or no such block commits so many tokens.

@@ -13,7 +13,7 @@ from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
 
 
 class LocalTarget(Target):
-    """Submits requests to a service. The event loop hears of a reply once, at its end: its steps are not held up."""
+    """Submits requests to a service. The event loop is woken once for each reply, at its end, and holds up no step."""
 
     def __init__(self, llm: LLM, service: Service) -> None:
         self._llm, self._service = llm, service
@@ -48,7 +48,7 @@ class _Growing:
         self._on_end = on_end
 
     def take(self, update: Update) -> None:
-        """Notes an update."""
+        """Adds an update to the reply."""
         reply, now = self.reply, time.monotonic()  # an event loop's clock
         if update.error is not None:
             reply.error = str(update.error)

@@ -18,13 +18,13 @@ class OpenAITarget(Target):
 
     What is not OpenAI's is sent only where it is asked for: `ignore_eos` and `top_k`, which vLLM, SGLang and
     TensorRT-LLM's server know, too, and `draft`, which is our gateway's alone. SGLang, known by its metrics, is
-    asked to say in each reply what it drafted: its metrics count nothing.
+    asked to report its drafts in each reply: its metrics count none.
 
     Args:
         url: as http://HOST:PORT, with or without /v1.
         model: by default the only one that the server has.
         metrics: URL of its metrics; by default they are looked for beside the API.
-        name: what errors call it.
+        name: of the server, for errors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The frontier of throughput against speed for each user, what it says at a fixed speed, and how sure that is."""
+"""The frontier of throughput against speed for each user, readings at a fixed speed, and their confidence intervals."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -49,7 +49,7 @@ class Comparison(BaseModel):
 
 @dataclass(frozen=True)
 class Measured:
-    """One load on one arm, as the bootstrap needs it: columns of its requests, and where it stands."""
+    """One load on one arm, as the bootstrap needs it: columns of its requests, and its speed and rate."""
 
     load: float
     rate: float  # output tokens a second
@@ -65,7 +65,7 @@ class Measured:
         return float(1 / np.nanmedian(self.tpot))
 
     def resampled(self, draws: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Speed and rate of each replicate; draws [replicates, requests] are indices of requests.
+        """Computes speed and rate of each replicate; draws [replicates, requests] are indices of requests.
 
         So many clients get tokens in proportion to a request's mean tokens over its mean seconds (Little's law); at a
         fixed rate of arrivals, in proportion to its mean tokens.
@@ -78,7 +78,7 @@ class Measured:
 
 
 def measured(rounds: list[Round], closed: bool) -> Measured | None:
-    """A load's rounds on one arm; None where no reply has a TPOT."""
+    """Joins a load's rounds on one arm for the bootstrap; None where no reply has a TPOT."""
     rows = sorted(
         (round_.round, sample, turn, tokens, ttft, e2e)
         for round_ in rounds
@@ -100,7 +100,7 @@ def measured(rounds: list[Round], closed: bool) -> Measured | None:
 
 
 def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of (speed, rate) that no other one beats in both, by growing speed."""
+    """Keeps the points (speed, rate) that no other one beats in both, by growing speed."""
     best: list[tuple[float, float]] = []
     for speed, rate in sorted(points, reverse=True):
         if not best or rate > best[-1][1]:
@@ -109,7 +109,7 @@ def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def rate_at(points: list[tuple[float, float]], speed: float) -> Reading:
-    """The frontier's rate at a speed: between two of its points, on the straight line."""
+    """Reads the frontier's rate at a speed: between two of its points, on the straight line."""
     corners = frontier(points)
     if not corners or speed > corners[-1][0]:
         return Reading(value=None, bound="not reached")
@@ -124,7 +124,7 @@ def rate_at(points: list[tuple[float, float]], speed: float) -> Reading:
 def compare(
     arms: dict[str, list[Measured]], speeds: tuple[float, ...], reference: str | None, seed: int = 0
 ) -> list[Comparison]:
-    """Readings at each speed, with intervals from resampling the requests of every point; ratios to the reference.
+    """Reads every arm at each speed, with intervals from resampling each point's requests, and ratios to the reference.
 
     Where two arms had the same requests under a load, both are resampled alike: what differs between prompts is not
     held against their ratio.
@@ -156,7 +156,7 @@ def _resample(arms: dict[str, list[Measured]], seed: int) -> dict[str, list[tupl
 
 
 def _drawn(loads: list[tuple[Floats, Floats]], speed: float) -> Floats:
-    """The reading of each replicate; NaN where it does not reach the speed."""
+    """Reads each replicate at a speed; NaN where it does not reach the speed."""
     values = []
     for i in range(REPLICATES):
         value = rate_at([(float(speeds[i]), float(rates[i])) for speeds, rates in loads], speed).value

@@ -24,7 +24,7 @@ _LETTER = 6.5  # width of a letter of an arm's name, in points
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a plan says of an arm: (batch, tokens/s/user, tokens/s/GPU) at each batch."""
+    """A plan's prediction for an arm: (batch, tokens/s/user, tokens/s/GPU) at each batch."""
 
     arm: str
     points: list[tuple[int, float, float]]
@@ -32,7 +32,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A point's place, and what is written at it."""
+    """A point's place and the text beside it."""
 
     place: tuple[float, float]
     text: str
@@ -41,7 +41,7 @@ class _Mark:
 
     @property
     def width(self) -> float:
-        """Of the text, in points."""
+        """Width of the text, in points."""
         return len(self.text) * _LETTER if self.named else _TEXT[0]
 
 
@@ -51,7 +51,7 @@ def can_plot() -> bool:
 
 
 def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ()) -> None:
-    """Output tokens/s (of each GPU, where their number is known in every run) against tokens/s of each user."""
+    """Plots output tokens/s (of each GPU, where every run knows their number) against tokens/s of each user."""
     from matplotlib.ticker import LogLocator  # type: ignore[import-not-found, unused-ignore]
 
     figure, axes = _figure()
@@ -136,7 +136,7 @@ def _annotate(figure: Any, axes: Any, marks: list[_Mark], others: list[tuple[flo
 
 
 def arm_colors(runs: list[Results]) -> dict[str, str]:
-    """A color for each arm, the same one in every run and picture."""
+    """Chooses a color for each arm, the same one in every run and picture."""
     arms = dict.fromkeys(arm for run in runs for arm in run.arms)
     taken = {_COLORS[arm] for arm in arms if arm in _COLORS}
     free = [color for color in _OTHER_COLORS if color not in taken]
@@ -155,7 +155,7 @@ def _place(point: Point, per_gpu: bool) -> tuple[float, float]:
 
 
 def _curve(axes: Any, points: list[Point], per_gpu: bool, marker: str, style: dict[str, Any]) -> None:
-    """The frontier as a line, every point as a mark."""
+    """Draws the frontier as a line, every point as a mark."""
     places = [_place(point, per_gpu) for point in points]
     line = frontier(places)
     axes.plot([x for x, _ in line], [y for _, y in line], linewidth=1.8, marker=marker, markersize=5, **style)
@@ -164,7 +164,7 @@ def _curve(axes: Any, points: list[Point], per_gpu: bool, marker: str, style: di
 
 
 def plot_acceptance(runs: list[Results], file: Path) -> bool:
-    """Acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn.
+    """Plots acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn.
 
     Of several arms that draft: by position at the middle load, and the acceptance length at every load.
     """
@@ -252,14 +252,14 @@ def _name_lengths(axes: Any, last: dict[str, Point], colors: dict[str, str]) -> 
 
 
 def _tried_shares(point: Point) -> list[float]:
-    """Shares at the positions that were tried enough: where the draft length follows the load, some hardly are."""
+    """Shares accepted at the positions that were verified often enough: drafts of some lengths are rare."""
     enough = _LEAST_TRIED * max(point.verified_by_position, default=0)
     tried = zip(point.acceptance_by_position, point.verified_by_position, strict=True)
     return [share for share, tries in tried if tries >= enough]
 
 
 def _typical(run: Results) -> list[Point]:
-    """Of the points that drafted: those of the smallest, the middle and the largest load."""
+    """Chooses the points that drafted under the smallest, the middle and the largest load."""
     points = [point for point in run.points if point.acceptance_length is not None]
     return [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})] if points else []
 

@@ -1,4 +1,4 @@
-"""A sweep for people: a table on the terminal, and one HTML file that needs nothing beside it."""
+"""A sweep's report: a table on the terminal, and one HTML file that needs no other file."""
 
 import base64
 import html
@@ -48,7 +48,7 @@ class _Plan(BaseModel):
 
 
 def read_plan(file: Path) -> list[Predicted]:
-    """What was predicted, by arm; drafted, with the best draft length of each batch.
+    """Reads a plan's predictions by arm; of drafting, those with the best draft length of each batch.
 
     The file is JSON with `points`, each of `batch`, `tokens_per_second_per_user`, `tokens_per_second_per_gpu`, `arm`
     ("plain" or "draft") and, where draft lengths were compared, `best`; other fields are left alone.
@@ -76,7 +76,7 @@ def read_plan(file: Path) -> list[Predicted]:
 
 
 def compare_runs(runs: list[Results], speeds: tuple[float, ...]) -> list[Comparison]:
-    """Readings at fixed speeds of all arms of all runs; ratios within one run, or of two arms of two to the first."""
+    """Compares all arms of all runs at fixed speeds; with ratios within one run, or where there are just two arms."""
     if len(runs) == 1:
         return compare(runs[0].measured(), speeds, runs[0].reference)
     arms = {f"{run.label}: {arm}": loads for run in runs for arm, loads in run.measured().items()}
@@ -89,7 +89,7 @@ def compare_runs(runs: list[Results], speeds: tuple[float, ...]) -> list[Compari
 
 
 def point_table(run: Results) -> Table:
-    """A row for each load and arm."""
+    """Makes a table with a row for each load and arm."""
     table = Table(run.load_unit)
     table.add_column("arm")
     for column in _columns(run)[2:]:
@@ -101,7 +101,7 @@ def point_table(run: Results) -> Table:
 
 
 def fixed_speed_table(found: list[Comparison]) -> Table:
-    """A row for each speed."""
+    """Makes a table with a row for each speed."""
     columns, rows = _fixed_speed(found)
     table = Table(columns[0])
     for column in columns[1:]:
@@ -112,7 +112,7 @@ def fixed_speed_table(found: list[Comparison]) -> Table:
 
 
 def _fixed_speed(found: list[Comparison]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: each arm's throughput, then each one's ratio to the reference."""
+    """Makes columns and rows: each arm's throughput, then each one's ratio to the reference."""
     columns = ["tokens/s/user", *(f"{name}\ntokens/s" for name in found[0].arms)]
     columns += [f"{name}\n/ {found[0].reference}" for name in found[0].ratios]
     rows = []
@@ -124,7 +124,7 @@ def _fixed_speed(found: list[Comparison]) -> tuple[list[str], list[list[str]]]:
 
 
 def reading_text(reading: Reading, digits: int = 0) -> str:
-    """A reading with its interval."""
+    """Formats a reading with its interval."""
     if reading.value is None:
         return reading.bound
     text = f"{reading.value:,.{digits}f}"
@@ -134,7 +134,7 @@ def reading_text(reading: Reading, digits: int = 0) -> str:
 
 
 def limit_lines(run: Results) -> list[str]:
-    """What the search for a load found."""
+    """Writes the result of the search for a load, a line for each arm."""
     lines = []
     for limit in run.limits:
         if limit.load is None:
@@ -176,7 +176,7 @@ def _spread(spread: Spread | None, unit: float, digits: int) -> str:
 
 
 def notes(run: Results) -> list[str]:
-    """What a reader must know of the figures."""
+    """Writes the notes that a reader of the figures needs."""
     found = list(run.warnings)
     if run.imposed_acceptance is not None:
         tokens = run.imposed_acceptance["tokens_per_step"]
@@ -197,7 +197,7 @@ def notes(run: Results) -> list[str]:
 
 
 def differences(runs: list[Results]) -> list[str]:
-    """What besides the engine differs between runs, and so is in their ratios too."""
+    """Lists differences between runs besides the engine, which affect their ratios too."""
     sides: dict[str, list[object]] = {
         "the prompts": [run.dataset.get("sha256") for run in runs],
         "the length of replies": [(run.asked.get("output_tokens"), run.asked.get("max_tokens")) for run in runs],
@@ -236,7 +236,7 @@ def write_comparison(runs: list[Results], found: list[Comparison], folder: Path,
 
 
 def render_html(runs: list[Results], found: list[Comparison], plan: list[Predicted] | None = None) -> str:
-    """The page, its pictures inside."""
+    """Renders the page, with its pictures inside."""
     title = " and ".join(run.label for run in runs)
     parts = [f"<h1>{_e(title)}</h1>"]
     parts += [f'<p class="warning">{_e(note)}</p>' for note in differences(runs)]

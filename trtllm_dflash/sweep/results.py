@@ -1,4 +1,4 @@
-"""`results.json`: what a sweep was asked, on what it ran, and what it found; with its rounds, so that it can go on."""
+"""`results.json`: a sweep's settings, machine and figures; with its rounds, so that it can go on."""
 
 import csv
 import json
@@ -33,10 +33,10 @@ class Limit(BaseModel):
 
 
 class Results(BaseModel):
-    """A sweep.
+    """The rounds, points and readings of a sweep, with its settings and machine.
 
     Attributes:
-        label: what plots call it.
+        label: of the sweep, in plots.
         machine: of the load generator; of the engine too where it ran in the same process.
         asked: the settings that decide what is measured; a sweep goes on only under the same ones.
         load_unit: what `load` counts in rounds and points.
@@ -69,22 +69,22 @@ class Results(BaseModel):
 
     @property
     def arms(self) -> list[Arm]:
-        """In the order of measuring."""
+        """The arms, in the order of measuring."""
         return list(dict.fromkeys(round_.arm for round_ in self.rounds))
 
     @property
     def reference(self) -> Arm | None:
-        """What ratios are taken to: plain decoding, or the last of several arms."""
+        """The arm that ratios are taken to: plain decoding, or the last of several arms."""
         return "plain" if "plain" in self.arms else self.arms[-1] if len(self.arms) > 1 else None
 
     @property
     def device(self) -> str:
-        """What plots say it ran on."""
+        """The device's name, for plots."""
         own = self.machine.get("gpu") or self.machine.get("cpu")
         return str(own) if self.engine is not None else f"load generator on {own}"
 
     def rounds_of(self, arm: Arm, load: float) -> list[Round]:
-        """Those of one point."""
+        """The rounds of one point."""
         return [round_ for round_ in self.rounds if (round_.arm, round_.load) == (arm, load)]
 
     def count(self, speeds: tuple[float, ...]) -> None:
@@ -96,7 +96,7 @@ class Results(BaseModel):
         self.fixed_speed = compare(self.measured(), speeds, self.reference) if speeds else []
 
     def measured(self) -> dict[str, list[Measured]]:
-        """What the frontier is made of, by arm."""
+        """Joins the rounds of each point for the frontier, by arm."""
         found: dict[str, list[Measured]] = {}
         for arm in self.arms:
             loads = sorted({round_.load for round_ in self.rounds if round_.arm == arm})
@@ -117,7 +117,7 @@ class Results(BaseModel):
             raise SettingsError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
 
     def write_csv(self, file: Path) -> None:
-        """Writes a line a point."""
+        """Writes a CSV file with a line for each point."""
         spreads = [f"{name}_{part}" for name in _SPREADS for part in ("mean", *(f"p{p}" for p in PERCENTILES))]
         plain = [
             name for name in Point.model_fields if name not in (*_SPREADS, "errors", "acceptance_length_by_category")
@@ -137,7 +137,7 @@ class Results(BaseModel):
 
 
 def read_results(place: Path) -> Results:
-    """A sweep's results: its folder, or the file itself.
+    """Reads a sweep's results from its folder, or from the file itself.
 
     Raises:
         SettingsError: there are none, or of another schema version.

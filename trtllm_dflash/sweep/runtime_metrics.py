@@ -1,4 +1,4 @@
-"""Acceptance from what each server reports of itself: ours, vLLM, SGLang and TensorRT-LLM, all in one form.
+"""Acceptance from each server's own reports: ours, vLLM, SGLang and TensorRT-LLM, all in one form.
 
 Read in their sources: vllm/v1/spec_decode/metrics.py (0.26.0), sglang/srt/observability/metrics_collector.py and
 managers/tokenizer_manager.py (0.5.23), and the iteration statistics of TensorRT-LLM's `/metrics` (1.4.0rc1;
@@ -32,7 +32,7 @@ class Drafts:
         steps: steps of one sequence each in which drafts were verified.
         drafted, accepted: drafts in them.
         accepted_at: steps by the position of a draft, from 1, in which it was accepted; empty where nobody says.
-        drafted_at: likewise, in which it was verified; empty where each step verifies a whole block.
+        drafted_at: steps by position in which it was verified; empty where each step verifies a whole block.
     """
 
     steps: float = 0.0
@@ -52,7 +52,7 @@ class Drafts:
         return self.accepted / self.drafted if self.drafted else None
 
     def by_position(self) -> tuple[list[int], list[int]]:
-        """Steps that verified, and that accepted, the draft at each position; empty where nobody says."""
+        """Counts steps that verified, and that accepted, the draft at each position; empty where they are not known."""
         positions = range(1, max((*self.accepted_at, *self.drafted_at), default=0) + 1)
         drafted = [round(self.drafted_at.get(i, 0.0) if self.drafted_at else self.steps) for i in positions]
         return drafted, [round(self.accepted_at.get(i, 0.0)) for i in positions]
@@ -61,7 +61,7 @@ class Drafts:
         return self._with(other, 1)
 
     def __sub__(self, before: "Drafts") -> "Drafts":
-        """What was counted since."""
+        """Drafts since an earlier count."""
         return self._with(before, -1)
 
     def _with(self, other: "Drafts", sign: int) -> "Drafts":
@@ -80,11 +80,11 @@ def _joined(one: Mapping[int, float], other: Mapping[int, float], sign: int) -> 
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a server's metrics.
+    """A server's metrics, read once.
 
     Attributes:
-        server: whose they are; None where they are nobody's that is known here.
-        drafts: what it counted since it began. TensorRT-LLM's are what it counted since the last look.
+        server: whose they are; None where their form is not known.
+        drafts: counted since the server began; TensorRT-LLM's are counted since they were last read.
         mean_length: an acceptance length that the server averages itself, over a time of its own; SGLang has no other.
         url: of the page.
     """
@@ -95,7 +95,7 @@ class Reading:
     url: str = ""
 
     def since(self, before: "Reading") -> Drafts | None:
-        """What was counted between two looks; None where the server does not count."""
+        """Drafts between two readings; None where the server does not count."""
         if self.drafts is None:
             return None
         if self.server == "tensorrt-llm" or before.drafts is None:
@@ -118,18 +118,18 @@ def read_metrics(url: str, timeout: float = 10.0) -> Reading:
 
 
 def find_metrics(url: str | None, api: str | None = None) -> Reading | None:
-    """A first look at a server's metrics.
+    """Finds and reads a server's metrics for the first time.
 
     Args:
-        url: of the page, where somebody said it.
-        api: of an OpenAI API, as http://HOST:PORT: where nobody did, the page is looked for beside it, at /metrics,
-            where vLLM, SGLang and TensorRT-LLM have theirs.
+        url: of the page, where it was given.
+        api: of an OpenAI API, as http://HOST:PORT: without `url` the page is looked for beside it, at /metrics, where
+        vLLM, SGLang and TensorRT-LLM have theirs.
 
     Returns:
-        None where nobody said it and there is none.
+        None where no URL was given and there is no page.
 
     Raises:
-        EngineError: the page that somebody said cannot be read, or is nobody's that is known here.
+        EngineError: the page that was given cannot be read, or its form is not known.
     """
     if url is not None:
         try:
@@ -150,7 +150,7 @@ def find_metrics(url: str | None, api: str | None = None) -> Reading | None:
 
 
 def parse_metrics(text: str) -> Reading:
-    """What a page says: Prometheus text of ours, vLLM's or SGLang's, or TensorRT-LLM's JSON."""
+    """Parses a metrics page: Prometheus text of ours, vLLM's or SGLang's, or TensorRT-LLM's JSON."""
     if text.lstrip().startswith("["):
         return _parse_iterations(text)
     server: Server | None = None
@@ -195,7 +195,7 @@ def _counted(
 
 
 def _parse_iterations(text: str) -> Reading:
-    """TensorRT-LLM's statistics of iterations: each is told once, so these are those since the last look."""
+    """Parses TensorRT-LLM's iteration statistics: each is reported once, so these are those since the last reading."""
     try:
         entries = [json.loads(entry) if isinstance(entry, str) else entry for entry in json.loads(text)]
     except ValueError as error:
@@ -214,7 +214,7 @@ def _parse_iterations(text: str) -> Reading:
 
 
 def drafts_of_reply(body: Mapping[str, Any]) -> Drafts | None:
-    """What a reply itself says of its drafts; None where it says nothing.
+    """Reads the counts of drafts in a reply itself; None where it has none.
 
     Takes OpenAI's `usage` of our gateway, and SGLang's `meta_info` (of /generate) or `spec_tokens_details` (in
     `sglext`, asked for with `return_spec_tokens_details`).

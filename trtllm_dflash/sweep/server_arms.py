@@ -12,7 +12,7 @@ from trtllm_dflash.sweep.runtime_metrics import Reading
 
 
 class ServerArms(Target):
-    """Asks the server of a request's arm, each as it likes.
+    """Sends each request to the server of its arm, plain or drafting as that server is set up.
 
     Args:
         servers: by arm.
@@ -39,7 +39,7 @@ class ServerArms(Target):
 
 @contextmanager
 def _named(arm: Arm) -> Iterator[None]:
-    """Errors say whose they are."""
+    """Adds the arm's name to errors."""
     try:
         yield
     except DFlashError as error:

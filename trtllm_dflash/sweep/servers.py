@@ -10,7 +10,7 @@ from trtllm_dflash.sweep.settings import SweepSettings
 
 
 def check_servers(settings: SweepSettings, dataset: Dataset, has_key_file: bool) -> None:
-    """Check that the servers take what is given for them.
+    """Check that the flags suit the servers' kind.
 
     Args:
         has_key_file: a file has the key of their APIs.
@@ -60,7 +60,7 @@ def _is_openai(url: str) -> bool:
 
 
 def _server_opener(settings: SweepSettings, key: str | None) -> Callable[[str, str, str], Target]:
-    """Prepare what makes a target of an arm, its URL, and what errors call it."""
+    """Make the function that opens a target from an arm, its URL and its name in errors."""
     urls = _urls(settings)
     if any(map(_is_openai, urls)):
         from trtllm_dflash.sweep.openai_target import OpenAITarget

@@ -1,4 +1,4 @@
-"""What a sweep is asked for: arms, loads, targets, prompts."""
+"""Settings of a sweep: arms, loads, targets, prompts."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ _SERVER = re.compile(r"https?://[^\s/]+(/\S*)?|(grpc://)?[^\s/=]+:\d+")
 
 
 def positive_numbers(flag: str, text: str) -> tuple[float, ...]:
-    """Numbers from "100,200.5", each once and in order.
+    """Parses "100,200.5" into numbers, each once and in order.
 
     Raises:
         SettingsError: that is not what the text holds; names the flag.
@@ -60,7 +60,7 @@ def _arms(value: Any) -> Any:
 
 
 def _by_arm(text: str) -> dict[str, str] | None:
-    """Of "NAME=VALUE,NAME=VALUE"; None of one value."""
+    """Parses "NAME=VALUE,NAME=VALUE"; None for one value."""
     parts = [part.strip().partition("=") for part in text.split(",")]
     named = all(equals and _ARM.fullmatch(name) for name, equals, _ in parts)
     return {name: value for name, _, value in parts} if named else None
@@ -71,7 +71,7 @@ Arms = Annotated[dict[str, str | None], BeforeValidator(_arms)]  # each with its
 
 
 class SweepSettings(BaseModel):
-    """What `sweep` is asked for; each field is a flag. What is not said is None."""
+    """Settings of `sweep`; each field is a flag, None where it was not given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -126,7 +126,7 @@ class SweepSettings(BaseModel):
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """In the order of the first turn."""
+        """The arms, in the order of the first turn."""
         return tuple(self.compare or ("served",))
 
     @property
@@ -135,14 +135,14 @@ class SweepSettings(BaseModel):
         return {arm: url for arm, url in (self.compare or {}).items() if url is not None}
 
     def of_arm(self, flag: Literal["model", "metrics_url"], arm: Arm) -> str | None:
-        """What a flag says for an arm: NAME=VALUE,..., or one value for all."""
+        """Looks up a flag's value for an arm: NAME=VALUE,..., or one value for all."""
         value: str | None = getattr(self, flag)
         named = _by_arm(value) if value is not None and self.servers else None
         return value if named is None else named.get(arm)
 
     @property
     def params(self) -> SamplingParams:
-        """Of every request."""
+        """Sampling parameters of every request."""
         return SamplingParams(
             max_tokens=self.output_tokens or self.max_tokens or 256,
             ignore_eos=self.output_tokens is not None,
@@ -164,24 +164,24 @@ class SweepSettings(BaseModel):
 
     @property
     def largest_concurrency(self) -> int:
-        """Of the loads that may be measured in a closed loop."""
+        """The largest number of clients that may be measured in a closed loop."""
         return (self.max_concurrency or 256) if self.searches else max(self.concurrency or _CONCURRENCY)
 
     @property
     def rounds_a_point(self) -> int:
-        """Two where arms take turns: the second time in the other order, so that drift is no arm's advantage."""
+        """Rounds of each point: two where arms take turns, the second in reverse order, so that drift favours none."""
         return self.rounds or (2 if len(self.arms) > 1 else 1)
 
     def load(self, value: float) -> Load:
-        """The load of this many clients, or of this rate."""
+        """Makes the load of this many clients, or of this rate."""
         return OpenLoop(value, self.arrival or "poisson") if self.open_loop else ClosedLoop(int(value))
 
     def grid(self) -> list[float]:
-        """The loads to measure, in order."""
+        """Lists the loads to measure, in order."""
         return list(self.rate) if self.rate is not None else [float(n) for n in self.concurrency or _CONCURRENCY]
 
     def amount(self, value: float) -> Amount:
-        """Of one round under a load."""
+        """Chooses the length of one round under a load."""
         if self.seconds is not None:
             return Amount(seconds=self.seconds / self.rounds_a_point)
         clients = 1 if self.open_loop else int(value)

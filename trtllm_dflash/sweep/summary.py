@@ -1,4 +1,4 @@
-"""From what each request saw to the figures of a point.
+"""The figures of a point, from the records of its requests.
 
 TTFT: from when a request was due to its first response. E2E: to its last. TPOT: (E2E - TTFT) / (tokens - 1). ITL:
 between two responses of a reply, each of which may bring several tokens. Tokens/s/user is 1 / TPOT, of the median.
@@ -84,7 +84,7 @@ class Round(BaseModel):
 
     @classmethod
     def of(cls, arm: Arm, load: float, number: int, traffic: Traffic) -> "Round":
-        """What is kept of a round's traffic."""
+        """Summarizes a round's traffic."""
         whole = [record for record in traffic.records if record.reply.error is None]
         errors = Counter(record.reply.error for record in traffic.records if record.reply.error is not None)
         gaps: Counter[int] = Counter()
@@ -134,7 +134,7 @@ def _power(gap: float) -> int:
 
 
 class Spread(BaseModel):
-    """Of many requests; seconds."""
+    """Mean and percentiles over many requests, in seconds."""
 
     mean: float
     p50: float
@@ -143,7 +143,7 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread | None":
-        """None of none."""
+        """Computes the spread of values; None without values."""
         if not values:
             return None
         p50, p90, p99 = (float(value) for value in np.percentile(values, PERCENTILES))
@@ -153,12 +153,12 @@ class Spread(BaseModel):
         )
 
     def at(self, percentile: int) -> float:
-        """One of the percentiles."""
+        """Looks up one of the percentiles."""
         return float(getattr(self, f"p{percentile}"))
 
 
 class Point(BaseModel):
-    """What an arm does under a load.
+    """The figures of an arm under a load.
 
     Attributes:
         load: clients, or requests a second.
@@ -166,7 +166,7 @@ class Point(BaseModel):
         tokens_per_second_per_user: 1 / the median TPOT.
         late: how long after they were due requests were sent: the load generator's own delay.
         acceptance_length: tokens a decoding step; None where the server does not tell, or drafted nothing.
-        acceptance_from: who said so: "replies", or whose metrics.
+        acceptance_from: its source: "replies", or whose metrics.
         verified_by_position: drafts verified at each position of the block.
         acceptance_by_position: the share of those that was accepted.
         acceptance_length_by_category: of the dataset.
@@ -197,13 +197,13 @@ class Point(BaseModel):
 
 
 def tpots(requests: Requests) -> list[float]:
-    """Seconds a token after the first, of each reply of more than one."""
+    """Computes seconds a token after the first, of each reply of more than one."""
     columns = zip(requests.ttft, requests.e2e, requests.tokens, strict=True)
     return [(e2e - ttft) / (tokens - 1) for ttft, e2e, tokens in columns if tokens > 1]
 
 
 def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> Point:
-    """The point of an arm's rounds under one load.
+    """Summarizes an arm's rounds under one load.
 
     Args:
         categories: of the dataset's samples.
@@ -266,10 +266,10 @@ def _gaps(parts: list[dict[int, int]]) -> Spread | None:
 def _acceptance_lengths(
     columns: list[Requests], categories: list[str], drafted: bool
 ) -> tuple[float | None, dict[str, float]]:
-    """Tokens a decoding step of the replies that had drafts: all of them, and those of each category.
+    """Computes tokens a decoding step of the replies that had drafts: of all, and by category.
 
     Args:
-        drafted: whether any were verified, as far as that is known; that some were accepted says it too.
+        drafted: whether any were verified, as far as that is known; accepted ones imply it.
     """
     tokens: dict[str, int] = defaultdict(int)
     steps: dict[str, int] = defaultdict(int)
@@ -287,7 +287,7 @@ def _acceptance_lengths(
 
 
 def _by_metrics(rounds: list[Round], drafted: list[int], accepted: list[int]) -> float | None:
-    """From a server's metrics: a step gives the drafts that it accepts and one token more."""
+    """Computes acceptance length by a server's metrics: a step commits its accepted drafts and one token more."""
     counts = [round_.counted for round_ in rounds if round_.counted is not None]
     if counts:
         return 1 + sum(count.accepted for count in counts) / sum(count.steps for count in counts)

@@ -25,7 +25,7 @@ _SMALLEST_RATE = 1 / 64  # of the largest
 
 
 def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Results:
-    """Results without rounds yet.
+    """Makes results without rounds yet.
 
     Args:
         about: further fields of `Results`: engine, gpus, imposed_acceptance, machine.
@@ -72,7 +72,7 @@ def _target_name(settings: SweepSettings) -> str:
 
 
 def tidy_command(arguments: list[str]) -> str:
-    """A command as it may be shown: of whole paths only the last part, no key."""
+    """Shortens a command for reports: of whole paths only the last part, and no key."""
     shown = []
     for argument in arguments:
         flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
@@ -81,10 +81,10 @@ def tidy_command(arguments: list[str]) -> str:
 
 
 def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Results:
-    """The results to go on with: fresh ones, or those of the folder.
+    """Chooses the results to go on with: fresh ones, or those in the folder.
 
     Raises:
-        SettingsError: the folder has some, and it was not said what to do with them; or they were asked otherwise.
+        SettingsError: the folder has some, and neither `resume` nor `force` is set; or they have other settings.
     """
     if not (folder / FILE).exists() or force:
         if resume and not force:
@@ -110,7 +110,7 @@ class Sweep:
     Args:
         results: fresh ones, or those to go on with: their rounds are not measured again.
         folder: where they are written.
-        progress: told of the sweep, and of the round that runs.
+        progress: called for the sweep, and for the round that runs.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Sweep:
         """Measures what is not yet measured.
 
         Raises:
-            EngineError: nothing but errors came of a round.
-            DFlashError: the target is not there, or cannot be asked in this way.
+            EngineError: a round had nothing but errors.
+            DFlashError: the target does not answer, or does not support these settings.
         """
         settings = self.settings
         await self._target.check(settings.arms, settings.params)
@@ -224,7 +224,7 @@ class Sweep:
 
 
 def _count(round_: Round, before: Reading, after: Reading) -> None:
-    """Keeps what a server counted in a round, or, where it counts nothing, what it averages."""
+    """Keeps a server's counts of drafts in a round, or, where it counts none, its average acceptance length."""
     drafts = after.since(before)
     if drafts is None:
         round_.mean_length = after.mean_length
@@ -245,7 +245,7 @@ def meets_target(point: Point, settings: SweepSettings) -> bool:
 
 
 async def search_integer(meets: Callable[[float], Awaitable[bool]], most: int) -> tuple[float | None, float | None]:
-    """The largest of 1 to `most` that meets, and the next one, which does not; None where there is no such."""
+    """Finds the largest of 1 to `most` that meets, and the next one, which does not; None where there is none."""
     good, bad = 0, most + 1
     probe = 1
     while bad - good > 1:
@@ -260,7 +260,7 @@ async def search_integer(meets: Callable[[float], Awaitable[bool]], most: int) -
 async def search_real(
     meets: Callable[[float], Awaitable[bool]], least: float, most: float, tolerance: float
 ) -> tuple[float | None, float | None]:
-    """Likewise of real numbers, until the two differ by no more than a factor."""
+    """Finds the largest real number that meets, and one that does not, no more than a factor `tolerance` apart."""
     if await meets(most):
         return most, None
     if not await meets(least):
@@ -276,5 +276,5 @@ async def search_real(
 
 
 def imposed_curve(acceptance: ImposedAcceptance) -> dict[str, float]:
-    """For `Results`."""
+    """Describes an imposed acceptance for `Results`."""
     return {"tokens_per_step": acceptance.tokens, "rows": acceptance.block, "survival": acceptance.survival}

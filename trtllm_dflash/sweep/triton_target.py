@@ -29,9 +29,9 @@ Count = Callable[[str], int]
 
 
 def chat_text(folder: Path | None) -> tuple[Render, Count | None]:
-    """How conversations become text, and how tokens are counted: by the tokenizer in a folder, an engine directory say.
+    """Makes the functions that render conversations and count tokens, with the tokenizer of an engine or other folder.
 
-    Without one a prompt goes as it is, and the server counts: for datasets of single turns.
+    Without a folder a prompt is sent as it is, and the server counts: for datasets of single turns.
 
     Raises:
         SettingsError: there is no tokenizer.
@@ -63,7 +63,7 @@ class TritonTarget(Target):
         render: a conversation as the text that the model is to go on with.
         count: tokens of a text, for servers that do not count them.
         metrics: URL of its metrics, for servers whose replies say nothing of drafts.
-        name: what errors call it.
+        name: of the server, for errors.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TritonTarget(Target):
 
 
 def _add(reply: Reply, result: InferResult, now: float) -> None:
-    """Adds a response. Its numbers count from the reply's begin."""
+    """Adds a response to the reply. Its numbers count from the reply's begin."""
     text = _text(result, "text_output")
     tokens = _number(result, "num_output_tokens")
     new = (tokens or 0) - reply.tokens
