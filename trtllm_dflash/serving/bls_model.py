@@ -23,9 +23,9 @@ class Call:
     """A request on its way through the other models.
 
     Attributes:
-        outputs: names of the tensors that were asked for.
-        key: by which the engine knows it, once it has one.
-        gone: set when its client is.
+        outputs: names of the requested tensors.
+        key: its name in the engine, once it has one.
+        gone: set when its client has gone.
     """
 
     tensors: Tensors
@@ -36,10 +36,10 @@ class Call:
 
 
 class BLSModel:
-    """A thread waits for each request; the engine runs them together."""
+    """The model: a thread waits for each request, and the engine runs them together."""
 
     def initialize(self, arguments: dict[str, str]) -> None:
-        """As many threads as requests that the engine takes, and some to be refused by it."""
+        """Starts as many threads as the engine takes requests, and some for requests that it will refuse."""
         config = json.loads(arguments["model_config"])
         self._decoupled = parameter(config, "decoupled") == "true"
         self._workers = ThreadPoolExecutor(int(parameter(config, "requests")), "dflash-call")
@@ -47,7 +47,7 @@ class BLSModel:
         self._outbox = Outbox()
 
     def execute(self, requests: list[Any]) -> None:
-        """Takes requests; their responses are sent when they are there."""
+        """Takes requests; their responses are sent later, when they are complete."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -58,7 +58,7 @@ class BLSModel:
                 self._send(sender, error_response(error))
 
     def finalize(self) -> None:
-        """Waits for what is under way: the engine answers all of it."""
+        """Waits for the requests under way: the engine answers all of them."""
         self._workers.shutdown(cancel_futures=True)
         self._stoppers.shutdown(cancel_futures=True)
         self._outbox.close()
@@ -98,7 +98,7 @@ class BLSModel:
         return {**found, "text_output": found["output_text"]}
 
     def _cancel(self, call: Call) -> None:
-        """Called again and again until it is answered: the engine may not have the request yet."""
+        """Cancels a request; called again until it is answered, since the engine may not have it yet."""
         call.gone.set()
         if call.key:
             self._stoppers.submit(inner.stop, call.key, self._decoupled)

@@ -48,13 +48,13 @@ class UnavailableError(DFlashError):
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """A request as the served engine takes it.
+    """The inputs of a request to a served engine.
 
     Attributes:
         token_ids: the prompt.
         draft: False decodes it plainly.
         priority: 1 is the most urgent; 0 is the default, which lies in between.
-        deadline: seconds in which the whole reply must be there.
+        deadline: seconds until the whole reply must have arrived.
         request_id: shown in the server's log.
     """
 
@@ -68,7 +68,7 @@ class TokenRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one response adds to a reply. The pieces' texts, joined, are the whole reply's text.
+    """The text and tokens that one response adds to a reply. All pieces' texts, joined, are the reply's.
 
     Attributes:
         text: may be empty: a character or a possible stop string is not whole yet.
@@ -100,19 +100,19 @@ class TritonClient:
         await self._grpc.close()
 
     async def ready(self, timeout: float = 5.0) -> bool:
-        """Whether the server is there and its engine serves."""
+        """Whether the server answers and its engine is ready."""
         try:
             return bool(await self._grpc.is_model_ready(MODEL, client_timeout=timeout))
         except InferenceServerException:
             return False
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[Piece, None]:
-        """The reply to a request, piece by piece; the last piece has a finish reason.
+        """Yields the reply to a request, piece by piece; the last piece has a finish reason.
 
         To leave early, close the iterator or cancel the task that waits for it: that cancels the request.
 
         Raises:
-            RequestError, QueueFullError, DeadlineError, CancelledError: as the server says.
+            RequestError, QueueFullError, DeadlineError, CancelledError: from the server.
             UnavailableError: no server answers, or it went away.
             EngineError: the server failed.
         """
@@ -164,7 +164,7 @@ class TritonClient:
 
 
 def _refusal(text: str) -> DFlashError:
-    """What the engine's answer to a request means; its first word is the error's code."""
+    """Turns the engine's error text into an exception; its first word is the error's code."""
     code, _, rest = text.partition(" ")
     if code == "INVALID_ARG":
         return RequestError(rest)

@@ -41,8 +41,8 @@ class Reply:
     """A request on its way through the engine; belongs to the outbox's thread.
 
     Attributes:
-        key: by which another model of the repository may end it; 0: none does.
-        outputs: names of the tensors that were asked for.
+        key: with which another model of the repository may end it; 0: none does.
+        outputs: names of the requested tensors.
         coded: its errors begin with their code.
         tokens: of the reply, so far.
     """
@@ -58,7 +58,7 @@ class Reply:
 
 
 class EngineModel:
-    """All requests run together in one service. Under tensor parallelism only rank 0 gets requests."""
+    """The model: all requests run together in one service. Under tensor parallelism only rank 0 gets requests."""
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads the engine that the model's configuration names."""
@@ -81,7 +81,7 @@ class EngineModel:
         self._outbox = Outbox(self._look_around)
 
     def execute(self, requests: list[Any]) -> None:
-        """Takes requests; what comes of each is sent by the outbox."""
+        """Takes requests; the outbox sends their responses."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -90,7 +90,7 @@ class EngineModel:
                 self._refuse(sender, error, wants_codes(request))
 
     def finalize(self) -> None:
-        """Fails what is left, and lets the engine go."""
+        """Fails the requests that are left, and closes the engine."""
         if self._llm.session.communicator.rank == 0:
             self._service.close()
             self._outbox.close()
@@ -181,7 +181,7 @@ class EngineModel:
             end_process(self._service.failure)
 
     def _tensors(self, reply: Reply, update: Update) -> Tensors:
-        """A response's outputs, [1, ...]: of one step where the reply is streamed, else of the whole."""
+        """Makes a response's outputs, [1, ...]: of one step where the reply is streamed, else of the whole."""
         asked, done = reply.asked, update.completion
         ids, text = update.token_ids, update.text
         if not asked.streaming:
@@ -220,7 +220,7 @@ class EngineModel:
     # -- ranks beyond the first --------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Computes what rank 0 says. Without this rank the others wait for ever, so it takes its server with it."""
+        """Follows rank 0's steps. Without this rank the others wait for ever, so its end is its server's end."""
         try:
             self._llm.session.follow()
         except BaseException as error:
@@ -231,7 +231,7 @@ class EngineModel:
 
 
 def _times(completion: Completion | None) -> Tensors:
-    """Nanoseconds since the epoch; 0 where they are not known, or not wanted."""
+    """Makes the outputs of times: nanoseconds since the epoch, 0 where they are not known, or not requested."""
     times = completion.times if completion is not None else None
     values = {
         "arrival_time_ns": times.arrival_ns if times else 0,

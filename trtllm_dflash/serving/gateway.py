@@ -68,15 +68,15 @@ _RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_
 
 
 class GatewaySettings(BaseModel):
-    """What the gateway serves, and to whom.
+    """Settings of the gateway.
 
     Attributes:
         engine: the engine directory that Triton serves; its tokenizer and chat template are used here.
         triton_url: Triton's gRPC endpoint, HOST:PORT.
-        model_name: what clients call the model; by default the engine's name.
-        api_key: what clients must send as `Authorization: Bearer ...`; None lets everyone in.
+        model_name: the model's name in the API; by default the engine's name.
+        api_key: required of clients as `Authorization: Bearer ...`; None lets everyone in.
         max_body_bytes: largest body of a request.
-        max_prompt_tokens: longest prompt; by default what the engine takes.
+        max_prompt_tokens: longest prompt; by default the engine's limit.
         timeout: seconds for a whole reply, waiting included.
     """
 
@@ -92,7 +92,7 @@ class GatewaySettings(BaseModel):
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The gateway as an ASGI application. Triton need not run yet.
+    """Makes the gateway as an ASGI application. Triton need not run yet.
 
     Raises:
         EngineError: the engine directory is not sound, or has no tokenizer.
@@ -124,7 +124,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request, ready for Triton, and how its reply is to be written."""
+    """A request, ready for Triton, and the form of its reply."""
 
     request: TokenRequest
     form: schema.ReplyForm
@@ -132,7 +132,7 @@ class _Job:
     reply: TextStream | None = None  # what a chat's tokens mean; None: their text is the reply
 
     def text(self, piece: Piece) -> str:
-        """What a piece adds to the reply."""
+        """Adds a piece to the reply; returns its new text."""
         if self.reply is None:
             return piece.text
         for token in piece.token_ids:
@@ -148,7 +148,7 @@ class _Job:
 
 
 class Gateway:
-    """The endpoints, and what they share."""
+    """The endpoints of the API, with the client of Triton, tokenizer and settings that they share."""
 
     _triton: TritonClient
 
@@ -166,34 +166,34 @@ class Gateway:
         self._created = int((settings.engine / "config.json").stat().st_mtime)
 
     def open(self) -> None:
-        """To be called on the event loop that serves."""
+        """Connects to Triton; must be called on the event loop that serves."""
         self._triton = TritonClient(self._settings.triton_url)
         self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenize")
 
     async def close(self) -> None:
-        """Ends every reply."""
+        """Ends every reply, and the connection to Triton."""
         await self._triton.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
-        """Whether a request would be served."""
+        """Answers whether a request would be served."""
         if not await self._triton.ready():
             raise ApiError(503, f"Triton at {self._settings.triton_url} is not ready", code="unavailable")
         return JSONResponse({"status": "ok"})
 
     async def models(self) -> Response:
-        """The one model."""
+        """Lists the one model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
-        """The one model, by its name."""
+        """Describes the one model, by its name."""
         self._check_name(name)
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Response:
-        """Goes on with a text."""
+        """Completes a text."""
         return await self._answer(request, self._completion_job)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -282,7 +282,7 @@ class Gateway:
         return await _while_connected(request.receive, self._whole(job), Response(status_code=_CLIENT_GONE))
 
     async def _body(self, request: Request) -> bytes:
-        """The body, refused as soon as it is too long, whatever its length says."""
+        """Reads the body, and refuses it as soon as it is too long, whatever Content-Length says."""
         limit = self._settings.max_body_bytes
         # Another type would let any web page that a user of this machine opens post here.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -317,7 +317,7 @@ class Gateway:
         return JSONResponse(job.form.whole("".join(texts), reason, usage))
 
     async def _events(self, job: _Job) -> AsyncGenerator[bytes, None]:
-        """A reply's events, some at a time. Raises an ApiError only before the first."""
+        """Yields a reply's events, some at a time. Raises an ApiError only before the first."""
         usage = schema.Usage(len(job.request.token_ids))
         begun = False
         try:
@@ -349,7 +349,7 @@ def _count(usage: schema.Usage, piece: Piece) -> None:
 
 
 def _as_api_error(error: Exception, job: _Job) -> ApiError:
-    """A failure as clients see it. What may hold more than one of our own lines stays in the log."""
+    """Turns a failure into the client's error. The message of one that we do not know stays in the log."""
     again = {"Retry-After": "1"}
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers=again)
@@ -394,7 +394,7 @@ class _EventStream(Response):
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T], otherwise: _T) -> _T:
-    """What the work returns; `otherwise`, and the work is cancelled, as soon as the client has gone."""
+    """Awaits the work while the client is connected; cancels it and returns `otherwise` once the client has gone."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -411,7 +411,7 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T], othe
 
 
 class _Door:
-    """Gives each request an id, and lets in who has the key."""
+    """Middleware that gives each request an id, and checks its API key."""
 
     def __init__(self, app: ASGIApp, api_key: SecretStr | None) -> None:
         self._app = app

@@ -62,7 +62,7 @@ def _read(response: Any) -> Tensors:
 
 
 def _hold(responses: Any) -> None:
-    """Keeps a decoupled model's answers until Triton is done with them too.
+    """Keeps a decoupled model's responses until Triton is done with them too.
 
     Triton's Python backend (2.51) lets go of them on a thread that does not hold the interpreter's lock. Were it the
     last to do so, it would free their tensors there and sooner or later corrupt the interpreter's memory.
@@ -75,7 +75,7 @@ def _hold(responses: Any) -> None:
 
 
 def stop(key: int, decoupled: bool) -> None:
-    """Ends the request of that key, if it runs. Ending one that is gone does nothing."""
+    """Ends the request with that key, if it runs. Ending one that has ended does nothing."""
     tensors: Tensors = {
         "input_ids": np.zeros((1, 1), np.int32),  # required, and not looked at
         "input_lengths": np.ones((1, 1), np.int32),
@@ -87,7 +87,7 @@ def stop(key: int, decoupled: bool) -> None:
 
 
 def finish() -> None:
-    """Lets go of everything while Triton's module is there to take it; to be called by a model's `finalize`."""
+    """Frees all responses while Triton's module still exists; must be called by a model's `finalize`."""
     if _held:
         time.sleep(max(0.0, _held[-1][0] + _LEAST_HELD_SECONDS - time.monotonic()))
         _held.clear()

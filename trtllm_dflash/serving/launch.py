@@ -1,4 +1,4 @@
-"""Becomes another program that ends when its parent does. Run as a file: python -I -S launch.py LOG PROGRAM [WORD ...]
+"""Runs a program that ends when its parent does. Run as a file: python -I -S launch.py LOG PROGRAM [WORD ...]
 
 It runs without site-packages, and so starts in a few milliseconds.
 """
@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def launch(log: str, words: list[str]) -> None:
-    """Replaces this process; what the program prints is appended to the log."""
+    """Replaces this process by the program; its output is appended to the log."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # our starter held them back
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What the engine's process says in Triton's log when it is loaded, for those who started the server."""
+"""The engine's own lines in Triton's log, written while it loads and read by whoever started the server."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ _MARK = "trtllm_dflash: "
 
 
 def log_to_triton() -> None:
-    """Lets this process's log of the package go to standard error, which is Triton's log."""
+    """Sends this process's log of the package to standard error, which is Triton's log."""
     log = logging.getLogger("trtllm_dflash")
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -17,5 +17,5 @@ def log_to_triton() -> None:
 
 
 def said_at_load(log: str) -> list[str]:
-    """The lines that an engine's process has written so, less the mark."""
+    """Finds the lines that an engine's process has logged so, without their mark."""
     return [line.removeprefix(_MARK) for line in log.splitlines() if line.startswith(_MARK)]

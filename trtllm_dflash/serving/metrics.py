@@ -1,4 +1,4 @@
-"""What a service counts, on Triton's metrics endpoint."""
+"""A service's counts on Triton's metrics endpoint."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ class Metrics:
     """Publishes samples, a few at a time. For one thread.
 
     Args:
-        samples: gives all of them.
+        samples: returns all of them.
         pb_utils: Triton's module, which only its own processes have.
     """
 
@@ -31,17 +31,17 @@ class Metrics:
         self._ended = False
 
     def close(self) -> None:
-        """Lets go of them while Triton's module is there to take them: left to the interpreter's end, they crash it."""
+        """Frees the metrics while Triton's module still exists: left to the interpreter's end, they crash it."""
         self._round = None
         self._metrics.clear()
         self._families.clear()
 
     def request_ended(self) -> None:
-        """A client that has its reply should soon find it counted."""
+        """Makes the next round due sooner, so that a client that has its reply soon finds it counted."""
         self._ended = True
 
     def advance(self) -> None:
-        """Goes on with a round, or begins one when it is time."""
+        """Publishes the next samples of a round, or begins a round when it is due."""
         if self._round is None:
             now = time.monotonic()
             if now - self._begun < (_PERIOD_AFTER_END if self._ended else _PERIOD):

@@ -1,4 +1,4 @@
-"""What OpenAI clients send and expect: requests, replies, stream events and errors."""
+"""OpenAI's formats: requests, replies, stream events and errors."""
 
 import json
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ class ApiError(Exception):
         status: of HTTP.
         message: one line.
         param: the field of the request that is at fault.
-        code: what programs tell errors apart by.
+        code: OpenAI's name of the error, for programs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        """`{"error": {...}}`."""
+        """Makes the body, `{"error": {...}}`."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -103,7 +103,7 @@ class ApiError(Exception):
 
 
 def _text_of(content: object) -> object:
-    """The text of a message's content: a string, or a list of text parts, which become lines."""
+    """Reads the text of a message's content: a string, or a list of text parts, which become lines."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -116,7 +116,7 @@ def _text_of(content: object) -> object:
 
 
 def _one_prompt(prompt: object) -> object:
-    """A text or token ids; OpenAI's list of prompts may have one."""
+    """Reads a prompt: a text or token ids; OpenAI's list of prompts may have one."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise PydanticCustomError("one_prompt", "one prompt a request is supported; send several requests")
@@ -132,7 +132,7 @@ def _stop_list(stop: object) -> object:
 
 
 def _asked(values: object, unsupported: Mapping[str, tuple[object, ...]], ignored: frozenset[str], prefix: str) -> Any:
-    """A request's fields without those that ask for nothing; refuses those that ask for what is not done."""
+    """Drops a request's fields that have no effect; refuses those that ask for something unsupported."""
     if not isinstance(values, dict):
         return values
     asked = {name: value for name, value in values.items() if value is not None and name not in ignored}
@@ -166,13 +166,13 @@ class Message(BaseModel):
         return _asked(values, UNSUPPORTED_IN_MESSAGE, _IGNORED_IN_MESSAGE, "messages.")
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates know it; most of them know no developer, OpenAI's newer name for system."""
+        """Converts the message for chat templates; most of them know no developer, OpenAI's newer name for system."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
 
 
 class StreamOptions(BaseModel):
-    """What else a stream holds."""
+    """OpenAI's `stream_options`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -181,7 +181,7 @@ class StreamOptions(BaseModel):
 
 
 class Request(BaseModel):
-    """What both kinds of completion take. `top_k`, `ignore_eos`, `draft` and `priority` are not OpenAI's.
+    """Fields that both kinds of completion have. `top_k`, `ignore_eos`, `draft` and `priority` are not OpenAI's.
 
     Attributes:
         temperature: None is OpenAI's 1, or 0 on an engine that is greedy only.
@@ -241,7 +241,7 @@ class ChatRequest(Request):
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
-    """The request in a body.
+    """Parses a body into a request.
 
     Raises:
         ApiError: it is not one; names the field.
@@ -260,7 +260,7 @@ def parse(kind: type[_R], body: bytes) -> _R:
 
 @dataclass
 class Usage:
-    """A reply's token counts. Drafts are what OpenAI calls predictions; rejected ones count in no total."""
+    """A reply's token counts. OpenAI calls drafts predictions; rejected ones count in no total."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -268,7 +268,7 @@ class Usage:
     accepted_tokens: int = 0
 
     def body(self) -> dict[str, object]:
-        """OpenAI's `usage`."""
+        """Makes OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -282,7 +282,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """How one reply is written down.
+    """The form of one reply: chat or plain, its id and options.
 
     Attributes:
         chat: a chat completion, else a plain one.
@@ -302,22 +302,22 @@ class ReplyForm:
         object.__setattr__(self, "_head", head)
 
     def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, object]:
-        """The body of a reply that is not streamed."""
+        """Makes the body of a reply that is not streamed."""
         said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
         kind = {"object": "chat.completion"} if self.chat else {}
         return {**self._head, **kind, "choices": [choice], "usage": usage.body()}
 
     def opening(self) -> bytes:
-        """What a stream begins with: in a chat, whose turn it is."""
+        """Makes the first event of a stream: in a chat, the role of its message."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.chat else b""
 
     def piece(self, text: str) -> bytes:
-        """The event of a piece of text."""
+        """Makes the event of a piece of text."""
         return self._chunk({"delta": {"content": text}} if self.chat else {"text": text}, None)
 
     def ending(self, finish_reason: str, usage: Usage) -> bytes:
-        """The events that end a stream."""
+        """Makes the events that end a stream."""
         events = self._chunk({"delta": {}} if self.chat else {"text": ""}, finish_reason)
         if self.include_usage:
             events += _event({**self._head, "choices": [], "usage": usage.body()})
@@ -330,7 +330,7 @@ class ReplyForm:
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event of an error after a stream has begun; nothing follows it."""
+    """Makes the event of an error after a stream has begun; nothing follows it."""
     return _event(error.body())
 
 

@@ -16,7 +16,7 @@ _IDLE_SECONDS = 0.01
 
 
 class Outbox:
-    """Runs what it is given, in order, on a thread of its own, and asks whether clients are still there.
+    """Runs callables in order on a thread of its own, and watches for clients that have gone.
 
     Every response sender of a process must be used by one thread: where several send at the same time, Triton's Python
     backend (2.51) can block all of them for ever.
@@ -36,7 +36,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Has something done on the thread; from any thread."""
+        """Runs `work` on the thread; may be called from any thread."""
         self._work.put(work)
 
     def watch(self, sender: Any, gone: Callable[[], None]) -> None:
@@ -45,13 +45,13 @@ class Outbox:
         self._turns.append(sender)
 
     def unwatch(self, sender: Any) -> None:
-        """Ends that. On the thread only."""
+        """Stops watching. On the thread only."""
         self._watched.pop(sender, None)
         if not self._watched:
             self._turns.clear()
 
     def close(self) -> None:
-        """Does what is left, and ends the thread."""
+        """Runs the work that is left, and ends the thread."""
         self._work.put(None)
         self._thread.join(10)
 

@@ -1,6 +1,6 @@
-"""A request's tensors, by the names that clients of TensorRT-LLM know, to what the engine is asked for.
+"""Parses a request's tensors, named as in TensorRT-LLM, into a prompt and sampling parameters.
 
-What is asked for and not supported is refused by the name that the client used for it, never ignored.
+An unsupported setting is refused by the name that the client used for it, never ignored.
 """
 
 from dataclasses import dataclass
@@ -60,15 +60,15 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What a request asks of the engine.
+    """A request to the engine, and the form of its responses.
 
     Attributes:
         prompt: the text that prompt_ids were made from, where the client gave a text.
         streaming: a response a step, rather than one at the end.
         echo: the reply begins with the prompt.
-        perf: the response says when things happened.
+        perf: the response has the times of the request's events.
         priority: 1 is the most urgent, 0 none in particular.
-        deadline: seconds until its last token must be there.
+        deadline: seconds until its last token must have arrived.
     """
 
     prompt_ids: list[int]
@@ -87,7 +87,7 @@ class Fields:
 
     Args:
         tensors: by name.
-        names: what the client calls some of them.
+        names: the client's own names for some of them.
 
     Raises:
         RequestError: a tensor is a batch of several requests.
@@ -104,25 +104,25 @@ class Fields:
         return field in self._tensors
 
     def refusal(self, field: str, reason: str) -> RequestError:
-        """An error that begins with the field's name."""
+        """Makes an error that begins with the field's name."""
         return RequestError(reason, self._names.get(field, field))
 
     def refusal_of(self, error: DFlashError) -> DFlashError:
-        """The engine's refusal of the request, by the name that the client knows."""
+        """Renames the field in the engine's refusal to the name that the client knows."""
         if not isinstance(error, RequestError) or error.field is None:
             return error
         return self.refusal(_FIELDS.get(error.field, error.field), error.reason)
 
     def scalar(self, field: str, default: Any = None) -> Any:
-        """The number or truth value in a tensor [1, 1]."""
+        """Reads the number or truth value in a tensor [1, 1]."""
         return self._tensors[field].item() if field in self._tensors else default
 
     def row(self, field: str) -> list[int]:
-        """The numbers of a tensor [1, N]."""
+        """Reads the numbers of a tensor [1, N]."""
         return self._tensors[field][0].tolist() if field in self._tensors else []
 
     def texts(self, field: str) -> list[str]:
-        """The texts of a tensor [1, N] that are not empty."""
+        """Reads the texts of a tensor [1, N] that are not empty."""
         if field not in self._tensors:
             return []
         try:
@@ -132,7 +132,7 @@ class Fields:
         return [text for text in texts if text]
 
     def token_runs(self, field: str) -> list[tuple[int, ...]]:
-        """The runs of tokens of a tensor [1, 2, N]: tokens one after the other, and where each run ends; -1 is no end.
+        """Reads runs of tokens from a tensor [1, 2, N]: all their tokens, and each run's end; -1 is no end.
 
         As TensorRT-LLM has it: [[5, 6, 7, 0], [2, 3, -1, -1]] is (5, 6) and (7).
         """
@@ -147,14 +147,14 @@ class Fields:
 
 
 def parse_request(fields: Fields, decoupled: bool, echo: bool) -> EngineRequest:
-    """Reads what a request of `tensorrt_llm` asks for. Whether the engine can serve it, `Service.submit` says.
+    """Parses a request of `tensorrt_llm`. `Service.submit` checks whether the engine can serve it.
 
     Args:
         decoupled: whether the model may answer more than once.
         echo: whether a reply begins with its prompt, unless the request says otherwise.
 
     Raises:
-        RequestError: it makes no sense, or asks for what is not supported; begins with the field's name.
+        RequestError: a field is wrong, or not supported; begins with the field's name.
     """
     for field, neutral in _NEUTRAL.items():
         value = fields.scalar(field, neutral[0])
@@ -221,7 +221,7 @@ def _sampling_params(fields: Fields) -> SamplingParams:
 
 
 def _filters(fields: Fields) -> tuple[float, int, float]:
-    """Temperature, top-k and top-p, where what is left out or 0 means what it means to TensorRT-LLM's clients.
+    """Reads temperature, top-k and top-p; those left out or 0 mean what they mean to TensorRT-LLM's clients.
 
     Nothing given is greedy. Top-k or top-p alone sample at temperature 1. Top-p 0 is no filter beside a top-k, and
     greedy without one.

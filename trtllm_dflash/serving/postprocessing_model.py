@@ -1,4 +1,4 @@
-"""Triton's model `postprocessing`: token ids to text; and where it is noticed that an ensemble's client is gone."""
+"""Triton's model `postprocessing`: decodes token ids, and notices that an ensemble's client has gone."""
 
 import json
 import time
@@ -18,7 +18,7 @@ _REMEMBERED = 4096  # requests that are running
 
 
 class PostprocessingModel:
-    """Triton (2.51) does not tell the engine that the client of an ensemble is gone, but tells the steps after it."""
+    """The model. Triton (2.51) tells not the engine that an ensemble's client has gone, but the steps after it."""
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads nothing: within the ensemble the text is made already, and a tokenizer takes 200 MB."""
@@ -29,11 +29,11 @@ class PostprocessingModel:
         self._polled: OrderedDict[int, float] = OrderedDict()  # key -> when
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response to each."""
+        """Answers each request, and ends those whose client has gone."""
         return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
-        """Lets go of what other models answered."""
+        """Frees other models' responses."""
         inner.finish()
 
     def _answer(self, request: Any) -> Any:
@@ -53,7 +53,7 @@ class PostprocessingModel:
             return error_response(error)
 
     def _decode(self, fields: Fields, tokens: NDArray[Any], lengths: NDArray[Any]) -> list[str]:
-        """tokens [beams, N], lengths [beams]."""
+        """Decodes tokens [beams, N] of lengths [beams]."""
         if len(lengths) != len(tokens) or any(not 0 <= length <= tokens.shape[1] for length in lengths):
             raise fields.refusal("SEQUENCE_LENGTH", f"{lengths.tolist()} do not fit TOKENS_BATCH {list(tokens.shape)}")
         if tokens.size and tokens.min() < 0:

@@ -1,4 +1,4 @@
-"""Triton's model `preprocessing`: text to token ids, raw, without the chat template."""
+"""Triton's model `preprocessing`: encodes text to token ids, without the chat template."""
 
 import json
 import secrets
@@ -18,7 +18,7 @@ _NAMES = {"QUERY": "text_input (QUERY)"}  # as clients of the ensemble know it, 
 
 
 class PreprocessingModel:
-    """Also gives each request a key, by which the models after it can end it."""
+    """The model. It also gives each request a key, with which the models after it can end it."""
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads the engine's tokenizer."""
@@ -27,7 +27,7 @@ class PreprocessingModel:
         self._intake = Intake(config, TextCodec.load(engine, config.chat_arguments))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response to each."""
+        """Answers each request with its token ids."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

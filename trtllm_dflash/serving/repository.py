@@ -20,7 +20,7 @@ _SPARE_REQUESTS = 64
 
 
 class DeploySettings(ServiceSettings):
-    """What a repository's models do by default, and how they share the engine.
+    """Settings of a model repository: its models' defaults, and how they share the engine.
 
     Attributes:
         decoupled: `ensemble` and `tensorrt_llm` stream. Triton then refuses them to unary gRPC calls, for which there
@@ -68,7 +68,7 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
 
 
 def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
-    """The repository's files by path, for an engine.
+    """Renders the repository's files, as text by path, for an engine.
 
     Raises:
         EngineError: it is no engine directory.
@@ -93,7 +93,7 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
 
 
 def _templates() -> Path:
-    """In an installed wheel the templates lie inside the package; in a checkout, beside it."""
+    """Finds the templates: inside the package in an installed wheel, beside it in a checkout."""
     package = Path(__file__).parent.parent
     for parent in (package, package.parent):
         if (parent / "triton_repo").is_dir():
@@ -102,7 +102,7 @@ def _templates() -> Path:
 
 
 def _escaped(path: str) -> str:
-    """A path as the inside of a string in Protobuf's text format."""
+    """Escapes a path for a string in Protobuf's text format."""
     plain = set(range(0x20, 0x7F)) - set(b'"\\')
     return "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(path))
 

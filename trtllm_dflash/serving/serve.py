@@ -23,10 +23,10 @@ _PAUSE = 0.1  # seconds between two looks at what runs
 
 
 class Serving:
-    """What runs for one engine.
+    """A running server of one engine, with its gateway if any.
 
     Attributes:
-        endpoints: where it listens.
+        endpoints: of Triton and the gateway.
         server: Triton.
     """
 
@@ -36,7 +36,7 @@ class Serving:
         self._gateway = gateway
 
     def wait(self) -> None:
-        """Returns never.
+        """Watches the processes until one of them ends.
 
         Raises:
             EngineError: Triton, a model, a rank or the gateway has ended.
@@ -64,11 +64,11 @@ def serving(
     Args:
         engine: the engine directory.
         settings: for the model repository that is made for it.
-        endpoints: where to listen; with an OpenAI port the gateway runs too.
+        endpoints: to listen on; with an OpenAI port the gateway runs too.
         repository: one that `deploy` made for this engine, instead of making one.
-        api_key: what the gateway's clients must send.
+        api_key: required of the gateway's clients.
         log: a file for Triton's log.
-        progress: told how many models are ready.
+        progress: called with the number of models that are ready.
 
     Raises:
         EngineError: the engine cannot be served.

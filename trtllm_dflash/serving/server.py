@@ -42,7 +42,7 @@ _PAUSE = 0.1  # seconds between two looks at a server
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a server listens. Port 0 means any free one; `chosen` names it."""
+    """The host and ports of a server. Port 0 means any free one; `chosen` names it."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -89,7 +89,7 @@ class Endpoints:
         return self.address.startswith("127.")
 
     def chosen(self) -> "Endpoints":
-        """The same with every port known, and free a moment ago.
+        """Chooses every port that is 0, and checks that all were free a moment ago.
 
         Raises:
             SettingsError: a port is taken, or the host is not this machine's.
@@ -148,7 +148,7 @@ class Server:
 
     Args:
         repository: the model repository, which must last as long as the server.
-        endpoints: where rank 0 listens.
+        endpoints: of rank 0.
         tp: ranks.
         log: a file for the server's log, appended to; by default a temporary one, kept only where the server failed.
         progress: told ("loading", models ready, models) while they load.
@@ -201,7 +201,7 @@ class Server:
 
     @property
     def said_at_load(self) -> list[str]:
-        """What the engine's process chose when it was loaded, in its own lines."""
+        """The lines that the engine's process logged when it was loaded: backend, kernels and precision."""
         return said_at_load(self._read_log(self.log).decode(errors="replace"))
 
     def __enter__(self) -> "Server":
@@ -268,7 +268,7 @@ class Server:
         return self.log.with_name(f"{self.log.name}.{part}")
 
     def _logs(self) -> list[Path]:
-        """Rank 0's log, then the other ranks' and the launcher's."""
+        """Lists rank 0's log, then the other ranks' and the launcher's."""
         parts = [*(f"rank{rank}" for rank in range(1, self.tp)), "mpiexec"] if self.tp > 1 else []
         return [self.log, *map(self._log_of, parts)]
 
@@ -300,7 +300,7 @@ class Server:
             connection.close()
 
     def _read_log(self, log: Path) -> bytes:
-        """What this run has written to a log."""
+        """Reads the part of a log that this run has written."""
         with suppress(FileNotFoundError), log.open("rb") as file:
             file.seek(self._offsets.get(log, 0))
             return file.read()
@@ -317,7 +317,7 @@ class Server:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Looks after the server; call it several times a second.
+        """Checks that every process runs; call it several times a second.
 
         Triton starts no model's process again and still calls itself ready, and a rank cannot go on without the
         others: so the end of any process is the end of all.
@@ -333,13 +333,13 @@ class Server:
                 raise EngineError(f"{member.what} has ended; the server's log: {self.log}")
 
     def wait(self) -> None:
-        """Returns never; raises the EngineError of `check`."""
+        """Waits until a process ends; raises the EngineError of `check`."""
         while True:
             self.check()
             time.sleep(_PAUSE)
 
     def _processes(self) -> list[_Process]:
-        """All there are of this server, also those whose parent has gone."""
+        """Finds all processes of this server, also those whose parent has gone."""
         mark = f"{_MARK}={self._name}"
         found = []
         for entry in Path("/proc").iterdir():
@@ -394,7 +394,7 @@ class Server:
 
 
 def find_cause(log: str) -> str | None:
-    """Why a server did not start, in one line, from its log; None where the log does not say."""
+    """Finds in a log, as one line, why the server did not start; None where it does not tell."""
     messages = [_unquoted(line) for line in log.splitlines() if re.match(r"E\d{4} ", line)]
     for message in messages:
         model = re.match(r"failed to load '(.+?)' version \d+: (.*)", message, re.DOTALL)
@@ -416,7 +416,7 @@ def find_cause(log: str) -> str | None:
 
 
 def _unquoted(line: str) -> str:
-    """The message of a line of Triton's log, which is quoted as in JSON."""
+    """Unquotes the message of a line of Triton's log, which is quoted as in JSON."""
     start = line.find('] "')
     with suppress(json.JSONDecodeError):
         return str(json.loads(line[start + 2 :].strip(), strict=False))
@@ -428,7 +428,7 @@ def _ending(code: int) -> str:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """A process's state and starting time; Z (a zombie) where there is none."""
+    """Reads a process's state and starting time; Z (a zombie) where there is none."""
     try:
         rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
     except OSError:
@@ -437,7 +437,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def _describe(words: list[str], environment: list[str]) -> str:
-    """What a process of a server is, to a reader."""
+    """Names a process of a server for messages: its model or rank."""
     ranks = [value for name, _, value in (entry.partition("=") for entry in environment) if name in RANK_VARIABLES]
     rank = f" of rank {ranks[0]}" if ranks else ""
     program = Path(words[0]).name
@@ -465,7 +465,7 @@ def _remove_memory(name: str) -> None:
 
 
 def _remove_orphaned_memory() -> None:
-    """Removes what servers left whose parent was killed."""
+    """Removes shared memory of servers whose parent was killed."""
     for file in _SHARED_MEMORY.glob(f"{_PREFIX}*.lock"):
         with suppress(OSError), file.open("rb") as lock:  # another user's, or removed just now
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -473,7 +473,7 @@ def _remove_orphaned_memory() -> None:
 
 
 def _mpi_memory(pid: int) -> set[Path]:
-    """The files through which MPICH's ranks on one host talk; a rank that is killed leaves them."""
+    """Finds the shared memory of MPICH's ranks on one host, which a killed rank leaves behind."""
     with suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text()
         return {Path(path) for path in re.findall(rf"({_SHARED_MEMORY}/mpich_shm_\w+)", maps)}

@@ -1,4 +1,4 @@
-"""Triton's requests, responses and errors, to and from what the rest of the package has."""
+"""Conversions between Triton's requests, responses and errors and NumPy tensors and exceptions."""
 
 import json
 from collections.abc import Iterable
@@ -23,17 +23,17 @@ _CODES = {
 
 
 def read_tensors(request: Any) -> Tensors:
-    """A request's inputs by name: copies, because theirs is memory that Triton takes back."""
+    """Copies a request's inputs, by name: Triton takes their memory back."""
     return {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
 
 
 def response(tensors: Tensors, names: Iterable[str]) -> Any:
-    """A response with those of the tensors that were asked for."""
+    """Makes a response of the tensors that are in `names`."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, tensors[name]) for name in names if name in tensors])
 
 
 def error_response(error: BaseException, coded: bool = False) -> Any:
-    """An error as a response. What is not one of ours is a fault of this package, and says of which kind.
+    """Makes a response of an error. One that is not ours is a fault of this package, and is named with its type.
 
     Args:
         coded: the text begins with the code; see `wants_codes`.
@@ -44,12 +44,12 @@ def error_response(error: BaseException, coded: bool = False) -> Any:
 
 
 def wants_codes(request: Any) -> bool:
-    """Whether another model asks: Triton (2.51) hands an error's text on to it, and loses the code."""
+    """Whether another model sent the request: Triton (2.51) gives it an error's text, and loses the code."""
     return CODED_ERRORS in json.loads(request.parameters())
 
 
 def decoded_error(text: str) -> Any:
-    """The error, as a response, that another model answered with."""
+    """Makes a response of the error that another model answered with."""
     code, _, rest = text.partition(" ")
     known = code in {*_CODES.values(), "INTERNAL"}  # Triton itself says no code
     return _error(rest, code) if known else _error(text, "INTERNAL")
@@ -60,10 +60,10 @@ def _error(text: str, code: str) -> Any:
 
 
 def string_tensor(texts: list[str]) -> NDArray[np.object_]:
-    """Texts as a tensor [1, N]."""
+    """Makes a tensor [1, N] of texts."""
     return np.array([[text.encode() for text in texts]], object)
 
 
 def parameter(model_config: dict[str, Any], name: str) -> str:
-    """A parameter of a model's configuration."""
+    """Reads a parameter of a model's configuration."""
     return str(model_config["parameters"][name]["string_value"])

@@ -1,4 +1,4 @@
-"""Triton Inference Server on this machine: where it is, and what it needs to run from there."""
+"""Triton Inference Server on this machine: finding it, and its command line and environment."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ class Triton:
 
     Attributes:
         executable: the server itself.
-        origin: where it was found, for a reader.
+        origin: container, PATH or wheel, for messages.
         wheel: the wheel's `tritonserver` folder, where it comes from one.
     """
 
@@ -33,7 +33,7 @@ class Triton:
     wheel: Path | None = None
 
     def prepare(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """The words of its command line, and its environment.
+        """Prepares the words of its command line, and its environment.
 
         Args:
             folder: an empty folder of the server's own, which must last as long as the server.
@@ -55,7 +55,7 @@ class Triton:
     def _prepare_wheel(
         self, wheel: Path, folder: Path, environment: dict[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """A backend directory of links into the wheel, with the process for this version of Python among them."""
+        """Makes a backend directory of links into the wheel, with the process for this version of Python."""
         version = "{}.{}".format(*sys.version_info)
         stub = wheel / "python_backend_stubs" / version / STUB
         numpy = metadata.version("numpy")
@@ -85,7 +85,7 @@ class Triton:
 
 
 def find_triton() -> Triton:
-    """The container's server, else the one on PATH, else the one in the nvidia-pytriton wheel.
+    """Finds the container's server, else the one on PATH, else the one in the nvidia-pytriton wheel.
 
     Raises:
         EngineError: there is none.
@@ -107,7 +107,7 @@ def find_triton() -> Triton:
 
 
 def _check_libraries(program: Path, environment: dict[str, str]) -> None:
-    """Debian's and Ubuntu's python3 come without the shared library that an embedded Python needs."""
+    """Checks that the program's libraries are found: Debian's python3 comes without the shared library of Python."""
     # With this variable the loader lists what a program would load, and does not run it.
     listing = {**environment, "LD_TRACE_LOADED_OBJECTS": "1"}
     done = subprocess.run([program], env=listing, capture_output=True, text=True, check=False)
