@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t told(uint32_t const* from)
     return call;
 }
 
-// Past this GPU's L1, which may hold what another rank wrote there before.
+// Loads past this GPU's L1, which may hold older numbers of another rank.
 __device__ __forceinline__ uint4 load_shared(char const* from)
 {
     uint4 x;

@@ -75,7 +75,7 @@ struct Head
         store_vector(to + threadIdx.x % 32 * kPerLane, out);
     }
 
-    // Of what T holds, as a composition of operations would divide it.
+    // Divides the numbers after rounding them to T, as a composition of operations would.
     __device__ void store(E4M3* to, float scale) const
     {
         Vector<E4M3, kPerLane> out;
@@ -88,7 +88,7 @@ struct Head
     }
 };
 
-// C: of the caches.
+// C: the type of the caches.
 template <typename T, typename C, int D>
 __global__ void __launch_bounds__(kWarps * 32) append_kernel(dflash_append_params const p)
 {

@@ -8,7 +8,7 @@
 namespace dflash
 {
 
-// Numbers of caches in FP8.
+// The numbers of FP8 caches.
 using E4M3 = uint8_t;
 
 template <typename T>
@@ -62,14 +62,14 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x)
     return __float2bfloat16_rn(x);
 }
 
-// What a value becomes once it is stored as T: the rounding points of the composed operations.
+// Rounds a value as storing it as T does: the rounding points of the composed operations.
 template <typename T>
 __device__ __forceinline__ float rounded(float x)
 {
     return to_float(from_float<T>(x));
 }
 
-// Of the few instructions that a GPU has for it: errors of some 2^-22 go under in what the result is rounded to.
+// Uses the GPU's fast instructions: their errors of some 2^-22 are below the rounding of the result.
 __device__ __forceinline__ float silu(float x)
 {
     return __fdividef(x, 1.f + __expf(-x));

@@ -18,7 +18,7 @@ namespace
 
 using namespace moe;
 
-// How the workspace is divided. h: what the experts' second product takes; y: what it gives.
+// The parts of the workspace. h: inputs of the experts' second product; y: its outputs.
 struct Workspace
 {
     Route route;

@@ -56,7 +56,7 @@ struct Weights
     {
     }
 
-    // Sends for the unit after those that are on their way, if there is one.
+    // Starts loading the unit after those that are on their way, if there is one.
     __device__ __forceinline__ void load_next()
     {
         if (!cursor.is_at_end())
@@ -157,7 +157,7 @@ struct Mainloop
 
     static constexpr int kStepBytes = kPacked ? 256 : 64; // of a token's inputs, that half of a unit meets
 
-    // What a lane has of a unit, by halves.
+    // A lane's part of a unit, by halves.
     struct Fragment
     {
         uint4 upper[2];
@@ -386,8 +386,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     constexpr int kTiles = kTokens / 8;
     extern __shared__ __align__(128) unsigned char shared[];
 
-    // The routing has to be known. To the second product it is: the first one waited for it before letting this begin.
-    // What this one reads of it before its own wait comes from the L2 cache, where it surely is.
+    // The routing must be known. For the second product it is: the first one waited for it before letting this begin.
+    // Reads of it before this kernel's own wait come from the L2 cache, which surely has it.
     if constexpr (kGateUp)
     {
         wait();

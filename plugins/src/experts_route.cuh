@@ -24,7 +24,7 @@ struct Group
     int32_t unused;
 };
 
-// What the routing leaves to the kernels after it.
+// The routing's results, read by the kernels after it.
 struct Route
 {
     int32_t* group_count;
@@ -75,7 +75,7 @@ __device__ __forceinline__ int scan(int x, int* sums, int& total)
     return before + sum - x;
 }
 
-// Which rows chose each of this rank's experts, and where their places begin.
+// The rows that chose each of this rank's experts, and each expert's first place.
 struct Members
 {
     static constexpr int kWords = kMostRows / 32;

@@ -1,4 +1,4 @@
-// What a product of a mixture of experts is given, where it lies in shared memory, and how it is divided among blocks.
+// A product of a mixture of experts: its arguments, its layout in shared memory, and its division among blocks.
 #pragma once
 
 #include "experts_route.cuh"
@@ -31,7 +31,7 @@ struct Product
     float limit;
 };
 
-// Where things lie in shared memory: each warp's ring and scales, then the tokens' inputs.
+// The layout of shared memory: each warp's ring and scales, then the tokens' inputs.
 struct Layout
 {
     int row_bytes; // of the weight
@@ -126,7 +126,7 @@ struct Rows
 {
     static constexpr int kFirst = kGateUp ? kGranule / 2 : kGranule;
 
-    // From where the second 8 rows were, if all lay together, to where they are.
+    // Rows between the second 8 of a granule and the place that they would have next to the first 8.
     static __device__ __forceinline__ int64_t gap(Product const& p)
     {
         return kGateUp ? p.outputs / 2 - kGranule / 2 : 0;

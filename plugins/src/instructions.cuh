@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[
 
 // -- division ---------------------------------------------------------------------------------------------------------
 
-// Where the index-th of `parts` shares of `count` begins.
+// The begin of the index-th of `parts` shares of `count`.
 __device__ __forceinline__ int share_begin(int count, int index, int parts)
 {
     return static_cast<int>(static_cast<int64_t>(count) * index / parts);

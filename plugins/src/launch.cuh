@@ -14,8 +14,8 @@ __device__ __forceinline__ void trigger()
     asm volatile("griddepcontrol.launch_dependents;");
 }
 
-// What the kernels before this one wrote can be seen after it. Every thread calls it, for a grid that ended without
-// waiting would let the one after it run too soon.
+// Waits until the writes of the kernels before this one can be seen. Every thread calls it, for a grid that ended
+// without waiting would let the one after it run too soon.
 __device__ __forceinline__ void wait()
 {
     asm volatile("griddepcontrol.wait;" ::: "memory");

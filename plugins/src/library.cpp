@@ -1,4 +1,4 @@
-// What a loader asks of the library.
+// The library's version, GPU architectures and error texts, for its loader.
 #include "dflash_kernels.h"
 
 extern "C" int32_t dflash_abi_version(void)

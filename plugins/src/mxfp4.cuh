@@ -26,7 +26,7 @@ struct Mxfp4
         pairs[3] = place<4>(high);
     }
 
-    // Of each half of a word, the four bits from kFrom on.
+    // Takes the four bits from kFrom on of each half of a word.
     template <int kFrom>
     static __device__ __forceinline__ uint32_t place(uint32_t word)
     {
@@ -38,7 +38,7 @@ struct Mxfp4
         return (word & 0x000f000fu << kFrom) * ((1u << (12 - kFrom)) + (1u << (6 - kFrom))) & 0x81c081c0u;
     }
 
-    // What makes such pairs the numbers times 2^(scale - 127), up to kMostScale.
+    // The factor that turns such pairs into the numbers times 2^(scale - 127), up to kMostScale.
     static __device__ __forceinline__ uint32_t factor(uint32_t scale)
     {
         if constexpr (kIsHalf)
@@ -49,7 +49,7 @@ struct Mxfp4
         return (scale + 126) * 0x00800080u;
     }
 
-    // What is left of a larger scale for the second (0) and the third (1) factor.
+    // The rest of a larger scale, for the second (0) and the third (1) factor.
     static __device__ __forceinline__ uint32_t excess(uint32_t scale, int which)
     {
         constexpr int kMost = kIsHalf ? 15 : 127;

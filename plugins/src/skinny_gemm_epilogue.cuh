@@ -1,4 +1,4 @@
-// What becomes of a product's sums: norm, scale, bias, residual and SwiGLU, and the way to memory.
+// Finishes and stores a product's sums: norm, scale, bias, residual and SwiGLU.
 #pragma once
 
 #include "skinny_gemm_layout.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ T load_new(T const* from)
     return reinterpret_cast<T const&>(bits);
 }
 
-// Of each granule of a pass, each block of the cluster finishes what 16 lanes had, a thread one item.
+// Each block of the cluster finishes 16 lanes' sums of each granule of a pass, a thread one item.
 template <typename L>
 struct Epilogue
 {
@@ -36,7 +36,7 @@ struct Epilogue
     int const to_second = p.swiglu ? p.outputs / 2 : kGranule / 2; // from an item's first row
     int const width = p.swiglu ? p.outputs / 2 : p.outputs;
 
-    // What an item's sums meet.
+    // The terms and factors of an item's sums.
     struct Terms
     {
         float inverse[2]; // root mean square of the two tokens

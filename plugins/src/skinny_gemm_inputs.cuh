@@ -91,7 +91,7 @@ struct Inputs
     Shared<L> const& shared;
     int const runs, passes;
     bool const is_normed = launch.p.norm_weight != nullptr;
-    // Of two runs the warp has room for, so that they are made ready once; a single one stays in registers.
+    // Two runs fit the warp's room, so they are prepared once; a single one stays in registers.
     bool const is_kept = runs <= 2;
     int const loads = is_kept ? runs : runs * passes; // of a run each
     unsigned char* const own_inputs = shared.inputs + place.warp * 2 * L::kInputs;
@@ -202,8 +202,8 @@ struct Inputs
         sum_scale = __uint_as_float((127 + exponent - 14) << 23);
     }
 
-    // Where a load has the lane's i-th pair of a tile, and three more. Inputs that meet 128 bytes of weights fill a
-    // tile of such rows, or two.
+    // The address in a load of the lane's i-th pair of a tile, and three more. The inputs for 128 bytes of weights fill
+    // a tile of such rows, or two.
     __device__ __forceinline__ uint4* inputs_at(int load, int tile, int i) const
     {
         int const at = (place.part * 2 * kPairs + i) / 4;
@@ -211,7 +211,7 @@ struct Inputs
         return reinterpret_cast<uint4*>(from + swizzled(tile * 8 + place.quad, at % 8));
     }
 
-    // Where `keep` puts the factors of tokens, see to_half: where the norm's weights were.
+    // The address of the tokens' factors that `keep` stores, see to_half: over the norm's weights.
     __device__ __forceinline__ float2* factors_at(int load) const
     {
         return reinterpret_cast<float2*>(own_norms + load % 2 * L::kInputBytes) + place.part;

@@ -1,4 +1,4 @@
-// How products of few rows are divided: among clusters, blocks, warps and lanes; what a block keeps in shared memory.
+// The division of products of few rows among clusters, blocks, warps and lanes, and a block's shared memory.
 //
 // The structs of these files that compute have plain numbers alone; arrays in registers are in structs of their own.
 // The compiler finds registers for an array, and for all else in its struct, only once it has unrolled the loops over
@@ -30,8 +30,8 @@ constexpr int kInFlight = 3; // stages that are asked for at once; see `Ring::lo
 constexpr int kSlots = kWarps / 2; // sums of two warps each, to be added up
 constexpr int kBarrier = 8; // bytes
 
-// How a block goes about a pass: some granules of its rows, for at most kTokens tokens, of whose inputs a unit meets
-// kInputBytes each, a norm's weights for as many beside them.
+// The sizes of a block's pass: some granules of its rows, for at most kTokens tokens. A unit is multiplied by
+// kInputBytes of each token's inputs; the norm's weights for as many lie beside them.
 template <typename InputType, typename WeightType, int kPassGranules, int kMostTokens>
 struct Layout
 {
@@ -72,7 +72,7 @@ struct Layout
     using Item = Vector<float, kItemNumbers>;
 };
 
-// What the kernel is given.
+// The kernel's arguments.
 struct Launch
 {
     dflash_skinny_gemm_params p;
@@ -84,7 +84,7 @@ struct Launch
     uint32_t zero; // which the compiler does not know to be one: see `Ring::release`
 };
 
-// What a cluster has of the weight's granules, and a block of its lines.
+// A cluster's share of the weight's granules, and a block's share of their lines.
 struct Share
 {
     int first, count; // granules
@@ -99,7 +99,7 @@ struct Share
     }
 };
 
-// Where a thread stands: its block in the cluster, its warp in the block, its lane and that one's place in a tile.
+// A thread's place: its block in the cluster, its warp in the block, its lane, and the lane's place in a tile.
 struct Place
 {
     int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
@@ -127,7 +127,7 @@ struct Shared
     uint32_t const squares_barrier = inbox_barriers + 2 * kBarrier;
 };
 
-// Where a tile's row has a part of 16 bytes: a tile is rows of 128 bytes, as the bulk copy engine swizzles them.
+// The offset of a part of 16 bytes in a tile: rows of 128 bytes, as the bulk copy engine swizzles them.
 __device__ __forceinline__ int swizzled(int row, int part)
 {
     return row * kLine + (part ^ row % 8) * 16;

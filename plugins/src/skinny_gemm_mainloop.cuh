@@ -32,7 +32,7 @@ __device__ __forceinline__ void decode(uint4 const& bytes, uint32_t (&pairs)[8])
     }
 }
 
-// What a warp keeps in registers from unit to unit.
+// The registers that a warp keeps from unit to unit.
 template <typename L>
 struct Registers
 {

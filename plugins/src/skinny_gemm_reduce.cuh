@@ -30,7 +30,7 @@ __device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint
     }
 }
 
-// Where a block of the cluster has what this block has at `address`.
+// The address in another block of the cluster of the object at `address` in this one.
 __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
 {
     uint32_t there;
