@@ -153,7 +153,7 @@ def _mpi() -> Finding:
     if _version("mpi4py") is None or launcher is None:
         missing = "mpi4py" if _version("mpi4py") is None else "mpiexec"
         return Finding("MPI", False, f"no {missing}", cost, remedy)
-    # In a process of its own: an MPI library that does not load takes its process down.
+    # Probed in another process: an MPI library that does not load takes its process down.
     probe = [sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0])"]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)

@@ -39,7 +39,7 @@ _ROW_SIZE = 4096
 
 #: Of the copy rate, that experts in MXFP4 are read and decoded at; others are read as any weight.
 MXFP4_SHARE = 0.64
-# Of experts: their kernels' and the router's latency in a layer; the share of a large product's rate; and the rows of a
+# Experts: their kernels' and the router's latency in a layer; the share of a large product's rate; and the rows of a
 # tile, for each of which an expert is read once.
 _EXPERTS, _EXPERTS_GEMM, _TILE = 24e-6, 0.9, 16
 

@@ -259,7 +259,7 @@ def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, D
             "tied_embeddings": False,
         },
         block_size=facts.block_size,
-        # Where it is not known any will do: which token masks costs nothing.
+        # Any token will do where the mask is not known: which it is costs nothing.
         mask_token_id=target.vocab_size - 1 if facts.mask_token_id is None else facts.mask_token_id,
         target_layers=target.layers,
         # A target cut to a few layers has fewer than there are taps: some are tapped twice.

@@ -191,7 +191,7 @@ def _run(words: list[str], folder: Path) -> int:
     before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
         try:
-            # In a session of its own: Ctrl-C on the terminal is for us, who hand it on once.
+            # A new session keeps Ctrl-C on the terminal to us, who hand it on once.
             process = subprocess.Popen(words, cwd=folder, env={**os.environ, name: value}, start_new_session=True)
         except OSError as error:
             raise EngineError(f"{words[0]}: cannot be started ({error.strerror})") from None

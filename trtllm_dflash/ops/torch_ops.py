@@ -114,7 +114,7 @@ class TorchOps(Ops[Tensor]):
             self._write(cache, rows, start)
             return cache
         scale = self.weights[name + ".scale"]
-        # As bytes: not every one of torch's kernels knows FP8.
+        # Written as bytes: not every one of torch's kernels knows FP8.
         self._write(cache.view(torch.uint8), quantize_cache_rows(rows, scale).view(torch.uint8), start)
         # On CUDA all of it: reading back how far the slots go would stop the device.
         used = cache.shape[2] if cache.is_cuda else int(start.max()) + rows.shape[2]

@@ -96,7 +96,7 @@ def observe(llm: LLM, samples: list[Sample]) -> Observed:
         if llm.config.drafter is not None:
             for _ in draft_blocks(ops, llm, sample):
                 pass
-            # What the target gave is looked at below; here it only fed the drafter.
+            # The target's outputs are compared below; here they only fed the drafter.
             for name in [name for name in ops.products if not name.startswith(PREFIX)]:
                 del ops.products[name]
     kept, ops.products = ops.products, {}

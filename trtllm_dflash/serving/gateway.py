@@ -63,7 +63,7 @@ _PARAMS = {
     "draft": "draft",
 }
 
-# What a client may not put into chat_template_kwargs: the renderer's own arguments, another template among them.
+# Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them.
 _RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 
 

@@ -256,7 +256,7 @@ class Server:
         # A signal waits until the process has a name here; the launcher lets signals through again.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
-            # In a session of its own: Ctrl-C on the terminal is for us, who then end the server in order.
+            # A new session keeps Ctrl-C on the terminal to us, who then end the server in order.
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

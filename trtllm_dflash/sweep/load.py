@@ -260,7 +260,7 @@ class _Round:
                 due += gap
                 if self._over(due):
                     break
-                # Of what is late already, all at once: the clock does not wait for the generator either.
+                # Requests that are late already are sent at once: the clock does not wait for the generator either.
                 await asyncio.sleep(max(0.0, due - self._loop.time()))
                 tasks.add(asyncio.create_task(self._converse(number, due)))
             await asyncio.gather(*tasks)

@@ -75,7 +75,7 @@ class SweepSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # What is measured.
+    # The server or engine to measure.
     url: str | None = None
     engine: Path | None = None
     shape: str | None = None
@@ -116,7 +116,7 @@ class SweepSettings(BaseModel):
     top_p: TopP = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
-    # What is read from it.
+    # The figures to read from it.
     at: Reals = ()
     slo_tps: PositiveFloat | None = None
     slo_ttft_ms: PositiveFloat | None = None
