@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TextChunk:
-    """What one step adds to a streamed reply. The chunks' texts, joined, are the whole reply's text."""
+    """The text and tokens that one step adds to a streamed reply. All chunks' texts, joined, are the reply's."""
 
     text: str
     token_ids: list[int]
@@ -88,7 +88,7 @@ class LLM:
 
         Raises:
             EngineError: the directory, the number of processes or the kernels are not what the engine needs.
-            SettingsError: there is no such device, or `kernels` is said of TensorRT plans.
+            SettingsError: there is no such device, or `kernels` is given for TensorRT plans.
         """
         folder = Path(path)
         config = read_config(folder)
@@ -162,11 +162,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the engine and lets the other ranks go."""
+        """Frees the engine, and ends the other ranks."""
         self.session.close()
 
     def service(self, settings: ServiceSettings | None = None) -> Service:
-        """Begins to serve requests from any thread. Until the service is closed nothing else may use this LLM.
+        """Starts a service of requests from any thread. Until it is closed nothing else may use this LLM.
 
         Raises:
             SettingsError: the settings contradict the engine.
@@ -257,7 +257,7 @@ class LLM:
         return torch.cat([input_ids, new], dim=1)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, as `generate` reads it.
+        """Encodes a prompt as `generate` does.
 
         Raises:
             RequestError: this engine cannot serve it.
@@ -277,7 +277,7 @@ def _ready(session: Session, prepare: bool, progress: Progress = lambda what, do
 def _prepare_rank(
     folder: Path, config: EngineConfig, rank: int, device: torch.device, accept: SlotAccept | None, kernels: Kernels
 ) -> Callable[[Communicator], Session]:
-    """Reads what a rank needs, and returns what makes its session once the ranks are joined."""
+    """Reads a rank's files; returns a function that makes its session once the ranks are joined."""
     if config.backend == "torch":
         if device.type == "cuda":
             find_kernels(config, kernels, torch.cuda.get_device_capability(device))  # before weights are read
