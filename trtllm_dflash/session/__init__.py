@@ -1,1 +1,1 @@
-"""What runs a step: calls and slots, and sessions over torch, captured CUDA graphs and TensorRT plans."""
+"""Sessions that run steps, with torch, captured CUDA graphs and TensorRT plans; their calls and slots."""

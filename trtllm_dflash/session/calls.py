@@ -11,7 +11,7 @@ _DRAFTING = list(Drafting)
 
 @dataclass(frozen=True)
 class SlotSampling:
-    """How the tokens of one slot are chosen; see `SamplingParams`."""
+    """Sampling parameters of one slot; see `SamplingParams`."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -21,7 +21,7 @@ class SlotSampling:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A chunk of a prompt, into one slot."""
+    """Runs a chunk of a prompt in one slot."""
 
     slot: int
     start: int  # position of its first token
@@ -34,7 +34,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """A step of the slots 0..B-1 together."""
+    """Runs a decoding step of the slots 0..B-1 together."""
 
     row_counts: list[int]  # [B] rows of each that are verified: the bonus token and drafts; 0: it takes no part
     drafting: Drafting
@@ -44,7 +44,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Copy:
-    """The first rows of one slot's caches, into another's."""
+    """Copies the first rows of one slot's caches into another's."""
 
     source: int
     target: int
@@ -63,7 +63,7 @@ Call = Prefill | Decode | Copy | Prepare
 
 
 def words_of(call: Call) -> Iterator[int]:
-    """A call as integers; real numbers by their bits."""
+    """Encodes a call as integers; real numbers by their bits."""
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
     elif isinstance(call, Prepare):
@@ -93,7 +93,7 @@ def call_of(words: list[int]) -> Call:
 
 
 def signed(seed: int) -> int:
-    """A seed of 64 bits as torch's int64 of the same bits."""
+    """Converts a seed of 64 bits to torch's int64 of the same bits."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 

@@ -1,4 +1,4 @@
-"""What computes an engine's steps, and why: our CUDA kernels wherever they can, or torch's, never in silence."""
+"""The choice of what computes an engine's steps: our CUDA kernels wherever they can, or torch's, with the reason."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ TORCH = "torch"
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes an engine's steps."""
+    """The backend, attention, experts and precision that compute an engine's steps, and the reason."""
 
     backend: str
     device: str
@@ -29,7 +29,7 @@ class Choice:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What a metric says of it."""
+        """Labels of the metric that names the choice."""
         names = ("backend", "precision", "attention", "products", "experts")
         return {name: getattr(self, name) for name in names}
 
@@ -40,20 +40,20 @@ class Choice:
 
 
 def torch_choice(config: EngineConfig, device: str, why: str) -> Choice:
-    """Torch computes everything."""
+    """Makes the choice of torch for everything."""
     experts = TORCH if config.target.moe is not None else "none"
     return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why)
 
 
 def precision_of(config: EngineConfig) -> str:
-    """The engine's type, and its caches' where that is another."""
+    """Names the engine's type, and its caches' where that is another."""
     return config.precision if config.kv is None else f"{config.precision} with {config.kv} caches"
 
 
 def find_kernels(
     config: EngineConfig, asked: Kernels, capability: tuple[int, int]
 ) -> tuple[kernels.Library | None, str]:
-    """The library whose kernels compute an engine on a GPU, or None for torch's; and why.
+    """Finds the library whose kernels compute an engine on a GPU, or None for torch's; with the reason.
 
     Args:
         capability: the GPU's.

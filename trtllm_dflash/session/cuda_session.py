@@ -178,7 +178,7 @@ class CudaSession(TorchSession):
         )
 
     def _constant(self, count: int, rows: int) -> Tensor:
-        """0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is no part of the graph."""
+        """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
         made = self._constants.get((count, rows))
         if made is None:
             made = self._constants[count, rows] = self._offsets(rows).repeat(count, 1)
@@ -195,7 +195,7 @@ class CudaSession(TorchSession):
 
 
 def _idle_below_zero(inputs: StepInputs[Tensor]) -> Tensor:
-    """`start` [B], but where no row is real so low that all rows of the step end below position 0: see `CudaOps`."""
+    """Lowers `start` [B] of slots without real rows, so that their rows end below position 0: see `CudaOps`."""
     rows = inputs.token_ids.shape[1] + inputs.block_offsets.shape[1]
     return inputs.start.masked_fill(inputs.row_count == 0, -rows)
 
@@ -208,7 +208,7 @@ def open_torch_session(
     accept: SlotAccept | None = None,
     kernels: Kernels = "auto",
 ) -> TorchSession:
-    """The session of the torch backend on a device. Arguments and errors as in `CudaSession`."""
+    """Opens the session of the torch backend on a device. Arguments and errors as in `CudaSession`."""
     if device.type == "cuda":
         return CudaSession(config, weights, device, communicator, accept, kernels)
     return TorchSession(config, weights, device, communicator, accept)

@@ -6,11 +6,11 @@ from trtllm_dflash.errors import EngineError, SettingsError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a name means.
+    """Chooses the device of a name: cpu, cuda or auto.
 
     Raises:
         SettingsError: there is no device of that name.
-        EngineError: CUDA is asked for, and torch sees no GPU.
+        EngineError: the name is cuda, and torch sees no GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

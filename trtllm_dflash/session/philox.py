@@ -13,7 +13,7 @@ _ROUNDS = 10
 
 
 def philox(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Four words for a counter of four and a key of two; all int64 tensors of one shape holding 32-bit words."""
+    """Computes four words from a counter of four and a key of two; all int64 tensors of one shape with 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -25,7 +25,7 @@ def philox(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.T
 
 
 def uniform_numbers(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each position [B, R] under its slot's seed [B] int64: [B, R] float32, on a 2^-24 grid."""
+    """Draws a number in [0, 1) for each position [B, R] by its slot's seed [B] int64: [B, R] FP32, on a 2^-24 grid."""
     positions = positions.long()
     seeds = seeds[:, None].expand_as(positions)
     zero = torch.zeros_like(positions)
@@ -34,7 +34,7 @@ def uniform_numbers(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
 
 
 def _multiply(x: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of the 64-bit product; in halves, because a signed int64 cannot hold it."""
+    """Computes high and low word of the 64-bit product; in halves, because a signed int64 cannot hold it."""
     low = (x & 0xFFFF) * constant  # below 2^48
     high = (x >> 16) * constant  # below 2^48
     carried = high + (low >> 16)

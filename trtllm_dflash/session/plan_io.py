@@ -1,4 +1,4 @@
-"""What a TensorRT plan of a step takes and gives: names, shapes and types, for the builder and for the session."""
+"""Inputs and outputs of a TensorRT plan of a step: names, shapes and types, for the builder and for the session."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +29,14 @@ class Binding:
 
 @dataclass(frozen=True)
 class IO:
-    """What a network takes and gives, by name."""
+    """The inputs and outputs of a network, by name."""
 
     inputs: dict[str, Binding]
     outputs: dict[str, Binding]
 
 
 def step_io(config: EngineConfig, sampled: bool) -> IO:
-    """The inputs and outputs that an engine's step has: what a session binds."""
+    """Lists the inputs and outputs of an engine's step, which a session binds."""
     slots, row, rows = Binding((-1,), torch.int32), (-1, -1), Binding((-1, -1), torch.int32)
     inputs = {"token_ids": rows, "start": slots, "row_count": slots, "logit_rows": rows}
     if config.drafter is not None:
@@ -53,14 +53,14 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
 
 
 def io_of(network: Any) -> IO:
-    """What a network takes and gives, read from the network itself."""
+    """Reads a network's inputs and outputs from the network itself."""
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
     return IO({x.name: _binding(x) for x in inputs}, {x.name: _binding(x) for x in outputs})
 
 
 def check_engine(engine: Any, config: EngineConfig) -> IO:
-    """The engine's inputs and outputs, once they are what a session of this configuration binds.
+    """Checks that an engine has the inputs and outputs that a session of this configuration binds; returns them.
 
     Raises:
         EngineError: names the first difference, or the cache that is not updated in place.
@@ -86,7 +86,7 @@ def check_engine(engine: Any, config: EngineConfig) -> IO:
 
 
 def torch_type(dtype: Any) -> torch.dtype:
-    """The torch type of a TensorRT type that a step binds."""
+    """Converts a TensorRT type that a step binds to torch's."""
     trt = load_tensorrt()
     return next(known for known, name in TYPES.items() if getattr(trt, name) == dtype)
 

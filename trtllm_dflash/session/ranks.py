@@ -21,13 +21,13 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and 
 
 
 def launched_rank() -> int | None:
-    """This process's rank, where an MPI launcher started it."""
+    """Finds this process's rank; None where no MPI launcher started it."""
     ranks = [int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ]
     return ranks[0] if ranks else None
 
 
 def find_launcher(tp: int) -> str:
-    """The path of mpiexec: the one beside this Python, else the one on PATH.
+    """Finds mpiexec: beside this Python, else on PATH.
 
     Raises:
         EngineError: there is none.
@@ -96,7 +96,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What one rank fails at fails on all of them, with the same error: none is left waiting for another."""
+        """Raises an error of one rank on all of them, so that none is left waiting for another."""
         problem = None
         try:
             yield

@@ -1,7 +1,7 @@
-"""What runs a step: the interface that the runtime knows, whatever computes behind it, on one rank or several.
+"""The interface of sessions, which run steps: the same whatever computes them, on one rank or several.
 
 Each slot's next rows and position lie on the device, where a step leaves them for the next: the host says which slots
-take part, launches, and reads what a step decided when it likes.
+take part, launches, and reads a step's outcome at any later time.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class Outcome:
-    """What a step decided. `read` waits for the device, if it must."""
+    """The outcome of a step, on its way from the device. `read` waits for it, if it must."""
 
     def __init__(self, decided: Tensor) -> None:
         """decided [B, 1 + R]: `accepted`, then `target_ids`."""
@@ -38,7 +38,7 @@ class Outcome:
         self._decided = decided
 
     def read(self) -> list[list[int]]:
-        """The tokens that became final, by slot of the call: what the target chose, up to the first wrong draft."""
+        """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
         if self._event is not None:
             self._event.synchronize()
         return [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
@@ -52,7 +52,7 @@ class Session(ABC):
 
     Args:
         config: the engine.
-        device: where it computes.
+        device: of the computation.
         communicator: the other ranks.
 
     Raises:
@@ -70,7 +70,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def choice(self) -> Choice:
-        """What computes the steps, and why."""
+        """The backend and kernels that compute the steps, and the reason."""
 
     @property
     def ahead(self) -> int:
@@ -113,7 +113,7 @@ class Session(ABC):
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int = 0) -> StepOutputs[Tensor]:
-        """One step of these very inputs, on this rank alone; inputs and outputs lie on the CPU.
+        """Runs one step of these very inputs, on this rank alone; inputs and outputs lie on the CPU.
 
         The caches of the slots from first_slot on are updated; the slots' own next rows are not.
         """
@@ -133,7 +133,7 @@ class Session(ABC):
                 self._compute(call)
 
     def close(self) -> None:
-        """Frees what the session holds, and lets the other ranks go."""
+        """Frees the session's memory, and ends the other ranks."""
         if self._closed:
             return
         self._closed = True
@@ -145,11 +145,11 @@ class Session(ABC):
 
     @abstractmethod
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        """Computes a step on this rank; inputs and outputs lie on the device. What it returns stays as it is."""
+        """Computes a step on this rank; inputs and outputs lie on the device. No later step changes the outputs."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Lets go of what this kind of session holds."""
+        """Frees the memory of this kind of session."""
 
     def _needs(self, call: Prepare) -> bool:
         """Whether there is anything to prepare for these kinds of steps; the same on all ranks."""
@@ -159,7 +159,7 @@ class Session(ABC):
         """Prepares on this rank."""
 
     def _cache_rows(self, name: str, tokens: int) -> int:
-        """How many rows of a cache hold the first `tokens` tokens."""
+        """Number of rows of a cache that hold the first `tokens` tokens."""
         return tokens
 
     def _stream(self) -> AbstractContextManager[object]:
@@ -182,7 +182,7 @@ class Session(ABC):
             return Outcome(self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call))
 
     def _run_prefill(self, call: Prefill) -> Tensor:
-        """Runs a chunk; returns what an `Outcome` takes, as the others here do."""
+        """Runs a chunk; like the methods below, returns the tensor that an `Outcome` is made of."""
         slot, count = call.slot, len(call.token_ids)
         here = slice(slot, slot + 1)
         self._slots.set_sampling(slot, call.sampling)
@@ -207,7 +207,7 @@ class Session(ABC):
         return self._decode_rows(row_count, max(call.row_counts), call.drafting, call.block, call.sampled)
 
     def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
-        """A step of the first slots from tensors on the device alone; row_count [B] of the `rows` rows are real."""
+        """Runs a step of the first slots, from tensors on the device alone; row_count [B] of `rows` rows are real."""
         count = len(row_count)
         here = slice(0, count)
         start = self._slots.start[here].clone()
@@ -262,7 +262,7 @@ class Session(ABC):
 
 
 def _decided(out: StepOutputs[Tensor]) -> Tensor:
-    """What the host reads of a step, as one tensor."""
+    """Joins the outputs of a step that the host reads into one tensor."""
     return torch.cat([out.accepted[:, None], out.target_ids], dim=1)
 
 

@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class TensorRTSession(Session):
-    """Runs steps of a deserialized engine. `step`, `follow` and `close` are those of `Session`.
+    """A session that runs steps of a deserialized TensorRT engine.
 
     Args:
         engine: an ICudaEngine, from `load_engine`.
@@ -139,7 +139,7 @@ class TensorRTSession(Session):
             raise EngineError("TensorRT could not run the step; its own lines above say why")
 
     def _capture(self, context: Any) -> Any:
-        """The step as a CUDA graph; None without CUDA. Capturing runs nothing."""
+        """Captures the step as a CUDA graph; None without CUDA. Capturing runs nothing."""
         if self._own_stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
@@ -156,7 +156,7 @@ class TensorRTSession(Session):
 
 
 def load_engine(path: Path, config: EngineConfig) -> Any:
-    """A plan as an ICudaEngine on the current GPU. Where it runs our plugin, the library beside it is loaded first.
+    """Loads a plan as an ICudaEngine on the current GPU. If it runs our plugin, the library beside it is loaded first.
 
     Raises:
         EngineError: another TensorRT compiled it, this one does not take it, or the plugin's library changed.
@@ -173,7 +173,7 @@ def load_engine(path: Path, config: EngineConfig) -> Any:
 
 
 def check_version(config: EngineConfig, name: str, version: str) -> None:
-    """A plan runs only in the TensorRT that compiled it.
+    """Checks the TensorRT version of a plan, which runs only in the one that compiled it.
 
     Raises:
         EngineError: names both.
@@ -185,7 +185,7 @@ def check_version(config: EngineConfig, name: str, version: str) -> None:
 
 
 def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], drafting: Drafting) -> dict[str, Tensor]:
-    """What a step binds, by input name. Not drafting is drafting the least: one graph, so one set of weights.
+    """Makes a step's input tensors, by name. Not drafting is drafting the least: one graph, so one set of weights.
 
     Raises:
         EngineError: the engine was built greedy, and the step is to sample.
@@ -212,7 +212,7 @@ def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], draft
 
 
 def nccl_capsule(communicator: Communicator) -> Any:
-    """torch's NCCL communicator as the capsule that TensorRT takes.
+    """Wraps torch's NCCL communicator in the capsule that TensorRT takes.
 
     Raises:
         EngineError: the ranks are not joined over NCCL.
@@ -227,7 +227,7 @@ def nccl_capsule(communicator: Communicator) -> Any:
 
 
 def capsule(address: int) -> Any:
-    """A PyCapsule of an address, without a name."""
+    """Makes a PyCapsule of an address, without a name."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return make(address, None, None)

@@ -1,4 +1,4 @@
-"""How many threads torch computes with on the CPU."""
+"""The number of threads that torch computes with on the CPU."""
 
 import os
 
@@ -11,7 +11,7 @@ SMALL_MODEL = 100_000_000  # bytes of weights
 
 
 def limit_threads(config: EngineConfig) -> None:
-    """One thread for a small model: its steps are too short to share out. OMP_NUM_THREADS overrides it.
+    """Sets one thread for a small model, whose steps are too short to divide. OMP_NUM_THREADS overrides it.
 
     Threads that wait for one another make such steps many times slower wherever another process wants a core.
     """

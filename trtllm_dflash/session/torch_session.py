@@ -27,8 +27,8 @@ class TorchSession(Session):
 
     Args: as in `Session`, and
         weights: the rank's stored tensors, on CPU.
-        accept: from the slots' tensors, which drafts survive (see `DraftVerifyStep`); None: those that equal the
-            target's choices.
+        accept: makes the rule of acceptance from the slots' tensors (see `DraftVerifyStep`); None: drafts survive that
+        equal the target's choices.
     """
 
     def __init__(
@@ -58,5 +58,5 @@ class TorchSession(Session):
         return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
 
     def _caches_of(self, first_slot: int, count: int) -> dict[str, Tensor]:
-        """The caches of so many slots."""
+        """Takes the caches of `count` slots."""
         return {name: cache[first_slot : first_slot + count] for name, cache in self.caches.items()}

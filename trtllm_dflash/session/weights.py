@@ -1,4 +1,4 @@
-"""A rank's stored tensors on its device, completed with what need not be stored."""
+"""A rank's stored tensors on its device, completed with those that need not be stored."""
 
 import torch
 
@@ -32,9 +32,9 @@ def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, ran
 def multiplied_weights(
     weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The weights on a device, where matrices that it does not multiply as they are stored have become `dtype`.
+    """Moves weights to a device, and dequantizes matrices that it does not multiply as they are stored to `dtype`.
 
-    One after the other, so that no more than one of them is there twice. Experts stay as they are: those that rows
+    One after the other, so that no more than one of them is in memory twice. Experts stay as they are: those that rows
     choose are dequantized then.
     """
     moved: dict[str, torch.Tensor] = {}
@@ -57,5 +57,5 @@ def multiplied_weights(
 
 
 def _multiplies(device: torch.device, weight: QuantizedWeight) -> bool:
-    """Whether `TorchOps` has a product of that weight: FP8 with a scale a row, on GPUs that multiply FP8."""
+    """Whether `TorchOps` multiplies by that weight as stored: FP8 with a scale a row, on GPUs that multiply FP8."""
     return isinstance(weight, Fp8Weight) and not weight.by_block and multiplies_fp8(device)
