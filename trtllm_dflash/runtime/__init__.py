@@ -1,1 +1,1 @@
-"""Requests, slots, the scheduler, draft length: what keeps a session busy."""
+"""Serving requests on a session: requests, slots, the scheduler, draft length."""

@@ -1,4 +1,4 @@
-"""How many tokens to draft: a constant, or what commits most tokens a second at this load.
+"""The number of tokens to draft: a constant, or the one that commits most tokens a second at this load.
 
 A step of B slots and K drafts takes a time that was measured; how many of the drafts survive is watched while serving.
 With few slots a long block is nearly free; with many, its rows cost more than they bring.
@@ -27,7 +27,7 @@ StepTimes = dict[tuple[int, int], float]
 
 
 def _read_choice(value: object) -> object:
-    """A number where a text says one, as a flag and a deployed model's configuration do."""
+    """Parses a number from text, as a flag and a deployed model's configuration give it."""
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     if value == "auto" or (type(value) is int and value >= 0):
@@ -40,7 +40,7 @@ DraftLengthChoice = Annotated[int | Literal["auto"], BeforeValidator(_read_choic
 
 
 def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
-    """Compares what is asked for with what an engine can draft: a block less its bonus token.
+    """Checks that an engine can draft so many tokens: at most a block less its bonus token.
 
     Raises:
         SettingsError: it is more.
@@ -59,14 +59,14 @@ class DraftLength(ABC):
 
     @abstractmethod
     def choose(self, slots: int) -> int:
-        """The drafts to make in this step, for the next one to verify, with so many slots decoding."""
+        """Chooses the drafts to make in this step, for the next one to verify, with so many slots decoding."""
 
     def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027
-        """Notes a sequence's verified drafts, and how many of them were accepted."""
+        """Records a sequence's verified drafts, and the number of them that were accepted."""
 
 
 class FixedDraftLength(DraftLength):
-    """Always the same."""
+    """The same draft length in every step."""
 
     def __init__(self, drafts: int) -> None:
         self._drafts = drafts
@@ -91,7 +91,7 @@ class AdaptiveDraftLength(DraftLength):
         self._slots = sorted({slots for slots, _ in times})
         self._lengths = sorted({drafts for _, drafts in times})
         longest = self._lengths[-1]
-        # Of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
+        # Counts of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
         self._tries = [PRIOR_TRIES] * longest
         self._accepted = [PRIOR * PRIOR_TRIES] * longest
         self._steps = 0
@@ -109,7 +109,7 @@ class AdaptiveDraftLength(DraftLength):
         return best
 
     def rate(self, slots: int, drafts: int) -> float:
-        """Tokens a second that are expected of so many slots with so many drafts each."""
+        """Predicts tokens a second of so many slots with so many drafts each."""
         survival: Iterable[float] = accumulate((a / t for a, t in zip(self._accepted, self._tries, strict=True)), mul)
         committed = 1.0 + sum(share for _, share in zip(range(drafts), survival, strict=False))
         return slots * committed / self._seconds(slots, drafts)
@@ -121,7 +121,7 @@ class AdaptiveDraftLength(DraftLength):
             self._accepted[i] = keep * self._accepted[i] + (i < accepted)
 
     def _seconds(self, slots: int, drafts: int) -> float:
-        """Between the measured numbers of slots, a straight line."""
+        """Predicts a step's time: between the measured numbers of slots, on a straight line."""
         above = next((known for known in self._slots if known >= slots), self._slots[-1])
         below = max((known for known in self._slots if known <= slots), default=above)
         low, high = self._times[below, drafts], self._times[above, drafts]

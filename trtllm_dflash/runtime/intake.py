@@ -14,12 +14,12 @@ Prompt = str | list[dict[str, str]] | list[int]
 
 
 class Intake:
-    """Knows what an engine takes, and refuses the rest by the name of the field that is at fault.
+    """Checks requests against an engine's limits, and refuses others by the name of the field that is at fault.
 
     Args:
         config: the engine's.
-        codec: its tokenizer; None where it has none.
-        max_prompt_tokens: longest prompt; by default what leaves the engine room for one token.
+        codec: its tokenizer, if any.
+        max_prompt_tokens: longest prompt; by default the engine's length less one token.
 
     Raises:
         SettingsError: the engine takes no prompt as long as `max_prompt_tokens`.
@@ -37,7 +37,7 @@ class Intake:
             self._longest, self._knob = max_prompt_tokens, "max_prompt_tokens"
 
     def encode(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt that the engine can serve.
+        """Encodes a prompt, and checks that the engine can serve it.
 
         Args:
             chat_arguments: given to a conversation's template besides the engine's own, and before them.
@@ -64,7 +64,7 @@ class Intake:
         priority: int = DEFAULT_PRIORITY,
         deadline: float | None = None,
     ) -> Sequence:
-        """A request, ready for a `Scheduler`; `deadline` on the clock of `time.monotonic`.
+        """Makes a request ready for a `Scheduler`; `deadline` is on the clock of `time.monotonic`.
 
         Raises:
             RequestError: this engine cannot serve it.
@@ -95,7 +95,7 @@ class Intake:
         return self._codec.encode_chat(prompt, chat_arguments)  # type: ignore[arg-type]
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Compares with the engine what `SamplingParams` cannot check by itself."""
+        """Checks the parameters that depend on the engine, which `SamplingParams` cannot check by itself."""
         self._check_tokens("stop_token_ids", params.stop_token_ids)
         for run in params.stop_token_sequences:
             self._check_tokens("stop_token_sequences", run)

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: the most urgent first, among equals the one that came first."""
+"""The queue of requests that wait for a slot: the most urgent first, among equals the earliest."""
 
 import heapq
 from collections.abc import Callable

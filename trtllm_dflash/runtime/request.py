@@ -1,4 +1,4 @@
-"""What a caller asks for, the sequence that grows out of it, and what the caller gets."""
+"""Sampling parameters of a request, the sequence that it becomes, and its updates and completion."""
 
 import math
 import time
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 #: A request without a priority of its own; 1 is the most urgent, as in Triton.
 DEFAULT_PRIORITY = 100
 
-# Of one reply, whoever asks for it and however.
+# Types of a reply's parameters, in every interface.
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 Temperature = Annotated[FiniteFloat, Field(ge=0, le=1e4)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
@@ -25,14 +25,14 @@ StopText = Annotated[str, Field(min_length=1)]
 
 
 class SamplingParams(BaseModel):
-    """How one reply is generated.
+    """Sampling parameters of one reply, and the rules that end it.
 
     Attributes:
         max_tokens: most tokens to generate; the engine's max_seq_len bounds prompt and reply together.
         temperature: 0 is greedy.
         top_k: keep this many most likely tokens; 0 keeps all.
         top_p: keep the most likely tokens that reach this probability together; 1 keeps all.
-        seed: with the token's absolute position, all that a sampled token's random number depends on.
+        seed: a sampled token's random number depends on it and on the token's absolute position alone.
         stop: texts that end the reply; they are not part of it.
         stop_token_ids: tokens that end the reply, besides the model's own.
         stop_token_sequences: runs of tokens that end the reply, and are part of it.
@@ -54,7 +54,7 @@ class SamplingParams(BaseModel):
 
 @dataclass
 class Times:
-    """When things happened to a request: nanoseconds since the epoch, 0 where they have not."""
+    """Times of a request's events: nanoseconds since the epoch, 0 for those that have not happened."""
 
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
@@ -70,7 +70,7 @@ class Completion:
         text: the reply; None where the engine has no tokenizer.
         token_ids: the reply's tokens, the one that ended it included.
         prompt_tokens: length of the prompt.
-        reused_tokens: of those, how many rows an earlier request had left in the caches.
+        reused_tokens: of those, the ones whose K/V rows an earlier request had left in the caches.
         steps: decoding steps, the prefill not counted.
         accepted_per_step: drafts of each that became part of the reply.
         drafted_tokens: drafts that were verified for it.
@@ -100,7 +100,7 @@ class Completion:
         return sum(self.accepted_per_step)
 
     def as_json(self) -> dict[str, Any]:
-        """Describe the reply in JSON: its text and tokens, and what drafting gave."""
+        """Describes the reply in JSON: its text and tokens, and its counts of drafts."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -115,7 +115,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Update:
-    """What a step gives a request. The updates' texts, joined, are the whole reply's text.
+    """The tokens and text that a step adds to a reply. All updates' texts, joined, are the reply's.
 
     Attributes:
         token_ids: new tokens.
@@ -136,7 +136,7 @@ class Update:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what has been generated for it so far. What it has to report is taken by `take_update`.
+    """A prompt and the tokens generated for it so far. `take_update` takes the new ones.
 
     Attributes:
         room: most tokens of the reply: max_tokens, or what the context leaves.
@@ -144,7 +144,7 @@ class Sequence:
         text: the reply as text, where the engine has a tokenizer.
         draft: False decodes it plainly.
         priority: 1 is the most urgent.
-        deadline: when its last token must be there, on the scheduler's clock.
+        deadline: of its last token, on the scheduler's clock.
         prefilled: prompt tokens whose K/V rows exist, or will by the steps that were launched.
         reused: of those, the rows of an earlier request.
         in_flight: steps that were launched for it, give tokens, and were not read.
@@ -173,11 +173,11 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether the sequence has ended, with a reply or an error."""
         return self.finish_reason is not None or self.error is not None
 
     def commit(self, ids: list[int]) -> int:
-        """Appends a step's final tokens, up to and with the one that ends the sequence; returns how many."""
+        """Appends a step's final tokens, up to and with the one that ends the sequence; returns their number."""
         self.times.last_token_ns = time.time_ns()
         self.times.first_token_ns = self.times.first_token_ns or self.times.last_token_ns
         for count, token in enumerate(ids, start=1):
@@ -201,7 +201,7 @@ class Sequence:
         self.accepted_per_step.append(accepted)
 
     def take_update(self) -> Update | None:
-        """What there is to report since the last time; None if nothing."""
+        """Takes the tokens and text since the last update; None if there are none."""
         if self.error is not None:
             return Update(drafted_tokens=self.drafted, accepted_tokens=self.accepted, error=self.error)
         new = self.token_ids[self._reported :]
@@ -213,10 +213,10 @@ class Sequence:
         return Update(new, text, self.drafted, self.accepted, completion)
 
     def completion(self) -> Completion:
-        """The finished reply.
+        """Makes the finished reply.
 
         Raises:
-            DFlashError: why there is none.
+            DFlashError: the request failed.
         """
         if self.error is not None:
             raise self.error

@@ -1,7 +1,7 @@
 """In-flight batching: sequences join and leave the running batch at any step.
 
 The host launches a step before it has read the one before it, where the device computes by itself
-(`session.ahead`): which sequences have ended is learnt one step late, and what that step gave them is dropped.
+(`session.ahead`): the end of a sequence is known one step late, and its tokens of that step are dropped.
 """
 
 import time
@@ -23,7 +23,7 @@ from trtllm_dflash.step import Drafting
 
 @dataclass(frozen=True)
 class _Part:
-    """What one sequence has in a step."""
+    """One sequence's part in a step."""
 
     slot: Slot
     sequence: Sequence
@@ -35,7 +35,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that was launched and not read."""
+    """A step that was launched and not yet read."""
 
     parts: list[_Part]
     outcome: Outcome
@@ -46,12 +46,12 @@ class Scheduler:
     """Runs sequences on a session, which it prepares. A sequence takes the lowest free slot and leaves at its end.
 
     Args:
-        session: what runs the steps.
+        session: runs the steps.
         draft: False decodes plainly, without the drafter's work.
         draft_length: chooses how much to draft; by default the drafter's whole block.
         prefill_share: of the steps that are chunks of prompts, while there are both prompts and running sequences.
-        ahead: steps to launch before the first is read; by default what the session says.
-        clock: tells the seconds that deadlines are on.
+        ahead: steps to launch before the first is read; by default the session's.
+        clock: returns seconds, for deadlines.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence waits or runs, or a step is to be read."""
+        """Whether any sequence waits or runs, or a launched step is not yet read."""
         return bool(self._queue or self._launched) or any(slot.sequence for slot in self._slots)
 
     def submit(self, sequence: Sequence) -> None:
@@ -91,9 +91,9 @@ class Scheduler:
         self.statistics.waiting = len(self._queue)
 
     def step(self) -> list[Sequence]:
-        """Launches a step, reads the one before it, and returns the sequences that have something to report.
+        """Launches a step, reads the one before it, and returns the sequences that have updates.
 
-        A chunk of a prompt, or a block of all that run. A step that fails fails its sequences.
+        A step is a chunk of a prompt, or a block of all running sequences. One that fails fails its sequences.
         """
         self._drop_unwanted()
         self._admit()
@@ -125,7 +125,7 @@ class Scheduler:
     # -- who runs --------------------------------------------------------------------------------------------------
 
     def _drop_unwanted(self) -> None:
-        """Lets go of the sequences that were cancelled, and of those whose deadline has passed."""
+        """Ends the sequences that were cancelled, and those whose deadline has passed."""
         now = self._clock()
 
         def unwanted(sequence: Sequence) -> bool:
@@ -151,7 +151,7 @@ class Scheduler:
                 break  # what fails once may fail for all that wait
 
     def _reuse_prefix(self, slot: Slot, sequence: Sequence) -> None:
-        """Starts from the rows that some slot already has of this prompt."""
+        """Starts a prompt from the K/V rows that some slot already has of it."""
         drafts = self._drafts(sequence)
         source, rows = self._slots.longest_prefix(sequence.prompt_ids, drafts)
         own = slot.shared_rows(sequence.prompt_ids, drafts)
@@ -188,7 +188,7 @@ class Scheduler:
         return True
 
     def _ends_in_flight(self, slot: Slot) -> bool:
-        """Whether the steps that were launched end it for certain: each gives a token at least."""
+        """Whether the launched steps end a slot's sequence for certain: each adds a token at least."""
         sequence = slot.sequence
         return sequence is not None and len(sequence.token_ids) + sequence.in_flight >= sequence.room
 
@@ -299,7 +299,7 @@ class Scheduler:
         self._changed.append(sequence)
 
     def _fail(self, slot: Slot, error: Exception) -> None:
-        """Ends a slot's sequence; its rows are not to be relied on."""
+        """Ends a slot's sequence with an error, and forgets its K/V rows."""
         assert slot.sequence is not None
         if not isinstance(error, DFlashError):
             lines = str(error).splitlines()

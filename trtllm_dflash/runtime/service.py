@@ -46,11 +46,11 @@ class Service:
     Args:
         session: runs the steps. Nobody else may use it meanwhile, and closing it is its owner's.
         intake: makes requests ready for that session.
-        folder: the engine directory, where measured step times are kept; None where there is none.
-        clock: tells the seconds that deadlines are on.
+        folder: the engine directory, where measured step times are kept, if any.
+        clock: returns seconds, for deadlines.
 
     Attributes:
-        failure: why it serves no more; None while it does.
+        failure: the error that ended it; None while it serves.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Service:
         priority: int = 0,
         deadline: float | None = None,
     ) -> Ticket:
-        """Takes a request. What comes of it is given to `on_update`, on the service's thread: it must not block.
+        """Takes a request. Calls `on_update` with its updates on the service's thread: it must not block.
 
         Args:
             prompt: token ids, text or a conversation.
             draft: False decodes this request plainly.
             priority: 1 is the most urgent; 0 is none in particular.
-            deadline: seconds from now until its last token must be there.
+            deadline: seconds from now to its last token.
 
         Raises:
             RequestError: the engine cannot serve it; a QueueFullError if too many wait.
@@ -122,7 +122,7 @@ class Service:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request at the next step; nothing happens to one that has ended."""
+        """Ends a request at the next step; does nothing to one that has ended."""
         with self._changed:
             if ticket.sequence.done or self._closing or self.failure is not None:
                 return
@@ -130,11 +130,11 @@ class Service:
             self._changed.notify()
 
     def statistics(self) -> Statistics:
-        """What it has counted; it goes on counting."""
+        """Returns the counts so far; they go on changing."""
         return self._scheduler.statistics
 
     def close(self) -> None:
-        """Fails what is left, and ends the thread.
+        """Fails the requests that are left, and ends the thread.
 
         Raises:
             EngineError: a step has not ended in half a minute; the engine must not be closed under it.
@@ -171,7 +171,7 @@ class Service:
         self._report(self._scheduler.fail_all(EngineError("the service is closing")))
 
     def _take_in(self) -> bool:
-        """What has arrived and what was cancelled, waiting for it if there is nothing to do; False: time to end."""
+        """Takes in new requests and cancellations, and waits for one when idle; False: the service is to end."""
         with self._changed:
             while not (self._arrived or self._cancelled or self._closing or self._scheduler.busy):
                 self._changed.wait()
@@ -213,7 +213,7 @@ class Service:
 
 
 def _choose_draft_length(session: Session, settings: ServiceSettings, folder: Path | None) -> DraftLength:
-    """What decides how much is drafted, as the settings say; the log says it, and why."""
+    """Makes the rule of draft lengths that the settings choose; logs it, with the reason."""
     config = session.config
     check_draft_length(settings.draft_length, config.block_size)
     chosen: DraftLength

@@ -1,4 +1,4 @@
-"""How a service shares its engine among requests, as flags and a deployed model's configuration say it."""
+"""Settings by which a service shares its engine among requests: flags, or keys of a deployed model's configuration."""
 
 from typing import Annotated
 
@@ -8,13 +8,13 @@ from trtllm_dflash.runtime.draft_length import DraftLengthChoice
 
 
 class ServiceSettings(BaseModel):
-    """How a service shares the engine among its requests.
+    """Settings by which a service shares the engine among its requests.
 
     Attributes:
         prefill_share: of the steps that are chunks of prompts, while replies are running; 1: prompts first.
         max_queue: requests that may wait for a slot.
         draft: False never drafts.
-        draft_length: tokens to draft a step; "auto": what the load makes best.
+        draft_length: tokens to draft a step; "auto": the best number at each load.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""Which sequence runs in which slot, and what each slot's K/V rows still hold."""
+"""The slots of a session: the sequence in each, and the tokens whose K/V rows it still holds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Slot:
         drafter_rows: how many of them the drafter's caches hold too.
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left.
         running: past its prefill.
-        order: when its sequence was given it, among all.
+        order: of giving slots to sequences, among all.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Slot:
     order: int = 0
 
     def shared_rows(self, prompt_ids: list[int], drafted: bool) -> int:
-        """How many rows of a prompt's first tokens it holds, for the drafter too if that drafts.
+        """Counts the first tokens of a prompt whose K/V rows the slot holds, in the drafter's caches too if it drafts.
 
         The prompt's last token is never among them: a step has to run on it.
         """
@@ -41,18 +41,18 @@ class Slot:
         return next(i for i in range(most) if self.rows[i] != prompt_ids[i])
 
     def keep(self, ids: list[int], with_drafter: bool) -> None:
-        """Notes rows that a step has written."""
+        """Records the tokens whose K/V rows a step has written."""
         if with_drafter and self.drafter_rows == len(self.rows):
             self.drafter_rows += len(ids)
         self.rows += ids
 
     def release(self) -> None:
-        """The sequence leaves; its rows stay, for a later prompt that begins with them."""
+        """Frees the slot; its K/V rows stay, for a later prompt that begins with them."""
         self.sequence = None
         self.running = False
 
     def forget(self, rows: int = 0) -> None:
-        """Only the first `rows` rows can still be relied on."""
+        """Forgets all K/V rows but the first `rows`."""
         del self.rows[rows:]
         self.drafter_rows = min(self.drafter_rows, rows)
 
@@ -70,10 +70,10 @@ class Slots:
         return len(self._slots)
 
     def lowest_free(self) -> Slot | None:
-        """The free slot of lowest index: decoding computes all slots up to the highest in use."""
+        """Finds the free slot of lowest index: decoding computes all slots up to the highest in use."""
         return next((slot for slot in self._slots if slot.sequence is None), None)
 
     def longest_prefix(self, prompt_ids: list[int], drafted: bool) -> tuple[Slot, int]:
-        """The slot that holds most of a prompt's first tokens, and how many rows of them; see `Slot.shared_rows`."""
+        """Finds the slot that holds most of a prompt's first tokens, and their number; see `Slot.shared_rows`."""
         found = ((slot, slot.shared_rows(prompt_ids, drafted)) for slot in self._slots)
         return max(found, key=lambda pair: pair[1])

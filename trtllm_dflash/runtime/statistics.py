@@ -1,4 +1,4 @@
-"""What a service counts: gauges, counters and histograms, in Prometheus' terms."""
+"""Statistics of a service: gauges, counters and histograms, in Prometheus' terms."""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -26,7 +26,7 @@ class Sample:
 
 
 class Histogram:
-    """How many observations lie at or below each bound, their sum and their number."""
+    """Counts of observations at or below each bound, their sum and their number."""
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...] = _SECONDS) -> None:
         self.name, self.help, self._bounds = name, help, bounds
@@ -39,7 +39,7 @@ class Histogram:
         self._sum += value
 
     def samples(self) -> list[Sample]:
-        """Cumulative, by the label `le`."""
+        """Lists the cumulative counts, by the label `le`."""
         total, samples = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -55,7 +55,7 @@ class Statistics:
     """Counts of one scheduler; written by its thread, read by any.
 
     Attributes:
-        computes: what computes the steps; see `Choice.labels`.
+        computes: names of what computes the steps; see `Choice.labels`.
         drafted, accepted: drafts by position in the block, from 1.
     """
 
@@ -85,14 +85,14 @@ class Statistics:
     def count_drafts(self, drafted: int, accepted: int, tokens: int) -> None:
         """Counts one sequence's drafts in a step, those accepted, and the tokens that it got.
 
-        Every position up to the first wrong one is accepted; what comes after the reply's end is not.
+        Every draft before the first wrong one is accepted, except those after the reply's end.
         """
         self.drafted.update(range(1, drafted + 1))
         self.accepted.update(range(1, accepted + 1))
         self.recent.append(tokens)
 
     def count_end(self, sequence: Sequence) -> None:
-        """Counts a sequence that has ended, one way or another."""
+        """Counts a sequence that has ended, by its finish reason or error."""
         if sequence.error is not None:
             kinds: dict[type, str] = {CancelledError: "cancelled", DeadlineError: "expired"}
             self.requests[kinds.get(type(sequence.error), "failed")] += 1
@@ -113,7 +113,7 @@ class Statistics:
         return sum(recent) / len(recent) if recent else 0.0
 
     def samples(self) -> list[Sample]:
-        """All of it."""
+        """Lists every metric's samples."""
         gauges = {
             "requests_running": (self.running, "Requests that have a slot"),
             "requests_waiting": (self.waiting, "Requests that wait for a slot"),

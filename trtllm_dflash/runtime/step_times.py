@@ -1,4 +1,4 @@
-"""How long a decoding step takes on this machine, by slots and drafts: measured once, and kept with the engine."""
+"""Times of a decoding step on this machine, by slots and drafts: measured once, and kept with the engine."""
 
 import json
 import platform
@@ -22,7 +22,7 @@ _STEPS = 2  # in a round
 
 
 def step_times(session: Session, folder: Path | None) -> StepTimes:
-    """The engine's step times on this machine: those kept in its directory, or else measured now and kept there.
+    """Finds the engine's step times on this machine: kept in its directory, or else measured now and kept there.
 
     Measuring writes over the caches' rows.
     """
@@ -63,7 +63,7 @@ def measure(session: Session) -> StepTimes:
 
 
 def _machine(session: Session) -> dict[str, str]:
-    """What the times depend on besides the engine: the kernels' presence and version among it."""
+    """Describes what the times depend on besides the engine: the kernels' presence and version among it."""
     device = session.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
@@ -77,7 +77,7 @@ def _machine(session: Session) -> dict[str, str]:
 
 
 def _read(file: Path, machine: dict[str, str]) -> StepTimes | None:
-    """None where there are none, or none of this machine: they are measured again then."""
+    """Reads the kept times; None where there are none of this machine."""
     try:
         kept = json.loads(file.read_text())
         if kept["machine"] != machine:
