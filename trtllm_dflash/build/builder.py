@@ -38,8 +38,8 @@ def build(
 ) -> bool:
     """Write the engine directory `output`; return False where the same engine stands there already.
 
-    An engine that differs is replaced with `refresh`; with `force` any engine is built anew. `say` is told which
-    precision was chosen, where that was left to us.
+    An engine that differs is replaced with `refresh`; with `force` any engine is built anew. `say` is called with the
+    precision, where we chose it.
 
     Raises:
         DFlashError: the checkpoints, the settings or the output cannot be used; nothing is left half-written.
@@ -76,7 +76,7 @@ def build(
 
 
 def _copy_files(pair: Pair, settings: BuildSettings, folder: Path) -> None:
-    """What an engine keeps of its checkpoints as it is, and the plugin that its plans run."""
+    """Copies files of the checkpoints that an engine keeps as they are, and the plugin that its plans run."""
     for name in TOKENIZER_FILES:
         if (pair.target_folder.path / name).is_file():
             shutil.copyfile(pair.target_folder.path / name, folder / name)

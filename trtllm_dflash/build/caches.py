@@ -1,4 +1,4 @@
-"""In which precision an engine keeps its K/V caches: what was asked for, and what the checkpoints bring."""
+"""The precision of an engine's K/V caches, from the settings and the checkpoints."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -17,14 +17,14 @@ CachePrecision: TypeAlias = Literal["auto", "fp8", "engine"]
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """What was chosen, as in `EngineConfig.kv`, and what to say of it."""
+    """The chosen precision, as in `EngineConfig.kv`, and a remark on it."""
 
     kv: Literal["fp8"] | None
     said: str | None = None
 
 
 def check_caches(asked: CachePrecision, backend: Backend) -> None:
-    """Returns where a backend can keep such caches.
+    """Checks that a backend can keep such caches.
 
     Raises:
         SettingsError: it cannot.
@@ -36,14 +36,14 @@ def check_caches(asked: CachePrecision, backend: Backend) -> None:
 
 
 def choose_caches(pair: Pair, asked: CachePrecision, backend: Backend, engine: Precision) -> CacheChoice:
-    """The precision of an engine's caches, the target's and the drafter's alike.
+    """Chooses the precision of an engine's caches, the target's and the drafter's alike.
 
     Args:
         engine: the engine's own type.
 
     Raises:
         SettingsError: as `check_caches`.
-        CheckpointError: a checkpoint's scale is none.
+        CheckpointError: a checkpoint's scale is not valid.
     """
     check_caches(asked, backend)
     wanted = cache_format(pair.target_folder)

@@ -162,7 +162,7 @@ def _write_drafter(engine: Path, config: EngineConfig, ranks: list[Any], folder:
 
 
 def _in_type(raw: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """A checkpoint's configuration in the engine's type."""
+    """Sets the engine's type in a checkpoint's configuration."""
     kept = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype", "quantization_config")}
     return {**kept, "torch_dtype" if "torch_dtype" in raw else "dtype": str(config.dtype).removeprefix("torch.")}
 
@@ -172,7 +172,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _save(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Saves tensors as they come, in files of at most 5 GB (or of one tensor)."""
+    """Saves tensors one by one, in files of at most 5 GB (or of one tensor)."""
     files: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -207,7 +207,7 @@ def _save(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
 def _whole(
     weights: list[Weight], ranks: list[Any], what: str, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every checkpoint tensor of these weights, once."""
+    """Yields every checkpoint tensor of these weights, once."""
     done: set[str] = set()
     for number, weight in enumerate(weights, start=1):
         if not {part.key for part in weight.parts} <= done:
@@ -224,7 +224,7 @@ def _holds(tensors: Any, name: str) -> bool:
 
 
 def _unsliced(weight: Weight, index: int, held: list[torch.Tensor | None]) -> torch.Tensor:
-    """A part of a fused tensor, put together from what the ranks hold of it."""
+    """Joins the ranks' slices of one part of a fused tensor."""
     part, tp = weight.parts[index], len(held)
     assert held[0] is not None
     whole = torch.empty(part.shape, dtype=held[0].dtype)
@@ -251,7 +251,7 @@ def _place(whole: torch.Tensor, part: Part, tp: int, rank: int) -> torch.Tensor:
 
 
 def _compare(engine: Path, config: EngineConfig, ranks: list[Any], folder: Path, progress: Progress) -> None:
-    """What `build` would read of the export must be what the engine holds, bit by bit.
+    """Checks that `build` would read the engine's own tensors from the export, bit by bit.
 
     Raises:
         EngineError: it is not; names the tensor.

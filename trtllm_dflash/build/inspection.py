@@ -1,4 +1,4 @@
-"""What an engine directory holds, read without loading it."""
+"""Inspecting an engine directory without loading it."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from trtllm_dflash.session.plan_io import IO, Binding, step_io
 
 @dataclass(frozen=True)
 class Inspection:
-    """An engine, what its step takes and gives, and the memory it needs on each GPU."""
+    """An engine's configuration, its step's inputs and outputs, and the memory that it needs on each GPU."""
 
     config: EngineConfig
     io: IO
@@ -22,13 +22,13 @@ class Inspection:
 
     @property
     def precision(self) -> str:
-        """Of the target's matrices, and of the rest."""
+        """Precision of the target's matrices, and of the rest."""
         kind = self.config.target.linear_precision
         return self.config.precision if kind is None else f"{kind.value} matrices, the rest in {self.config.precision}"
 
     @property
     def drafter(self) -> str | None:
-        """What drafts, in words."""
+        """The drafter in words; None where there is none."""
         drafter = self.config.drafter
         if drafter is None:
             return None
@@ -41,7 +41,7 @@ class Inspection:
         return words
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as `inspect --json` prints it."""
+        """Makes the report that `inspect --json` prints."""
         memory = {**asdict(self.memory), "total": self.memory.total}
         config = self.config.model_dump(mode="json", exclude={"files", "sources"})
         sides = {"inputs": self.io.inputs, "outputs": self.io.outputs}

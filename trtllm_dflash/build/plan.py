@@ -42,7 +42,7 @@ COMPARED = (1, 32)
 
 
 class PlanSettings(BaseModel):
-    """What `build --plan` is asked for besides what `build` is."""
+    """Settings of `build --plan`, besides those of `build`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +52,7 @@ class PlanSettings(BaseModel):
 
 
 class Limits(BaseModel):
-    """A GPU's, as published, and what a large copy and product are taken to get of them."""
+    """Published limits of a GPU, and the shares of them that a large copy and product are taken to get."""
 
     memory: int  # bytes
     bandwidth: float  # bytes a second
@@ -89,9 +89,9 @@ class Point(BaseModel):
         arm: as a sweep's.
         drafts: K; a draft step of 0 writes the drafter's context alone.
         best: of the draft steps of this batch, it commits the most tokens a second at the given acceptance.
-        limit: what takes the most of it.
+        limit: the part that takes the most of its time.
         experts_touched: of each layer's, by all slots together; None of a dense target.
-        sums, sum_bytes: the ranks' sums in a step, and what each rank brings to one.
+        sums, sum_bytes: all-reduces in a step, and bytes of each rank in one.
         tokens_per_step: of each slot; None where no acceptance is given.
     """
 
@@ -116,7 +116,7 @@ class Point(BaseModel):
 
 
 class BuildPlan(BaseModel):
-    """What `--json` writes for a GPU."""
+    """A GPU's plan, as `--json` writes it."""
 
     schema_version: Literal[1] = 1
     kind: Literal["plan"] = "plan"
@@ -143,7 +143,7 @@ class BuildPlan(BaseModel):
 
 
 class Comparison(BaseModel):
-    """What `--json` writes where no GPU is named."""
+    """The comparison of GPUs, as `--json` writes it where no GPU is named."""
 
     schema_version: Literal[1] = 1
     kind: Literal["plans"] = "plans"
@@ -153,7 +153,7 @@ class Comparison(BaseModel):
 
 
 def compare_gpus(build: BuildSettings, settings: PlanSettings) -> Comparison:
-    """Plans for every GPU that is known, at a few batches.
+    """Plans for every known GPU, at a few batches.
 
     Raises:
         SettingsError: as `make_plan`'s.
@@ -173,10 +173,10 @@ def compare_gpus(build: BuildSettings, settings: PlanSettings) -> Comparison:
 
 
 def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, ...] | None = None) -> BuildPlan:
-    """The plan of what `build` is asked for, on the GPU that is named.
+    """Plans the engine of these settings, on the GPU that they name.
 
     Args:
-        batches: that steps are predicted for, where they fit; None: 1, 2, 4 and so on.
+        batches: to predict steps for, where they fit; None: 1, 2, 4 and so on.
 
     Raises:
         SettingsError: the GPU or the model's shape is not known, or a setting does not fit the model.
@@ -237,10 +237,10 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
 
 
 def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
-    """The engine that would be built for a GPU: of a checkpoint that is here, or else of a known pair's shape.
+    """Configures the engine that would be built for a GPU, from a local checkpoint, or else a known pair's shape.
 
     Raises:
-        SettingsError: neither is there, or a setting does not fit the model.
+        SettingsError: there is neither, or a setting does not fit the model.
     """
     is_here = build.target.startswith(PACKAGE) or Path(build.target).expanduser().is_dir()
     config = _engine_of_checkpoint(build, gpu) if is_here else _engine_of_shape(build, gpu)
@@ -294,7 +294,7 @@ def _check(config: EngineConfig, settings: PlanSettings) -> None:
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits; `least` does."""
+    """Finds the largest number up to `most` that fits; `least` does."""
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits(n))
 
 
@@ -320,7 +320,7 @@ def _error_bound(config: EngineConfig) -> float:
 
 
 def _expert_precision(config: EngineConfig) -> str | None:
-    """What the experts are kept in; None where there are none. A TensorRT plan's depends on the GPU."""
+    """Names the experts' precision; None where there are none. A TensorRT plan's depends on the GPU."""
     moe = config.target.moe
     if moe is None:
         return None
@@ -412,7 +412,7 @@ def _drafts_in_fp8(config: EngineConfig) -> bool:
 
 
 def _assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | None) -> list[str]:
-    """One a line."""
+    """Lists the plan's assumptions, a line each."""
     target, drafter = config.target, config.drafter
     precision, steps = config.precision.upper(), "torch's, captured, with our CUDA kernels"
     if config.backend == "tensorrt":
@@ -477,7 +477,7 @@ def _assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | No
 
 
 def _quantized_note(config: EngineConfig, kind: WeightPrecision) -> str:
-    """What a step is taken to make of a target's matrices in few bits."""
+    """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
         apart = "" if config.target.moe is None else ", but for experts,"

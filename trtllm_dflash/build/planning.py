@@ -1,4 +1,4 @@
-"""The engine that settings make of a pair: every choice, made once, and refusals before anything is written."""
+"""Planning an engine of a pair: every choice, made once, and refusals before anything is written."""
 
 import platform
 from collections.abc import Callable
@@ -35,12 +35,12 @@ from trtllm_dflash.pairs.prompts import PROMPTS
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """An engine that settings make of a pair.
+    """The engine of a pair, as settings choose it.
 
     Attributes:
         config: its configuration; digests are not in it yet.
         draft_text: the file that a shortlist is counted in; None where there is nothing to count.
-        remarks: what was chosen where that was left to us, a line each.
+        remarks: choices that were left to us, a line each.
     """
 
     config: EngineConfig
@@ -66,7 +66,7 @@ def open_checkpoints(settings: BuildSettings) -> Pair:
 
 
 def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | None = None) -> EnginePlan:
-    """Decide what these settings make of a pair.
+    """Decide on the engine that these settings make of a pair.
 
     Args:
         choice: of the parts' precisions; None: `build_precision`'s.
@@ -159,7 +159,7 @@ def as_planned(
     text: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pair:
-    """The pair as `config` has it: in its precision, and with its drafter, whose shortlist is counted here."""
+    """Give the pair the precision and the drafter of `config`; its shortlist is counted here."""
     pair = replace(pair, target_config=config.target)
     drafter = config.drafter
     checkpoint = pair.drafter
@@ -174,7 +174,7 @@ def as_planned(
 
 
 def _divide_experts(target: DecoderConfig, settings: BuildSettings) -> DecoderConfig:
-    """The target with its experts divided among the ranks as asked."""
+    """Divide the target's experts among the ranks."""
     if not settings.ep:
         return target
     if target.moe is None:
@@ -185,7 +185,7 @@ def _divide_experts(target: DecoderConfig, settings: BuildSettings) -> DecoderCo
 
 
 def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, choice: PrecisionChoice) -> DrafterConfig | None:
-    """The drafter that these settings make of the checkpoint's."""
+    """Apply these settings' precision, block and vocabulary to the checkpoint's drafter."""
     asked = [name for name in ("draft_vocab", "drafter_precision") if getattr(settings, name) is not None]
     if drafter is None:
         if asked:
@@ -220,7 +220,7 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
 
 
 def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
-    """Rows of a drafting step: as asked, else all that the drafter learned; 1 where nothing is drafted."""
+    """Choose the rows of a drafting step: as set, else the drafter's whole block; 1 where nothing is drafted."""
     if drafter is None:
         if asked not in (None, 1):
             raise SettingsError(f"--block-size {asked}: without a drafter nothing is drafted; give --drafter")
@@ -232,7 +232,7 @@ def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
 
 
 def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
-    """The file that a shortlist is counted in; None where there is nothing to count."""
+    """Find the text that a shortlist is counted in; None where there is nothing to count."""
     given = settings.draft_text
     if settings.draft_vocab is None:
         if given is not None:
@@ -259,7 +259,7 @@ def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
 
 
 def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
-    """End tokens: generation_config.json's, else config.json's."""
+    """Read the end tokens from generation_config.json, else from config.json."""
     file = pair.target_folder.path / "generation_config.json"
     ids = pair.target_folder.config.get("eos_token_id")
     if file.is_file():
@@ -272,7 +272,7 @@ def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
 
 
 def _check_facts(settings: BuildSettings, target: DecoderConfig, drafter: DrafterConfig | None) -> None:
-    """Compare what the catalog says with what the checkpoints are: a stale entry would cost acceptance in silence."""
+    """Compare the catalog's facts with the checkpoints: a stale entry would cost acceptance in silence."""
     if settings.facts is None or drafter is None:
         return
     found = {
@@ -301,7 +301,7 @@ def _check_tensorrt_settings(settings: BuildSettings) -> None:
 
 
 def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None:
-    """SHA-256 of the plugin's library, once it computes these models' attention in this TensorRT."""
+    """Check that the plugin computes these models' attention in this TensorRT; return its library's SHA-256."""
     if settings.plugin is None:
         return None
     if not has_plugin_layers(load_tensorrt()):

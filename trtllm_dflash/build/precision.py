@@ -1,4 +1,4 @@
-"""Which precision an engine's matrices get: what was asked for, what the checkpoints hold, what the GPU multiplies."""
+"""The precision of an engine's matrices, from the settings, the checkpoints and the GPU."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -27,7 +27,7 @@ _FORMATS = {WeightPrecision.FP8: "fp8", WeightPrecision.FP8_BLOCKS: "fp8", Weigh
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """What was chosen: the engine's own type, what changes in the models' configurations, and what to say of it."""
+    """The chosen precision: the engine's own type, the changes to the models' configurations, and remarks."""
 
     engine: Precision
     target: dict[str, Any]
@@ -37,7 +37,7 @@ class PrecisionChoice:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an engine is to run."""
+    """The backend and GPU that an engine is built for."""
 
     backend: Backend
     engine: Precision
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def has(self) -> list[str]:
-        """The precisions of it, the fewest bits first."""
+        """Lists the precisions that it supports, the fewest bits first."""
         formats = [name for name, least in CAPABILITY.items() if self.gpu is None or self.gpu >= least]
         return [*reversed(formats), "bf16", "fp16", "fp32"]
 
@@ -62,13 +62,13 @@ def choose_precision(
     drafter_precision: DrafterPrecision | None,
     gpu: str | None,
 ) -> PrecisionChoice:
-    """The precision of an engine's parts; see the flags of `trtllm-dflash build`.
+    """Choose the precision of an engine's parts; see the flags of `trtllm-dflash build`.
 
     Args:
         target, drafter: as their checkpoints have them.
 
     Raises:
-        SettingsError: the GPU lacks what is asked for, or it cannot be made of the checkpoint; names what would do.
+        SettingsError: the GPU lacks a precision, or it cannot be made of the checkpoint; names what would do.
     """
     on_gpu = backend == "tensorrt" or gpu is not None or torch.cuda.is_available()
     engine: Precision = "bf16" if on_gpu else "fp32"
@@ -95,7 +95,7 @@ def choose_precision(
 def _format(
     place: _Place, knob: str, asked: TargetPrecision | DrafterPrecision | None, role: str, model: DecoderConfig
 ) -> str | None:
-    """The format of a model's matrices; None: the engine's own type."""
+    """Choose the format of a model's matrices; None: the engine's own type."""
     held = None if model.linear_precision is None else _FORMATS[model.linear_precision]
     if asked is None:
         if held is not None and place.backend == "tensorrt" and held not in place.has:
@@ -118,7 +118,7 @@ def _format(
 
 
 def _changes(model: DecoderConfig, chosen: str | None, when_rounded: dict[str, Any]) -> dict[str, Any]:
-    """What of a model's configuration changes: nothing, where its checkpoint is kept as it is."""
+    """Make the changes to a model's configuration: none, where its checkpoint is kept as it is."""
     if chosen is None:
         return {"linear_precision": None, "plain_linears": ()}
     if model.linear_precision is not None:
@@ -155,7 +155,7 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
 
 
 def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
-    """What becomes of a format that this backend multiplies on no GPU."""
+    """Say how this backend dequantizes a format that it multiplies on no GPU; None for others."""
     kind = model.linear_precision
     if place.backend == "tensorrt" or kind is None:
         return None

@@ -1,4 +1,4 @@
-"""What `build` is told: which checkpoints, in which precision, for how many slots, ranks and tokens."""
+"""Settings of `build`: the checkpoints, the precision, and the numbers of slots, ranks and tokens."""
 
 from typing import Annotated, Any
 

@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class CompileSettings(BaseModel):
-    """How TensorRT compiles. Each field is a flag of `build`."""
+    """Settings of TensorRT's compiler; each field is a flag of `build`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,7 +38,7 @@ class CompileSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Plan:
-    """A compiled rank."""
+    """A rank's compiled plan."""
 
     data: memoryview  # in TensorRT's own memory
     layers: int  # of the network, before the compiler fused them
@@ -86,7 +86,7 @@ def compile_rank(
 
 
 def compile_target(trt: Any, gpu: str | None) -> str | None:
-    """The compute capability to compile for, such as `SM89`; None where TensorRT takes the GPU present.
+    """Chooses the compute capability to compile for, such as `SM89`; None where TensorRT takes the GPU present.
 
     Raises:
         SettingsError: this TensorRT does not compile for that GPU; names `--gpu`.
@@ -111,7 +111,7 @@ def compile_target(trt: Any, gpu: str | None) -> str | None:
 
 
 def _capability(target: str | None) -> int:
-    """The compute capability that is compiled for: 120 for `SM120`; None: that of the GPU present."""
+    """Parses the compute capability to compile for: 120 for `SM120`; None: that of the GPU present."""
     if target is not None:
         return int(target.removeprefix("SM"))
     present = present_gpu()
@@ -136,13 +136,13 @@ def _options(trt: Any, builder: Any, step: StepNetwork, settings: CompileSetting
 
 
 def load_timing_cache(options: Any, path: Path) -> None:
-    """Gives the builder what an earlier build measured, or an empty cache to fill."""
+    """Gives the builder an earlier build's measurements, or an empty cache to fill."""
     known = path.read_bytes() if path.is_file() else b""
     options.set_timing_cache(options.create_timing_cache(known), ignore_mismatch=False)
 
 
 def save_timing_cache(options: Any, path: Path) -> None:
-    """Keeps what this build measured; a reader sees the old file or the new one, never half of one."""
+    """Keeps this build's measurements; a reader sees the old file or the new one, never half of one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     aside.write_bytes(memoryview(options.get_timing_cache().serialize()))
     aside.replace(path)
@@ -153,7 +153,7 @@ def save_timing_cache(options: Any, path: Path) -> None:
 
 @contextmanager
 def _logger(trt: Any, path: Path | None) -> Iterator[Any]:
-    """An ILogger that writes to a file, where one is given, and keeps the errors."""
+    """Makes an ILogger that writes to a file, if one is given, and keeps the errors."""
 
     class Logger(trt.ILogger):
         def __init__(self, file: TextIO | None) -> None:
@@ -175,7 +175,7 @@ def _logger(trt: Any, path: Path | None) -> Iterator[Any]:
 
 
 def _monitor(trt: Any, what: str, progress: Progress) -> Any:
-    """An IProgressMonitor that reports the outermost phase and can be cancelled."""
+    """Makes an IProgressMonitor that reports the outermost phase and can be cancelled."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -206,7 +206,7 @@ def _monitor(trt: Any, what: str, progress: Progress) -> Any:
 
 @contextmanager
 def _cancelled_by_signals(monitor: Any) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM cancel at TensorRT's next step, and then do what they do; no exception passes through."""
+    """Lets SIGINT and SIGTERM cancel at TensorRT's next step, before their own effect; no exception passes through."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -231,7 +231,7 @@ def _cancelled_by_signals(monitor: Any) -> Iterator[None]:
 
 
 def _refusal(config: EngineConfig, step: StepNetwork, errors: list[str], log: Path | None) -> str:
-    """One line: where, why and which knob, then TensorRT's own words."""
+    """Writes one line: where, why and which knob, then TensorRT's own words."""
     # The last error is the cause; without a GPU the first only says that there is none.
     said = " ".join(errors[-1].split()) if errors else "no reason given"
     names = [step.network.get_layer(i).name for i in range(step.network.num_layers)]

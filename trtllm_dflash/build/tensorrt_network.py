@@ -95,7 +95,7 @@ def _step_inputs(tensors: dict[str, Any]) -> StepInputs[Any]:
 
 
 def _profile(config: EngineConfig, io: IO, which: int) -> dict[str, Range]:
-    """The shapes of each input: a chunk of one slot with one logit row, or a block of every slot."""
+    """Lists the shapes of each input: a chunk of one slot with one logit row, or a block of every slot."""
     slots, rows, logit_rows = (1, config.chunk, 1) if which == PREFILL else (config.max_batch, *[config.block_size] * 2)
     sizes = {"token_ids": rows, "logit_rows": logit_rows, "uniform": logit_rows}
     profile = {}

@@ -75,7 +75,7 @@ def _end_silently_on_interrupt() -> None:
 
 
 def host_memory(config: EngineConfig) -> int:
-    """Bytes of host memory that compiling one rank takes at most."""
+    """Bounds the bytes of host memory that compiling one rank takes."""
     return MEMORY_BASE + MEMORY_FACTOR * weight_bytes(config)
 
 

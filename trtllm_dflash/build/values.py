@@ -12,7 +12,7 @@ from trtllm_dflash.models import FAMILIES
 
 
 def merge_values(model: str | None, assignments: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge what a build is told, for `BuildSettings` to check; each source overrides the one before.
+    """Merge a build's values for `BuildSettings` to check; each source overrides the one before.
 
     Args:
         model: a known pair by its name or its target's, a build configuration file, or another target.

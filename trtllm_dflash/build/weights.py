@@ -19,7 +19,7 @@ from trtllm_dflash.ops.linear_weight import stored_tensors
 def read_rank_weights(
     pair: Pair, tp: int, rank: int, dtype: torch.dtype, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, torch.Tensor]:
-    """Every stored engine tensor of a rank, by its engine name. `progress` is told how many are read, of how many."""
+    """Reads every stored engine tensor of a rank, by its engine name. `progress` gets the number read and the total."""
     target = build_target(pair.target_config).weights()
     drafter = Drafter(pair.drafter.config).weights() if pair.drafter is not None else []
     total = len(target) + len(drafter)
@@ -46,7 +46,7 @@ def read_engine_tensors(
     rank: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a rank of the torch backend: its weights, and the scales of FP8 caches.
+    """Reads all tensors of a rank of the torch backend: its weights, and the scales of FP8 caches.
 
     Args:
         pair: as the engine's configuration has it: see `planning.as_planned`.
@@ -56,7 +56,7 @@ def read_engine_tensors(
 
 
 def cache_scales(pair: Pair) -> dict[str, torch.Tensor]:
-    """The FP32 scale [] of each FP8 cache that a checkpoint has one for, as `CACHE.scale`: on every rank the same."""
+    """Reads the FP32 scale [] of each FP8 cache that a checkpoint has, as `CACHE.scale`; the same on every rank."""
     scales = read_cache_scales(pair.target_folder, "model.layers.", pair.target_config.layers)
     if pair.drafter is not None:
         layers = "layers.", pair.drafter.config.layers
@@ -74,7 +74,7 @@ def _read(
     dtype: torch.dtype,
     keys: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors that an engine stores for a weight: as the checkpoint has it, dequantized, or rounded to FP8."""
+    """Reads the tensors that an engine stores of a weight: as the checkpoint has it, dequantized, or rounded to FP8."""
     key = weight.parts[0].key
     if (keys or {}).get(key, key) in quantized:
         if weight.precision is WeightPrecision.ENGINE:
