@@ -44,7 +44,7 @@ class Library:
 
 
 def structure(name: str, **fields: str) -> type[ctypes.Structure]:
-    """A structure of `dflash_kernels.h`: its members by type, in its order."""
+    """Makes a structure of `dflash_kernels.h`: its members by type, in its order."""
     types = {
         "ints": ctypes.c_int32,
         "floats": ctypes.c_float,
@@ -57,13 +57,13 @@ def structure(name: str, **fields: str) -> type[ctypes.Structure]:
 
 
 def find(places: Sequence[Path] = PLACES) -> Path | None:
-    """The library's file: what TRTLLM_DFLASH_KERNELS names, else the first of `places` where there is one."""
+    """Finds the library's file: the one that TRTLLM_DFLASH_KERNELS names, else the first of `places` that has one."""
     named = os.environ.get(LIBRARY_VARIABLE)
     return Path(named) if named else next((place for place in places if place.is_file()), None)
 
 
 def load() -> Library:
-    """The library that `find` finds, loaded once.
+    """Loads the library that `find` finds, once.
 
     Raises:
         EngineError: there is none, or it is of another version; says how to get it.
@@ -72,7 +72,7 @@ def load() -> Library:
 
 
 def load_for(capability: tuple[int, int]) -> Library:
-    """The library, for a GPU of this compute capability. Errors as in `load`, and where it has no code for that GPU."""
+    """Loads the library for a GPU of this compute capability. Errors as in `load`, or where it has no code for it."""
     library = load()
     if not library.runs_on(capability):
         held = ", ".join(library.architectures)
@@ -103,7 +103,7 @@ def _load(named: str | None) -> Library:
 
 
 def remedy() -> str:
-    """How to get a library that belongs to this package."""
+    """Explains how to get a library that belongs to this package."""
     if (_CHECKOUT / "plugins" / "CMakeLists.txt").is_file():
         return "run `make kernels`"
     return "install a wheel that has them, as `make wheel` makes in a checkout where nvcc is"
@@ -134,5 +134,5 @@ def run(name: str, params: ctypes.Structure, *rest: object) -> None:
 
 
 def stream() -> ctypes.c_void_p:
-    """torch's current stream, as the library takes it."""
+    """Wraps torch's current stream as the library takes it."""
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
