@@ -1,4 +1,4 @@
-"""Quantized checkpoints: which matrices are stored in FP8 or NVFP4, in which layout, and a rank's slice of one.
+"""Quantized checkpoints: the matrices that are stored in FP8 or NVFP4, their layout, and a rank's slice of one.
 
 Read are NVIDIA ModelOpt's unified exports (FP8, NVFP4) and FP8 as it is published: scaled as a whole or by output
 channel (`weight_scale`; compressed-tensors), or by blocks of 128 by 128 (`weight_scale_inv`, which multiplies as well).
@@ -40,7 +40,7 @@ _BLOCK = {
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """How a checkpoint stores one matrix [O, I], by its tensors' names and shapes."""
+    """The format of one matrix [O, I] in a checkpoint, from its tensors' names and shapes."""
 
     precision: WeightPrecision
     tensors: Mapping[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class QuantizedMatrix:
 def find_quantized(
     folder: CheckpointFolder, parts: Iterable[Part], keys: Mapping[str, str] | None = None
 ) -> dict[str, QuantizedMatrix]:
-    """The quantized ones among the tensors that a model is made of, by their names in this checkpoint.
+    """Finds the quantized matrices among a model's tensors, by their names in this checkpoint.
 
     Raises:
         CheckpointError: it is quantized in a way that is not read, or a scale is missing or of no known shape.
@@ -74,7 +74,7 @@ def common_precision(
     found: Mapping[str, QuantizedMatrix],
     keys: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A model's `linear_precision` and `plain_linears`, as its checkpoint has them.
+    """Chooses a model's `linear_precision` and `plain_linears` from its checkpoint.
 
     Raises:
         CheckpointError: matrices that are multiplied as one are stored differently, or there are several formats.
@@ -111,7 +111,7 @@ def read_quantized(
     rank: int,
     keys: Mapping[str, str] | None = None,
 ) -> QuantizedWeight:
-    """A quantized engine weight of `rank` of `tp`: the parts' slices joined, or stacked, as they are stored.
+    """Reads a quantized engine weight of `rank` of `tp`: the parts' slices joined, or stacked, as they are stored.
 
     No slice cuts a block that shares a scale: see `build.precision.check_sides`.
 
@@ -146,7 +146,7 @@ def read_dequantized(
     rank: int,
     keys: Mapping[str, str] | None = None,
 ) -> torch.Tensor:
-    """The numbers that a quantized weight's parts of `rank` of `tp` stand for: FP32. A slice may cut blocks.
+    """Reads and dequantizes a quantized weight's parts of `rank` of `tp`: FP32. A slice may cut blocks.
 
     Raises:
         CheckpointError: a tensor cannot be read, or holds NaN or infinity.
@@ -164,7 +164,7 @@ def read_dequantized(
 
 
 def cache_format(folder: CheckpointFolder) -> str | None:
-    """What a checkpoint says that caches are to be kept in, in ModelOpt's words (FP8, NVFP4, ...); None: nothing."""
+    """Reads the format that a checkpoint sets for caches, in ModelOpt's words (FP8, NVFP4, ...); None: it sets none."""
     said = folder.config.get("quantization_config")
     scheme = said.get("kv_cache_scheme") if isinstance(said, dict) else None
     if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
@@ -178,10 +178,10 @@ def cache_format(folder: CheckpointFolder) -> str | None:
 def read_cache_scales(
     folder: CheckpointFolder, prefix: str, layers: int, keys: Mapping[str, str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The FP32 scales [] of FP8 caches that a checkpoint has, by `{prefix}{layer}.key` and `.value`.
+    """Reads a checkpoint's FP32 scales [] of FP8 caches, by `{prefix}{layer}.key` and `.value`.
 
-    Beside the projection (ModelOpt: `k_proj.k_scale`) or the attention (compressed-tensors: `k_scale`). What is kept
-    in another format than FP8 has other scales: none of those are read.
+    They lie beside the projection (ModelOpt: `k_proj.k_scale`) or the attention (compressed-tensors: `k_scale`). Scales
+    of other formats than FP8 are not read.
 
     Raises:
         CheckpointError: one is not a single number above 0.
@@ -287,7 +287,7 @@ def _matrix(
 
 
 def _bounds(part: Part, tp: int, rank: int) -> tuple[int | None, int, int]:
-    """The dimension of a matrix that ranks divide, and the first and past-the-last index of it that a rank holds."""
+    """Finds the dimension of a matrix that ranks divide, and the first and past-the-last index that a rank holds."""
     return (None, 0, 0) if part.split.axis is None else (part.split.axis, *part.bounds(tp, rank))
 
 
@@ -300,11 +300,11 @@ def _read_part(
     first: int,
     last: int,
 ) -> QuantizedWeight:
-    """Indices first..last-1 of a matrix along a dimension, as stored; all of it where that is None."""
+    """Reads indices first..last-1 of a matrix along a dimension, as stored; all of it where that is None."""
     matrix = found[name]
 
     def read(key: str, row_unit: int = 1, column_unit: int = 1) -> torch.Tensor:
-        """The slice of a tensor that has one number for so many rows, and so many columns, of the matrix."""
+        """Reads the slice of a tensor with one number for so many rows, and so many columns, of the matrix."""
         if dimension is None:
             return folder.read(key).clone()
         unit = row_unit if dimension == 0 else column_unit
@@ -329,7 +329,7 @@ def _read_part(
 
 
 def _number(folder: CheckpointFolder, key: str) -> torch.Tensor:
-    """A tensor of one number, FP32 []."""
+    """Reads a tensor of one number, FP32 []."""
     number = folder.read(key).float().reshape(())
     _check_finite(folder, key, number)
     return number.clone()

@@ -21,7 +21,7 @@ def read_weight(
     dtype: torch.dtype,
     keys: Mapping[str, str] | None = None,
 ) -> torch.Tensor | None:
-    """An engine tensor of `rank` of `tp`, in memory of its own; None where the rank holds nothing of it.
+    """Reads an engine tensor of `rank` of `tp`, in memory of its own; None where the rank holds nothing of it.
 
     `keys`: a part's key -> the name in this checkpoint, where the two differ.
 
@@ -53,7 +53,7 @@ def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = Non
 
 
 def unshared_heads(tp: int, heads: int, kv_heads: int) -> Literal["query", "key/value"] | None:
-    """The heads of a layer that `tp` ranks cannot share evenly; None: they can share both kinds.
+    """Names the heads of a layer that `tp` ranks cannot share evenly; None: they can share both kinds.
 
     Query heads are divided; a key/value head may be held by several neighbouring ranks.
     """
@@ -91,7 +91,7 @@ def _as_numbers(folder: CheckpointFolder, key: str, stored: torch.Tensor, dtype:
 
 
 def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
-    """x with its dimension `axis` made `size` long."""
+    """Pads dimension `axis` of x to `size`."""
     if x.shape[axis] == size:
         return x
     rest = x.new_full((*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :]), padding)
@@ -99,7 +99,7 @@ def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
 
 
 def _indivisible(tp: int, config: DecoderConfig) -> str | None:
-    """The part of a model that `tp` ranks cannot share evenly, in words; None: they can share all of it."""
+    """Names the part of a model that `tp` ranks cannot share evenly; None: they can share all of it."""
     heads = unshared_heads(tp, config.heads, config.kv_heads)
     if heads == "query":
         return f"the {config.heads} query heads"
