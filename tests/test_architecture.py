@@ -102,3 +102,38 @@ def test_nothing_but_the_program_imports_the_command_line():
 def test_no_file_is_too_long():
     lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
     assert not {file: length for file, length in lengths.items() if length > MOST_LINES}
+
+
+FRAGMENTS = {
+    "As",
+    "By",
+    "For",
+    "From",
+    "How",
+    "In",
+    "Into",
+    "Likewise",
+    "Of",
+    "What",
+    "When",
+    "Where",
+    "Which",
+    "Why",
+    "With",
+}
+
+
+def fragments() -> list[str]:
+    """Docstrings of modules, classes and functions whose first word belongs to a clause, and what has them."""
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = (ast.get_docstring(node) or "").split()
+                if words and words[0].rstrip(",;:.") in FRAGMENTS:
+                    found.append(f"{_name(file)}.{getattr(node, 'name', '')}: {' '.join(words[:6])}")
+    return found
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun():
+    assert fragments() == []

@@ -56,7 +56,7 @@ class CatalogEntry(BaseModel):
     build: BuildOverrides = BuildOverrides()
 
     def build_values(self) -> dict[str, Any]:
-        """The settings of `build` for this pair; others keep their defaults."""
+        """Makes the settings of `build` for this pair; others keep their defaults."""
         values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter}
         values["facts"] = self.facts
         if self.chat:

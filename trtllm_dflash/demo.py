@@ -88,7 +88,7 @@ class Comparison:
         return self.drafted.rate / self.plain.rate
 
     def as_json(self) -> dict[str, Any]:
-        """The figures, rounded for reading."""
+        """Makes the JSON of the figures, rounded for reading."""
         return {
             "identical": self.identical,
             "acceptance_length": round(self.drafted.acceptance_length, 3),

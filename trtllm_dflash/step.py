@@ -29,7 +29,7 @@ class Drafting(str, Enum):
 
 @dataclass(frozen=True)
 class StepInputs(Generic[T]):
-    """Inputs of one step; int32 unless said otherwise.
+    """Inputs of one step; int32 unless noted.
 
     A decode step has the bonus token and K drafts as rows, and logit rows 0..K. A prefill step has a prompt chunk, and
     its last real row as the only logit row.

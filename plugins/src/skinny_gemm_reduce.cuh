@@ -38,8 +38,8 @@ __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
     return there;
 }
 
-// Two warps wait for each other. Both at the same call: `bar.sync` is the aligned form of a barrier, all threads of which
-// execute the same instruction.
+// Two warps wait for each other. Both at the same call: `bar.sync` is the aligned form of a barrier, all threads of
+// which execute the same instruction.
 __device__ __forceinline__ void meet(int pair)
 {
     asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");

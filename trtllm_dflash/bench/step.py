@@ -121,7 +121,7 @@ class StepReport:
     lines: list[Line] = field(default_factory=list)
 
     def floor(self, line: Line) -> float:
-        """The least time of a step, in seconds."""
+        """Computes the least time of a step, in seconds."""
         return floor_seconds(line.work, self.rates)
 
     def tokens_per_step(self, line: Line) -> float | None:
@@ -136,11 +136,11 @@ class StepReport:
         return None if tokens is None else line.batch * tokens / line.seconds
 
     def plain(self, line: Line) -> Line:
-        """The plain step that was timed by turns with this one."""
+        """Finds the plain step that was timed by turns with this one."""
         return next(x for x in self.lines if x.batch == line.batch and x.arm.drafting is Drafting.OFF)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as `--json` writes it, without the command."""
+        """Makes the report as `--json` writes it, without the command."""
         config, acceptance = self.config, self.acceptance
         return {
             "schema_version": SCHEMA_VERSION,

@@ -95,7 +95,7 @@ def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: 
 
 
 class _Store:
-    """Where a sweep's results are written, and how it is shown."""
+    """The output of a sweep: its folder, and its progress on the terminal."""
 
     def __init__(self, folder: Path, resume: bool, force: bool, as_json: bool) -> None:
         self.folder, self._resume, self._force, self._as_json = folder, resume, force, as_json

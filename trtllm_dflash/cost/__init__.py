@@ -1,1 +1,1 @@
-"""What steps and engines cost: GPUs, model shapes, bytes and operations counted, rates, predictions, acceptance."""
+"""The cost of steps and engines: GPUs, model shapes, bytes and operations counted, rates, predictions, acceptance."""

@@ -33,7 +33,7 @@ class Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
     def seconds(self, rates: Rates) -> float:
-        """The least time that this takes: memory and arithmetic at their measured best, at the same time."""
+        """Computes the least time: memory and arithmetic at their measured best, at the same time."""
         return max(self.bytes / rates.copy, self.flops / rates.gemm)
 
 
@@ -71,12 +71,12 @@ def step_work(config: EngineConfig, drafting: Drafting, batch: int, rows: int, l
 
 
 def floor_seconds(work: list[Work], rates: Rates) -> float:
-    """The least time of a step whose parts run one after the other."""
+    """Adds up the least time of a step, whose parts run one after the other."""
     return sum(part.seconds(rates) for part in work)
 
 
 def experts_touched(moe: MoEConfig, rows: int) -> float:
-    """The expected number of a layer's experts that so many rows choose, were every choice of `top_k` equally likely.
+    """Counts a layer's experts that so many rows are expected to choose, were every choice of `top_k` equally likely.
 
     E * (1 - (1 - k/E)^rows). Real routing is less even, and touches fewer.
     """

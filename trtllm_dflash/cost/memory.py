@@ -1,4 +1,4 @@
-"""How much memory an engine needs on each GPU, and whether it has that."""
+"""The memory that an engine needs on each GPU, and whether it fits."""
 
 from bisect import bisect_left
 from dataclasses import dataclass

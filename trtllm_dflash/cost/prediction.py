@@ -1,4 +1,4 @@
-"""How long a decoding step will take, from what it must move and compute.
+"""The time of a decoding step, predicted from the bytes and operations that it needs.
 
     products   memory and arithmetic, each at what was seen of it, joined smoothly: neither hides the other entirely;
                and experts, read once for each tile of rows that chose them, with their arithmetic on top

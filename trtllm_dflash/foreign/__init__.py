@@ -1,1 +1,1 @@
-"""The engines people already run, told to draft with the same pairs: TensorRT-LLM, vLLM and SGLang."""
+"""The same pairs on engines that people already run: configurations of TensorRT-LLM, vLLM and SGLang."""

@@ -87,7 +87,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two replies first differ.
+    """The first difference between two replies.
 
     Attributes:
         position: of the first character that differs.
@@ -166,7 +166,7 @@ class Comparison:
         return sum(difference is None for difference in self.differences)
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as `--json` writes it."""
+        """Makes the report that `--json` writes."""
         return {
             "safe": self.safe,
             "prompts": len(self.prompts),

@@ -1,4 +1,4 @@
-"""What is launched: a pair, a method, a GPU and the limits that follow, and what no runtime could run refused first."""
+"""The plan of a launch: a pair, a method, a GPU and the limits that follow; refuses what no runtime could run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Split(Enum):
-    """How tensor parallelism divides a checkpoint tensor."""
+    """The way in which tensor parallelism divides a checkpoint tensor."""
 
     WHOLE = "every rank holds all of it"
     ROWS = "ranks hold runs of its first dimension (column-parallel: output features)"
@@ -95,7 +95,7 @@ class Part:
         return first * unit, last * unit
 
     def held(self, tp: int, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's slice, padding included, on ranks that hold any of it."""
+        """Computes the shape of a rank's slice, padding included, on ranks that hold any of it."""
         axis = self.split.axis
         if axis is None:
             return self.shape
@@ -103,7 +103,7 @@ class Part:
         return (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
 
     def made(self, tp: int, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's slice in the engine's weight."""
+        """Computes the shape of a rank's slice in the engine's weight."""
         held = self.held(tp, rank)
         return (held[0], held[2], held[1]) if self.transposed else held
 
@@ -139,7 +139,7 @@ class Weight:
         return len(self.parts) // (self.stack or 1)
 
     def parts_of(self, tp: int, rank: int) -> tuple[Part, ...]:
-        """The parts that `rank` of `tp` reads."""
+        """Lists the parts that `rank` of `tp` reads."""
         if not self.divided:
             return self.parts
         assert self.stack is not None
@@ -147,7 +147,7 @@ class Weight:
         return self.parts[first * self.parts_of_each : last * self.parts_of_each]
 
     def shape(self, tp: int, rank: int) -> tuple[int, ...]:
-        """The shape of the slice of `rank` of `tp` (of a tensor that rank 0 alone holds: of rank 0's)."""
+        """Computes the shape of the slice of `rank` of `tp` (of a tensor that rank 0 alone holds: of rank 0's)."""
         parts = self.parts_of(tp, rank)
         shapes = [part.made(tp, rank) for part in parts]
         rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]

@@ -1,4 +1,4 @@
-"""`serve`: an engine behind Triton and, where it is asked for, the OpenAI gateway, until one of them ends."""
+"""`serve`: an engine behind Triton and, with an OpenAI port, the gateway, until one of them ends."""
 
 import socket
 import tempfile

@@ -84,7 +84,7 @@ class Results(BaseModel):
         return str(own) if self.engine is not None else f"load generator on {own}"
 
     def rounds_of(self, arm: Arm, load: float) -> list[Round]:
-        """The rounds of one point."""
+        """Finds the rounds of one point."""
         return [round_ for round_ in self.rounds if (round_.arm, round_.load) == (arm, load)]
 
     def count(self, speeds: tuple[float, ...]) -> None:
