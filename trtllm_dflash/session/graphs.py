@@ -13,7 +13,7 @@ Graph = TypeVar("Graph")
 
 
 class StepGraphs(Generic[Graph]):
-    """What was captured, by kind of step.
+    """The captured graphs of a session, by kind of step.
 
     Args:
         config: the engine.
