@@ -198,7 +198,7 @@ def _scratch(config: EngineConfig) -> int:
 
 
 def _graphs(config: EngineConfig) -> int:
-    """Bytes that CUDA keeps of the torch backend's captured steps: all that a service may prepare (see `Session.prepare`)."""
+    """Counts the bytes of the torch backend's captured steps, all that a service may prepare (`Session.prepare`)."""
     if config.backend != "torch":
         return 0
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
