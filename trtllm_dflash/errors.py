@@ -6,7 +6,7 @@ class DFlashError(Exception):
 
 
 class CheckpointError(DFlashError):
-    """A checkpoint cannot be read as what its configuration says it is."""
+    """A checkpoint that cannot be read, or contradicts its configuration."""
 
 
 class PairError(DFlashError):

@@ -266,7 +266,7 @@ class LLM:
 
 
 def _ready(session: Session, prepare: bool, progress: Progress = lambda what, done, total: None) -> Session:
-    """The same, once its log says what computes and its steps are prepared; the first rank does both for all."""
+    """Logs what computes a session's steps, and prepares them, on the first rank for all; returns the session."""
     if session.communicator.rank == 0:
         _log.info("%s: %s", session.config.name, session.choice)
         if prepare:

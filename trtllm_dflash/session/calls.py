@@ -53,7 +53,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Makes ready for the kinds of decoding steps that will be asked for; plain ones always are."""
+    """Prepares the kinds of decoding steps that requests may need; plain ones always are."""
 
     lengths: tuple[int, ...]  # of drafts, that are chosen among; 0: none are made, and the drafter keeps up
     sampled: bool  # besides greedy ones

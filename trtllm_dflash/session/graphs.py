@@ -30,13 +30,13 @@ class StepGraphs(Generic[Graph]):
         return len(self._graphs)
 
     def missing(self, call: Prepare) -> list[StepKind]:
-        """The kinds that are prepared for and not captured yet, in the order to capture them."""
+        """Lists the kinds of a call that are not captured yet, in the order to capture them."""
         lengths = call.lengths if self._config.drafter is not None else ()
         kinds = step_kinds(self._config.max_batch, lengths, call.sampled)
         return [kind for kind in kinds if kind not in self._graphs]
 
     def prepare(self, call: Prepare, progress: Progress) -> None:
-        """Captures what is missing. The largest first: the smaller ones then find the memory that those took."""
+        """Captures the missing kinds. The largest first: the smaller ones then reuse its memory."""
         kinds = self.missing(call)
         self._found.clear()
         for done, kind in enumerate(kinds):
@@ -45,7 +45,7 @@ class StepGraphs(Generic[Graph]):
         progress("capturing", len(kinds), len(kinds))
 
     def find(self, call: Decode) -> tuple[StepKind, Graph]:
-        """The smallest kind that a step fits in, and what was captured of it.
+        """Finds the smallest kind that a step fits in, and its graph.
 
         Raises:
             EngineError: there is none: it was not prepared for, and no request waits for a capture.
@@ -68,6 +68,6 @@ class StepGraphs(Generic[Graph]):
         return min(fitting, key=lambda kind: (kind.slots, kind.rows))
 
     def clear(self) -> None:
-        """Lets go of all of them."""
+        """Frees all graphs."""
         self._graphs.clear()
         self._found.clear()

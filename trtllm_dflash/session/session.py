@@ -78,7 +78,7 @@ class Session(ABC):
         return 1 if self.device.type == "cuda" else 0
 
     def prepare(self, call: Prepare, progress: Progress = lambda what, done, total: None) -> None:
-        """Makes ready for these kinds of steps, before the first request: no `decode` waits for a capture after it.
+        """Prepares these kinds of steps before the first request: no `decode` waits for a capture after it.
 
         A session that captures its steps decodes no other kinds. What was prepared before stays.
 
