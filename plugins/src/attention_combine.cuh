@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     float2 const* sums_at = partial.sums;
     int const last = count - 1;
     // Only here: the other kernel has begun when this one may, so that lengths, which came before both, can be read.
-    // What is computed of them is so before the wait.
+    // The results that depend on them alone are computed before the wait.
     asm volatile("" ::"l"(parts_at), "l"(sums_at), "r"(between), "r"(last));
     begin();
     if (count == 1 || first_row >= w.packed_rows)
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
         {
-            // Of the first range what begins in it, of the others what began before.
+            // The first range's part began in it, the others' parts began before.
             int const nth = min(first + i * kSharing, last);
             int const at = (2 * nth + (nth == 0 ? 1 : 0)) * between;
             sums[i][0] = sums_at[at * 16];

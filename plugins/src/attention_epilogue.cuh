@@ -1,4 +1,4 @@
-// What attention's kernels write: rows of the output, or partial results to be combined.
+// The outputs of attention's kernels: rows of the result, or partial results to be combined.
 #pragma once
 
 #include "attention_softmax.cuh"

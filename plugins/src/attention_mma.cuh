@@ -19,12 +19,12 @@
 namespace dflash
 {
 
-// Of a block: some along the packed rows, 16 each, times the others along a tile's keys. Eight warps in one block an SM
-// were slower than four in each of two: a block's warps wait for each other at every tile.
+// Warps of a block: some along the packed rows, 16 each, times the others along a tile's keys. Eight in one block an
+// SM were slower than four in each of two: a block's warps wait for each other at every tile.
 constexpr int kWarps = 4;
 constexpr int kMostStages = 3;
 
-// As many as registers allow.
+// The number of blocks that registers allow.
 constexpr int most_blocks_per_sm(int head_size)
 {
     return head_size == 64 ? 3 : 2;

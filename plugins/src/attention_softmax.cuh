@@ -191,7 +191,7 @@ __device__ __forceinline__ float sink_of(dflash_attention_params const& p, int h
     return sink * kLog2E;
 }
 
-// What multiplies a row's unnormalized output, given its maximum (base 2) and its sum.
+// The factor of a row's unnormalized output, from its maximum (base 2) and its sum.
 __device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
 {
     if (sum == 0.f)

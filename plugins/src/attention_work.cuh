@@ -1,4 +1,4 @@
-// How attention's work is divided among blocks.
+// The division of attention's work among blocks.
 #pragma once
 
 #include "dflash_kernels.h"
@@ -49,7 +49,7 @@ struct Rows
 
 // -- division of the work ---------------------------------------------------------------------------------------------
 
-// From the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
+// Loads from the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
 __device__ __forceinline__ int length_of(dflash_attention_params const& p, int slot)
 {
     int const length = __ldcg(p.lengths + slot) + (p.added ? __ldcg(p.added + slot) : 0) + p.length_offset;
@@ -87,20 +87,20 @@ struct Lengths
         return __any_sync(0xffffffffu, own != before);
     }
 
-    // Of a slot of the lane's own.
+    // The length of a slot of the lane's own.
     __device__ int of_lane(int slot) const
     {
         return slot < 32 ? own : length_of(p, slot);
     }
 
-    // Of one slot, the same in all lanes.
+    // The length of one slot, the same in all lanes.
     __device__ int of(int slot) const
     {
         return slot < 32 ? __shfl_sync(0xffffffffu, own, slot) : length_of(p, slot);
     }
 };
 
-// How units are cut into ranges. Where few enough ranges hold each (slot, head) apart from the others, its units count
+// The cut of units into ranges. Where few enough ranges hold each (slot, head) apart from the others, its units count
 // as a multiple of a range's, so that no block has to end one (slot, head) before it begins another.
 struct Division
 {
@@ -108,7 +108,7 @@ struct Division
     int units; // of all slots
     bool is_apart;
 
-    // By all lanes of a warp.
+    // Called by all lanes of a warp.
     __device__ Division(Work const& w, Lengths const& lengths)
         : is_apart(false)
     {
@@ -129,7 +129,7 @@ struct Division
         each = max((units + w.ranges - 1) / w.ranges, w.least_units);
         if (used > w.ranges)
         {
-            // Of one length, whole ones may come out almost even, and leave nothing to combine.
+            // If all have one length, whole ones may come out almost even, and leave nothing to combine.
             shortest = __reduce_min_sync(0xffffffffu, shortest);
             longest = __reduce_max_sync(0xffffffffu, longest);
             int const whole = (used + w.ranges - 1) / w.ranges * longest;
@@ -154,7 +154,7 @@ struct Division
         }
     }
 
-    // What a (slot, head) of so many tiles counts as.
+    // The units that a (slot, head) of so many tiles counts as.
     __device__ int of(int tiles) const
     {
         return is_apart ? (tiles + each - 1) / each * each : tiles;
@@ -184,7 +184,7 @@ struct Cursor
 
     Cursor() = default;
 
-    // By all lanes of a warp; unit must be below the sum of all.
+    // Called by all lanes of a warp; unit must be below the sum of all.
     __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, Division const& division, int unit)
     {
         int const lane = threadIdx.x % 32;
@@ -223,7 +223,7 @@ struct Cursor
         tiles = tiles_of(p, length);
     }
 
-    // To the first unit of the next (slot, head); there must be one.
+    // Moves to the first unit of the next (slot, head); there must be one.
     __device__ void next_head(dflash_attention_params const& p)
     {
         tile = 0;
@@ -238,7 +238,7 @@ struct Cursor
         } while (tiles == 0);
     }
 
-    // To the next unit; there must be one.
+    // Moves to the next unit; there must be one.
     __device__ void advance(dflash_attention_params const& p)
     {
         if (++tile == tiles)
@@ -262,7 +262,7 @@ struct Span
 
     Span() = default;
 
-    // By all lanes of a warp.
+    // Called by all lanes of a warp.
     __device__ Span(Work const& w, Lengths const& lengths, int range)
     {
         Division const division(w, lengths);
