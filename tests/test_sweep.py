@@ -168,6 +168,26 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
         sweep(server, tmp_path, **asked)
 
 
+def test_rounds_of_other_kernels_or_another_gpu_are_not_gone_on_from(tmp_path):
+    """Of an engine in this process; a server's are its own."""
+    settings = SweepSettings.model_validate({"shape": "tiny", "concurrency": "1", "requests": 8})
+
+    def resumed(attention, gpu):
+        engine = {"computes": {"attention": attention}}
+        fresh = plan_results(settings, SAMPLES, engine=engine, gpus=1, machine={"gpu": gpu})
+        return open_results(fresh, tmp_path, resume=(tmp_path / "results.json").exists(), force=False)
+
+    resumed("our CUDA kernels 8", "NVIDIA H200").write(tmp_path)
+    assert resumed("our CUDA kernels 8", "NVIDIA H200")
+    for attention, gpu in (
+        ("torch", "NVIDIA H200"),
+        ("our CUDA kernels 9", "NVIDIA H200"),
+        ("our CUDA kernels 8", "L40S"),
+    ):
+        with pytest.raises(SettingsError, match=r"--resume: (computes|gpu) was "):
+            resumed(attention, gpu)
+
+
 def test_a_longer_list_of_loads_may_go_on_from_a_shorter_one(tmp_path):
     sweep(TwoSpeeds(), tmp_path, concurrency="1", requests=8)
     results = sweep(TwoSpeeds(), tmp_path, resume=True, concurrency="1,2", requests=8)

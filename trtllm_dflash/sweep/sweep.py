@@ -94,14 +94,25 @@ def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Res
     if not resume:
         raise SettingsError(f"--output {folder}: has results; give --resume to go on, --force to begin anew")
     kept = read_results(folder)
-    same = {"dataset": fresh.dataset, "load_unit": fresh.load_unit, "gpus": fresh.gpus, **fresh.asked}
-    same["imposed_acceptance"] = fresh.imposed_acceptance
-    before = {"dataset": kept.dataset, "load_unit": kept.load_unit, "gpus": kept.gpus, **kept.asked}
-    before["imposed_acceptance"] = kept.imposed_acceptance
+    same, before = _conditions(fresh), _conditions(kept)
     for name in same.keys() | before.keys():
         if same.get(name) != before.get(name):
             raise SettingsError(f"--resume: {name} was {before.get(name)}, and is {same.get(name)} now")
     return fresh.model_copy(update={"rounds": kept.rounds})
+
+
+def _conditions(results: Results) -> dict[str, Any]:
+    """Names what all rounds of a sweep must share; where the engine is in this process, its GPU and kernels too."""
+    conditions = {
+        "dataset": results.dataset,
+        "load_unit": results.load_unit,
+        "gpus": results.gpus,
+        "imposed_acceptance": results.imposed_acceptance,
+        **results.asked,
+    }
+    if results.engine is not None:
+        conditions |= {"gpu": results.machine.get("gpu"), "computes": results.engine.get("computes")}
+    return conditions
 
 
 class Sweep:
