@@ -26,6 +26,7 @@ LAYERS = (
     {"build"},
     {"runtime"},
     {"llm"},
+    {"model_card"},
     {"serving"},
     {"quantize"},
     {"bench"},

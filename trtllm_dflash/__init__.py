@@ -9,21 +9,42 @@ Example:
         print(completion.text, completion.acceptance_length)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "SamplingParams", "TextChunk", "__version__"]
+#: Where each public name is: loaded on first use, since `trtllm-dflash --help` should not wait for torch.
+_HOMES = {
+    "LLM": "trtllm_dflash.llm",
+    "Completion": "trtllm_dflash.llm",
+    "SamplingParams": "trtllm_dflash.llm",
+    "TextChunk": "trtllm_dflash.llm",
+    "AutoModel": "trtllm_dflash.model_card",
+    "AutoModelForCausalLM": "trtllm_dflash.model_card",
+    "AutoTokenizer": "transformers",  # with the two before it, all that a model card imports
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "SamplingParams",
+    "TextChunk",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "__version__",
+]
 
 if TYPE_CHECKING:
+    from transformers import AutoTokenizer
+
     from trtllm_dflash.llm import LLM, Completion, TextChunk
+    from trtllm_dflash.model_card import AutoModel, AutoModelForCausalLM
     from trtllm_dflash.runtime.request import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: `trtllm-dflash --help` should not wait for torch.
-    if name in __all__:
-        from trtllm_dflash import llm
-
-        return getattr(llm, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trtllm_dflash' has no attribute {name!r}")

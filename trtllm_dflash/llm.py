@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -228,20 +228,22 @@ class LLM:
 
     def spec_generate(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Mapping[str, Any],
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         stop_token_ids: Sequence[int] | None = None,
         seed: int = 0,
     ) -> torch.Tensor:
-        """Generates in the manner of transformers: input_ids [1, N] -> [1, N + new] int64, on input_ids' device.
+        """Generates in transformers' manner: input_ids [1, N] -> [1, N + new], of the same type, on the same device.
 
         Args:
-            stop_token_ids: tokens that end the reply; None means the model's own.
+            input_ids: one prompt, or what `apply_chat_template(..., return_tensors="pt")` returns.
+            stop_token_ids: tokens that end the reply; None: the model's own.
+
+        Raises:
+            RequestError: this engine cannot serve it.
         """
-        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            shape = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-            raise RequestError(f"input_ids must be a tensor [1, N], not {shape}")
+        ids = read_input_ids(input_ids)
         try:
             params = SamplingParams(
                 max_tokens=max_new_tokens,
@@ -251,10 +253,10 @@ class LLM:
                 ignore_eos=stop_token_ids is not None,
             )
         except ValidationError as error:
-            raise RequestError(first_problem(error)) from None
-        (completion,) = self.generate([input_ids[0].tolist()], params)
-        new = torch.tensor([completion.token_ids], dtype=input_ids.dtype, device=input_ids.device)
-        return torch.cat([input_ids, new], dim=1)
+            raise RequestError(first_problem(error).replace("max_tokens", "max_new_tokens", 1)) from None
+        (completion,) = self.generate([ids[0].tolist()], params)
+        new = torch.tensor([completion.token_ids], dtype=ids.dtype, device=ids.device)
+        return torch.cat([ids, new], dim=1)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Encodes a prompt as `generate` does.
@@ -263,6 +265,26 @@ class LLM:
             RequestError: this engine cannot serve it.
         """
         return self.intake.encode(prompt)
+
+
+def read_input_ids(input_ids: torch.Tensor | Mapping[str, Any]) -> torch.Tensor:  # [1, N]
+    """Takes the one prompt out of a tensor, or out of the BatchEncoding that transformers puts it in.
+
+    Raises:
+        RequestError: it is no tensor [1, N], is padded, or holds more than text.
+    """
+    if isinstance(input_ids, Mapping):
+        unknown = sorted(set(input_ids) - {"input_ids", "attention_mask", "token_type_ids"})
+        if unknown:
+            raise RequestError("prompts are text alone", unknown[0])
+        mask = input_ids.get("attention_mask")
+        if mask is not None and not torch.as_tensor(mask).all():
+            raise RequestError("has zeros; give the prompt without padding", "attention_mask")
+        input_ids = input_ids.get("input_ids")  # type: ignore[assignment]
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        shape = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise RequestError(f"input_ids must be a tensor [1, N], not {shape}")
+    return input_ids
 
 
 def _ready(session: Session, prepare: bool, progress: Progress = lambda what, done, total: None) -> Session:

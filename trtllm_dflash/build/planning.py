@@ -11,7 +11,7 @@ import torch
 import trtllm_dflash
 from trtllm_dflash.build.caches import check_caches, choose_caches
 from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_precision
-from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, BuildSettings
 from trtllm_dflash.build.tensorrt_compiler import compile_target
 from trtllm_dflash.catalog import chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
@@ -130,7 +130,7 @@ def plan_models(
     drafter = _lighter(drafter, settings, choice)
     check_tp(settings.tp, target, drafter)
     check_sides(target, drafter, settings.tp)
-    max_seq_len = settings.max_seq_len or min(4096, target.max_positions)
+    max_seq_len = settings.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
     if max_seq_len > target.max_positions:
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
     if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:

@@ -9,6 +9,9 @@ from trtllm_dflash.build.precision import DrafterPrecision, TargetPrecision
 from trtllm_dflash.catalog import PairFacts
 from trtllm_dflash.engine.config import Backend
 
+#: Prompt and reply together, in tokens, where nothing else is said and the model takes as many.
+DEFAULT_MAX_SEQ_LEN = 4096
+
 
 class BuildSettings(BaseModel):
     """The settings of a build. Each field but `facts` is a flag, or a key of `--set` and of a build configuration."""
@@ -23,7 +26,7 @@ class BuildSettings(BaseModel):
     tp: PositiveInt = 1
     ep: bool = False  # ranks hold whole experts instead of a slice of each
     max_batch: PositiveInt = 8
-    max_seq_len: PositiveInt | None = None  # default: 4096, or less where the model takes less
+    max_seq_len: PositiveInt | None = None  # default: 4096, or the model's own where it takes less
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
     draft_vocab: Annotated[int, Field(ge=2)] | None = None  # tokens that are drafted; default: all
