@@ -68,7 +68,7 @@ class Checkpoint:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed. Prompts may be anywhere."""
+        """The device that it is computed on. Prompts may be anywhere."""
         return pick_device(self.place)
 
     @property
@@ -223,7 +223,7 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def _place(device: object) -> str:
-    """What transformers calls a device, as `LLM.load` does: cpu, cuda or auto."""
+    """Reads a device in any of transformers' forms; names it as `LLM.load` does: cpu, cuda or auto."""
     if isinstance(device, Mapping) and list(device) == [""]:  # the whole model
         device = device[""]
     name = f"cuda:{device}" if isinstance(device, int) else "auto" if device is None else str(device)
