@@ -7,31 +7,29 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from trtllm_dflash.build.assumptions import assumptions, error_bound, expert_precision
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
-from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.build.settings import DEFAULTS_OF_TENSORRT, BuildSettings
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
-from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, GPUS, RESERVED, PublishedGPU, capability
-from trtllm_dflash.cost.memory import check_fits, computes_all_experts, plan_adds, plan_memory, stored_bytes
-from trtllm_dflash.cost.prediction import (
-    ERROR_BOUND,
-    FP8_CACHE_ERROR_BOUND,
-    MIXTURE_ERROR_BOUND,
-    MXFP4_SHARE,
-    Limit,
-    predict_step,
-    sum_bytes,
+from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, GPUS, RESERVED, PublishedGPU
+from trtllm_dflash.cost.memory import (
+    MemoryPlan,
+    check_fits,
+    computes_all_experts,
+    plan_adds,
+    plan_memory,
+    stored_bytes,
 )
+from trtllm_dflash.cost.prediction import Limit, predict_step, sum_bytes
 from trtllm_dflash.cost.shapes import SHAPES, shape_models
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.kernels import MOE_ROWS
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.models.weights import Weight, WeightPrecision
-from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
+from trtllm_dflash.models.weights import Weight
 from trtllm_dflash.step import Drafting
 
 _CACHE_LENGTH = 1024
@@ -201,16 +199,10 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
     return BuildPlan(
         model=config.name,
         gpu=gpu.name,
-        limits=Limits(
-            memory=gpu.bytes,
-            bandwidth=gpu.bandwidth,
-            flops=gpu.products(config.precision),
-            link=gpu.link,
-            nvlink=gpu.nvlink,
-        ),
+        limits=_limits(config, gpu),
         precision=config.precision,
         linear_precision=config.target.linear_precision,
-        expert_precision=_expert_precision(config),
+        expert_precision=expert_precision(config),
         tp=config.tp,
         expert_parallel=moe is not None and moe.expert_parallel,
         max_batch=config.max_batch,
@@ -218,20 +210,11 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         block_size=config.block_size,
         cache_length=length,
         acceptance=settings.acceptance,
-        memory=Memory(
-            **_weights_by_part(config, memory.weights),
-            target_cache_per_slot=memory.target_cache // config.max_batch,
-            drafter_cache_per_slot=memory.drafter_cache // config.max_batch,
-            slots=config.max_batch,
-            scratch=memory.scratch,
-            graphs=memory.graphs,
-            reserved=RESERVED,
-            total=memory.total + RESERVED,
-        ),
+        memory=_memory(config, memory),
         largest_batch=most,
         largest_seq_len=longest,
-        error_bound=_error_bound(config),
-        assumptions=_assumptions(config, gpu, settings.acceptance),
+        error_bound=error_bound(config),
+        assumptions=assumptions(config, gpu, settings.acceptance),
         points=_points(config, gpu, settings.acceptance, sorted({min(batch, most) for batch in batches}), length),
     )
 
@@ -254,10 +237,9 @@ def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     drafter = pair.drafter.config if pair.drafter is not None else None
     choice = build_precision(pair.target_config, drafter, build, gpu)
     # For torch: no compiler is asked what it can compile here.
-    compilers = ("backend", "gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
-    plainly = {name: BuildSettings.model_fields[name].default for name in compilers}
     kv = "engine" if build.backend == "tensorrt" else build.kv
-    return plan_engine(pair, build.model_copy(update={**plainly, "kv": kv}), choice).config
+    settings = build.model_copy(update={**DEFAULTS_OF_TENSORRT, "backend": "torch", "kv": kv})
+    return plan_engine(pair, settings, choice).config
 
 
 def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
@@ -298,6 +280,29 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits(n))
 
 
+def _limits(config: EngineConfig, gpu: PublishedGPU) -> Limits:
+    return Limits(
+        memory=gpu.bytes,
+        bandwidth=gpu.bandwidth,
+        flops=gpu.products(config.precision),
+        link=gpu.link,
+        nvlink=gpu.nvlink,
+    )
+
+
+def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
+    return Memory(
+        **_weights_by_part(config, plan.weights),
+        target_cache_per_slot=plan.target_cache // config.max_batch,
+        drafter_cache_per_slot=plan.drafter_cache // config.max_batch,
+        slots=config.max_batch,
+        scratch=plan.scratch,
+        graphs=plan.graphs,
+        reserved=RESERVED,
+        total=plan.total + RESERVED,
+    )
+
+
 def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:
     sizes = dict.fromkeys(("attention", "feed_forward", "experts", "embedding", "lm_head", "rest", "drafter"), 0)
     size = config.dtype.itemsize
@@ -311,28 +316,6 @@ def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:
     sizes["experts"] += plan_adds(config)
     sizes["rest"] += total - sum(sizes.values())
     return sizes
-
-
-def _error_bound(config: EngineConfig) -> float:
-    if config.kv == "fp8":
-        return FP8_CACHE_ERROR_BOUND
-    return MIXTURE_ERROR_BOUND if config.target.moe is not None or _drafts_in_fp8(config) else ERROR_BOUND
-
-
-def _expert_precision(config: EngineConfig) -> str | None:
-    """Names the experts' precision; None where there are none. A TensorRT plan's depends on the GPU."""
-    moe = config.target.moe
-    if moe is None:
-        return None
-    if not moe.mxfp4:
-        for weight in build_target(config.target).weights():
-            if is_expert(weight) and weight.precision is not WeightPrecision.ENGINE:
-                return str(weight.precision.value)
-        return config.precision
-    if config.backend == "torch":
-        return "mxfp4"
-    gpu = capability(str(config.gpu))
-    return "nvfp4" if gpu in MOE_LAYER_CAPABILITIES else "mxfp4" if multiplies_fp4(gpu) else config.precision
 
 
 def _part(weight: Weight) -> str:
@@ -402,85 +385,3 @@ def _point(
         tokens_per_second_per_user=None if rate is None else rate / batch,
         tokens_per_second_per_gpu=None if rate is None else rate / config.tp,
     )
-
-
-# -- what is assumed -------------------------------------------------------------------------------------------------
-
-
-def _drafts_in_fp8(config: EngineConfig) -> bool:
-    return config.drafter is not None and config.drafter.linear_precision is WeightPrecision.FP8
-
-
-def _assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | None) -> list[str]:
-    """Lists the plan's assumptions, a line each."""
-    target, drafter = config.target, config.drafter
-    precision, steps = config.precision.upper(), "torch's, captured, with our CUDA kernels"
-    if config.backend == "tensorrt":
-        steps = f"predicted as {steps}, and memory is TensorRT's"
-    notes = [
-        f"Rates: {COPY_SHARE:.0%} of the published bandwidth and {GEMM_SHARE:.0%} of the published dense operations, "
-        "as a large copy and a large BF16 product were measured to get on an H200.",
-        "Steps: predicts H200 steps, those that its constants were fitted to, plain and drafted, at batch 1, 8 and 32: "
-        f"of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within {ERROR_BOUND:.0%}, of gpt-oss-20b "
-        f"on 1 and gpt-oss-120b on 2 within {MIXTURE_ERROR_BOUND:.0%}. Other GPUs are taken to wait as long.",
-        f"Backend: steps are {steps}; none of a TensorRT plan has been measured.",
-    ]
-    if config.tp > 4:
-        notes.append("Ranks: sums were measured on 2 and 4 H200s; more are extrapolated.")
-    if config.tp > 1 and not gpu.nvlink:
-        notes.append("Ranks: without NVLink, sums are taken to have the latency of NCCL's over it.")
-    if target.moe is not None:
-        stored, moe = str(_expert_precision(config)).upper(), target.moe
-        chosen = (
-            f"Every choice of {moe.top_k} of {moe.experts} is taken to be equally likely; real routing touches fewer."
-        )
-        if computes_all_experts(config):
-            chosen = f"A TensorRT plan for this GPU reads all {moe.experts} in every step."
-        notes.append(
-            f"Experts: {stored}, multiplied in {precision}, read if touched, once for each 16 rows; the rest "
-            f"{precision if target.linear_precision is None else target.linear_precision.value.upper()}."
-        )
-        notes.append(f"Experts: {chosen}")
-        if stored == "MXFP4" and config.backend == "torch":
-            notes.append(
-                f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it."
-            )
-        if config.backend == "torch":
-            dequantized = stored in ("FP8", "FP8-BLOCKS", "NVFP4")
-            where = "" if dequantized else f"of more than {MOE_ROWS} rows, or without our kernels, "
-            notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
-    if target.windows is not None and any(target.windows):
-        sizes = [window for window in target.windows if window is not None]
-        notes.append(
-            f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only, yet their caches are "
-            "linear: they hold every slot's whole length, as the others' do."
-        )
-    if config.kv == "fp8":
-        notes.append(
-            "Caches: FP8, in half the memory. Attention has the time that it takes with 16 bits (with many rows it "
-            f"takes more, with one over many tokens less): measured steps were within {FP8_CACHE_ERROR_BOUND:.0%}."
-        )
-    if target.linear_precision is not None:
-        notes.append(_quantized_note(config, target.linear_precision))
-    if _drafts_in_fp8(config):
-        notes.append(
-            "Drafter: FP8, read in half the time; measured steps of such drafters were up to 7% slower than predicted."
-        )
-    if acceptance is not None and drafter is not None:
-        survival = ImposedAcceptance(acceptance, drafter.block_size).survival
-        notes.append(
-            f"Acceptance: given, not measured: {acceptance:g} tokens a step with {drafter.block_size} rows, at which "
-            f"each draft survives with {survival:.3f} once those before it have."
-        )
-    notes.append("Tokens/s: of decoding alone, with all slots at work; prompts and the queue are not in it.")
-    return notes
-
-
-def _quantized_note(config: EngineConfig, kind: WeightPrecision) -> str:
-    """Explains how a step is assumed to multiply a target's matrices in few bits."""
-    said = f"Target: matrices in {kind.value.upper()}"
-    if config.backend == "torch" and kind is not WeightPrecision.FP8:
-        apart = "" if config.target.moe is None else ", but for experts,"
-        return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."
-    rate = "at twice BF16's rate" if kind is WeightPrecision.FP8 else "at BF16's rate"
-    return f"{said}, read as they are and multiplied {rate}; not compared with steps of such a target."

@@ -11,7 +11,7 @@ import torch
 import trtllm_dflash
 from trtllm_dflash.build.caches import check_caches, choose_caches
 from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_precision
-from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, BuildSettings
+from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, DEFAULTS_OF_TENSORRT, BuildSettings
 from trtllm_dflash.build.tensorrt_compiler import compile_target
 from trtllm_dflash.catalog import chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
@@ -295,8 +295,8 @@ def _check_tensorrt_settings(settings: BuildSettings) -> None:
         if settings.precision == "fp32":
             raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
         return
-    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers", "plugin"):
-        if getattr(settings, name) != BuildSettings.model_fields[name].default:
+    for name, default in DEFAULTS_OF_TENSORRT.items():
+        if getattr(settings, name) != default:
             raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
 
 

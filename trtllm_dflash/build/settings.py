@@ -42,3 +42,10 @@ class BuildSettings(BaseModel):
     workspace: PositiveInt | None = None  # MiB of scratch that a kernel may take; None: all there is
     workers: PositiveInt = 1  # ranks compiled at a time
     plugin: str | None = None  # libdflash_plugin.so: attention is that plugin; None: TensorRT's own layers
+
+
+#: The settings that are TensorRT's alone, and their defaults, which another backend's must keep.
+DEFAULTS_OF_TENSORRT: dict[str, Any] = {
+    name: BuildSettings.model_fields[name].default
+    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
+}

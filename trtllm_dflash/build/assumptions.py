@@ -1,0 +1,148 @@
+"""Assumptions of a plan's figures, in words for whoever reads them."""
+
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.floor import is_expert
+from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PublishedGPU, capability
+from trtllm_dflash.cost.memory import computes_all_experts
+from trtllm_dflash.cost.prediction import ERROR_BOUND, FP8_CACHE_ERROR_BOUND, MIXTURE_ERROR_BOUND, MXFP4_SHARE
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.kernels import MOE_ROWS
+from trtllm_dflash.models import build_target
+from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
+from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
+
+
+def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | None) -> list[str]:
+    """Lists the assumptions of a plan for an engine on a GPU, a line each.
+
+    Args:
+        acceptance: tokens a step with the drafter's whole block; None: none is given.
+    """
+    target, drafter = config.target, config.drafter
+    notes = [*_steps(config), *_ranks(config, gpu)]
+    if target.moe is not None:
+        notes += _experts(config, target.moe)
+    notes += _caches(config, target)
+    if target.linear_precision is not None:
+        notes.append(_target(config, target.linear_precision))
+    if drafter is not None:
+        notes += _drafter(drafter, acceptance)
+    notes.append("Tokens/s: of decoding alone, with all slots at work; prompts and the queue are not in it.")
+    return notes
+
+
+def error_bound(config: EngineConfig) -> float:
+    """Bounds the error of an engine's predicted steps, as a share of measured ones."""
+    if config.kv == "fp8":
+        return FP8_CACHE_ERROR_BOUND
+    return MIXTURE_ERROR_BOUND if config.target.moe is not None or _drafts_in_fp8(config.drafter) else ERROR_BOUND
+
+
+def expert_precision(config: EngineConfig) -> str | None:
+    """Names the experts' precision; None where there are none. A TensorRT plan's depends on the GPU."""
+    moe = config.target.moe
+    if moe is None:
+        return None
+    if not moe.mxfp4:
+        for weight in build_target(config.target).weights():
+            if is_expert(weight) and weight.precision is not WeightPrecision.ENGINE:
+                return str(weight.precision.value)
+        return config.precision
+    if config.backend == "torch":
+        return "mxfp4"
+    gpu = capability(str(config.gpu))
+    return "nvfp4" if gpu in MOE_LAYER_CAPABILITIES else "mxfp4" if multiplies_fp4(gpu) else config.precision
+
+
+def _drafts_in_fp8(drafter: DrafterConfig | None) -> bool:
+    return drafter is not None and drafter.linear_precision is WeightPrecision.FP8
+
+
+# -- one function a topic --------------------------------------------------------------------------------------------
+
+
+def _steps(config: EngineConfig) -> list[str]:
+    steps = "torch's, captured, with our CUDA kernels"
+    if config.backend == "tensorrt":
+        steps = f"predicted as {steps}, and memory is TensorRT's"
+    return [
+        f"Rates: {COPY_SHARE:.0%} of the published bandwidth and {GEMM_SHARE:.0%} of the published dense operations, "
+        "as a large copy and a large BF16 product were measured to get on an H200.",
+        "Steps: predicts H200 steps, those that its constants were fitted to, plain and drafted, at batch 1, 8 and 32: "
+        f"of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within {ERROR_BOUND:.0%}, of gpt-oss-20b "
+        f"on 1 and gpt-oss-120b on 2 within {MIXTURE_ERROR_BOUND:.0%}. Other GPUs are taken to wait as long.",
+        f"Backend: steps are {steps}; none of a TensorRT plan has been measured.",
+    ]
+
+
+def _ranks(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
+    notes = []
+    if config.tp > 4:
+        notes.append("Ranks: sums were measured on 2 and 4 H200s; more are extrapolated.")
+    if config.tp > 1 and not gpu.nvlink:
+        notes.append("Ranks: without NVLink, sums are taken to have the latency of NCCL's over it.")
+    return notes
+
+
+def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
+    precision, rest = config.precision.upper(), config.target.linear_precision
+    stored = str(expert_precision(config)).upper()
+    chosen = f"Every choice of {moe.top_k} of {moe.experts} is taken to be equally likely; real routing touches fewer."
+    if computes_all_experts(config):
+        chosen = f"A TensorRT plan for this GPU reads all {moe.experts} in every step."
+    notes = [
+        f"Experts: {stored}, multiplied in {precision}, read if touched, once for each 16 rows; the rest "
+        f"{precision if rest is None else rest.value.upper()}.",
+        f"Experts: {chosen}",
+    ]
+    if config.backend != "torch":
+        return notes
+    if stored == "MXFP4":
+        notes.append(f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it.")
+    dequantized = stored in ("FP8", "FP8-BLOCKS", "NVFP4")
+    where = "" if dequantized else f"of more than {MOE_ROWS} rows, or without our kernels, "
+    notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
+    return notes
+
+
+def _caches(config: EngineConfig, target: DecoderConfig) -> list[str]:
+    notes = []
+    sizes = [window for window in target.windows or () if window is not None]
+    if sizes:
+        notes.append(
+            f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only, yet their caches are "
+            "linear: they hold every slot's whole length, as the others' do."
+        )
+    if config.kv == "fp8":
+        notes.append(
+            "Caches: FP8, in half the memory. Attention has the time that it takes with 16 bits (with many rows it "
+            f"takes more, with one over many tokens less): measured steps were within {FP8_CACHE_ERROR_BOUND:.0%}."
+        )
+    return notes
+
+
+def _target(config: EngineConfig, kind: WeightPrecision) -> str:
+    """Explains how a step is assumed to multiply a target's matrices in few bits."""
+    said = f"Target: matrices in {kind.value.upper()}"
+    if config.backend == "torch" and kind is not WeightPrecision.FP8:
+        apart = "" if config.target.moe is None else ", but for experts,"
+        return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."
+    rate = "at twice BF16's rate" if kind is WeightPrecision.FP8 else "at BF16's rate"
+    return f"{said}, read as they are and multiplied {rate}; not compared with steps of such a target."
+
+
+def _drafter(drafter: DrafterConfig, acceptance: float | None) -> list[str]:
+    notes = []
+    if _drafts_in_fp8(drafter):
+        notes.append(
+            "Drafter: FP8, read in half the time; measured steps of such drafters were up to 7% slower than predicted."
+        )
+    if acceptance is not None:
+        survival = ImposedAcceptance(acceptance, drafter.block_size).survival
+        notes.append(
+            f"Acceptance: given, not measured: {acceptance:g} tokens a step with {drafter.block_size} rows, at which "
+            f"each draft survives with {survival:.3f} once those before it have."
+        )
+    return notes
