@@ -16,7 +16,7 @@ from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_targ
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
+from trtllm_dflash.checkpoint.slicing import RankReader, check_tp
 from trtllm_dflash.errors import CheckpointError, DFlashError, PairError, SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
@@ -247,7 +247,7 @@ def test_a_file_that_vanishes_after_opening_is_named(tmp_path):
 def test_one_rank_holds_every_tensor_whole(tmp_path):
     folder = CheckpointFolder.open(make_target(tmp_path, attention_bias=True))
     for weight in build_target(read_target_config(folder.config)).weights():
-        tensor = read_weight(folder, weight, 1, 0, torch.float32)
+        tensor = RankReader(folder, 1, 0).read(weight, torch.float32)
         assert tensor is not None
         assert torch.equal(tensor, torch.cat([folder.read(part.key) for part in weight.parts]))
 
@@ -266,7 +266,7 @@ def test_the_ranks_slices_make_up_the_whole(tmp_path, tp):
     for folder, weights in models:
         for part in (part for weight in weights for part in weight.parts):
             alone = Weight("alone", (part,))
-            slices = [read_weight(folder, alone, tp, rank, torch.float32) for rank in range(tp)]
+            slices = [RankReader(folder, tp, rank).read(alone, torch.float32) for rank in range(tp)]
             held = [piece for piece in slices if piece is not None]
             whole = folder.read(part.key)
             if part.split is Split.WHOLE:
@@ -289,7 +289,7 @@ def test_neighbouring_ranks_share_a_key_value_head(tmp_path, tp):
         shared = rank * 2 // tp
         rows = slice(shared * 16, shared * 16 + 16)
         expected = torch.cat([q[first * 16 : last * 16], k[rows], v[rows]])
-        tensor = read_weight(folder, qkv, tp, rank, torch.float32)
+        tensor = RankReader(folder, tp, rank).read(qkv, torch.float32)
         assert tensor is not None and torch.equal(tensor, expected)
         # The query heads of a rank must be those that the shared head serves.
         assert all(head * 2 // 8 == shared for head in range(first, last))
@@ -298,16 +298,16 @@ def test_neighbouring_ranks_share_a_key_value_head(tmp_path, tp):
 def test_an_output_bias_is_on_the_first_rank_alone(tmp_path):
     folder = CheckpointFolder.open(make_target(tmp_path, attention_bias=True))
     bias = Weight("bias", (Part("model.layers.0.self_attn.o_proj.bias", (64,), Split.FIRST_RANK),))
-    assert read_weight(folder, bias, 2, 0, torch.float32) is not None
-    assert read_weight(folder, bias, 2, 1, torch.float32) is None
+    assert RankReader(folder, 2, 0).read(bias, torch.float32) is not None
+    assert RankReader(folder, 2, 1).read(bias, torch.float32) is None
 
 
 def test_weights_are_converted_to_the_asked_type_and_own_their_memory(tmp_path):
     folder = CheckpointFolder.open(make_target(tmp_path))
     norm = Weight("norm", (Part(NORM, (64,)),))
-    halved = read_weight(folder, norm, 1, 0, torch.bfloat16)
+    halved = RankReader(folder, 1, 0).read(norm, torch.bfloat16)
     assert halved is not None and torch.equal(halved, folder.read(NORM).bfloat16())
-    own = read_weight(folder, norm, 1, 0, torch.float32)
+    own = RankReader(folder, 1, 0).read(norm, torch.float32)
     assert own is not None
     own.zero_()
     assert folder.read(NORM).any()
@@ -318,7 +318,7 @@ def test_a_tensor_that_is_not_finite_is_named(tmp_path, value):
     make_target(tmp_path)
     folder = CheckpointFolder.open(edit_tensors(tmp_path, lambda tensors: tensors[NORM].fill_(value)))
     with pytest.raises(CheckpointError) as caught:
-        read_weight(folder, Weight("norm", (Part(NORM, (64,)),)), 1, 0, torch.bfloat16)
+        RankReader(folder, 1, 0).read(Weight("norm", (Part(NORM, (64,)),)), torch.bfloat16)
     assert f"tensor {NORM} holds NaN or infinity" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -327,7 +327,7 @@ def test_a_value_too_large_for_the_precision_is_named(tmp_path):
     make_target(tmp_path)
     folder = CheckpointFolder.open(edit_tensors(tmp_path, lambda tensors: tensors[NORM].fill_(1e6)))
     with pytest.raises(CheckpointError, match=f"{NORM} does not fit torch.float16"):
-        read_weight(folder, Weight("norm", (Part(NORM, (64,)),)), 1, 0, torch.float16)
+        RankReader(folder, 1, 0).read(Weight("norm", (Part(NORM, (64,)),)), torch.float16)
 
 
 def config(tmp_path: Path, **options: int) -> DecoderConfig:

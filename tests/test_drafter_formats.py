@@ -10,7 +10,6 @@ from transformers import Qwen3Config
 from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target
 from trtllm_dflash.checkpoint.drafter import default_tap_layers, open_drafter
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.checkpoint.slicing import read_weight
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.drafter import Drafter
 
@@ -89,7 +88,7 @@ def test_a_config_without_tap_layers_gets_the_default(tmp_path):
 def test_a_trainer_s_model_prefix_is_mapped(tmp_path, drafter):
     plain = open_drafter(drafter)
     weight = Drafter(plain.config).weights()[0]
-    expected = read_weight(plain.folder, weight, 1, 0, torch.float32, plain.keys)
+    expected = plain.reader(1, 0).read(weight, torch.float32)
 
     def prefix(tensors):
         for name in list(tensors):
@@ -97,7 +96,7 @@ def test_a_trainer_s_model_prefix_is_mapped(tmp_path, drafter):
 
     opened = open_drafter(edit_tensors(drafter, prefix))
     assert opened.keys["fc.weight"] == "model.fc.weight"
-    tensor = read_weight(opened.folder, weight, 1, 0, torch.float32, opened.keys)
+    tensor = opened.reader(1, 0).read(weight, torch.float32)
     assert tensor is not None and expected is not None and torch.equal(tensor, expected)
 
 
@@ -203,8 +202,8 @@ def test_both_formats_give_the_same_drafter(tmp_path, target, drafter):
     assert ours is not None and theirs is not None
     assert ours.config == theirs.config
     for weight in Drafter(ours.config).weights():
-        a = read_weight(ours.folder, weight, 1, 0, torch.float32, ours.keys)
-        b = read_weight(theirs.folder, weight, 1, 0, torch.float32, theirs.keys)
+        a = ours.reader(1, 0).read(weight, torch.float32)
+        b = theirs.reader(1, 0).read(weight, torch.float32)
         assert a is not None and b is not None and torch.equal(a, b)
 
 
@@ -238,7 +237,7 @@ def test_a_reduced_vocabulary_maps_draft_ids_to_target_ids(speculators):
 def test_a_reduced_vocabulary_brings_its_own_head(speculators):
     opened = open_drafter(speculators, 4)
     [head] = [w for w in Drafter(opened.config).weights() if w.name == "drafter.lm_head.weight"]
-    tensor = read_weight(opened.folder, head, 2, 1, torch.float32, opened.keys)
+    tensor = opened.reader(2, 1).read(head, torch.float32)
     assert tensor is not None and tensor.shape == (16, 64)
 
 

@@ -36,7 +36,7 @@ from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.checkpoint.slicing import check_tp, read_weight
+from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.engine.directory import read_config
@@ -226,9 +226,8 @@ def sum_of_ranks(path: Path, tp: int, ep: bool, x: torch.Tensor, logits: torch.T
     prefix = "model.layers.0."
     total = torch.zeros_like(x)
     for rank in range(tp):
-        stored = {
-            w.name: read_weight(pair.target_folder, w, tp, rank, torch.float32) for w in model.expert_weights(prefix)
-        }
+        reader = pair.target_reader(tp, rank)
+        stored = {w.name: reader.read(w, torch.float32) for w in model.expert_weights(prefix)}
         for weight in model.expert_weights(prefix):
             tensor = stored[weight.name]
             assert tensor is None or tensor.shape == weight.shape(tp, rank)

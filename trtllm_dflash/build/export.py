@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_json
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
-from trtllm_dflash.checkpoint.slicing import read_weight
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
@@ -257,8 +256,7 @@ def _compare(engine: Path, config: EngineConfig, ranks: list[Any], folder: Path,
         EngineError: it is not; names the tensor.
     """
     pair = open_pair(folder / TARGET, folder / DRAFTER if config.drafter is not None else None)
-    drafter = pair.drafter.config if pair.drafter is not None else None
-    if (pair.target_config, drafter) != (config.target, config.drafter):
+    if (pair.target_config, pair.drafter_config) != (config.target, config.drafter):
         raise EngineError(f"{engine}: cannot be exported: its configuration is not that of the checkpoints it keeps")
     for rank, tensors in enumerate(ranks):
         for name, tensor in _read_again(pair, config, rank, progress):
@@ -267,14 +265,17 @@ def _compare(engine: Path, config: EngineConfig, ranks: list[Any], folder: Path,
 
 
 def _read_again(pair: Pair, config: EngineConfig, rank: int, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
-    read = [(weight, pair.target_folder, None) for weight in _target_weights(config)]
     checkpoint = pair.drafter
-    drafter = [(w, checkpoint.folder, checkpoint.keys) for w in _drafter_weights(config)] if checkpoint else []
+    reader = pair.target_reader(config.tp, rank)
+    read = [(reader, weight) for weight in _target_weights(config)]
+    if checkpoint is not None:
+        reader = checkpoint.reader(config.tp, rank)
+        read += [(reader, weight) for weight in _drafter_weights(config)]
     what = "checking" if config.tp == 1 else f"checking rank {rank}"
-    for number, (weight, folder, keys) in enumerate([*read, *drafter], start=1):
-        tensor = read_weight(folder, weight, config.tp, rank, config.dtype, keys)
+    for number, (reader, weight) in enumerate(read, start=1):
+        tensor = reader.read(weight, config.dtype)
         if tensor is not None:
             yield weight.name, tensor
-        progress(what, number, len(read) + len(drafter))
+        progress(what, number, len(read))
     if checkpoint is not None and checkpoint.draft_to_target is not None:
         yield DRAFT_TO_TARGET, checkpoint.draft_to_target

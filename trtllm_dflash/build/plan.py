@@ -234,8 +234,7 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
 
 def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     pair = open_checkpoints(build)
-    drafter = pair.drafter.config if pair.drafter is not None else None
-    choice = build_precision(pair.target_config, drafter, build, gpu)
+    choice = build_precision(pair.target_config, pair.drafter_config, build, gpu)
     # For torch: no compiler is asked what it can compile here.
     kv = "engine" if build.backend == "tensorrt" else build.kv
     settings = build.model_copy(update={**DEFAULTS_OF_TENSORRT, "backend": "torch", "kv": kv})

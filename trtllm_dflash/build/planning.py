@@ -75,10 +75,10 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         SettingsError: a setting contradicts the checkpoints.
         EngineError: the engine does not fit the GPU that is named.
     """
-    drafter = pair.drafter.config if pair.drafter is not None else None
-    _check_facts(settings, pair.target_config, drafter)
-    choice = choice or build_precision(pair.target_config, drafter, settings)
-    models = plan_models(pair.target_config, drafter, settings, choice)
+    target, drafter = pair.target_config, pair.drafter_config
+    _check_facts(settings, target, drafter)
+    choice = choice or build_precision(target, drafter, settings)
+    models = plan_models(target, drafter, settings, choice)
     draft_text = _draft_text(settings, pair)
     _check_tensorrt_settings(settings)
     caches = choose_caches(pair, settings.kv, settings.backend, choice.engine)

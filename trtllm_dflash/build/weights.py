@@ -1,13 +1,12 @@
 """A rank's tensors, read and fused from the checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import Pair
-from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_cache_scales, read_dequantized, read_quantized
-from trtllm_dflash.checkpoint.slicing import read_weight
+from trtllm_dflash.checkpoint.quantized import read_cache_scales
+from trtllm_dflash.checkpoint.slicing import RankReader
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, HEAD, PREFIX, Drafter
@@ -24,16 +23,18 @@ def read_rank_weights(
     drafter = Drafter(pair.drafter.config).weights() if pair.drafter is not None else []
     total = len(target) + len(drafter)
     tensors: dict[str, torch.Tensor] = {}
+    reader = pair.target_reader(tp, rank)
     for done, weight in enumerate(target, start=1):
-        tensors |= _read(pair.target_folder, weight, pair.quantized, tp, rank, dtype)
+        tensors |= _read(reader, weight, dtype)
         progress(done, total)
     if pair.drafter is not None:
         checkpoint = pair.drafter
+        reader = checkpoint.reader(tp, rank)
         for done, weight in enumerate(drafter, start=len(target) + 1):
             if weight.name == HEAD and checkpoint.borrows_head:
                 tensors |= _stored(weight, _borrowed_head(pair, weight, tp, rank), dtype)
             else:
-                tensors |= _read(checkpoint.folder, weight, checkpoint.quantized, tp, rank, dtype, checkpoint.keys)
+                tensors |= _read(reader, weight, dtype)
             progress(done, total)
         if checkpoint.draft_to_target is not None:
             tensors[DRAFT_TO_TARGET] = checkpoint.draft_to_target
@@ -65,23 +66,13 @@ def cache_scales(pair: Pair) -> dict[str, torch.Tensor]:
     return {name + ".scale": scale for name, scale in scales.items()}
 
 
-def _read(
-    folder: CheckpointFolder,
-    weight: Weight,
-    quantized: Mapping[str, QuantizedMatrix],
-    tp: int,
-    rank: int,
-    dtype: torch.dtype,
-    keys: Mapping[str, str] | None = None,
-) -> dict[str, torch.Tensor]:
+def _read(reader: RankReader, weight: Weight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Reads the tensors that an engine stores of a weight: as the checkpoint has it, dequantized, or rounded to FP8."""
-    key = weight.parts[0].key
-    if (keys or {}).get(key, key) in quantized:
+    if reader.is_quantized(weight):
         if weight.precision is WeightPrecision.ENGINE:
-            return {weight.name: read_dequantized(folder, weight, quantized, tp, rank, keys).to(dtype)}
-        return stored_tensors(weight.linear, read_quantized(folder, weight, quantized, tp, rank, keys))
-    wide = torch.float32 if weight.precision is WeightPrecision.FP8 else dtype
-    tensor = read_weight(folder, weight, tp, rank, wide, keys)
+            return {weight.name: reader.read_dequantized(weight).to(dtype)}
+        return stored_tensors(weight.linear, reader.read_quantized(weight))
+    tensor = reader.read(weight, torch.float32 if weight.precision is WeightPrecision.FP8 else dtype)
     return {} if tensor is None else _stored(weight, tensor, dtype)
 
 

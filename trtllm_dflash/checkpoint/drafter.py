@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
-from trtllm_dflash.checkpoint.quantized import CACHE_SCALES, QuantizedMatrix, common_precision, find_quantized
+from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, check_tensors
+from trtllm_dflash.checkpoint.slicing import RankReader
 from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import read_decoder_config
@@ -47,6 +48,10 @@ class DrafterCheckpoint:
     borrows_head: bool = False  # the reduced vocabulary's head is those rows of the target's
     quantized: Mapping[str, QuantizedMatrix] = field(default_factory=dict)  # of its tensors, by name
 
+    def reader(self, tp: int, rank: int) -> RankReader:
+        """Reads its tensors for `rank` of `tp`."""
+        return RankReader(self.folder, tp, rank, self.keys, self.quantized)
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -79,12 +84,9 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
         config = _read_config(folder.config, target_layers)
         _check_taps(config, folder, prefix + "fc.weight")
     weights = Drafter(config).weights()
-    parts = [part for weight in weights for part in weight.parts]
-    keys = {part.key: prefix + part.key for part in parts}
-    quantized = find_quantized(folder, parts, keys)
-    config = config.model_copy(update=common_precision(folder, weights, quantized, keys))
-    stored = {name: shape for matrix in quantized.values() for name, shape in matrix.tensors.items()}
-    folder.check(parts, [*_ignored(folder, config), *CACHE_SCALES], keys, stored)
+    keys = {part.key: prefix + part.key for weight in weights for part in weight.parts}
+    quantized, precision = check_tensors(folder, weights, _ignored(folder, config), keys)
+    config = config.model_copy(update=precision)
     draft_to_target = None if config.draft_vocab_size is None else _read_map(folder, config)
     return DrafterCheckpoint(config, folder, keys, draft_to_target, quantized=quantized)
 

@@ -67,7 +67,7 @@ class CheckpointFolder:
     ) -> None:
         """Compares the tensors with the parts that a model is made of: names, shapes, and floating-point types.
 
-        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.read_weight`. `quantized`:
+        `ignored`: patterns of tensor names that may be there besides. `keys`: see `slicing.RankReader`. `quantized`:
         shapes of tensors that are stored in few bits, and of their scales, whose types are known to be right.
 
         Raises:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, open_drafter
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
-from trtllm_dflash.checkpoint.quantized import CACHE_SCALES, QuantizedMatrix, common_precision, find_quantized
+from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, check_tensors
+from trtllm_dflash.checkpoint.slicing import RankReader
 from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.errors import PairError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.drafter import DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,15 @@ class Pair:
     target_config: DecoderConfig
     drafter: DrafterCheckpoint | None
     quantized: Mapping[str, QuantizedMatrix] = field(default_factory=dict)  # of the target's tensors, by name
+
+    @property
+    def drafter_config(self) -> DrafterConfig | None:
+        """The drafter's configuration, where there is one."""
+        return None if self.drafter is None else self.drafter.config
+
+    def target_reader(self, tp: int, rank: int) -> RankReader:
+        """Reads the target's tensors for `rank` of `tp`."""
+        return RankReader(self.target_folder, tp, rank, quantized=self.quantized)
 
 
 def open_pair(target: Path, drafter: Path | None = None) -> Pair:
@@ -33,14 +44,10 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
     folder = CheckpointFolder.open(target)
     with reading_config(target):
         config = read_target_config(folder.config)
-    weights = build_target(config).weights()
-    parts = [part for weight in weights for part in weight.parts]
-    quantized = find_quantized(folder, parts)
-    config = config.model_copy(update=common_precision(folder, weights, quantized))
     # Some exports of tied embeddings save the table a second time as the head.
     ignored = ["lm_head.weight"] if config.tied_embeddings else []
-    stored = {name: shape for matrix in quantized.values() for name, shape in matrix.tensors.items()}
-    folder.check(parts, [*ignored, *CACHE_SCALES], quantized=stored)
+    quantized, precision = check_tensors(folder, build_target(config).weights(), ignored)
+    config = config.model_copy(update=precision)
     if drafter is None:
         return Pair(folder, config, None, quantized)
     opened = open_drafter(drafter, config.layers)

@@ -4,7 +4,7 @@ Read are NVIDIA ModelOpt's unified exports (FP8, NVFP4) and FP8 as it is publish
 channel (`weight_scale`; compressed-tensors), or by blocks of 128 by 128 (`weight_scale_inv`, which multiplies as well).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedW
 MODELOPT_FILE = "hf_quant_config.json"
 
 #: Scales of FP8 caches, which an engine with other caches does not need.
-CACHE_SCALES = ("*.k_scale", "*.v_scale")
+_CACHE_SCALES = ("*.k_scale", "*.v_scale")
 
 #: quant_method in config.json -> the layouts of it that are read; None: whatever the tensors are. MXFP4 is a family's.
 _READ: dict[str, tuple[str, ...] | None] = {
@@ -48,9 +48,37 @@ class QuantizedMatrix:
     global_scale: str | None = None
     input_scale: str | None = None
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of it that share a scale, and bytes."""
+        return _BLOCK[self.precision]
 
-def find_quantized(
-    folder: CheckpointFolder, parts: Iterable[Part], keys: Mapping[str, str] | None = None
+
+def check_tensors(
+    folder: CheckpointFolder, weights: Sequence[Weight], ignored: Iterable[str], keys: Mapping[str, str] | None = None
+) -> tuple[dict[str, QuantizedMatrix], dict[str, Any]]:
+    """Compares a folder's tensors with a model's.
+
+    Args:
+        ignored: patterns of tensor names that may be there besides.
+        keys: a part's key -> the tensor's name in this checkpoint, where the two differ.
+
+    Returns:
+        The quantized ones by their names there, and the `linear_precision` and `plain_linears` of the model.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or misshapen, or quantized in a way that is not read.
+    """
+    parts = [part for weight in weights for part in weight.parts]
+    found = _find_quantized(folder, parts, keys or {})
+    precision = _common_precision(folder, weights, found, keys or {})
+    stored = {name: shape for matrix in found.values() for name, shape in matrix.tensors.items()}
+    folder.check(parts, [*ignored, *_CACHE_SCALES], keys, stored)
+    return found, precision
+
+
+def _find_quantized(
+    folder: CheckpointFolder, parts: Iterable[Part], keys: Mapping[str, str]
 ) -> dict[str, QuantizedMatrix]:
     """Finds the quantized matrices among a model's tensors, by their names in this checkpoint.
 
@@ -60,7 +88,7 @@ def find_quantized(
     _check_method(folder)
     found = {}
     for part in parts:
-        name = (keys or {}).get(part.key, part.key)
+        name = keys.get(part.key, part.key)
         info = folder.tensors.get(name)
         if info is not None and len(part.shape) == 2 and info.dtype in ("F8_E4M3", "U8"):
             layout = _fp8 if info.dtype == "F8_E4M3" else _nvfp4
@@ -68,11 +96,11 @@ def find_quantized(
     return found
 
 
-def common_precision(
+def _common_precision(
     folder: CheckpointFolder,
     weights: Iterable[Weight],
     found: Mapping[str, QuantizedMatrix],
-    keys: Mapping[str, str] | None = None,
+    keys: Mapping[str, str],
 ) -> dict[str, Any]:
     """Chooses a model's `linear_precision` and `plain_linears` from its checkpoint.
 
@@ -81,11 +109,10 @@ def common_precision(
     """
     if not found:
         return {}
-    names = keys or {}
     kinds: dict[WeightPrecision, str] = {}
     plain = []
     for weight in weights:
-        parts = [names.get(part.key, part.key) for part in weight.parts]
+        parts = [keys.get(part.key, part.key) for part in weight.parts]
         # What is missing is `CheckpointFolder.check`'s to say.
         own = {found[name].precision if name in found else None for name in parts if name in folder.tensors} or {None}
         if own != {None} and not weight.is_matrix:
@@ -103,64 +130,47 @@ def common_precision(
     return {"linear_precision": next(iter(kinds)), "plain_linears": tuple(plain)}
 
 
-def read_quantized(
+def read_matrix(
     folder: CheckpointFolder,
-    weight: Weight,
-    found: Mapping[str, QuantizedMatrix],
-    tp: int,
-    rank: int,
-    keys: Mapping[str, str] | None = None,
+    name: str,
+    matrix: QuantizedMatrix,
+    rows: int,
+    dimension: int | None,
+    first: int,
+    last: int,
 ) -> QuantizedWeight:
-    """Reads a quantized engine weight of `rank` of `tp`: the parts' slices joined, or stacked, as they are stored.
+    """Reads indices first..last-1 of a matrix along a dimension, as stored; all of it where that is None.
 
-    No slice cuts a block that shares a scale: see `build.precision.check_sides`.
-
-    Raises:
-        CheckpointError: a tensor cannot be read, or holds NaN or infinity.
-    """
-    names = keys or {}
-    slices = []
-    for part in weight.parts_of(tp, rank):
-        slices.append(_read_part(folder, part, found, names.get(part.key, part.key), *_bounds(part, tp, rank)))
-
-    def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-        tensor = torch.cat(tensors)
-        return tensor if weight.stack is None else tensor.unflatten(0, (len(slices) // weight.parts_of_each, -1))
-
-    values = joined([part.values for part in slices])
-    scale = joined([part.scale for part in slices])
-    # What goes in is one and the same, so the largest is its true range. Of experts it is the largest of all, too.
-    inputs = [part.input_scale for part in slices if part.input_scale is not None]
-    input_scale = torch.stack(inputs).amax() if len(inputs) == len(slices) else None
-    scales = [part.global_scale for part in slices if isinstance(part, Nvfp4Weight)]
-    if scales:
-        return Nvfp4Weight(values, scale, joined(scales), input_scale)
-    return Fp8Weight(values, scale, input_scale)
-
-
-def read_dequantized(
-    folder: CheckpointFolder,
-    weight: Weight,
-    found: Mapping[str, QuantizedMatrix],
-    tp: int,
-    rank: int,
-    keys: Mapping[str, str] | None = None,
-) -> torch.Tensor:
-    """Reads and dequantizes a quantized weight's parts of `rank` of `tp`: FP32. A slice may cut blocks.
+    Args:
+        rows: of the whole matrix.
 
     Raises:
         CheckpointError: a tensor cannot be read, or holds NaN or infinity.
     """
-    names = keys or {}
-    slices = []
-    for part in weight.parts_of(tp, rank):
-        name = names.get(part.key, part.key)
-        dimension, first, last = _bounds(part, tp, rank)
-        unit = 1 if dimension is None else _BLOCK[found[name].precision][dimension]
-        start, stop = first // unit * unit, min(-(-last // unit) * unit, part.shape[dimension or 0])
-        numbers = _read_part(folder, part, found, name, dimension, start, stop).dequantize()
-        slices.append(numbers if dimension is None else numbers.narrow(dimension, first - start, last - first))
-    return torch.cat(slices).reshape(weight.shape(tp, rank))
+
+    def read(key: str, row_unit: int = 1, column_unit: int = 1) -> torch.Tensor:
+        """Reads the slice of a tensor with one number for so many rows, and so many columns, of the matrix."""
+        if dimension is None:
+            return folder.read(key).clone()
+        unit = row_unit if dimension == 0 else column_unit
+        return folder.read(key, dimension, first // unit, -(-last // unit)).clone()
+
+    input_scale = None if matrix.input_scale is None else _number(folder, matrix.input_scale)
+    if matrix.precision is WeightPrecision.NVFP4:
+        assert matrix.global_scale is not None
+        values, scale = read(name, column_unit=2), read(matrix.scale, column_unit=NVFP4_BLOCK)
+        _check_finite(folder, matrix.scale, scale)
+        global_scale = _number(folder, matrix.global_scale).expand(len(values))
+        return Nvfp4Weight(values, scale, global_scale, input_scale)
+    values = read(name)
+    _check_finite(folder, name, values)
+    if matrix.precision is WeightPrecision.FP8_BLOCKS:
+        scale = read(matrix.scale, FP8_BLOCK, FP8_BLOCK).float()
+    else:
+        scale = folder.read(matrix.scale).float().flatten().expand(rows)
+        scale = scale[first:last] if dimension == 0 else scale
+    _check_finite(folder, matrix.scale, scale)
+    return Fp8Weight(values, scale.contiguous(), input_scale)
 
 
 def cache_format(folder: CheckpointFolder) -> str | None:
@@ -284,48 +294,6 @@ def _matrix(
         if tensors[input_scale] not in ((), (1,)):
             raise CheckpointError(f"{folder.path}: tensor {input_scale} is {list(tensors[input_scale])} instead of []")
     return QuantizedMatrix(precision, tensors, scale, global_scale, input_scale)
-
-
-def _bounds(part: Part, tp: int, rank: int) -> tuple[int | None, int, int]:
-    """Finds the dimension of a matrix that ranks divide, and the first and past-the-last index that a rank holds."""
-    return (None, 0, 0) if part.split.axis is None else (part.split.axis, *part.bounds(tp, rank))
-
-
-def _read_part(
-    folder: CheckpointFolder,
-    part: Part,
-    found: Mapping[str, QuantizedMatrix],
-    name: str,
-    dimension: int | None,
-    first: int,
-    last: int,
-) -> QuantizedWeight:
-    """Reads indices first..last-1 of a matrix along a dimension, as stored; all of it where that is None."""
-    matrix = found[name]
-
-    def read(key: str, row_unit: int = 1, column_unit: int = 1) -> torch.Tensor:
-        """Reads the slice of a tensor with one number for so many rows, and so many columns, of the matrix."""
-        if dimension is None:
-            return folder.read(key).clone()
-        unit = row_unit if dimension == 0 else column_unit
-        return folder.read(key, dimension, first // unit, -(-last // unit)).clone()
-
-    input_scale = None if matrix.input_scale is None else _number(folder, matrix.input_scale)
-    if matrix.precision is WeightPrecision.NVFP4:
-        assert matrix.global_scale is not None
-        values, scale = read(name, column_unit=2), read(matrix.scale, column_unit=NVFP4_BLOCK)
-        _check_finite(folder, matrix.scale, scale)
-        global_scale = _number(folder, matrix.global_scale).expand(len(values))
-        return Nvfp4Weight(values, scale, global_scale, input_scale)
-    values = read(name)
-    _check_finite(folder, name, values)
-    if matrix.precision is WeightPrecision.FP8_BLOCKS:
-        scale = read(matrix.scale, FP8_BLOCK, FP8_BLOCK).float()
-    else:
-        scale = folder.read(matrix.scale).float().flatten().expand(part.shape[0])
-        scale = scale[first:last] if dimension == 0 else scale
-    _check_finite(folder, matrix.scale, scale)
-    return Fp8Weight(values, scale.contiguous(), input_scale)
 
 
 def _number(folder: CheckpointFolder, key: str) -> torch.Tensor:

@@ -1,40 +1,122 @@
-"""One rank's engine tensors, assembled from slices of the checkpoint's."""
+"""One rank's engine tensors, assembled from slices of a checkpoint's; and numbers of ranks that a model allows."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
+from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_matrix
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import Content, Part, Split, Weight
+from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight
 from trtllm_dflash.ops.mxfp4 import NAN
 
 
-def read_weight(
-    folder: CheckpointFolder,
-    weight: Weight,
-    tp: int,
-    rank: int,
-    dtype: torch.dtype,
-    keys: Mapping[str, str] | None = None,
-) -> torch.Tensor | None:
-    """Reads an engine tensor of `rank` of `tp`, in memory of its own; None where the rank holds nothing of it.
+@dataclass(frozen=True)
+class RankReader:
+    """Reads the weights that `rank` of `tp` holds of a model, each in memory of its own.
 
-    `keys`: a part's key -> the name in this checkpoint, where the two differ.
-
-    Raises:
-        CheckpointError: a tensor cannot be read, holds NaN or infinity, or does not fit the type.
+    Attributes:
+        keys: a part's key -> the tensor's name in this checkpoint, where the two differ.
+        quantized: the tensors that are stored in few bits, by their names in this checkpoint.
     """
-    names = keys or {}
-    slices = []
-    for part in weight.parts_of(tp, rank):
-        if part.split is Split.FIRST_RANK and rank != 0:
-            return None
-        slices.append(_read_part(folder, part, names.get(part.key, part.key), tp, rank, dtype))
-    return torch.cat(slices).reshape(weight.shape(tp, rank))
+
+    folder: CheckpointFolder
+    tp: int
+    rank: int
+    keys: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedMatrix] = field(default_factory=dict)
+
+    def is_quantized(self, weight: Weight) -> bool:
+        """Whether the checkpoint stores a weight in few bits."""
+        return self._name(weight.parts[0]) in self.quantized
+
+    def read(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor | None:
+        """Reads a weight that is not quantized; None where the rank holds nothing of it.
+
+        Raises:
+            CheckpointError: a tensor cannot be read, holds NaN or infinity, or does not fit the type.
+        """
+        slices = []
+        for part in weight.parts_of(self.tp, self.rank):
+            if part.split is Split.FIRST_RANK and self.rank != 0:
+                return None
+            slices.append(self._read_part(part, dtype))
+        return torch.cat(slices).reshape(weight.shape(self.tp, self.rank))
+
+    def read_quantized(self, weight: Weight) -> QuantizedWeight:
+        """Reads a quantized weight: the parts' slices joined, or stacked, as they are stored.
+
+        No slice cuts a block that shares a scale: see `build.precision.check_sides`.
+
+        Raises:
+            CheckpointError: a tensor cannot be read, or holds NaN or infinity.
+        """
+        slices = [self._read_matrix(part, *self._bounds(part)) for part in weight.parts_of(self.tp, self.rank)]
+
+        def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+            tensor = torch.cat(tensors)
+            return tensor if weight.stack is None else tensor.unflatten(0, (len(slices) // weight.parts_of_each, -1))
+
+        values = joined([part.values for part in slices])
+        scale = joined([part.scale for part in slices])
+        # What goes in is one and the same, so the largest is its true range. Of experts it is the largest of all, too.
+        inputs = [part.input_scale for part in slices if part.input_scale is not None]
+        input_scale = torch.stack(inputs).amax() if len(inputs) == len(slices) else None
+        scales = [part.global_scale for part in slices if isinstance(part, Nvfp4Weight)]
+        if scales:
+            return Nvfp4Weight(values, scale, joined(scales), input_scale)
+        return Fp8Weight(values, scale, input_scale)
+
+    def read_dequantized(self, weight: Weight) -> torch.Tensor:
+        """Reads and dequantizes a quantized weight: FP32. A slice may cut blocks.
+
+        Raises:
+            CheckpointError: a tensor cannot be read, or holds NaN or infinity.
+        """
+        slices = []
+        for part in weight.parts_of(self.tp, self.rank):
+            dimension, first, last = self._bounds(part)
+            unit = 1 if dimension is None else self.quantized[self._name(part)].block[dimension]
+            start, stop = first // unit * unit, min(-(-last // unit) * unit, part.shape[dimension or 0])
+            numbers = self._read_matrix(part, dimension, start, stop).dequantize()
+            slices.append(numbers if dimension is None else numbers.narrow(dimension, first - start, last - first))
+        return torch.cat(slices).reshape(weight.shape(self.tp, self.rank))
+
+    def _name(self, part: Part) -> str:
+        return self.keys.get(part.key, part.key)
+
+    def _bounds(self, part: Part) -> tuple[int | None, int, int]:
+        """Finds the dimension that ranks divide, and the first and past-the-last index of it that this rank holds."""
+        axis = part.split.axis
+        return (None, 0, 0) if axis is None else (axis, *part.bounds(self.tp, self.rank))
+
+    def _read_matrix(self, part: Part, dimension: int | None, first: int, last: int) -> QuantizedWeight:
+        name = self._name(part)
+        return read_matrix(self.folder, name, self.quantized[name], part.shape[0], dimension, first, last)
+
+    def _read_part(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+        axis, key = part.split.axis, self._name(part)
+        stored = self.folder.read(key) if axis is None else self.folder.read(key, *self._bounds(part))
+        if part.content is Content.NUMBERS:
+            values = _as_numbers(self.folder, key, stored, dtype)
+        else:
+            values = stored
+            if part.content is Content.E8M0 and bool((stored == NAN).any()):
+                raise CheckpointError(f"{self.folder.path}: tensor {key} holds NaN; download the checkpoint again")
+        if axis is not None:
+            values = _pad(values, axis, part.held(self.tp, self.rank)[axis], part.content.padding)
+        if part.transposed:
+            values = values.transpose(1, 2)
+        if part.interleaved:
+            # Padding is whole blocks of pairs, so that it stands behind the gates as behind the ups.
+            values = values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return values
 
 
 def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = None) -> None:
@@ -60,25 +142,6 @@ def unshared_heads(tp: int, heads: int, kv_heads: int) -> Literal["query", "key/
     if tp < 1 or heads % tp:
         return "query"
     return "key/value" if kv_heads % tp and tp % kv_heads else None
-
-
-def _read_part(folder: CheckpointFolder, part: Part, key: str, tp: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    axis = part.split.axis
-    stored = folder.read(key) if axis is None else folder.read(key, axis, *part.bounds(tp, rank))
-    if part.content is Content.NUMBERS:
-        values = _as_numbers(folder, key, stored, dtype)
-    else:
-        values = stored
-        if part.content is Content.E8M0 and bool((stored == NAN).any()):
-            raise CheckpointError(f"{folder.path}: tensor {key} holds NaN; download the checkpoint again")
-    if axis is not None:
-        values = _pad(values, axis, part.held(tp, rank)[axis], part.content.padding)
-    if part.transposed:
-        values = values.transpose(1, 2)
-    if part.interleaved:
-        # Padding is whole blocks of pairs, so that it stands behind the gates as behind the ups.
-        values = values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return values
 
 
 def _as_numbers(folder: CheckpointFolder, key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
