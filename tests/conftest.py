@@ -1,10 +1,12 @@
 """Fixtures: the shipped pair, built once; and the command line, run in this process."""
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, settings
 
 import trtllm_dflash
 from trtllm_dflash import LLM
@@ -18,9 +20,19 @@ TINY = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
+# Examples are drawn slowly beside other work: no fault of theirs.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
 def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
     """Runs `trtllm-dflash` with these arguments; an exception that would be a traceback fails the test."""
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+    finally:  # a command may keep its own: its process ends with it
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -68,11 +68,7 @@ class Running:
         for _ in range(3):
             seen = self.metrics().get(COMPLETED, 0)
             self.complete("a", max_tokens=1, ignore_eos=True, draft=False)
-
-            def counted(metrics: dict[str, float], seen: float = seen) -> bool:
-                return metrics.get(COMPLETED, 0) > seen
-
-            self.wait_for(counted, "the request is counted")
+            self._wait_for_more(COMPLETED, seen)
         return self.metrics()
 
     def wait_for_increase(self, before: dict[str, float], counts: dict[str, float]) -> dict[str, float]:
@@ -83,6 +79,9 @@ class Running:
             return all(more[name] in (0, SETTLING.get(name, 0), 2 * SETTLING.get(name, 0)) for name in counts)
 
         return self.wait_for(grown, f"metrics grew by {counts}")
+
+    def _wait_for_more(self, name: str, seen: float) -> None:
+        self.wait_for(lambda metrics: metrics.get(name, 0) > seen, f"{name} is more than {seen}")
 
     def wait_for_gauge(self, name: str, value: float) -> None:
         """Returns once a metric has a value."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,16 +155,22 @@ def test_timing_cache_is_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "timing.cache"]
 
 
-def test_ctrl_c_cancels(pairs: dict[str, Pair]) -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, however these tests were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
+
+def test_ctrl_c_cancels(pairs: dict[str, Pair], heard: None) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if done == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         compile_pair(pairs["qwen3"], "sm120", progress=interrupt)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("gpu", ["sm90", "b300"])
