@@ -33,6 +33,7 @@ template <int D, bool kSharedTiles>
 struct Shared
 {
     static constexpr int kTileBytes = kTile * D * 2;
+    static constexpr int kHalfBytes = kTile * kAtom * 2; // of a tile: 64 of its columns
     static constexpr int kStages = 4 * 128 / D; // an even number
     static constexpr int kQueryBytes = kRows * D * 2; // of a warpgroup, if tiles are shared, else of both
     static constexpr int kQueriesAt = 2 * kStages * kTileBytes;
@@ -40,6 +41,12 @@ struct Shared
     static constexpr int kBoxRows = 1 + D / 16; // of a number of fragment a thread
     static constexpr int kBarriersAt = kMergeAt + (kSharedTiles ? 0 : 2 * kBoxRows * 128 * 16);
     static constexpr int kBytes = kBarriersAt + 2 * kStages * 8;
+
+    // Where a 16-byte chunk of a row of queries, keys or values lies: columns of one half together, swizzled.
+    static __device__ __forceinline__ int chunk_at(int row, int chunk)
+    {
+        return chunk / 8 * kHalfBytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16;
+    }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -75,95 +82,98 @@ __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, 
         : "memory");
 }
 
-#endif
+// -- inputs -----------------------------------------------------------------------------------------------------------
 
-// -- one range --------------------------------------------------------------------------------------------------------
-
-template <typename T, int D, bool kSharedTiles>
-__global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
-    Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
+// The ring of tiles in shared memory, and for each place one barrier that the tile has come, one that its readers are
+// done.
+template <typename S>
+struct Ring
 {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using S = Shared<D, kSharedTiles>;
-    constexpr int kHalfBytes = kTile * kAtom * 2; // of a tile: 64 of its columns
-    constexpr int kSteps = D / 16;
-    dflash_attention_params const& p = w.p;
+    uint32_t at;
 
-    extern __shared__ __align__(1024) char tiles[];
-    uint32_t const tiles_at = shared_address(tiles);
-    uint32_t const full = tiles_at + S::kBarriersAt; // a tile has come
-    uint32_t const empty = full + S::kStages * 8; // its readers are done
+    __device__ __forceinline__ uint32_t keys(int stage) const
+    {
+        return at + stage * 2 * S::kTileBytes;
+    }
 
-    int const warp = threadIdx.x / 32;
-    int const lane = threadIdx.x % 32;
-    int const group = warp / 4; // 2: who asks for tiles
-    int const range = blockIdx.x;
+    __device__ __forceinline__ uint32_t full(int stage) const
+    {
+        return at + S::kBarriersAt + stage * 8;
+    }
 
-    if (threadIdx.x == 0)
+    __device__ __forceinline__ uint32_t empty(int stage) const
+    {
+        return at + S::kBarriersAt + (S::kStages + stage) * 8;
+    }
+
+    // By one thread. readers: warps that take each tile.
+    __device__ __forceinline__ void init(int readers) const
     {
         for (int stage = 0; stage < S::kStages; ++stage)
         {
-            init_barrier(full + stage * 8, 1);
-            init_barrier(empty + stage * 8, kSharedTiles ? 8 : 4);
+            init_barrier(full(stage), 1);
+            init_barrier(empty(stage), readers);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    // Until the wait lengths are a guess, for a kernel before this one may be writing them; but mostly a right one, and
-    // what follows from them takes longer than the look whether they have changed.
-    Lengths lengths(p);
-    bool const can_guess = p.slots <= 32; // then all is in registers
-    Span span = can_guess ? Span(w, lengths, range) : Span();
-    __syncthreads();
-    // In this order: what begins beside this kernel may then read lengths.
-    wait();
-    trigger();
-    if (lengths.renew() || !can_guess)
-    {
-        span = Span(w, lengths, range);
-    }
-    if (span.first >= span.past)
-    {
-        return;
-    }
 
-    if (group == 2)
+    // Asks for all tiles of a range, each as soon as there is place. By one thread.
+    __device__ __forceinline__ void fill(dflash_attention_params const& p, Span const& span,
+        CUtensorMap const& keys_from, CUtensorMap const& values_from) const
     {
-        if (lane == 0)
+        Cursor ahead = span.at;
+        int stage = 0;
+        uint32_t parity = 1;
+        for (int unit = span.first; unit < span.past; ++unit)
         {
-            Cursor ahead = span.at;
-            int stage = 0;
-            uint32_t parity = 1;
-            for (int unit = span.first; unit < span.past; ++unit)
+            wait_for_phase(empty(stage), parity);
+            expect_bytes(full(stage), 2 * S::kTileBytes);
+            copy_tile(keys(stage), keys_from, ahead, full(stage));
+            copy_tile(keys(stage) + S::kTileBytes, values_from, ahead, full(stage));
+            if (unit + 1 < span.past)
             {
-                wait_for_phase(empty + stage * 8, parity);
-                uint32_t const to = tiles_at + stage * 2 * S::kTileBytes;
-                expect_bytes(full + stage * 8, 2 * S::kTileBytes);
-                copy_tile(to, keys, ahead, full + stage * 8);
-                copy_tile(to + S::kTileBytes, values, ahead, full + stage * 8);
-                if (unit + 1 < span.past)
-                {
-                    ahead.advance(p);
-                }
-                stage = stage + 1 == S::kStages ? 0 : stage + 1;
-                parity ^= stage == 0;
+                ahead.advance(p);
             }
+            stage = stage + 1 == S::kStages ? 0 : stage + 1;
+            parity ^= stage == 0;
         }
-        return;
+    }
+};
+
+// -- main loop --------------------------------------------------------------------------------------------------------
+
+// Attention of a warpgroup's 64 packed rows: all tiles of a (slot, head), or every other one.
+template <typename T, int D, bool kSharedTiles>
+struct Mainloop
+{
+    using S = Shared<D, kSharedTiles>;
+    static constexpr int kSteps = D / 16;
+
+    Work const& w;
+    char* shared;
+    Ring<S> ring;
+    int group;
+    int row_block;
+    Rows rows;
+    bool has_rows; // the warp
+    float scale; // of the logits, base 2
+    float out[2 * kSteps][4]; // unnormalized
+    OnlineSoftmax<FlushingExp2> softmax;
+
+    __device__ __forceinline__ Mainloop(Work const& work, char* shared_memory, Ring<S> const& tiles, int warp)
+        : w(work)
+        , shared(shared_memory)
+        , ring(tiles)
+        , group(warp / 4)
+        , row_block(kSharedTiles ? 2 * blockIdx.y + group : 0)
+        , rows(work, row_block * kRows + warp % 4 * 16)
+        , has_rows(row_block * kRows + warp % 4 * 16 < work.packed_rows)
+        , scale(work.p.scale * kLog2E)
+    {
     }
 
-    // This thread's two packed rows, as in a fragment.
-    int const row_block = kSharedTiles ? 2 * blockIdx.y + group : 0;
-    int const warp_rows = row_block * kRows + warp % 4 * 16;
-    bool const has_rows = warp_rows < w.packed_rows;
-    int const packed_rows[2] = {warp_rows + lane / 4, warp_rows + lane / 4 + 8};
-    int const rows[2] = {
-        packed_rows[0] - head_of(w, packed_rows[0]) * p.rows, packed_rows[1] - head_of(w, packed_rows[1]) * p.rows};
-    float const scale = p.scale * kLog2E;
-
-    // Queries of a warpgroup of its own, or of both.
-    constexpr int kQueryThreads = kSharedTiles ? kConsumers / 2 : kConsumers;
-    uint32_t const queries_at = tiles_at + S::kQueriesAt + (kSharedTiles ? group * S::kQueryBytes : 0);
-    auto const meet_for_queries = [&]()
+    // Waits for the others who share the queries.
+    __device__ __forceinline__ void meet() const
     {
         if constexpr (kSharedTiles)
         {
@@ -173,24 +183,32 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
         {
             meet_all();
         }
-    };
-    // A 16-byte chunk of a row of queries, keys or values: the columns of one half lie together, swizzled.
-    auto const swizzled = [](int row, int chunk)
-    { return chunk / 8 * kHalfBytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16; };
+    }
 
-    int unit = span.first; // of the (slot, head), the first that is in the range
-    for (Cursor at = span.at;; at.next_head(p))
+    // Where the warpgroup's queries lie.
+    __device__ __forceinline__ int queries_at() const
     {
-        int const count = min(at.tiles - at.tile, span.past - unit);
-        float out[2 * kSteps][4] = {};
-        OnlineSoftmax<FlushingExp2> softmax;
-        softmax.begin();
+        return S::kQueriesAt + (kSharedTiles ? group * S::kQueryBytes : 0);
+    }
 
-        for (int i = threadIdx.x % kQueryThreads; i < kRows * (D / 8); i += kQueryThreads)
+    // Loads the queries of a (slot, head), of whose keys none has been seen.
+    __device__ __forceinline__ void begin(Cursor const& at)
+    {
+        constexpr int kSharing = kSharedTiles ? kConsumers / 2 : kConsumers; // threads
+        dflash_attention_params const& p = w.p;
+        int const first_row = row_block * kRows;
+        char* const to = shared + queries_at();
+#pragma unroll
+        for (auto& fragment : out)
+        {
+            fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.f;
+        }
+        softmax.begin();
+        for (int i = threadIdx.x % kSharing; i < kRows * (D / 8); i += kSharing)
         {
             int const row = i / (D / 8);
             int const chunk = i % (D / 8);
-            int const packed_row = row_block * kRows + row;
+            int const packed_row = first_row + row;
             int4 x = {};
             if (packed_row < w.packed_rows)
             {
@@ -200,154 +218,178 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
                     + (at.head * w.group + group_head) * p.q_head_stride;
                 x = *reinterpret_cast<int4 const*>(from + chunk * 8);
             }
-            *reinterpret_cast<int4*>(tiles + (queries_at - tiles_at) + swizzled(row, chunk)) = x;
+            *reinterpret_cast<int4*>(to + S::chunk_at(row, chunk)) = x;
         }
         show_to_products();
-        meet_for_queries();
+        meet();
+    }
 
+    // Takes in the tile from first_key on, the nth of the range.
+    __device__ __forceinline__ void add(int nth, int first_key, int length)
+    {
+        int const stage = nth % S::kStages;
+        uint32_t const keys_at = ring.keys(stage);
+        wait_for_phase(ring.full(stage), nth / S::kStages % 2);
+
+        float logits[8][4] = {};
+        multiply_keys(logits, keys_at);
+        if (first_key + kTile > length)
+        {
+            clear_values(stage, length - first_key);
+        }
+        wait_for_products(logits);
+        uint32_t weights[4][4] = {};
+        if (has_rows)
+        {
+            Mask{w.p, length}.apply(logits, rows.query, first_key);
+            softmax.advance(logits, scale, out);
+#pragma unroll
+            for (int n = 0; n < 8; ++n)
+            {
+                float(&x)[4] = logits[n];
+                softmax.weigh(x, scale);
+                weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
+                weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
+            }
+        }
+        multiply_values(weights, keys_at + S::kTileBytes);
+        if (threadIdx.x % 32 == 0)
+        {
+            arrive(ring.empty(stage));
+        }
+    }
+
+    // Begins logits [64, 64] += q k^T.
+    __device__ __forceinline__ void multiply_keys(float (&logits)[8][4], uint32_t keys_at) const
+    {
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k)
+        {
+            int const column = k / 4 * S::kHalfBytes + k % 4 * 32;
+            multiply_add<T>(logits, matrix(ring.at + queries_at() + column, 16, 8 * kAtom * 2),
+                matrix(keys_at + column, 16, 8 * kAtom * 2));
+        }
+        commit_products();
+    }
+
+    // Values past the length may be anything, NaN too, which no weight of zero takes away: their rows become zeros.
+    __device__ __forceinline__ void clear_values(int stage, int past)
+    {
+        constexpr int kSharing = kSharedTiles ? kConsumers : kConsumers / 2; // threads
+        char* values = shared + (2 * stage + 1) * S::kTileBytes;
+        for (int i = threadIdx.x % kSharing; i < (kTile - past) * (D / 8); i += kSharing)
+        {
+            *reinterpret_cast<int4*>(values + S::chunk_at(past + i / (D / 8), i % (D / 8))) = {};
+        }
+        show_to_products();
+        if constexpr (kSharedTiles)
+        {
+            meet_all();
+        }
+        else
+        {
+            meet_group(group);
+        }
+    }
+
+    // out [64, D] += weights v
+    __device__ __forceinline__ void multiply_values(uint32_t const (&weights)[4][4], uint32_t values_at)
+    {
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+        {
+            multiply_add<T>(out, weights[k], matrix(values_at + k * 16 * kAtom * 2, S::kHalfBytes, 8 * kAtom * 2));
+        }
+        commit_products();
+        wait_for_products(out);
+    }
+
+    // Joins what two warpgroups have of the same rows and other keys. Each finishes one half of the output, its own, and
+    // gives the other warpgroup what it has of the other half. By all threads of both.
+    __device__ __forceinline__ void merge(float (&own)[kSteps][4])
+    {
+        auto* box = reinterpret_cast<float4*>(shared + S::kMergeAt) + threadIdx.x % 128;
+        auto* to = box + group * S::kBoxRows * 128;
+        auto* from = box + (1 - group) * S::kBoxRows * 128;
+        to[0] = {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]};
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n)
+        {
+            float(&lower)[4] = out[n];
+            float(&upper)[4] = out[n + kSteps];
+            to[(1 + n) * 128] = group == 0 ? float4{upper[0], upper[1], upper[2], upper[3]}
+                                           : float4{lower[0], lower[1], lower[2], lower[3]};
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+            {
+                own[n][c] = group == 0 ? lower[c] : upper[c];
+            }
+        }
+        meet();
+        float4 const others = from[0];
+        float const maxima[2] = {others.x, others.y};
+        float const sums[2] = {others.z, others.w};
+        float mine[2];
+        float theirs[2];
+        softmax.merge(maxima, sums, mine, theirs);
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n)
+        {
+            float4 const x = from[(1 + n) * 128];
+            own[n][0] = own[n][0] * mine[0] + x.x * theirs[0];
+            own[n][1] = own[n][1] * mine[0] + x.y * theirs[0];
+            own[n][2] = own[n][2] * mine[1] + x.z * theirs[1];
+            own[n][3] = own[n][3] * mine[1] + x.w * theirs[1];
+        }
+    }
+};
+
+// -- one range --------------------------------------------------------------------------------------------------------
+
+// What the two warpgroups do with a range.
+template <typename T, int D, bool kSharedTiles>
+__device__ __forceinline__ void attend(
+    Work const& w, Span const& span, char* shared, Ring<Shared<D, kSharedTiles>> const& ring)
+{
+    dflash_attention_params const& p = w.p;
+    int const warp = threadIdx.x / 32;
+    Mainloop<T, D, kSharedTiles> mainloop(w, shared, ring, warp);
+    int const group = mainloop.group;
+    Epilogue<T, D> const epilogue{w, static_cast<int>(blockIdx.x), mainloop.row_block, kRows / 16, warp % 4};
+
+    int unit = span.first; // of the (slot, head), the first that is in the range
+    for (Cursor at = span.at;; at.next_head(p))
+    {
+        int const count = min(at.tiles - at.tile, span.past - unit);
+        bool const begins = at.tile == 0;
+        bool const ends = at.tile + count == at.tiles;
+        mainloop.begin(at);
         // Of all tiles of the range, not of this (slot, head): a place of the ring is then always the same warpgroup's,
         // which so has seen each of the phases of its barriers.
         int const before = unit - span.first;
         for (int i = kSharedTiles ? 0 : (before + group) % 2; i < count; i += kSharedTiles ? 1 : 2)
         {
-            int const nth = before + i;
-            int const stage = nth % S::kStages;
-            uint32_t const keys_at = tiles_at + stage * 2 * S::kTileBytes;
-            uint32_t const values_at = keys_at + S::kTileBytes;
-            int const first_key = at.first_key() + i * kTile;
-            wait_for_phase(full + stage * 8, nth / S::kStages % 2);
-
-            // logits = q k^T
-            float logits[8][4] = {};
-            begin_products();
-#pragma unroll
-            for (int k = 0; k < kSteps; ++k)
-            {
-                int const column = k / 4 * kHalfBytes + k % 4 * 32;
-                multiply_add<T>(logits, matrix(queries_at + column, 16, 8 * kAtom * 2),
-                    matrix(keys_at + column, 16, 8 * kAtom * 2));
-            }
-            commit_products();
-            // Values past the length may be anything, NaN too, which no weight of zero takes away.
-            if (first_key + kTile > at.length)
-            {
-                constexpr int kSharing = kSharedTiles ? kConsumers : kConsumers / 2;
-                int const past = at.length - first_key;
-                for (int j = threadIdx.x % kSharing; j < (kTile - past) * (D / 8); j += kSharing)
-                {
-                    *reinterpret_cast<int4*>(
-                        tiles + (values_at - tiles_at) + swizzled(past + j / (D / 8), j % (D / 8))) = {};
-                }
-                show_to_products();
-                if constexpr (kSharedTiles)
-                {
-                    meet_all();
-                }
-                else
-                {
-                    meet_group(group);
-                }
-            }
-            wait_for_products(logits);
-
-            uint32_t weights[4][4] = {};
-            if (has_rows)
-            {
-                Mask{p, at.length}.apply(logits, rows, first_key);
-                softmax.advance(logits, scale, out);
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-                {
-                    float(&x)[4] = logits[n];
-                    softmax.weigh(x, scale);
-                    weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
-                    weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
-                }
-            }
-
-            // out += softmax v
-            begin_products();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-            {
-                multiply_add<T>(
-                    out, weights[k], matrix(values_at + k * 16 * kAtom * 2, kHalfBytes, 8 * kAtom * 2));
-
-            }
-            commit_products();
-            wait_for_products(out);
-            if (lane == 0)
-            {
-                arrive(empty + stage * 8);
-            }
+            mainloop.add(before + i, at.first_key() + i * kTile, at.length);
         }
-
         // The end of a (slot, head), or of the range.
-        softmax.finish(scale);
-        // Of results in two warpgroups each finishes a half: this is of the other's half, and the other's is of this.
-        constexpr int kOwn = kSharedTiles ? 2 * kSteps : kSteps; // fragments
-        int const first_own = kSharedTiles ? 0 : group * kSteps;
-        float own[kOwn][4];
+        mainloop.softmax.finish(mainloop.scale);
         if constexpr (kSharedTiles)
         {
-#pragma unroll
-            for (int i = 0; i < 4 * kOwn; ++i)
+            mainloop.meet(); // none reads the queries any more
+            if (mainloop.has_rows)
             {
-                own[i / 4][i % 4] = out[i / 4][i % 4];
+                epilogue.write(at, begins, ends, mainloop.rows, mainloop.softmax, mainloop.out, 0);
             }
-            meet_for_queries(); // of the next (slot, head): none reads these any more
         }
         else
         {
-            auto* box = reinterpret_cast<float4*>(tiles + S::kMergeAt) + threadIdx.x % 128;
-            auto* to = box + group * S::kBoxRows * 128;
-            auto* from = box + (1 - group) * S::kBoxRows * 128;
-            to[0] = {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]};
-#pragma unroll
-            for (int n = 0; n < kSteps; ++n)
+            float own[D / 16][4];
+            mainloop.merge(own); // after which none reads the queries any more
+            if (mainloop.has_rows)
             {
-                float(&lower)[4] = out[n];
-                float(&upper)[4] = out[n + kSteps];
-                to[(1 + n) * 128] = group == 0 ? float4{upper[0], upper[1], upper[2], upper[3]}
-                                               : float4{lower[0], lower[1], lower[2], lower[3]};
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                {
-                    own[n][c] = group == 0 ? lower[c] : upper[c];
-                }
-            }
-            meet_for_queries(); // and for the box
-            float4 const others = from[0];
-            float const maxima[2] = {others.x, others.y};
-            float const sums[2] = {others.z, others.w};
-            float mine[2];
-            float theirs[2];
-            softmax.merge(maxima, sums, mine, theirs);
-#pragma unroll
-            for (int n = 0; n < kSteps; ++n)
-            {
-                float4 const x = from[(1 + n) * 128];
-                own[n][0] = own[n][0] * mine[0] + x.x * theirs[0];
-                own[n][1] = own[n][1] * mine[0] + x.y * theirs[0];
-                own[n][2] = own[n][2] * mine[1] + x.z * theirs[1];
-                own[n][3] = own[n][3] * mine[1] + x.w * theirs[1];
-            }
-        }
-        if (has_rows)
-        {
-            Partial const partial(w, D, range, at.tile == 0, row_block, kRows / 16, warp % 4);
-            bool const is_whole = at.tile == 0 && count == at.tiles;
-            if (is_whole)
-            {
-                write_rows<T, D>(w, at.slot, at.head, packed_rows, softmax.maximum, softmax.sum, own, first_own);
-            }
-            else
-            {
-                partial.write(own, first_own);
-                if (first_own == 0)
-                {
-                    partial.write_sums(softmax.maximum, softmax.sum);
-                }
+                epilogue.write(at, begins, ends, mainloop.rows, mainloop.softmax, own, group * (D / 16));
             }
         }
         unit += count;
@@ -355,6 +397,46 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
         {
             return;
         }
+    }
+}
+
+#endif
+
+template <typename T, int D, bool kSharedTiles>
+__global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
+    Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) char shared[];
+    Ring<Shared<D, kSharedTiles>> const ring{shared_address(shared)};
+    if (threadIdx.x == 0)
+    {
+        ring.init(kSharedTiles ? 8 : 4);
+    }
+    // Until the wait lengths are a guess, for a kernel before this one may be writing them; but mostly a right one, and
+    // what follows from them takes longer than the look whether they have changed.
+    Lengths lengths(w.p);
+    bool const can_guess = w.p.slots <= 32; // then all is in registers
+    Span span = can_guess ? Span(w, lengths, blockIdx.x) : Span();
+    __syncthreads();
+    // In this order: what begins beside this kernel may then read lengths.
+    wait();
+    trigger();
+    if (lengths.renew() || !can_guess)
+    {
+        span = Span(w, lengths, blockIdx.x);
+    }
+    if (span.first >= span.past)
+    {
+        return;
+    }
+    if (threadIdx.x < kConsumers)
+    {
+        attend<T, D, kSharedTiles>(w, span, shared, ring);
+    }
+    else if (threadIdx.x == kConsumers)
+    {
+        ring.fill(w.p, span, keys, values);
     }
 #endif
 }
