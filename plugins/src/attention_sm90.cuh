@@ -194,34 +194,49 @@ struct Mainloop
     // Loads the queries of a (slot, head), of whose keys none has been seen.
     __device__ __forceinline__ void begin(Cursor const& at)
     {
-        constexpr int kSharing = kSharedTiles ? kConsumers / 2 : kConsumers; // threads
-        dflash_attention_params const& p = w.p;
-        int const first_row = row_block * kRows;
-        char* const to = shared + queries_at();
 #pragma unroll
         for (auto& fragment : out)
         {
             fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.f;
         }
         softmax.begin();
-        for (int i = threadIdx.x % kSharing; i < kRows * (D / 8); i += kSharing)
+
+        constexpr int kSharing = kSharedTiles ? kConsumers / 2 : kConsumers; // threads
+        constexpr int kChunks = kRows * (D / 8);
+        constexpr int kTogether = kChunks / kSharing < 4 ? kChunks / kSharing : 4; // of a thread: no wait in between
+#pragma unroll 1
+        for (int first = threadIdx.x % kSharing; first < kChunks; first += kTogether * kSharing)
         {
-            int const row = i / (D / 8);
-            int const chunk = i % (D / 8);
-            int const packed_row = first_row + row;
-            int4 x = {};
-            if (packed_row < w.packed_rows)
+            int4 x[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
             {
-                int const group_head = head_of(w, packed_row);
-                T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride
-                    + (packed_row - group_head * p.rows) * p.q_row_stride
-                    + (at.head * w.group + group_head) * p.q_head_stride;
-                x = *reinterpret_cast<int4 const*>(from + chunk * 8);
+                int const chunk = first + i * kSharing;
+                x[i] = query_chunk(at, row_block * kRows + chunk / (D / 8), chunk % (D / 8));
             }
-            *reinterpret_cast<int4*>(to + S::chunk_at(row, chunk)) = x;
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+            {
+                int const chunk = first + i * kSharing;
+                *reinterpret_cast<int4*>(shared + queries_at() + S::chunk_at(chunk / (D / 8), chunk % (D / 8))) = x[i];
+            }
         }
         show_to_products();
         meet();
+    }
+
+    // Eight numbers of a packed row's query; zeros past the last row.
+    __device__ __forceinline__ int4 query_chunk(Cursor const& at, int packed_row, int chunk) const
+    {
+        if (packed_row >= w.packed_rows)
+        {
+            return {};
+        }
+        dflash_attention_params const& p = w.p;
+        int const group_head = head_of(w, packed_row);
+        T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride
+            + (packed_row - group_head * p.rows) * p.q_row_stride + (at.head * w.group + group_head) * p.q_head_stride;
+        return *reinterpret_cast<int4 const*>(from + chunk * 8);
     }
 
     // Takes in the tile from first_key on, the nth of the range.
@@ -306,7 +321,7 @@ struct Mainloop
         wait_for_products(out);
     }
 
-    // Joins what two warpgroups have of the same rows and other keys. Each finishes one half of the output, its own, and
+    // Joins what two warpgroups have of the same rows and other keys. Each finishes a half of the output, its own, and
     // gives the other warpgroup what it has of the other half. By all threads of both.
     __device__ __forceinline__ void merge(float (&own)[kSteps][4])
     {
