@@ -14,7 +14,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.weights import rounded_to_fp8
+from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 
 #: What a drafter never has, whatever its target is.
@@ -225,7 +225,8 @@ def shape_config(
     target, drafter = shape_models(name, layers)
     if target_precision is not None:
         target = target.model_copy(update=rounded_to_fp8(build_target(target).weights()))
-    lighter = {"linear_precision": drafter_precision, "draft_vocab_size": draft_vocab}
+    precision = None if drafter_precision is None else WeightPrecision(drafter_precision)
+    lighter = {"linear_precision": precision, "draft_vocab_size": draft_vocab}
     drafter = drafter.model_copy(update=lighter)
     config = EngineConfig(name=name, block_size=drafter.block_size, target=target, drafter=drafter, **settings)
     check_tp(config.tp, target, drafter)
