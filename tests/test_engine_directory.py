@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.conftest import refusal, run, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.build import planning
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.errors import EngineError
@@ -62,6 +64,14 @@ def load_refusal(engine: Path) -> str:
         LLM.load(engine, "cpu")
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_build_makes_each_choice_once(checkpoints, tmp_path, monkeypatch):
+    spies = {name: Mock(wraps=getattr(planning, name)) for name in ("choose_precision", "choose_caches")}
+    for name, spy in spies.items():
+        monkeypatch.setattr(planning, name, spy)
+    build(settings(checkpoints), tmp_path / "engine")
+    assert {name: spy.call_count for name, spy in spies.items()} == {"choose_precision": 1, "choose_caches": 1}
 
 
 # -- what is written -------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from trtllm_dflash.engine.directory import (
     written_aside,
 )
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
 from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
@@ -80,7 +80,7 @@ def _check(engine: Path, config: EngineConfig) -> None:
     if config.kv is not None:
         raise EngineError(f"{engine}: its caches are FP8, which is not written back; build it with --kv engine")
     check_shared_files(engine, config)
-    for weight in (*_target_weights(config), *_drafter_weights(config)):
+    for weight in pair_weights(config.target, config.drafter):
         if weight.precision is not WeightPrecision.ENGINE:
             raise EngineError(
                 f"{engine}: {weight.name} is stored as {weight.precision.name}, which is not written back; "

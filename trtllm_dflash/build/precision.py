@@ -8,9 +8,9 @@ import torch
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
 
@@ -132,8 +132,7 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
     Raises:
         SettingsError: names the matrix, and what would do.
     """
-    weights = build_target(target).weights() + (Drafter(drafter).weights() if drafter is not None else [])
-    for weight in weights:
+    for weight in pair_weights(target, drafter):
         shape = weight.shape(tp, 0)[-2:]  # of each, of a stack
         kind = weight.precision
         if kind in (WeightPrecision.FP8, WeightPrecision.NVFP4) and any(side % FP8_MULTIPLE for side in shape):

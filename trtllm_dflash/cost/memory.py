@@ -10,9 +10,9 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import HEAD_SIZES, MAX_ROWS
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
@@ -89,7 +89,7 @@ def _advice(config: EngineConfig, room: int) -> str:
 def weight_count(config: EngineConfig) -> int:
     """Parameters that the first rank holds, with the RoPE tables; a tied head counts once."""
     numbers = {Content.NUMBERS: 1, Content.E2M1_PAIRS: 2, Content.E8M0: 0}  # an element's
-    weights = _weights(config.target, config.drafter)
+    weights = pair_weights(config.target, config.drafter)
     return sum(prod(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
 
 
@@ -119,7 +119,7 @@ def plan_adds(config: EngineConfig) -> int:
 def _stored_bytes(
     target: DecoderConfig, drafter: DrafterConfig | None, backend: Backend, tp: int, itemsize: int
 ) -> int:
-    weights = _weights(target, drafter)
+    weights = pair_weights(target, drafter)
     return sum(_multiplied(weight, backend).stored_bytes(weight.shape(tp, 0), itemsize) for weight in weights)
 
 
@@ -138,11 +138,6 @@ def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
     if backend == "torch" and weight.precision in kinds and weight.stack is None:
         return WeightPrecision.ENGINE
     return weight.precision
-
-
-def _weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
-    weights = build_target(target).weights()
-    return weights + Drafter(drafter).weights() if drafter is not None else weights
 
 
 def _completed(config: EngineConfig) -> int:

@@ -137,6 +137,24 @@ class Plan:
         """Whether the pair's drafter was trained on replies without thinking; the same for every method."""
         return self.entry is not None and self.entry.chat.get("enable_thinking") is False
 
+    def headline(self, title: str, versions: str) -> str:
+        """Says what is launched on a runtime of that title, by the fields of those versions of it."""
+        gpus = f"{self.ranks} x {self.gpu.name}"
+        return f"{self.name} on {title}, --method {self.method}, {gpus}. Fields as in {versions}."
+
+    def thinking_notes(self, program: str) -> list[str]:
+        """Says what requests must carry where thinking is off and a program has no flag for it."""
+        if not self.thinking_off:
+            return []
+        return [
+            'Send "chat_template_kwargs": {"enable_thinking": false} with each request: the drafter was trained '
+            f"without thinking, and {program} has no flag for it."
+        ]
+
+    def catalog_notes(self) -> list[str]:
+        """Lists the catalog's notes on the pair."""
+        return [f"The catalog: {note}" for note in self.entry.notes] if self.entry is not None else []
+
     def host_reason(self) -> str:
         """Explains in one line who can reach the server."""
         if self.settings.host in ("127.0.0.1", "localhost"):

@@ -132,8 +132,7 @@ def draft_backend(plan: Plan) -> AttentionBackend:
 def _head(plan: Plan) -> tuple[str, ...]:
     settings = plan.settings
     lines = [
-        f"{plan.name} on SGLang, --method {plan.method}, {plan.ranks} x {plan.gpu.name}. "
-        f"Fields as in {RUNTIME.versions}.",
+        plan.headline(RUNTIME.title, RUNTIME.versions),
         "No --trust-remote-code: the configurations name families that are built in, so no checkpoint's code is run.",
     ]
     if settings.nodes > 1:
@@ -141,13 +140,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
             f"For node {settings.node_rank} of {settings.nodes}; the others: the same with another --node-rank. "
             "Requests go to node 0."
         )
-    if plan.thinking_off:
-        lines.append(
-            'Send "chat_template_kwargs": {"enable_thinking": false} with each request: the drafter was trained '
-            "without thinking, and SGLang has no flag for it."
-        )
-    lines += [f"The catalog: {note}" for note in plan.entry.notes] if plan.entry is not None else []
-    return tuple(lines)
+    return (*lines, *plan.thinking_notes(RUNTIME.title), *plan.catalog_notes())
 
 
 def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:

@@ -232,10 +232,7 @@ def _lines(key: str, value: Any) -> list[str]:
 
 def _head(plan: Plan) -> tuple[str, ...]:
     settings = plan.settings
-    lines = [
-        f"{plan.name} on TensorRT-LLM, --method {plan.method}, {plan.ranks} x {plan.gpu.name}. "
-        f"Fields as in {RUNTIME.versions}."
-    ]
+    lines = [plan.headline(RUNTIME.title, RUNTIME.versions)]
     if settings.nodes > 1:
         lines.append(
             "The file `hosts` names the nodes, one a line; the YAML must lie at the same path on all of them. "
@@ -243,13 +240,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
         )
     if plan.drafts and plan.family not in TESTED:
         lines.append(f"TensorRT-LLM's tests do not draft for {plan.family or 'this family'}: watch its acceptance.")
-    if plan.thinking_off:
-        lines.append(
-            'Send "chat_template_kwargs": {"enable_thinking": false} with each request: the drafter was trained '
-            "without thinking, and trtllm-serve has no flag for it."
-        )
-    lines += [f"The catalog: {note}" for note in plan.entry.notes] if plan.entry is not None else []
-    return tuple(lines)
+    return (*lines, *plan.thinking_notes(RUNTIME.program), *plan.catalog_notes())
 
 
 def _slurm(plan: Plan, words: str) -> str:

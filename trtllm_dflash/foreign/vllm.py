@@ -162,8 +162,7 @@ def head_size_fits(size: int, gpu: GPU) -> bool:
 
 def _head(plan: Plan) -> tuple[str, ...]:
     settings = plan.settings
-    gpus = f"{plan.ranks} x {plan.gpu.name}"
-    lines = [f"{plan.name} on vLLM, --method {plan.method}, {gpus}. Fields as in {RUNTIME.versions}."]
+    lines = [plan.headline(RUNTIME.title, RUNTIME.versions)]
     if settings.nodes > 1:
         each = plan.ranks // settings.nodes
         lines += [
@@ -171,8 +170,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
             f"  on {settings.head}:  ray start --head --port=6379 --num-gpus={each}",
             f"  on the others:  ray start --address={settings.head}:6379 --num-gpus={each}",
         ]
-    lines += [f"The catalog: {note}" for note in plan.entry.notes] if plan.entry is not None else []
-    return tuple(lines)
+    return (*lines, *plan.catalog_notes())
 
 
 def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:

@@ -4,10 +4,12 @@ from typing import Any, Protocol
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig
+from trtllm_dflash.models.drafter import Drafter, DrafterConfig
 from trtllm_dflash.models.gpt_oss import GptOss
 from trtllm_dflash.models.llama import Llama
 from trtllm_dflash.models.qwen3 import Qwen3
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
+from trtllm_dflash.models.weights import Weight
 
 
 class Family(Protocol):
@@ -48,3 +50,9 @@ def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
 def build_target(config: DecoderConfig) -> Decoder:
     """Makes the decoder of a configuration."""
     return FAMILIES[config.family](config)
+
+
+def pair_weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
+    """Lists the weights of a target, then of its drafter where there is one."""
+    weights = build_target(target).weights()
+    return weights if drafter is None else weights + Drafter(drafter).weights()
