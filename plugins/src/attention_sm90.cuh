@@ -84,10 +84,10 @@ __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, 
 
 // -- inputs -----------------------------------------------------------------------------------------------------------
 
-// The ring of tiles in shared memory, and for each place one barrier that the tile has come, one that its readers are
+// A ring of tiles in shared memory, and for each place a barrier that its tile has come and one that its readers are
 // done.
 template <typename S>
-struct Ring
+struct Inputs
 {
     uint32_t at;
 
@@ -151,7 +151,7 @@ struct Mainloop
 
     Work const& w;
     char* shared;
-    Ring<S> ring;
+    Inputs<S> inputs;
     int group;
     int row_block;
     Rows rows;
@@ -160,10 +160,10 @@ struct Mainloop
     float out[2 * kSteps][4]; // unnormalized
     OnlineSoftmax<FlushingExp2> softmax;
 
-    __device__ __forceinline__ Mainloop(Work const& work, char* shared_memory, Ring<S> const& tiles, int warp)
+    __device__ __forceinline__ Mainloop(Work const& work, char* shared_memory, Inputs<S> const& tiles, int warp)
         : w(work)
         , shared(shared_memory)
-        , ring(tiles)
+        , inputs(tiles)
         , group(warp / 4)
         , row_block(kSharedTiles ? 2 * blockIdx.y + group : 0)
         , rows(work, row_block * kRows + warp % 4 * 16)
@@ -243,8 +243,8 @@ struct Mainloop
     __device__ __forceinline__ void add(int nth, int first_key, int length)
     {
         int const stage = nth % S::kStages;
-        uint32_t const keys_at = ring.keys(stage);
-        wait_for_phase(ring.full(stage), nth / S::kStages % 2);
+        uint32_t const keys_at = inputs.keys(stage);
+        wait_for_phase(inputs.full(stage), nth / S::kStages % 2);
 
         float logits[8][4] = {};
         multiply_keys(logits, keys_at);
@@ -270,7 +270,7 @@ struct Mainloop
         multiply_values(weights, keys_at + S::kTileBytes);
         if (threadIdx.x % 32 == 0)
         {
-            arrive(ring.empty(stage));
+            arrive(inputs.empty(stage));
         }
     }
 
@@ -282,7 +282,7 @@ struct Mainloop
         for (int k = 0; k < kSteps; ++k)
         {
             int const column = k / 4 * S::kHalfBytes + k % 4 * 32;
-            multiply_add<T>(logits, matrix(ring.at + queries_at() + column, 16, 8 * kAtom * 2),
+            multiply_add<T>(logits, matrix(inputs.at + queries_at() + column, 16, 8 * kAtom * 2),
                 matrix(keys_at + column, 16, 8 * kAtom * 2));
         }
         commit_products();
@@ -352,11 +352,7 @@ struct Mainloop
 #pragma unroll
         for (int n = 0; n < kSteps; ++n)
         {
-            float4 const x = from[(1 + n) * 128];
-            own[n][0] = own[n][0] * mine[0] + x.x * theirs[0];
-            own[n][1] = own[n][1] * mine[0] + x.y * theirs[0];
-            own[n][2] = own[n][2] * mine[1] + x.z * theirs[1];
-            own[n][3] = own[n][3] * mine[1] + x.w * theirs[1];
+            merge_rows(own[n], from[(1 + n) * 128], mine, theirs);
         }
     }
 };
@@ -366,11 +362,11 @@ struct Mainloop
 // What the two warpgroups do with a range.
 template <typename T, int D, bool kSharedTiles>
 __device__ __forceinline__ void attend(
-    Work const& w, Span const& span, char* shared, Ring<Shared<D, kSharedTiles>> const& ring)
+    Work const& w, Span const& span, char* shared, Inputs<Shared<D, kSharedTiles>> const& inputs)
 {
     dflash_attention_params const& p = w.p;
     int const warp = threadIdx.x / 32;
-    Mainloop<T, D, kSharedTiles> mainloop(w, shared, ring, warp);
+    Mainloop<T, D, kSharedTiles> mainloop(w, shared, inputs, warp);
     int const group = mainloop.group;
     Epilogue<T, D> const epilogue{w, static_cast<int>(blockIdx.x), mainloop.row_block, kRows / 16, warp % 4};
 
@@ -423,10 +419,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) char shared[];
-    Ring<Shared<D, kSharedTiles>> const ring{shared_address(shared)};
+    Inputs<Shared<D, kSharedTiles>> const inputs{shared_address(shared)};
     if (threadIdx.x == 0)
     {
-        ring.init(kSharedTiles ? 8 : 4);
+        inputs.init(kSharedTiles ? 8 : 4);
     }
     // Until the wait lengths are a guess, for a kernel before this one may be writing them; but mostly a right one, and
     // what follows from them takes longer than the look whether they have changed.
@@ -447,11 +443,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
     }
     if (threadIdx.x < kConsumers)
     {
-        attend<T, D, kSharedTiles>(w, span, shared, ring);
+        attend<T, D, kSharedTiles>(w, span, shared, inputs);
     }
     else if (threadIdx.x == kConsumers)
     {
-        ring.fill(w.p, span, keys, values);
+        inputs.fill(w.p, span, keys, values);
     }
 #endif
 }

@@ -89,6 +89,16 @@ __device__ __forceinline__ void scale_rows(float (&x)[N][4], float const (&decay
     }
 }
 
+// The two rows of a fragment times what they are to be, plus those of another, of other keys.
+__device__ __forceinline__ void merge_rows(
+    float (&x)[4], float4 const& y, float const (&mine)[2], float const (&theirs)[2])
+{
+    x[0] = x[0] * mine[0] + y.x * theirs[0];
+    x[1] = x[1] * mine[0] + y.y * theirs[0];
+    x[2] = x[2] * mine[1] + y.z * theirs[1];
+    x[3] = x[3] * mine[1] + y.w * theirs[1];
+}
+
 // Online softmax of a thread's two rows, base 2. A row that has seen no key yet keeps its maximum at -inf and all
 // weights at 0.
 template <typename Exponential>
