@@ -182,8 +182,9 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
             return;
         }
     }
-    Rows const rows(w, first_row);
-    write_rows<T, D>(w, slot, kv_head, rows.packed, combination.softmax.maximum, combination.softmax.sum,
+    int const lane = threadIdx.x % 32;
+    int const packed_rows[2] = {first_row + lane / 4, first_row + lane / 4 + 8};
+    write_rows<T, D>(w, slot, kv_head, packed_rows, combination.softmax.maximum, combination.softmax.sum,
         combination.total, first_fragment);
 }
 
