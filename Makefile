@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN    := .venv/bin
 
-.PHONY: setup demo test check lint types kernels plugin wheel clean
+.PHONY: setup demo test check lowest lint types kernels plugin wheel clean
 
 setup: .venv/ready
 
@@ -29,6 +29,22 @@ test: setup lint types
 check: setup lint types
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) --dist loadfile -m "not slow"
 
+# All tests with the lowest versions that pyproject.toml allows, in an environment of their own. torch stays the pinned
+# one, and brings its own libraries: older ones have no builds without CUDA on PyPI.
+lowest: .venv-lowest/ready
+	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest --numprocesses $(WORKERS) --dist loadfile
+
+.venv-lowest/ready: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" uv
+	.venv-lowest/bin/pip freeze | grep '^torch==' > .venv-lowest/torch.txt
+	.venv-lowest/bin/uv pip compile --quiet --resolution lowest-direct --extra dev --constraint .venv-lowest/torch.txt \
+		--no-annotate --no-header pyproject.toml \
+		| grep -vE '^(torch|triton|cuda-[a-z]+|nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)[a-z0-9-]*)==' > .venv-lowest/versions.txt
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement .venv-lowest/versions.txt
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +65,4 @@ wheel: setup
 	$(BIN)/hatchling build --target wheel
 
 clean:
-	rm -rf .venv engines plugins/build
+	rm -rf .venv .venv-lowest engines plugins/build
