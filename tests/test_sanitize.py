@@ -32,6 +32,9 @@ DIVERGENT = """\
 """
 RAN = "every group of kernels ran"
 
+#: racecheck runs over one group of kernels at a time.
+RACECHECKS = [f"racecheck-{x}" for x in "step norms choices append sums experts attention products".split()]
+
 STUBS = {
     "nvidia-smi": 'echo "NVIDIA H200, 9.0"',
     "nm": "true",
@@ -73,7 +76,7 @@ def sanitize(tmp_path):
         shutil.copy(PLUGINS / name, plugins / name)
 
     def sanitize(logs=None, programs=None, last_line=RAN):
-        words = {"memcheck": CLEAN, "synccheck": CLEAN, "racecheck": RACES_CLEAN, **(logs or {})}
+        words = {"memcheck": CLEAN, "synccheck": CLEAN, **dict.fromkeys(RACECHECKS, RACES_CLEAN), **(logs or {})}
         for name, (source, text) in (programs or {}).items():
             (plugins / "harness" / f"{name}.cu").write_text(source)
             words[name] = text
@@ -94,10 +97,12 @@ def test_kernels_without_a_report_are_clean(sanitize):
     assert code == 0
     assert "compute-sanitizer 2025.3.1.0, one NVIDIA H200." in summary
     assert "7 of the library's 8 kernels ran, in 9 launches." in summary
-    assert "| racecheck | 0 | 0 |" in summary
+    assert all(f"| {name} | 0 | 0 |" in summary for name in ("memcheck", "synccheck", *RACECHECKS))
 
 
-@pytest.mark.parametrize(("tool", "words"), [("racecheck", RACE.format("Read")), ("synccheck", DIVERGENT.format(171))])
+@pytest.mark.parametrize(
+    ("tool", "words"), [("racecheck-sums", RACE.format("Read")), ("synccheck", DIVERGENT.format(171))]
+)
 def test_a_report_that_nothing_explains_is_an_error(sanitize, tool, words):
     code, summary, _ = sanitize({tool: words})
     assert code == 1
@@ -111,7 +116,7 @@ def test_a_reduced_program_explains_reports_of_its_kinds_where_it_says(sanitize)
         "two_branches": ("// sanitizer: synccheck sum_kernel\n", DIVERGENT.format(20)),
         "two_proxies": ("// sanitizer: racecheck sum.cuh\n", REDUCED_RACE.format("Read")),
     }
-    code, summary, _ = sanitize({"racecheck": RACE.format("Read"), "synccheck": DIVERGENT.format(171)}, programs)
+    code, summary, _ = sanitize({"racecheck-sums": RACE.format("Read"), "synccheck": DIVERGENT.format(171)}, programs)
     assert code == 0, summary
     assert "| synccheck | 1 | 0 |" in summary
     assert "| sum.cu:171, sum.cu:963 | two_branches | 1 |" in summary
@@ -128,9 +133,9 @@ def test_a_reduced_program_explains_reports_of_its_kinds_where_it_says(sanitize)
     ],
 )
 def test_a_reduced_program_explains_nothing_else(sanitize, source, words):
-    code, summary, _ = sanitize({"racecheck": RACE.format("Read")}, {"reduced": (source, words)})
+    code, summary, _ = sanitize({"racecheck-sums": RACE.format("Read")}, {"reduced": (source, words)})
     assert code == 1
-    assert "- racecheck: 1 unexplained" in summary
+    assert "- racecheck-sums: 1 unexplained" in summary
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-hopper", metavar="LIB", help="run attention of this library too: what others have")
     parser.add_argument("--cover", action="store_true", help="compare what the profiler saw with the library's symbols")
+    parser.add_argument("--group", choices=[group.__name__ for group in GROUPS], help="launch these kernels alone")
     settings = parser.parse_args()
+    groups = [group for group in GROUPS if settings.group in (None, group.__name__)]
     if not settings.cover:
-        launch_all(settings.without_hopper)
+        launch_all(groups, settings.without_hopper)
         return
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        launch_all(settings.without_hopper)
+        launch_all(groups, settings.without_hopper)
     compare(launches_of(trace))
 
 
-def launch_all(without_hopper: str | None) -> None:
+def launch_all(groups: Sequence[Callable[[torch.dtype], None]], without_hopper: str | None) -> None:
     """Launches each group in turn, whatever became of those before it; ends with 1 if one failed."""
-    failed = [group.__name__ for group in GROUPS if not launch(group)]
-    if without_hopper:
+    failed = [group.__name__ for group in groups if not launch(group)]
+    if without_hopper and attention in groups:
         named = os.environ.get(kernels.LIBRARY_VARIABLE, "")
         os.environ[kernels.LIBRARY_VARIABLE] = without_hopper
         failed += [] if launch(attention) else ["attention without Hopper's"]

@@ -143,20 +143,23 @@ def summarize(logs: Path, programs: list[Program]) -> tuple[list[str], bool]:
     lines = ["# The kernels under compute-sanitizer", ""]
     lines += [(logs / name).read_text().strip() for name in ("machine.txt", "kernels.txt")]
     tools, reports = [], Counter[tuple[str, ...]]()
-    complaints, used = [], Counter[str]()
-    for tool in TOOLS:
-        log = Log.read(logs / f"{tool}.log")
+    complaints: list[str] = []
+    used = Counter[str]()
+    runs = [(tool, file) for tool in TOOLS for file in sorted(logs.glob(f"{tool}*.seconds"))]
+    complaints += [f"- {tool}: it did not run" for tool in TOOLS if tool not in {ran for ran, _ in runs}]
+    for tool, file in runs:
+        name = file.stem
+        log = Log.read(logs / f"{name}.log")
         unexplained = 0
         for report in log.reports:
             names = [program.name for program in programs if program.explains(tool, report)]
             used.update(names)
             unexplained += not names
             reports.update([(tool, f"`{report.kernel}`", *report.said, ", ".join(names) or "**nothing**")])
-        seconds = (logs / f"{tool}.seconds").read_text().strip()
-        tools.append((tool, "?" if log.count is None else log.count, unexplained, seconds))
-        complaint = log.complaint((logs / f"{tool}.out").read_text())
-        complaints += [f"- {tool}: {complaint}"] if complaint else []
-        complaints += [f"- {tool}: {unexplained} unexplained"] if unexplained else []
+        tools.append((name, "?" if log.count is None else log.count, unexplained, file.read_text().strip()))
+        complaint = log.complaint((logs / f"{name}.out").read_text())
+        complaints += [f"- {name}: {complaint}"] if complaint else []
+        complaints += [f"- {name}: {unexplained} unexplained"] if unexplained else []
     reduced = [(f"`{x.name}.cu`", x.tool, "; ".join(sorted(x.kinds)) or "none", used[x.name]) for x in programs]
     lines += table("tool, errors, not explained, seconds", tools)
     lines += table(
