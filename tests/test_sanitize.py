@@ -33,7 +33,8 @@ DIVERGENT = """\
 RAN = "every group of kernels ran"
 
 #: racecheck runs over one group of kernels at a time.
-RACECHECKS = [f"racecheck-{x}" for x in "step norms choices append sums experts attention products".split()]
+GROUPS = ("step", "norms", "choices", "append", "sums", "experts", "attention", "products")
+RACECHECKS = [f"racecheck-{group}" for group in GROUPS]
 
 STUBS = {
     "nvidia-smi": 'echo "NVIDIA H200, 9.0"',

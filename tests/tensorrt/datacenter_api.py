@@ -28,6 +28,7 @@ SOURCES = [
     *sorted((PACKAGE / "ops").glob("tensorrt_*.py")),
     *sorted((PACKAGE / "build").glob("tensorrt_*.py")),
     *sorted((PACKAGE / "session").glob("tensorrt_*.py")),
+    PACKAGE / "session" / "plan_io.py",
 ]
 RECORD = Path(__file__).with_name("datacenter_api.txt")
 

@@ -85,8 +85,9 @@ class TensorRTPluginOps(TensorRTOps):
     def block_attention(
         self, layer: AttentionLayer, context: Context[ITensor], qkv: ITensor, start: ITensor, committed: ITensor
     ) -> ITensor:
-        inputs = [*context.tensors, committed]
-        return self._emit(layer, qkv, start, causal=False, context_index=context.index, context=inputs)
+        rows = context
+        inputs = [*rows.tensors, committed]
+        return self._emit(layer, qkv, start, causal=False, context_index=rows.index, context=inputs)
 
     def _emit(
         self,
