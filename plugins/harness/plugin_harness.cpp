@@ -236,8 +236,8 @@ Expected computed(Case const& c, Inputs const& in)
             for (int h = 0; h < c.heads; ++h)
             {
                 size_t const row = (size_t(b) * c.rows + i) * (c.heads + 2 * c.kv_heads) * c.size;
-                auto const q = normed_and_rotated(row_of(in.qkv, row + size_t(h) * c.size),
-                    c.has_norms ? &q_norm : nullptr, in, first + i, c.type);
+                auto const q = normed_and_rotated(
+                    row_of(in.qkv, row + size_t(h) * c.size), c.has_norms ? &q_norm : nullptr, in, first + i, c.type);
                 int const past = c.context_rows ? first + c.rows : first + i + 1;
                 int const oldest = c.window ? std::max(0, first + i - c.window + 1) : 0;
                 std::vector<double> weights(past);

@@ -121,15 +121,15 @@ DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStr
 
 #define DFLASH_SKINNY_ROWS 16
 
-/* norm(x) W^T + bias + residual of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor on
- * their number.
+/* norm(x) W^T + bias + residual of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor
+ * on their number.
  *
  * The norm is RMSNorm: x * norm_weight, rounded, goes into the products, and their sums are multiplied by
  * 1 / sqrt(mean(x^2) + eps). The result is rounded before the bias, after it, and after the residual.
  *
  * A weight's row is a multiple of 128 bytes, and there are a multiple of 16 of them. E4M3 weights have an FP32 scale a
- * row and are multiplied in FP16, into which BF16 inputs go by a power of two for each 128 of a row: what rounding takes
- * from them is less than 2^-38 of the largest of the 128. */
+ * row and are multiplied in FP16, into which BF16 inputs go by a power of two for each 128 of a row: what rounding
+ * takes from them is less than 2^-38 of the largest of the 128. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x, norm_weight, bias, residual and out */
@@ -317,7 +317,7 @@ typedef struct
     int32_t rows;
     int32_t size; /* H */
     int32_t vocabulary; /* rows of the table */
-    int32_t block; /* 0: each row has its id; else each id is of the first of so many rows, and the others' is mask_id */
+    int32_t block; /* 0: each row has its id; else the first of each so many has one, and the others have mask_id */
     int32_t mask_id;
     const void* table; /* [V, H] contiguous */
     const int32_t* ids; /* [rows], or [rows / block] */

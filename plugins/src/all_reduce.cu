@@ -39,15 +39,15 @@ __device__ __forceinline__ uint4 load_shared(char const* from)
 {
     uint4 x;
     asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(from)
-                 : "memory");
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(from)
+        : "memory");
     return x;
 }
 
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kThreads) all_reduce_kernel(
-    __grid_constant__ dflash_all_reduce_params const p, int const per_block, int const vectors)
+__global__ void __launch_bounds__(kThreads)
+    all_reduce_kernel(__grid_constant__ dflash_all_reduce_params const p, int const per_block, int const vectors)
 {
     constexpr int kPerVector = 16 / sizeof(T);
     using Numbers = Vector<T, kPerVector>;

@@ -193,8 +193,8 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     }
     // Starts as many warps as can load at once, and not many more: each begins by reading the lengths.
     int const fragments = w.p.slots * w.p.kv_heads * ((w.packed_rows + 15) / 16) * (D / 8);
-    return fragments <= 4 * plan.sms  ? launch_combine<T, D, 2, 1>(plan, stream)
-        : fragments <= 16 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, stream)
+    return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, stream)
+        : fragments <= 16 * plan.sms ? launch_combine<T, D, 1, 1>(plan, stream)
         : fragments <= 64 * plan.sms ? launch_combine<T, D, 1, 4>(plan, stream)
                                      : launch_combine<T, D, 1, D / 8>(plan, stream);
 }

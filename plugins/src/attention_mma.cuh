@@ -44,23 +44,23 @@ constexpr int shared_bytes(int head_size, int warps_m, int stages, int number_by
 __device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool is_real)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0)
-                 : "memory");
+        : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from)
-                 : "memory");
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
 }
 
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t from)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from)
-                 : "memory");
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
 }
 
 // The first two E4M3 numbers of x as two FP16 ones.
@@ -84,8 +84,7 @@ __device__ __forceinline__ uint32_t load_queries(T const* from)
     {
         auto const& x = reinterpret_cast<T const(&)[2]>(two);
         constexpr float kMost = 65504.f; // of FP16; beyond it BF16 goes on
-        return packed<P>(
-            fminf(fmaxf(to_float(x[0]), -kMost), kMost), fminf(fmaxf(to_float(x[1]), -kMost), kMost));
+        return packed<P>(fminf(fmaxf(to_float(x[0]), -kMost), kMost), fminf(fmaxf(to_float(x[1]), -kMost), kMost));
     }
 }
 
@@ -257,7 +256,7 @@ struct Mainloop
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                float(&x)[4] = logits[2 * n + half];
+                float (&x)[4] = logits[2 * n + half];
                 softmax.weigh(x, scale);
                 weights[2 * half] = packed<P>(x[0], x[1]);
                 weights[2 * half + 1] = packed<P>(x[2], x[3]);
@@ -388,8 +387,8 @@ __device__ __forceinline__ void in_order(float (&out)[kFragments][4], float scal
 #pragma unroll
     for (int i = 0; i < kFragments; i += 2)
     {
-        float(&even)[4] = out[i];
-        float(&odd)[4] = out[i + 1];
+        float (&even)[4] = out[i];
+        float (&odd)[4] = out[i + 1];
         float x[2][4];
 #pragma unroll
         for (int half = 0; half < 2; ++half)

@@ -75,9 +75,8 @@ __device__ __forceinline__ void meet_group(int group)
 // Tiles are boxes [D / 64, kTile, 64] of the cache [slots, kv_heads, D / 64, S, 64].
 __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, Cursor const& at, uint32_t barrier)
 {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
         "l"(&from), "r"(0), "r"(at.first_key()), "r"(at.head), "r"(at.slot), "r"(barrier)
         : "memory");
 }
@@ -261,7 +260,7 @@ struct Mainloop
 #pragma unroll
             for (int n = 0; n < 8; ++n)
             {
-                float(&x)[4] = logits[n];
+                float (&x)[4] = logits[n];
                 softmax.weigh(x, scale);
                 weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
                 weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
@@ -332,8 +331,8 @@ struct Mainloop
 #pragma unroll
         for (int n = 0; n < kSteps; ++n)
         {
-            float(&lower)[4] = out[n];
-            float(&upper)[4] = out[n + kSteps];
+            float (&lower)[4] = out[n];
+            float (&upper)[4] = out[n + kSteps];
             to[(1 + n) * 128] = group == 0 ? float4{upper[0], upper[1], upper[2], upper[3]}
                                            : float4{lower[0], lower[1], lower[2], lower[3]};
 #pragma unroll
@@ -414,8 +413,8 @@ __device__ __forceinline__ void attend(
 #endif
 
 template <typename T, int D, bool kSharedTiles>
-__global__ void __launch_bounds__(kMostThreads, 1) attend_kernel(
-    Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
+__global__ void __launch_bounds__(kMostThreads, 1)
+    attend_kernel(Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) char shared[];

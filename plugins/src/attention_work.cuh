@@ -191,8 +191,7 @@ struct Cursor
         int before = 0;
         for (int b = 0;; b += 32)
         {
-            int const own
-                = b + lane < p.slots ? division.of(tiles_of(p, lengths.of_lane(b + lane))) * p.kv_heads : 0;
+            int const own = b + lane < p.slots ? division.of(tiles_of(p, lengths.of_lane(b + lane))) * p.kv_heads : 0;
             int end = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2)

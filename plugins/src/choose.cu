@@ -102,8 +102,8 @@ cudaError_t launch_argmax(dflash_argmax_params const& p, cudaStream_t stream)
 {
     constexpr int kVector = 16 / sizeof(T);
     dim3 const grid(kCluster, p.rows);
-    bool const is_aligned = p.size % kVector == 0 && p.row_stride % kVector == 0
-        && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;
+    bool const is_aligned
+        = p.size % kVector == 0 && p.row_stride % kVector == 0 && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;
     return launch_kernel(is_aligned ? argmax_kernel<T, kVector> : argmax_kernel<T, 1>, grid, kThreads, 0, stream, p);
 }
 

@@ -202,11 +202,11 @@ int tokens_of(dflash_moe_params const& p, Device const& device)
 bool is_computed(dflash_moe_params const& p, Device const& device)
 {
     int const multiple = p.packed ? 32 : 16;
-    return p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1
-        && p.top_k <= std::min(kMostTopK, p.experts) && p.first >= 0 && p.count >= 1
-        && p.first + p.count <= p.experts && p.hidden >= multiple && p.columns >= multiple && p.hidden % multiple == 0
-        && p.columns % multiple == 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
-        && p.logits_dtype >= DFLASH_FP16 && p.logits_dtype <= DFLASH_FP32 && do_fit(p, device, 8);
+    return p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1 && p.top_k <= std::min(kMostTopK, p.experts)
+        && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts && p.hidden >= multiple
+        && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
+        && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
+        && p.logits_dtype <= DFLASH_FP32 && do_fit(p, device, 8);
 }
 
 } // namespace
@@ -249,8 +249,8 @@ extern "C" cudaError_t dflash_moe(
     if (p->dtype == DFLASH_FP16)
     {
         return tokens_of(*p, device) == 8 ? launch_moe<__half, 8>(*p, workspace, device, stream)
-                                  : launch_moe<__half, 16>(*p, workspace, device, stream);
+                                          : launch_moe<__half, 16>(*p, workspace, device, stream);
     }
     return tokens_of(*p, device) == 8 ? launch_moe<__nv_bfloat16, 8>(*p, workspace, device, stream)
-                              : launch_moe<__nv_bfloat16, 16>(*p, workspace, device, stream);
+                                      : launch_moe<__nv_bfloat16, 16>(*p, workspace, device, stream);
 }

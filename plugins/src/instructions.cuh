@@ -56,8 +56,7 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity
     uint32_t is_done = 0;
     while (!is_done)
     {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
             : "=r"(is_done)
             : "r"(barrier), "r"(parity)
             : "memory");

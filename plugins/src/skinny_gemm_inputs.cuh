@@ -10,8 +10,7 @@ namespace skinny
 
 __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier)
 {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
@@ -20,9 +19,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int byt
 // go to the places that `swizzled` says; rows past the tensor's are zeros.
 __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& map, int column, uint32_t barrier)
 {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(&map), "r"(column), "r"(0), "r"(barrier)
         : "memory");
 }
@@ -224,7 +222,7 @@ struct Inputs
         for (int i = 0; i < 2 * kPairs; i += 4)
         {
             uint4 const four = *inputs_at(load, tile, i);
-            uint32_t(&pairs)[kPairs] = to.b[tile][i / kPairs];
+            uint32_t (&pairs)[kPairs] = to.b[tile][i / kPairs];
             pairs[i % kPairs] = four.x;
             pairs[i % kPairs + 1] = four.y;
             pairs[i % kPairs + 2] = four.z;

@@ -15,8 +15,7 @@ __device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint
 {
     if constexpr (kCount == 1)
     {
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x[0]),
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x[0]),
             "r"(barrier)
             : "memory");
     }
@@ -100,8 +99,8 @@ struct Reduce
     template <bool kScaled>
     __device__ __forceinline__ void add_pairs(float const (&c)[kGranules][kTiles][4], int active, float scale)
     {
-        auto const own = [&](int granule, int tile, int i)
-        { return kScaled ? c[granule][tile][i] * scale : c[granule][tile][i]; };
+        auto const own
+            = [&](int granule, int tile, int i) { return kScaled ? c[granule][tile][i] * scale : c[granule][tile][i]; };
         if (place.warp >= kSlots)
         {
             each_item(active,

@@ -11,9 +11,8 @@ namespace skinny
 // Copies a unit for each warp, from a row and a line of a weight on: see `map_weight`.
 __device__ __forceinline__ void copy_stage(uint32_t to, CUtensorMap const& map, int row, int line, uint32_t barrier)
 {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
         "l"(&map), "r"(0), "r"(row), "r"(0), "r"(line), "r"(barrier)
         : "memory");
 }

@@ -68,17 +68,17 @@ __device__ __forceinline__ void multiply_add(float (&c)[8][4], uint64_t a, uint6
     {
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " DFLASH_REGISTERS_32
                      ", %32, %33, 1, 1, 1, 0, 0;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "l"(a), "l"(b)
-                     : "memory");
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+            : "l"(a), "l"(b)
+            : "memory");
     }
     else
     {
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " DFLASH_REGISTERS_32
                      ", %32, %33, 1, 1, 1, 0, 0;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "l"(a), "l"(b)
-                     : "memory");
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+            : "l"(a), "l"(b)
+            : "memory");
     }
 }
 
@@ -90,17 +90,17 @@ __device__ __forceinline__ void multiply_add(float (&c)[8][4], uint32_t const (&
     {
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " DFLASH_REGISTERS_32
                      ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+            : "memory");
     }
     else
     {
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " DFLASH_REGISTERS_32
                      ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+            : "memory");
     }
 }
 
@@ -112,17 +112,17 @@ __device__ __forceinline__ void multiply_add(float (&c)[16][4], uint32_t const (
     {
         asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " DFLASH_REGISTERS_64
                      ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+            : "memory");
     }
     else
     {
         asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " DFLASH_REGISTERS_64
                      ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                     : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-                     : "memory");
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+            : "memory");
     }
 }
 

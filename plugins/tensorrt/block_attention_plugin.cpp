@@ -275,9 +275,9 @@ bool BlockAttentionPlugin::has_shapes(PluginTensorDesc const* in, int32_t inputs
     Dims const& value = in[kPastValue].dims;
     Dims const& cos = in[kCos].dims;
     bool is_right = inputs == input_count() && qkv.nbDims == 3 && key.nbDims == 4 && cos.nbDims == 2
-        && qkv.d[2] == int64_t{s.heads + 2 * s.kv_heads} * s.head_size && key.d[0] == qkv.d[0]
-        && key.d[1] == s.kv_heads && key.d[3] == s.head_size && cos.d[1] * 2 == s.head_size
-        && volume(key) == volume(value) && volume(cos) == volume(in[kSin].dims) && volume(in[kStart].dims) == qkv.d[0];
+        && qkv.d[2] == int64_t{s.heads + 2 * s.kv_heads} * s.head_size && key.d[0] == qkv.d[0] && key.d[1] == s.kv_heads
+        && key.d[3] == s.head_size && cos.d[1] * 2 == s.head_size && volume(key) == volume(value)
+        && volume(cos) == volume(in[kSin].dims) && volume(in[kStart].dims) == qkv.d[0];
     if (is_right && context_at() >= 0)
     {
         Dims const& context = in[context_at()].dims;
