@@ -13,7 +13,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.step_times import measure
-from trtllm_dflash.session.calls import Copy, Decode, Prefill, Prepare, call_of, words_of
+from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step, call_of, words_of
 from trtllm_dflash.session.graphs import StepGraphs
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
@@ -194,5 +194,15 @@ def test_ranks_are_told_what_to_prepare():
         Copy(1, 2, 3),
         Decode([1, 0, 4], Drafting.BLOCK, 4, True),
         Prefill(2, 5, [7, 8, 9], True, Drafting.CONTEXT, 1),
+        Step(
+            [(3, 16), (0, 1)],
+            [Piece(1, 64, [5, 6], False), Piece(2, 0, [7], True, SlotSampling(0.5, 4, 0.9, 2**63))],
+            Drafting.BLOCK,
+            16,
+            True,
+            pages=[(1, 0, 9), (2, 1, 4)],
+            copies=[(9, 4, 30)],
+        ),
+        Step([(0, 1)], [], Drafting.OFF, 1, False),
     ):
         assert call_of(list(words_of(call))) == call

@@ -1,8 +1,8 @@
-"""Calls that the host makes of a session: to prepare, to read a chunk, to decode, to copy; and each as integers."""
+"""Calls that the host makes of a session: to prepare, to run a step, to copy rows; and each as integers."""
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtllm_dflash.step import Drafting
 
@@ -17,6 +17,33 @@ class SlotSampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a prompt, read in one slot."""
+
+    slot: int
+    start: int  # position of its first token
+    token_ids: list[int]
+    last: bool  # the reply's first token comes out of it, and the first block
+    sampling: SlotSampling = SlotSampling()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Runs decoding slots and pieces of prompts together; no slot twice.
+
+    The pages are given and the copies made, in this order, before any row is computed.
+    """
+
+    decode: list[tuple[int, int]]  # slot, and rows of it that are verified: the bonus token and drafts
+    pieces: list[Piece]
+    drafting: Drafting
+    block: int  # rows of the block to draft for the next step
+    sampled: bool  # False: all of them are greedy
+    pages: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index in its table, page
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # page from, page to, its first rows
 
 
 @dataclass(frozen=True)
@@ -59,21 +86,29 @@ class Prepare:
     sampled: bool  # besides greedy ones
 
 
-Call = Prefill | Decode | Copy | Prepare
+Call = Step | Prefill | Decode | Copy | Prepare
 
 
 def words_of(call: Call) -> Iterator[int]:
     """Encodes a call as integers; real numbers by their bits."""
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
+    elif isinstance(call, Step):
+        yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled)
+        for run in (call.decode, call.pages, call.copies):
+            yield len(run)
+            for numbers in run:
+                yield from numbers
+        for piece in call.pieces:
+            yield from (piece.slot, piece.start, piece.last, *_sampling_words(piece.sampling), len(piece.token_ids))
+            yield from piece.token_ids
     elif isinstance(call, Prepare):
         yield from (3, call.sampled, *call.lengths)
     elif isinstance(call, Decode):
         yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
     else:
         yield from (2, call.slot, call.start, call.last, _DRAFTING.index(call.drafting), call.block)
-        sampling = call.sampling
-        yield from (_bits(sampling.temperature), sampling.top_k, _bits(sampling.top_p), signed(sampling.seed))
+        yield from _sampling_words(call.sampling)
         yield from call.token_ids
 
 
@@ -87,9 +122,47 @@ def call_of(words: list[int]) -> Call:
     if kind == 1:
         drafting, block, sampled, *row_counts = rest
         return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))
-    slot, start, last, drafting, block, temperature, top_k, top_p, seed, *token_ids = rest
-    sampling = SlotSampling(_real(temperature), top_k, _real(top_p), seed % 2**64)
+    if kind == 4:
+        return _step_of(rest)
+    slot, start, last, drafting, block = rest[:5]
+    sampling, token_ids = _sampling_of(rest[5:9]), rest[9:]
     return Prefill(slot, start, token_ids, bool(last), _DRAFTING[drafting], block, sampling)
+
+
+def _step_of(words: list[int]) -> Step:
+    drafting, block, sampled = words[:3]
+    at = 3
+    runs: list[list[int]] = []
+    for size in (2, 3, 3):
+        end = at + 1 + words[at] * size
+        runs.append(words[at + 1 : end])
+        at = end
+    decode, pages, copies = runs
+    pieces = []
+    while at < len(words):
+        slot, start, last = words[at : at + 3]
+        sampling, count = _sampling_of(words[at + 3 : at + 7]), words[at + 7]
+        at += 8
+        pieces.append(Piece(slot, start, words[at : at + count], bool(last), sampling))
+        at += count
+    return Step(
+        decode=list(zip(decode[::2], decode[1::2], strict=True)),
+        pieces=pieces,
+        drafting=_DRAFTING[drafting],
+        block=block,
+        sampled=bool(sampled),
+        pages=list(zip(pages[::3], pages[1::3], pages[2::3], strict=True)),
+        copies=list(zip(copies[::3], copies[1::3], copies[2::3], strict=True)),
+    )
+
+
+def _sampling_words(sampling: SlotSampling) -> tuple[int, ...]:
+    return (_bits(sampling.temperature), sampling.top_k, _bits(sampling.top_p), signed(sampling.seed))
+
+
+def _sampling_of(words: list[int]) -> SlotSampling:
+    temperature, top_k, top_p, seed = words
+    return SlotSampling(_real(temperature), top_k, _real(top_p), seed % 2**64)
 
 
 def signed(seed: int) -> int:
