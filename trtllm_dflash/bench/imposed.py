@@ -9,11 +9,13 @@ import math
 import torch
 
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.kernels import MAX_ROWS
 from trtllm_dflash.ops.base import Acceptance, Ops
+from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.philox import uniform_numbers
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.torch_session import SlotAccept
-from trtllm_dflash.step import Accept, StepInputs, accept_equals
+from trtllm_dflash.step import Accept, StepInputs
 
 Tensor = torch.Tensor
 
@@ -32,15 +34,9 @@ def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
         seeds = slots.seed  # [slots], written in place: a captured graph reads what a request left there
 
         def accept(ops: Ops[Tensor], inputs: StepInputs[Tensor], target_ids: Tensor) -> Acceptance[Tensor]:
-            if target_ids.shape[1] == 1:  # a chunk of a prompt, or a step without drafts: nothing to draw
-                return accept_equals(ops, inputs, target_ids)
-            rows = target_ids.shape[1]
-            accepted = draw_accepted(seeds[: len(target_ids)], inputs.start, acceptance.survival, rows)
-            accepted = accepted.minimum((inputs.row_count - 1).clamp(min=0))
-            index = accepted[:, None].long()
-            bonus = target_ids.take_along_dim(index, dim=1)[:, 0]
-            committed = inputs.logit_rows.take_along_dim(index, dim=1)[:, 0] + 1
-            return Acceptance(accepted, committed.int(), bonus)
+            assert isinstance(ops, TorchOps)
+            accepted = draw_accepted(seeds[ops.slots(inputs.start)], inputs.start, acceptance.survival, MAX_ROWS)
+            return ops.acceptance(accepted, target_ids, inputs.logit_rows, inputs.row_count)
 
         return accept
 

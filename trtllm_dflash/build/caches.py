@@ -1,12 +1,14 @@
-"""The precision of an engine's K/V caches, from the settings and the checkpoints."""
+"""The precision and the pages of an engine's K/V caches, from the settings and the checkpoints."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from trtllm_dflash.build.weights import cache_scales
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.checkpoint.quantized import cache_format
+from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import Backend
+from trtllm_dflash.engine.paging import PAGE_ROWS
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.weights import Precision
@@ -63,3 +65,22 @@ def _scales(found: int, caches: int) -> str:
     if found == 0:
         return "scale 1"
     return "its checkpoint's scales" if found == caches else f"scale 1 in {caches - found} of {caches} caches"
+
+
+def page_limits(page_size: int | None, kv_memory: float | None, backend: Backend, max_seq_len: int) -> dict[str, Any]:
+    """Chooses what `EngineConfig` says of its caches' pages, from --page-size and --kv-memory in GB.
+
+    Raises:
+        SettingsError: the backend keeps no pages, or our kernels read no such ones.
+    """
+    limits: dict[str, Any] = {}
+    for name, asked in (("--kv-memory", kv_memory), ("--page-size", page_size)):
+        if asked is not None and backend == "tensorrt":
+            raise SettingsError(f"{name} {asked:g}: TensorRT's own layers keep one page a slot; use --backend torch")
+    if page_size is not None:
+        if page_size < max_seq_len and page_size % PAGE_ROWS:
+            raise SettingsError(f"--page-size {page_size}: choose a multiple of {PAGE_ROWS}")
+        limits["page_size"] = page_size
+    if kv_memory is not None:
+        limits["kv_memory"] = int(kv_memory * GB)
+    return limits

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trtllm_dflash.build.assumptions import assumptions, error_bound, expert_precision
+from trtllm_dflash.build.caches import page_limits
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
 from trtllm_dflash.build.settings import DEFAULTS_OF_TENSORRT, BuildSettings
 from trtllm_dflash.checkpoint.hub import PACKAGE
@@ -259,6 +260,7 @@ def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
         target=models.target,
         drafter=models.drafter,
         kv="fp8" if build.kv == "fp8" else None,
+        **page_limits(build.page_size, build.kv_memory, build.backend, models.max_seq_len),
     )
 
 

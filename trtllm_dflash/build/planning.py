@@ -9,7 +9,7 @@ import safetensors
 import torch
 
 import trtllm_dflash
-from trtllm_dflash.build.caches import check_caches, choose_caches
+from trtllm_dflash.build.caches import check_caches, choose_caches, page_limits
 from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_precision
 from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, DEFAULTS_OF_TENSORRT, BuildSettings
 from trtllm_dflash.build.tensorrt_compiler import compile_target
@@ -97,6 +97,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         target=models.target,
         drafter=models.drafter,
         kv=caches.kv,
+        **page_limits(settings.page_size, settings.kv_memory, settings.backend, models.max_seq_len),
         stop_token_ids=_stop_token_ids(pair),
         chat_arguments=chat_arguments,
         sampling=settings.sampling,

@@ -33,6 +33,8 @@ class BuildSettings(BaseModel):
     draft_text: str | None = None  # a file to count them in; default: the shipped pair's prompts, for it alone
     drafter_precision: DrafterPrecision | None = None  # of its matrices; default: its checkpoint's
     kv: CachePrecision = "auto"  # of caches; auto: as the target's checkpoint says, else the engine's type
+    kv_memory: Annotated[float, Field(gt=0, strict=False)] | None = None  # GB of caches a GPU; default: full slots
+    page_size: PositiveInt | None = None  # tokens in a page of the caches; None: what the engine's kernels like
     chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
     facts: Annotated[PairFacts | None, Field(exclude=True)] = None  # what the catalog says of these checkpoints
     # TensorRT's alone:

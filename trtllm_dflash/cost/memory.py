@@ -8,6 +8,7 @@ from math import prod
 from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
+from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import HEAD_SIZES, MAX_ROWS
 from trtllm_dflash.models import build_target, pair_weights
@@ -41,7 +42,7 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig) -> MemoryPlan:
     """Counts the bytes that the first rank of an engine needs, which holds the most."""
     size = config.cache_dtype.itemsize
-    caches = {name: prod(shape) * size for name, shape in cache_shapes(config).items()}
+    caches = {name: prod(shape) * size for name, shape in cache_shapes(config, plan_pages(config)).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
         weights=weight_bytes(config),
@@ -150,11 +151,12 @@ def _completed(config: EngineConfig) -> int:
     return count
 
 
-def cache_shapes(config: EngineConfig) -> dict[str, tuple[int, int, int, int]]:
-    """Shape [slots, heads, S, D] of every K/V cache on one rank, by name.
+def cache_shapes(config: EngineConfig, paging: Paging | None = None) -> dict[str, tuple[int, int, int, int]]:
+    """Shape [pages, heads, page rows, D] of every K/V cache on one rank, by name; without paging [slots, heads, S, D].
 
     In TensorRT's own layers, attention sinks take a row and dimensions; see `ops.tensorrt_attention`.
     """
+    paging = paging or linear_paging(config)
     models: list[tuple[str, DecoderConfig]] = [("model.", config.target)]
     if config.drafter is not None:
         models.append((PREFIX, config.drafter))
@@ -162,13 +164,46 @@ def cache_shapes(config: EngineConfig) -> dict[str, tuple[int, int, int, int]]:
     for prefix, model in models:
         has_sink_keys = model is config.target and config.has_sink_keys
         shape = (
-            config.max_batch,
+            paging.pages,
             units_per_rank(model.kv_heads, config.tp),
-            config.cache_length + int(has_sink_keys),
+            paging.rows + int(has_sink_keys),
             model.head_size + SINK_SIZE * int(has_sink_keys),
         )
         shapes |= {f"{prefix}layers.{i}.{kind}": shape for i in range(model.layers) for kind in ("key", "value")}
     return shapes
+
+
+def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
+    """Chooses the pages of a rank's caches: for all slots at their full length, or what `config.kv_memory` holds.
+
+    Args:
+        paged: whether pages are short where the engine says nothing; else each slot has one of its own.
+
+    Raises:
+        EngineError: they do not hold one sequence of `config.max_seq_len`.
+    """
+    paged = paged or config.kv_memory is not None
+    rows = min(config.page_size or (PAGE_ROWS if paged else config.cache_length), config.cache_length)
+    width = -(-config.cache_length // rows)
+    if width == 1:
+        return linear_paging(config)
+    most = config.max_batch * width
+    if config.kv_memory is None:
+        return Paging(most, rows, width)
+    pages = config.kv_memory // page_bytes(config, rows)
+    if pages < width:
+        raise EngineError(
+            f"--kv-memory {gigabytes(config.kv_memory)} holds {pages * rows} tokens, fewer than one sequence of "
+            f"{config.max_seq_len}; give it at least {gigabytes(width * page_bytes(config, rows))}, or a smaller "
+            "--max-seq-len"
+        )
+    return Paging(min(pages, most), rows, width)
+
+
+def page_bytes(config: EngineConfig, rows: int) -> int:
+    """Bytes of a page of so many rows in all of a rank's caches."""
+    shapes = cache_shapes(config, Paging(1, rows, 2)).values()
+    return sum(map(prod, shapes)) * config.cache_dtype.itemsize
 
 
 def _scratch(config: EngineConfig) -> int:

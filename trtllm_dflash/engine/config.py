@@ -51,6 +51,8 @@ class EngineConfig(BaseModel):
     target: DecoderConfig
     drafter: DrafterConfig | None
     kv: Literal["fp8"] | None = None  # of all caches; None: `precision`
+    page_size: PositiveInt | None = None  # tokens in a page of the caches; None: what the session's kernels like
+    kv_memory: PositiveInt | None = None  # bytes of caches on each GPU; None: all slots at their full length
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     chat_arguments: dict[str, Any] = {}  # given to the chat template
     sampling: bool = True  # False: TensorRT plans that are greedy only

@@ -8,15 +8,43 @@ from trtllm_dflash.step import Drafting
 #: Draft lengths to choose from, those that a drafter's block allows.
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 
+#: Pieces of prompts in one step, at most.
+PIECES = 8
+
+#: The fewest prompt rows that a step is captured for, and how many of them there are for a piece more.
+_LEAST_PROMPT_ROWS = 64
+_ROWS_A_PIECE = 32
+
 
 @dataclass(frozen=True)
 class StepKind:
-    """A decoding step, as it is captured."""
+    """A step, as it is captured."""
 
-    slots: int
+    slots: int  # that decode
     rows: int  # of each slot: that are verified, and of the block that is drafted
     drafting: Drafting
     sampled: bool  # False: all slots are greedy
+    prompt_rows: int = 0  # besides; pieces of prompts may take those too that decoding slots leave
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of prompts, at most."""
+        return min(PIECES, self.prompt_rows // _ROWS_A_PIECE)
+
+    @property
+    def segments(self) -> int:
+        """Decoding slots and pieces, at most."""
+        return self.slots + self.pieces
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of the target's products."""
+        return self.slots * self.rows + self.prompt_rows
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows that get logits: all of decoding slots, and one of each piece."""
+        return self.slots * self.rows + self.pieces
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -29,12 +57,19 @@ def draft_lengths(block_size: int) -> list[int]:
     return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})
 
 
-def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool) -> list[StepKind]:
+def prompt_sizes(chunk: int) -> list[int]:
+    """Lists the numbers of prompt rows that steps are captured for: 64, 128 and so on, and the most."""
+    sizes = {_LEAST_PROMPT_ROWS << power for power in range(16) if _LEAST_PROMPT_ROWS << power < chunk}
+    return sorted(sizes | {max(chunk, _LEAST_PROMPT_ROWS)})
+
+
+def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0) -> list[StepKind]:
     """Every kind of step that decodes up to `max_batch` slots, plainly or with these draft lengths; the largest first.
 
     Args:
         lengths: that are chosen among, 0 for no drafts; none at all: there is no drafter.
         sampled: whether slots may sample; steps in which none does are among the kinds in any case.
+        chunk: the most prompt rows beside them; 0: steps only decode.
     """
     drafts = sorted(set(lengths))
     rows = {Drafting.OFF: [1], Drafting.BLOCK: [length + 1 for length in drafts if length]}
@@ -48,4 +83,19 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool) -> list[St
         for count in counts
         for samples in {False, sampled}
     ]
-    return sorted(kinds, key=lambda kind: (kind.slots * kind.rows, kind.sampled), reverse=True)
+    if chunk:
+        kinds += _mixed_kinds(max_batch, rows, sampled, chunk)
+    return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
+
+
+def _mixed_kinds(max_batch: int, rows: dict[Drafting, list[int]], sampled: bool, chunk: int) -> list[StepKind]:
+    """Kinds with prompt rows: fewer sizes of the rest, for what decoding slots leave is not lost."""
+    slots = {0, max_batch, *batch_sizes(max_batch)[2::2]}
+    return [
+        StepKind(count, size, drafting, samples, prompt_rows)
+        for count in slots
+        for drafting, sizes in rows.items()
+        for size in {*sizes[-1::-2], *sizes[-1:]}
+        for samples in {False, sampled}
+        for prompt_rows in prompt_sizes(chunk)
+    ]

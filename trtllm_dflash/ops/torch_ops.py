@@ -147,7 +147,9 @@ class TorchOps(Ops[Tensor]):
         bound = keys.shape[2] if keys.is_cuda else int(lengths.max())
         rows = q.shape[2]
         mask = self._once(
-            ("mask", rows, causal, window), lengths, lambda: self._attention_mask(rows, lengths, bound, causal, window)
+            ("mask", id(lengths), rows, causal, window),
+            lengths,
+            lambda: self._attention_mask(rows, lengths, bound, causal, window),
         )
         keys, values = keys[:, :, :bound], values[:, :, :bound]
         if sinks is not None:
@@ -287,10 +289,21 @@ class TorchOps(Ops[Tensor]):
         drafts = token_ids.take_along_dim(next_rows.long().clamp(max=token_ids.shape[1] - 1), dim=1)
         equal = (drafts == target_ids[:, :-1]) & (next_rows < row_count[:, None])
         accepted = equal.int().cumprod(dim=1).sum(dim=1)
-        index = accepted[:, None]
+        return self.acceptance(accepted.int(), target_ids, logit_rows, row_count)
+
+    def acceptance(
+        self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+    ) -> Acceptance[Tensor]:
+        """Makes the outcome of so many accepted drafts [B], or fewer where a slot has not so many."""
+        accepted = accepted.minimum((row_count - 1).clamp(min=0, max=logit_rows.shape[1] - 1))
+        index = accepted[:, None].long()
         bonus = target_ids.take_along_dim(index, dim=1)[:, 0]
         committed = logit_rows.take_along_dim(index, dim=1)[:, 0] + 1
-        return Acceptance(accepted.int(), committed, bonus)
+        return Acceptance(accepted, committed, bonus)
+
+    def slots(self, start: Tensor) -> Tensor:
+        """Numbers the call's slots, of start [B]: [B] int64."""
+        return torch.arange(len(start), device=start.device)
 
     def lookup(self, name: str, ids: Tensor) -> Tensor:
         return self.weights[name][ids]

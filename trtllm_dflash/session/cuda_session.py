@@ -59,7 +59,7 @@ class CudaSession(TorchSession):
         kernels: Kernels = "auto",
     ) -> None:
         self.library, self._why = find_kernels(config, kernels, torch.cuda.get_device_capability(device))
-        super().__init__(config, weights, device, communicator, accept)
+        super().__init__(config, weights, device, communicator, accept, flat=False)
         self._chunk_end: int | None = None  # of the chunk that is run
         if self.library is not None:
             self.communicator.share_memory(device)

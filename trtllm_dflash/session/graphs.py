@@ -1,15 +1,18 @@
 """Decoding steps by kind, each captured once, before any request."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, step_kinds
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.session.calls import Decode, Prepare
+from trtllm_dflash.session.calls import Decode, Prepare, Step
 from trtllm_dflash.step import Drafting
 
 Graph = TypeVar("Graph")
+
+#: Decoding slots, rows of each, the block, its drafting, sampled; all rows and pieces of prompts, where there are any.
+_Asked: TypeAlias = tuple[int, int, int, Drafting, bool, int, int]
 
 
 class StepGraphs(Generic[Graph]):
@@ -18,13 +21,15 @@ class StepGraphs(Generic[Graph]):
     Args:
         config: the engine.
         capture: captures a step of a kind.
+        chunk: the most prompt rows beside decoding slots; 0: steps only decode.
     """
 
-    def __init__(self, config: EngineConfig, capture: Callable[[StepKind], Graph]) -> None:
+    def __init__(self, config: EngineConfig, capture: Callable[[StepKind], Graph], chunk: int = 0) -> None:
         self._config = config
+        self._chunk = chunk
         self._capture = capture
         self._graphs: dict[StepKind, Graph] = {}
-        self._found: dict[tuple[int, int, Drafting, bool], StepKind] = {}  # by slots, rows, ...
+        self._found: dict[_Asked, StepKind] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -32,7 +37,7 @@ class StepGraphs(Generic[Graph]):
     def missing(self, call: Prepare) -> list[StepKind]:
         """Lists the kinds of a call that are not captured yet, in the order to capture them."""
         lengths = call.lengths if self._config.drafter is not None else ()
-        kinds = step_kinds(self._config.max_batch, lengths, call.sampled)
+        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk)
         return [kind for kind in kinds if kind not in self._graphs]
 
     def prepare(self, call: Prepare, progress: Progress) -> None:
@@ -50,22 +55,41 @@ class StepGraphs(Generic[Graph]):
         Raises:
             EngineError: there is none: it was not prepared for, and no request waits for a capture.
         """
-        rows = max(call.row_counts)
-        if call.drafting is Drafting.BLOCK:
-            rows = max(rows, call.block)  # one number for both, so that there are few graphs
-        asked = (len(call.row_counts), rows, call.drafting, call.sampled)
+        return self._find((len(call.row_counts), max(call.row_counts), call.block, call.drafting, call.sampled, 0, 0))
+
+    def find_flat(self, call: Step) -> tuple[StepKind, Graph]:
+        """Finds the smallest kind that a step of flat rows fits in, and its graph. Errors as in `find`."""
+        counts = [count for _, count in call.decode]
+        rows, pieces = max(counts, default=0), len(call.pieces)
+        # Without pieces the rows of all are no matter: each slot then has place for as many as any.
+        all_rows = sum(counts) + sum(len(piece.token_ids) for piece in call.pieces) if pieces else 0
+        return self._find((len(counts), rows, call.block, call.drafting, call.sampled, all_rows, pieces))
+
+    def _find(self, asked: _Asked) -> tuple[StepKind, Graph]:
         kind = self._found.get(asked)
         if kind is None:
             kind = self._found[asked] = self._smallest(*asked)
         return kind, self._graphs[kind]
 
-    def _smallest(self, slots: int, rows: int, drafting: Drafting, sampled: bool) -> StepKind:
-        alike = [kind for kind in self._graphs if kind.drafting is drafting and kind.sampled == sampled]
-        fitting = [kind for kind in alike if kind.slots >= slots and kind.rows >= rows]
+    def _smallest(
+        self, slots: int, rows: int, block: int, drafting: Drafting, sampled: bool, all_rows: int, pieces: int
+    ) -> StepKind:
+        if drafting is Drafting.BLOCK:
+            rows = max(rows, block)  # one number for both, so that there are few graphs
+        fitting = [
+            kind
+            for kind in self._graphs
+            if (kind.drafting, kind.sampled, kind.prompt_rows > 0) == (drafting, sampled, pieces > 0)
+            and kind.slots >= slots
+            and kind.rows >= rows
+            and kind.pieces >= pieces
+            and kind.all_rows >= all_rows
+        ]
         if not fitting:
             what = f"{'sampled' if sampled else 'greedy'} step of {slots} slots and {rows} rows"
+            what += f" beside {pieces} pieces of prompts" if pieces else ""
             raise EngineError(f"a {what}, drafting {drafting.value}, was not prepared for: see Session.prepare")
-        return min(fitting, key=lambda kind: (kind.slots, kind.rows))
+        return min(fitting, key=lambda kind: (kind.all_rows, kind.slots, kind.rows))
 
     def clear(self) -> None:
         """Frees all graphs."""

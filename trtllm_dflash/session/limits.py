@@ -1,4 +1,4 @@
-"""The steps that a session takes, and the pages of its caches."""
+"""The steps that a session takes."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,6 @@ class StepLimits:
     mixes: bool  # pieces beside decoding slots, and several together; else a step decodes, or has one piece
 
 
-@dataclass(frozen=True)
-class Paging:
-    """The pages of a session's caches; a page has the same number in every layer, the drafter's too."""
-
-    pages: int
-    rows: int  # of a page
-    width: int  # pages of a slot, at most
-
-    @property
-    def linear(self) -> bool:
-        """Whether each slot has one page of its own, of its number."""
-        return self.width == 1
+def one_piece(chunk: int) -> StepLimits:
+    """Limits of a session of [slots, rows], which decodes or reads one piece of so many rows."""
+    return StepLimits(pieces=1, prompt_rows=chunk, mixes=False)

@@ -12,10 +12,11 @@ import torch
 from trtllm_dflash.cost.gpus import gigabytes
 from trtllm_dflash.cost.memory import cache_shapes, plan_memory
 from trtllm_dflash.engine.config import EngineConfig, Progress
+from trtllm_dflash.engine.paging import Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, Prepare, call_of, words_of
+from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, Prepare, Step, call_of, words_of
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
@@ -36,12 +37,25 @@ class Outcome:
             self._event = torch.cuda.Event()
             self._event.record()
         self._decided = decided
+        self._places: tuple[list[int], int] | None = None
+
+    def at(self, places: list[int], count: int) -> "Outcome":
+        """Puts the rows in these places among `count`; the others read as nothing."""
+        self._places = places, count
+        return self
 
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
         if self._event is not None:
             self._event.synchronize()
-        return [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
+        tokens = [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
+        if self._places is None:
+            return tokens
+        places, count = self._places
+        spread: list[list[int]] = [[] for _ in range(count)]
+        for place, ids in zip(places, tokens, strict=True):
+            spread[place] = ids
+        return spread
 
 
 class Session(ABC):
@@ -54,16 +68,20 @@ class Session(ABC):
         config: the engine.
         device: of the computation.
         communicator: the other ranks.
+        paging: the pages of its caches; None: one for each slot.
 
     Raises:
         EngineError: the device has not the memory for the caches.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, communicator: Communicator) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, communicator: Communicator, paging: Paging | None = None
+    ) -> None:
         self.config = config
         self.device = device
         self.communicator = communicator
-        self.caches = _allocate_caches(config, device)
+        self.paging = paging or linear_paging(config)
+        self.caches = _allocate_caches(config, device, self.paging)
         self._slots = SlotTensors(config, device)
         self._closed = False
 
@@ -170,19 +188,25 @@ class Session(ABC):
         if self._closed:
             raise EngineError("this engine is closed; load it again")
 
-    def _launch(self, call: Prefill | Decode) -> Outcome:
+    def _launch(self, call: Step | Prefill | Decode) -> Outcome:
         self._check_open()
         if self.communicator.size > 1:
             self._send(call)
         return self._compute(call)
 
     @torch.inference_mode()
-    def _compute(self, call: Prefill | Decode) -> Outcome:
+    def _compute(self, call: Step | Prefill | Decode) -> Outcome:
         with self._stream():
+            if isinstance(call, Step):
+                return Outcome(self._run_step(call))
             return Outcome(self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call))
 
+    def _run_step(self, call: Step) -> Tensor:
+        """Runs a step of flat rows; like the methods below, returns the tensor that an `Outcome` is made of."""
+        raise NotImplementedError
+
     def _run_prefill(self, call: Prefill) -> Tensor:
-        """Runs a chunk; like the methods below, returns the tensor that an `Outcome` is made of."""
+        """Runs a chunk."""
         slot, count = call.slot, len(call.token_ids)
         here = slice(slot, slot + 1)
         self._slots.set_sampling(slot, call.sampling)
@@ -281,8 +305,8 @@ def _moved(inputs: StepInputs[Tensor], device: torch.device) -> StepInputs[Tenso
     )
 
 
-def _allocate_caches(config: EngineConfig, device: torch.device) -> dict[str, Tensor]:
-    shapes = cache_shapes(config)
+def _allocate_caches(config: EngineConfig, device: torch.device, paging: Paging) -> dict[str, Tensor]:
+    shapes = cache_shapes(config, paging)
     try:
         return {name: torch.zeros(shape, dtype=config.cache_dtype, device=device) for name, shape in shapes.items()}
     except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA

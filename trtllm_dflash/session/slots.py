@@ -28,6 +28,11 @@ class SlotTensors:
         uniform = uniform_numbers(self.seed[slots], positions + 1)
         return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
 
+    def row_sampling(self, slots: Tensor, positions: Tensor) -> SamplingInputs[Tensor]:
+        """Sampling inputs of flat rows, of these slots [R] at these positions [R]: each row as a slot of its own."""
+        uniform = uniform_numbers(self.seed[slots], positions[:, None] + 1)
+        return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
+
     def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
         # fill_: assigning a number to an element would stop for the device.
         self.temperature[slot].fill_(sampling.temperature)

@@ -1,17 +1,24 @@
-"""The PyTorch session: `DraftVerifyStep` over `TorchOps`, on CPU or CUDA, alone or as one rank of several."""
+"""The PyTorch session: `DraftVerifyStep` over torch's operations, on CPU or CUDA, alone or as one rank of several."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
 
+from trtllm_dflash.cost.memory import plan_pages
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.ladder import PIECES
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
+from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.calls import Step
 from trtllm_dflash.session.choice import Choice, torch_choice
-from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.limits import StepLimits, one_piece
+from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.weights import complete_weights, multiplied_weights
 from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, StepInputs, StepOutputs, accept_equals
@@ -23,12 +30,14 @@ SlotAccept: TypeAlias = Callable[[SlotTensors], Accept]
 
 
 class TorchSession(Session):
-    """Computes each step with TorchOps.
+    """Computes each step with torch's own operations. On the CPU its rows are flat, and its caches may be pages.
 
     Args: as in `Session`, and
         weights: the rank's stored tensors, on CPU.
         accept: makes the rule of acceptance from the slots' tensors (see `DraftVerifyStep`); None: drafts survive that
         equal the target's choices.
+        flat: whether steps take flat rows, of decoding slots and pieces of prompts together.
+        paged: whether pages are short unless the engine says otherwise.
     """
 
     def __init__(
@@ -38,20 +47,75 @@ class TorchSession(Session):
         device: torch.device,
         communicator: Communicator | None = None,
         accept: SlotAccept | None = None,
+        flat: bool = True,
+        paged: bool = False,
     ) -> None:
-        super().__init__(config, device, communicator or Solo())
+        paging = plan_pages(config, paged) if flat else None
+        super().__init__(config, device, communicator or Solo(), paging)
+        self._flat = flat
         moved = multiplied_weights(weights, config.dtype, device)
         self.weights = complete_weights(moved, config, self.communicator.rank)
         drafter = Drafter(config.drafter) if config.drafter else None
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
+        # Of each slot, by position. Whoever gives pages says so with the steps; until then each has its share of all.
+        width, pages = self.paging.width, self.paging.pages
+        self._tables = [[(slot * width + i) % pages for i in range(width)] for slot in range(config.max_batch)]
 
     @property
     def choice(self) -> Choice:
         return torch_choice(self.config, self.device.type, "our CUDA kernels need a GPU")
 
+    @property
+    def limits(self) -> StepLimits:
+        return StepLimits(PIECES, self.config.chunk, mixes=True) if self._flat else one_piece(self.config.chunk)
+
+    def run(self, call: Step) -> Outcome:
+        if not self._flat:
+            raise EngineError("this session's rows are not flat: prefill or decode")
+        return self._launch(call)
+
     def _free(self) -> None:
         self.weights = {}
+
+    # -- flat rows ---------------------------------------------------------------------------------------------------
+
+    def _run_step(self, call: Step) -> Tensor:
+        for slot, index, page in call.pages:
+            self._tables[slot][index] = page
+        for source, target, rows in call.copies:
+            for cache in self.caches.values():
+                cache[target, :, :rows] = cache[source, :, :rows]
+        for piece in call.pieces:
+            self._slots.set_sampling(piece.slot, piece.sampling)
+        layout = Layout(list(self._segments(call)), self.paging.rows)
+        ids = [self._slots.tokens[slot, :count] for slot, count in call.decode]
+        ids += [self._int32(piece.token_ids) for piece in call.pieces]
+        inputs = StepInputs(
+            token_ids=torch.cat(ids)[None],
+            start=self._int32([segment.start for segment in layout.segments]),
+            row_count=layout.counts,
+            logit_rows=layout.logit_rows,
+            block_offsets=self._offsets(call.block),
+            sampling=self._row_sampling(layout) if call.sampled else None,
+        )
+        out = self._step(RaggedOps(self.weights, self.caches, self.communicator, layout), inputs, call.drafting)
+        self._slots.start[layout.slots] = out.next_start.clamp(max=self.config.max_seq_len - 1)
+        self._slots.tokens[layout.slots, : out.next_tokens.shape[1]] = out.next_tokens
+        return torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
+
+    def _segments(self, call: Step) -> Iterator[Segment]:
+        starts = self._slots.start.tolist()
+        for slot, count in call.decode:
+            yield Segment(slot, starts[slot], count, count, self._tables[slot])
+        for piece in call.pieces:
+            yield Segment(piece.slot, piece.start, len(piece.token_ids), 1, self._tables[piece.slot])
+
+    def _row_sampling(self, layout: Layout) -> SamplingInputs[Tensor]:
+        """Makes the sampling inputs of each logit row: [R], and its number [R, 1]."""
+        return self._slots.row_sampling(layout.logit_slots, layout.positions[0][layout.logit_rows[0]])
+
+    # -- [slots, rows] -----------------------------------------------------------------------------------------------
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         caches = self._caches_of(first_slot, len(inputs.token_ids))

@@ -1,0 +1,27 @@
+"""The pages of an engine's K/V caches."""
+
+from dataclasses import dataclass
+
+from trtllm_dflash.engine.config import EngineConfig
+
+#: Rows of a page where nothing else was asked for: what our kernels read at a time.
+PAGE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Paging:
+    """The pages of a session's caches; a page has the same number in every layer, the drafter's too."""
+
+    pages: int
+    rows: int  # of a page
+    width: int  # pages of a slot, at most
+
+    @property
+    def linear(self) -> bool:
+        """Whether each slot has one page of its own, of its number."""
+        return self.width == 1
+
+
+def linear_paging(config: EngineConfig) -> Paging:
+    """Makes one page of the whole length for each slot."""
+    return Paging(config.max_batch, config.cache_length, 1)

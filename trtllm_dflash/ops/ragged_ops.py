@@ -1,0 +1,215 @@
+"""`TorchOps` on flat rows over paged caches: the rows of many slots, each with as many as it likes, in one step.
+
+Rows are tight, segment after segment: a segment is one slot's run of rows, of a decoding slot or a piece of a prompt.
+Models see them as one slot's: x is [1, N, H]; what is per slot, `start` say, is [G], one for each of G segments.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
+from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One slot's run of rows in a step, which the host knows."""
+
+    slot: int
+    start: int  # position of its first row
+    count: int  # rows
+    logits: int  # of its last rows: all of a decoding slot's, one of a piece's
+    pages: Sequence[int]  # the slot's, by position
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a step's flat rows: whose each is, and where it stands.
+
+    Args:
+        segments: in the order of their rows.
+        page_rows: rows of a page.
+    """
+
+    segments: list[Segment]
+    page_rows: int
+
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """Each segment's first row, and the number of rows."""
+        return list(accumulate((segment.count for segment in self.segments), initial=0))
+
+    @cached_property
+    def first_logits(self) -> list[int]:
+        """Each segment's first logit row, and the number of logit rows."""
+        return list(accumulate((segment.logits for segment in self.segments), initial=0))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Each row's position: [1, N]."""
+        return _int32([at for s in self.segments for at in range(s.start, s.start + s.count)])[None]
+
+    @cached_property
+    def logit_rows(self) -> Tensor:
+        """The rows that need logits: [1, R]."""
+        ends = zip(self.segments, self.first_rows[1:], strict=True)
+        return _int32([row for s, end in ends for row in range(end - s.logits, end)])[None]
+
+    @cached_property
+    def logit_slots(self) -> Tensor:
+        """The slot of each logit row: [R] int64."""
+        return torch.tensor([s.slot for s in self.segments for _ in range(s.logits)])
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """The slot of each segment: [G] int64."""
+        return torch.tensor([s.slot for s in self.segments])
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Rows of each segment: [G]."""
+        return _int32([s.count for s in self.segments])
+
+    @cached_property
+    def logit_counts(self) -> Tensor:
+        """Logit rows of each segment: [G]."""
+        return _int32([s.logits for s in self.segments])
+
+    def by_segment(self, values: Tensor) -> Tensor:
+        """Gathers values [1, R] of logit rows by segment: [G, most of any]; what follows its own is scratch."""
+        most = max(segment.logits for segment in self.segments)
+        index = _int32(self.first_logits[:-1])[:, None] + torch.arange(most)
+        return values[0][index.clamp(max=values.shape[1] - 1)]
+
+
+class RaggedOps(TorchOps):
+    """Computes a step of flat rows, which the host knows, on the CPU.
+
+    Args: as `TorchOps`, but
+        caches: K/V caches by name, [pages, heads, page rows, D].
+        layout: of the step's rows.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        caches: Mapping[str, Tensor],
+        communicator: Communicator | None,
+        layout: Layout,
+    ) -> None:
+        super().__init__(weights, caches, communicator)
+        self._layout = layout
+        self._lengths: dict[int, Tensor] = {}  # [1] each: one tensor a length, for masks are kept by it
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
+        q, k, v = self._split_qkv(layer, qkv, self._layout.positions)
+        out = []
+        for segment, first in zip(self._layout.segments, self._layout.first_rows, strict=False):
+            rows = slice(first, first + segment.count)
+            self._append(layer, segment, segment.start, k[0, :, rows], v[0, :, rows])
+            out.append(self._attend(layer, segment, q[:, :, rows], segment.start + segment.count, causal=True))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+    def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
+        k = self.split_heads(kv, 2 * index * layer.kv_heads, layer.kv_heads, layer.head_size)
+        v = self.split_heads(kv, (2 * index + 1) * layer.kv_heads, layer.kv_heads, layer.head_size)
+        return Context((self.rope(layer.rope, self._norm_heads(layer, "k", k), self._layout.positions), v), index)
+
+    def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
+        k, v = context.tensors
+        for segment, first in zip(self._layout.segments, self._layout.first_rows, strict=False):
+            rows = slice(first, first + segment.count)
+            self._append(layer, segment, segment.start, k[0, :, rows], v[0, :, rows])
+
+    def block_attention(
+        self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
+    ) -> Tensor:
+        q, k, v = self._split_qkv(layer, qkv, self.positions(self.block_start(start, committed), qkv))
+        context_k, context_v = context.tensors
+        final = self._once(("committed",), committed, committed.tolist)
+        out = []
+        for g, (segment, first) in enumerate(zip(self._layout.segments, self._layout.first_rows, strict=False)):
+            rows, at = slice(first, first + final[g]), segment.start + final[g]
+            self._append(layer, segment, segment.start, context_k[0, :, rows], context_v[0, :, rows])
+            self._append(layer, segment, at, k[g], v[g])
+            out.append(self._attend(layer, segment, q[g : g + 1], at + qkv.shape[1], causal=False))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _append(self, layer: AttentionLayer, segment: Segment, start: int, k: Tensor, v: Tensor) -> None:
+        """Writes k and v [heads, n, D] into a slot's pages, from position start on."""
+        for kind, rows in (("key", k), ("value", v)):
+            name = layer.prefix + kind
+            cache = self.caches[name]
+            if cache.dtype == FP8:
+                # Written as bytes: not every one of torch's kernels knows FP8.
+                rows, cache = (
+                    quantize_cache_rows(rows, self.weights[name + ".scale"]).view(torch.uint8),
+                    cache.view(torch.uint8),
+                )
+            size, done = self._layout.page_rows, 0
+            while done < rows.shape[1]:
+                page, at = divmod(start + done, size)
+                count = min(size - at, rows.shape[1] - done)
+                cache[segment.pages[page], :, at : at + count] = rows[:, done : done + count]
+                done += count
+
+    def _attend(self, layer: AttentionLayer, segment: Segment, q: Tensor, length: int, causal: bool) -> Tensor:
+        """Attends from q [1, heads, n, D], a slot's last rows, to its first `length` rows: [1, n, heads*D]."""
+        keys, values = (self._rows(layer.prefix + kind, segment, length, q.dtype) for kind in ("key", "value"))
+        lengths = self._lengths.setdefault(length, torch.tensor([length], dtype=torch.int32))
+        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
+
+    def _rows(self, name: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:
+        """Takes a slot's first `length` rows of a cache: [1, heads, length, D]."""
+        cache = self.caches[name]
+        pages = segment.pages[: -(-length // self._layout.page_rows)]
+        if len(pages) == 1:
+            rows = cache[pages[0], :, :length]
+        else:
+            rows = torch.cat([cache[page] for page in pages], dim=1)[:, :length]
+        return (rows if cache.dtype != FP8 else dequantize_cache_rows(rows, self.weights[name + ".scale"], dtype))[None]
+
+    # -- choosing tokens ---------------------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
+        """Draws each row's id: logits [1, R, V/tp] -> [1, R]; parameters are a row's, [R], and uniform is [R, 1]."""
+        return super().sample(logits.transpose(0, 1), sampling).transpose(0, 1)
+
+    def accept(
+        self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+    ) -> Acceptance[Tensor]:
+        tokens, chosen = token_ids[0].tolist(), target_ids[0].tolist()
+        accepted = []
+        for segment, end, first in zip(
+            self._layout.segments, self._layout.first_rows[1:], self._layout.first_logits, strict=False
+        ):
+            drafts = tokens[end - segment.logits + 1 : end]
+            equal = (draft == choice for draft, choice in zip(drafts, chosen[first:], strict=False))
+            accepted.append(next((i for i, same in enumerate(equal) if not same), len(drafts)))
+        return self.acceptance(_int32(accepted), target_ids, logit_rows, row_count)
+
+    def acceptance(
+        self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+    ) -> Acceptance[Tensor]:
+        """Makes the outcome of so many accepted drafts [G]; of fewer where a segment has not so many."""
+        layout = self._layout
+        accepted = accepted.minimum(layout.logit_counts - 1)
+        bonus = target_ids[0][_int32(layout.first_logits[:-1]) + accepted]
+        return Acceptance(accepted, layout.counts - layout.logit_counts + accepted + 1, bonus)
+
+    def slots(self, start: Tensor) -> Tensor:
+        return self._layout.slots
+
+
+def _int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
