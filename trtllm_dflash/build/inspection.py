@@ -4,9 +4,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.cost.memory import MemoryPlan, plan_memory
+from trtllm_dflash.cost.memory import MemoryPlan, plan_memory, plan_pages
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
+from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session.plan_io import IO, Binding, step_io
 
@@ -19,6 +20,11 @@ class Inspection:
     io: IO
     memory: MemoryPlan
     sizes: dict[str, int]  # each rank's file, bytes
+
+    @property
+    def paging(self) -> Paging:
+        """The pages of its caches, as the CPU keeps them: our kernels on a GPU read pages of 64 where nothing was asked."""
+        return plan_pages(self.config)
 
     @property
     def precision(self) -> str:
@@ -46,7 +52,7 @@ class Inspection:
         config = self.config.model_dump(mode="json", exclude={"files", "sources"})
         sides = {"inputs": self.io.inputs, "outputs": self.io.outputs}
         shapes = {side: {name: _binding(b) for name, b in bindings.items()} for side, bindings in sides.items()}
-        return {**config, **shapes, "memory_per_gpu": memory, "rank_files": self.sizes}
+        return {**config, **shapes, "pages": asdict(self.paging), "memory_per_gpu": memory, "rank_files": self.sizes}
 
 
 def inspect_engine(path: Path) -> Inspection:

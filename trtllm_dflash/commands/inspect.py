@@ -41,6 +41,8 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
     rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}
     parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
     parts |= {"scratch (estimate)": memory.scratch, "graphs (of a GPU)": memory.graphs, "total": memory.total}
+    if not found.paging.linear:
+        rows["pages"] = f"{found.paging.pages} of {found.paging.rows} tokens, at most {found.paging.width} a slot"
     rows["memory per GPU"] = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in parts.items())
     for name, text in rows.items():
         click.echo(f"{name:<18} {text}")
