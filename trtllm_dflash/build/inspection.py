@@ -23,7 +23,7 @@ class Inspection:
 
     @property
     def paging(self) -> Paging:
-        """The pages of its caches, as the CPU keeps them: our kernels on a GPU read pages of 64 where nothing was asked."""
+        """The pages of its caches as a CPU keeps them; our kernels have pages of 64 where nothing was asked."""
         return plan_pages(self.config)
 
     @property
