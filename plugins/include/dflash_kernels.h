@@ -1,8 +1,17 @@
 /* CUDA kernels of a DFlash decoding step, as a plain C interface.
  *
  * Letters: B slots in the call, Q rows a slot, Hq query heads, Hkv key/value heads, D head size, S cache length,
- * H hidden size, F feed-forward size, V vocabulary, R logit rows. Strides count elements; the last dimension is always
- * contiguous. Pointers are device pointers unless said otherwise, 16-byte aligned where rows of tensors begin.
+ * H hidden size, F feed-forward size, V vocabulary, R logit rows, G segments, N flat rows. Strides count elements; the
+ * last dimension is always contiguous. Pointers are device pointers unless said otherwise, 16-byte aligned where rows of
+ * tensors begin.
+ *
+ * A segment is one slot's run of a step's flat rows, four numbers: slot, start (the position of its first row), the
+ * first of its rows, and their count; 0: it is idle. Rows that belong to no segment are padding.
+ *
+ * Caches are [B, Hkv, S, D], one run of S rows a slot, or pages [pages, Hkv, page_rows, D] with a page table [slots,
+ * width]: position p of slot s is row p % page_rows of page page_table[s, p / page_rows]. page_rows is a multiple of 64
+ * there, or width is 1. Of a table no entry is read that lies past a slot's length. A kernel that takes a page table
+ * takes pages as slots: cache_slot_stride is a page's, cache_rows is width * page_rows.
  *
  * Every launcher enqueues on `stream`, allocates nothing, never synchronizes, and may be captured into a CUDA graph.
  * It returns cudaErrorInvalidValue for a shape that it does not compute. Sums are taken in FP32; where a PyTorch
@@ -20,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 8
+#define DFLASH_ABI_VERSION 9
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -36,16 +45,21 @@ typedef enum
     DFLASH_FP8 = 3 /* E4M3; weights of products only: caches say it by their scales */
 } dflash_dtype;
 
-/* Attention of a short block of rows over a long linear cache.
+/* Attention of a short block of rows over a long cache.
  *
  * Slot b has length = lengths[b] + (added ? added[b] : 0) + length_offset cache rows, its own Q rows being the last of
  * them: row i stands at position length - Q + i. At most cache_rows count. A slot without rows costs nothing; its
- * output is zero. */
+ * output is zero.
+ *
+ * With segments, the call's slots are these, and q and out have flat rows. Where block is 0, segment g's rows are those
+ * from first_row on, length = start + count, and rows of no segment are neither read nor written. Else segment g has
+ * the block rows from g * block on, which come after all of its own: length = start + (added ? added[g] : 0) + block;
+ * the output of an idle one is zero. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: q and out, and caches without scales */
-    int32_t slots;
-    int32_t rows; /* Q */
+    int32_t slots; /* B; with segments G */
+    int32_t rows; /* Q; with segments the most that one has here, or block */
     int32_t heads;
     int32_t kv_heads;
     int32_t head_size; /* 64 or 128 */
@@ -55,13 +69,13 @@ typedef struct
     int32_t length_offset;
     int32_t sinks_dtype;
     float scale; /* of q k^T; usually 1 / sqrt(D) */
-    const void* q; /* [B, Q, Hq, D] by strides */
+    const void* q; /* [B, Q, Hq, D] by strides; with segments [N, Hq, D], and q_slot_stride is not read */
     const void* keys; /* [B, Hkv, S, D] by strides, each head's S x D contiguous */
     const void* values;
-    const int32_t* lengths; /* [B] */
+    const int32_t* lengths; /* [B]; not read with segments */
     const int32_t* added; /* [B] or null */
     const void* sinks; /* [Hq]: a logit that takes part in the softmax and has no value; or null */
-    void* out; /* [B, Q, Hq * D] contiguous */
+    void* out; /* [B, Q, Hq * D] contiguous; with segments [N, Hq * D] */
     int64_t q_slot_stride;
     int64_t q_row_stride;
     int64_t q_head_stride;
@@ -69,6 +83,12 @@ typedef struct
     int64_t cache_head_stride;
     const float* key_scale; /* []: caches are E4M3, and stand for their numbers times these; or both null */
     const float* value_scale;
+    const int32_t* segments; /* [G, 4], or null */
+    const int32_t* page_table; /* [slots, width] by stride, or null: caches are a run of rows a slot */
+    int64_t page_table_stride;
+    int32_t page_rows; /* with a page table */
+    int32_t pages; /* of the caches; with segments or a page table, else slots */
+    int32_t block; /* with segments only */
 } dflash_attention_params;
 
 /* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
@@ -82,29 +102,33 @@ DFLASH_API cudaError_t dflash_attention(
  *
  * Writes one run of rows a slot at start[b]: first the context rows (the first committed[b] of them, or all where
  * committed is null), then at once the block's rows. Keys of both are normed and rotated at their own positions. Rows
- * whose position is negative or not below cache_rows are dropped. */
+ * whose position is negative or not below cache_rows are dropped.
+ *
+ * With segments, context rows are flat, and of segment g the first committed[g] are written, each at its own position.
+ * So are the rows of qkv where block is 0: those of no segment get zeros as queries and as rows of `out`. Else qkv has
+ * block rows of each segment, which are written at start + committed[g]. Idle segments write nothing. */
 typedef struct
 {
     int32_t dtype;
-    int32_t slots;
-    int32_t rows; /* block rows; 0: none */
-    int32_t context_rows; /* 0: none */
+    int32_t slots; /* B; with segments G */
+    int32_t rows; /* of a slot's block; with segments N, or block; 0: none */
+    int32_t context_rows; /* of a slot; with segments N; 0: none */
     int32_t heads;
     int32_t kv_heads;
     int32_t head_size;
     int32_t cache_rows;
     int32_t positions; /* rows of the RoPE tables */
     float norm_eps;
-    const void* qkv; /* [B, rows, (Hq + 2 Hkv) * D] by strides: queries, keys, values */
-    const void* context_k; /* [B, context_rows, Hkv * D] by strides */
+    const void* qkv; /* [B, rows, (Hq + 2 Hkv) * D] by strides: queries, keys, values; or [N, ...] */
+    const void* context_k; /* [B, context_rows, Hkv * D] by strides; with segments [N, Hkv * D] */
     const void* context_v;
     const void* q_norm; /* [D], or null */
     const void* k_norm; /* [D], or null */
     const void* cos; /* [positions, D / 2] */
     const void* sin;
-    const int32_t* start; /* [B] */
+    const int32_t* start; /* [B]; not read with segments */
     const int32_t* committed; /* [B] or null */
-    void* q_out; /* [B, rows, Hq, D] contiguous */
+    void* q_out; /* [B, rows, Hq, D] contiguous; or [N, Hq, D] */
     void* keys; /* [B, Hkv, S, D] by strides */
     void* values;
     int64_t qkv_slot_stride;
@@ -115,6 +139,13 @@ typedef struct
     int64_t cache_head_stride;
     const float* key_scale; /* []: caches are E4M3: rows of `dtype` divided by these, rounded to nearest, saturated; */
     const float* value_scale; /* or both null */
+    const int32_t* segments; /* [G, 4], or null */
+    const int32_t* row_segment; /* [N]: each flat row's segment; -1: none */
+    const int32_t* page_table; /* [slots, width] by stride, or null: caches are a run of rows a slot */
+    int64_t page_table_stride;
+    void* out; /* [N, Hq * D] contiguous: attention's result, in which rows of no segment become zeros */
+    int32_t page_rows; /* with a page table */
+    int32_t block; /* with segments only */
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
@@ -255,21 +286,26 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_argmax(const dflash_argmax_params* params, cudaStream_t stream);
 
-/* What a verify pass decided: compares each draft with the target's choice one row before it. */
+/* What a verify pass decided: compares each draft with the target's choice one row before it.
+ *
+ * With segments, these are the call's slots, tokens and logits are flat, and a segment's logits are those of its last
+ * rows. An idle one gets zeros. */
 typedef struct
 {
-    int32_t slots;
+    int32_t slots; /* B; with segments G */
     int32_t rows; /* Q */
     int32_t logit_row_count; /* R */
-    const int32_t* token_ids; /* [B, Q] contiguous, as all of these */
-    const int32_t* target_ids; /* [B, R] */
-    const int32_t* logit_rows; /* [B, R] */
+    const int32_t* token_ids; /* [B, Q] contiguous, as all of these; with segments [N] */
+    const int32_t* target_ids; /* [B, R]; with segments [R] */
+    const int32_t* logit_rows; /* [B, R]; not read with segments, as row_count and start */
     const int32_t* row_count; /* [B] */
     const int32_t* start; /* [B]; with next_start only */
     int32_t* accepted; /* [B] */
     int32_t* committed; /* [B] */
     int32_t* bonus; /* [B] */
     int32_t* next_start; /* [B]: start + committed; or null */
+    const int32_t* segments; /* [G, 4], or null */
+    const int32_t* logit_first; /* [G + 1]: each segment's first logit, and their number */
 } dflash_accept_params;
 
 DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);
@@ -309,6 +345,67 @@ typedef struct
 } dflash_end_step_params;
 
 DFLASH_API cudaError_t dflash_end_step(const dflash_end_step_params* params, cudaStream_t stream);
+
+/* The flat rows of a step, and their logits, from what the host wrote and what each slot kept.
+ *
+ * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,
+ * then pieces of prompts, whose tokens the host gives. A segment's logits are those of its last rows. What is past the
+ * last row, logit or cut is padding. */
+typedef struct
+{
+    int32_t segment_count; /* G */
+    int32_t decode_segments; /* the first so many; the others are pieces */
+    int32_t rows; /* N */
+    int32_t logit_row_count; /* R */
+    int32_t cut_count;
+    int32_t cut_rows; /* of a cut, at most */
+    int32_t block; /* rows of kept tokens, of which a decode segment takes its count */
+    const int32_t* words; /* [4 G]: of each segment slot, count, start (-1: as kept), logits; then the pieces' tokens */
+    const int32_t* tokens; /* [slots, block] contiguous, as all of these */
+    const int32_t* kept_start; /* [slots] */
+    int32_t* segments; /* [G, 4] */
+    int32_t* row_segment; /* [N]; padding: -1 */
+    int32_t* token_ids; /* [N]; padding: 0, as in what follows */
+    int32_t* logit_first; /* [G + 1]: each segment's first logit, and their number */
+    int32_t* logit_rows; /* [R]: the flat row of each logit */
+    int32_t* logit_slot; /* [R] */
+    int32_t* logit_position; /* [R]: the row's own */
+    int32_t* cuts; /* [cut_count, 4]: the pieces as segments of at most cut_rows rows */
+} dflash_begin_rows_params;
+
+DFLASH_API cudaError_t dflash_begin_rows(const dflash_begin_rows_params* params, cudaStream_t stream);
+
+/* What each slot that has rows keeps for the next step, and what the host reads. */
+typedef struct
+{
+    int32_t segment_count; /* G */
+    int32_t block;
+    int32_t width; /* logits of a segment, at most */
+    int32_t next_rows; /* of next_tokens, at most block */
+    int32_t last_start; /* the largest that is kept */
+    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    const int32_t* logit_first; /* [G + 1] */
+    const int32_t* target_ids; /* [R] */
+    const int32_t* accepted; /* [G] */
+    const int32_t* next_start; /* [G] */
+    const int32_t* next_tokens; /* [G, next_rows] */
+    int32_t* tokens; /* [slots, block] */
+    int32_t* kept_start; /* [slots] */
+    int32_t* decided; /* [G, 1 + width]: accepted, then target_ids; zeros past a segment's logits */
+} dflash_end_rows_params;
+
+DFLASH_API cudaError_t dflash_end_rows(const dflash_end_rows_params* params, cudaStream_t stream);
+
+/* Gives slots pages: page_table[slot, index] = page. No entry is named twice. */
+typedef struct
+{
+    int32_t count;
+    const int32_t* updates; /* [count, 3] contiguous: slot, index, page */
+    int32_t* page_table; /* [slots, width] by stride */
+    int64_t page_table_stride;
+} dflash_set_pages_params;
+
+DFLASH_API cudaError_t dflash_set_pages(const dflash_set_pages_params* params, cudaStream_t stream);
 
 /* Rows of a table by id; zeros for an id that it does not have. H is a multiple of 8. */
 typedef struct

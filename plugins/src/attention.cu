@@ -1,9 +1,10 @@
-// Attention of a short block of rows over a long linear cache: flash-decoding on tensor cores.
+// Attention of short runs of rows over long caches: flash-decoding on tensor cores.
 //
 // A unit of work is one tile of keys of one (slot, KV head). All query heads of that KV head, times the Q rows, make
 // the M dimension of the matrix tiles, so that a cache row is read once for all of them. The units of the whole call,
 // in the order slot, head, tile, are cut into equal ranges, one a block: whatever the lengths are, the blocks finish
-// together, and lengths are read on the device, so that one captured launch serves them all. A block whose range begins
+// together, and lengths are read on the device, so that one captured launch serves them all. Where rows are flat, the
+// slots of a call are its segments; where caches are pages, a tile lies within one. A block whose range begins
 // or ends inside a (slot, head) leaves a partial result (unnormalized output, maximum, sum), which a second kernel
 // combines; ranges that hold all of one write the output themselves.
 #include "attention_combine.cuh"
@@ -41,7 +42,12 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     bool const is_known = (p.head_size == 64 || p.head_size == 128) && p.rows > 0 && p.kv_heads > 0 && p.slots >= 0
         && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
         && !p.key_scale == !p.value_scale;
-    if (!is_known)
+    // A tile lies within a page: of several they hold whole tiles.
+    bool const has_pages = p.page_table
+        ? p.pages > 0 && p.page_rows > 0 && (p.page_rows % kTile == 0 || p.page_rows >= p.cache_rows)
+        : p.pages > 0 || !p.segments;
+    bool const has_rows = p.segments ? p.block == 0 || p.block == p.rows : p.block == 0;
+    if (!is_known || !has_pages || !has_rows)
     {
         return cudaErrorInvalidValue;
     }
@@ -67,6 +73,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.group = p.heads / p.kv_heads;
     w.packed_rows = w.group * p.rows;
     w.per_row = 1.f / p.rows;
+    w.page_tiles = ((p.page_table ? p.page_rows : p.cache_rows) + kTile - 1) / kTile;
+    w.per_page = 1.f / w.page_tiles;
     plan.sms = sms;
 #ifdef DFLASH_SM90A
     plan.is_sm90 = major == 9 && !p.key_scale; // its products take no FP8 as it lies in a cache
@@ -123,17 +131,18 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
                                       : launch_attend<T, C, D, kWarpsM, 2>(plan.work, stream);
 }
 
-// A cache as the copy engine sees it: [slots, kv_heads, D / 64, S, 64], in boxes of one tile.
+// A cache as the copy engine sees it: [pages, kv_heads, D / 64, page_rows, 64], in boxes of one tile.
 cudaError_t map_cache(dflash_attention_params const& p, void const* cache, CUtensorMap& map)
 {
     auto const size = static_cast<cuuint64_t>(p.head_size);
-    auto const rows = static_cast<cuuint64_t>(p.cache_rows);
-    // The stride of the only slot, or head, may be any number.
+    auto const rows = static_cast<cuuint64_t>(p.page_table ? p.page_rows : p.cache_rows);
+    int const pages = p.page_table || p.segments ? p.pages : p.slots;
+    // The stride of the only page, or head, may be any number.
     auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
     return map_tiles<5>(p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
-        {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(p.slots)},
-        {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(p.slots, p.cache_slot_stride)},
+        {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(pages)},
+        {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(pages, p.cache_slot_stride)},
         {sm90::kAtom, kTile, static_cast<cuuint32_t>(p.head_size) / sm90::kAtom, 1, 1}, map);
 }
 
@@ -191,7 +200,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    // Starts as many warps as can load at once, and not many more: each begins by reading the lengths.
+    // Starts as many warps as can load at once, and not many more: each begins by reading the segments.
     int const fragments = w.p.slots * w.p.kv_heads * ((w.packed_rows + 15) / 16) * (D / 8);
     return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, stream)
         : fragments <= 16 * plan.sms ? launch_combine<T, D, 1, 1>(plan, stream)

@@ -17,14 +17,16 @@ struct Parts
     float2 const* sums;
     int between; // of one of a range's two and the other
     int count;
+    Segment segment;
 
     // By all lanes of a warp. m: packed rows of a row block.
-    __device__ __forceinline__ Parts(Work const& w, int m, int slot, int kv_head, int first_row, int first_fragment)
+    __device__ __forceinline__ Parts(Work const& w, int m, int index, int kv_head, int first_row, int first_fragment)
     {
-        Lengths const lengths(w.p);
-        Division const division(w, lengths);
-        int const tiles = tiles_of(w.p, lengths.of(slot));
-        int const first_unit = division.before(w, lengths, slot) + kv_head * division.of(tiles);
+        Segments const segments(w.p);
+        Division const division(w, segments);
+        segment = segments.of(index);
+        int const tiles = tiles_of(w.p, segment);
+        int const first_unit = division.before(w, segments, index) + kv_head * division.of(tiles);
         int const first_range = first_unit / division.each;
         count = tiles == 0 ? 0 : (first_unit + tiles - 1) / division.each - first_range + 1;
         Partial const partial(w, D, first_range, false, first_row / m, m / 16, first_row % m / 16);
@@ -141,7 +143,7 @@ struct Combination
 
 // kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
 // many ranges; one has several where there are so many (slot, head)s that most have little to combine. Also writes the
-// zeros of slots that have no rows.
+// zeros of slots that have no keys.
 constexpr int kCombineWarps = 4;
 
 template <typename T, int D, int kSharing, int kFragments>
@@ -150,14 +152,14 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     static_assert(kSharing == 1 || kSharing == 2);
     int const warp = threadIdx.x / 32;
     int const share = warp % kSharing;
-    int const slot = blockIdx.x / w.p.kv_heads;
+    int const index = blockIdx.x / w.p.kv_heads;
     int const kv_head = blockIdx.x % w.p.kv_heads;
     int const job = (blockIdx.y * kCombineWarps + warp) / kSharing;
     int const first_fragment = job * kFragments % (D / 8);
     int const first_row = job * kFragments / (D / 8) * 16;
 
-    Parts<D> const parts(w, m, slot, kv_head, first_row, first_fragment);
-    // Only here: the other kernel has begun when this one may, so that lengths, which came before both, can be read.
+    Parts<D> const parts(w, m, index, kv_head, first_row, first_fragment);
+    // Only here: the other kernel has begun when this one may, so that segments, which came before both, can be read.
     // What is computed of them is so before the wait.
     asm volatile("" ::"l"(parts.out), "l"(parts.sums), "r"(parts.between), "r"(parts.count));
     begin();
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     }
     int const lane = threadIdx.x % 32;
     int const packed_rows[2] = {first_row + lane / 4, first_row + lane / 4 + 8};
-    write_rows<T, D>(w, slot, kv_head, packed_rows, combination.softmax.maximum, combination.softmax.sum,
+    write_rows<T, D>(w, parts.segment, kv_head, packed_rows, combination.softmax.maximum, combination.softmax.sum,
         combination.total, first_fragment);
 }
 

@@ -44,22 +44,22 @@ struct Partial
 
 // Fragments of attention's output, from the first of a head's on.
 template <typename T, int D, int N>
-__device__ __forceinline__ void write_rows(Work const& w, int slot, int kv_head, int const (&packed_rows)[2],
-    float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4], int first)
+__device__ __forceinline__ void write_rows(Work const& w, Segment const& segment, int kv_head,
+    int const (&packed_rows)[2], float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4], int first)
 {
     dflash_attention_params const& p = w.p;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
     {
-        if (packed_rows[r] >= w.packed_rows)
+        int const group_head = head_of(w, packed_rows[r]);
+        int const row = packed_rows[r] - group_head * p.rows;
+        if (packed_rows[r] >= w.packed_rows || row >= segment.rows)
         {
             continue;
         }
-        int const group_head = head_of(w, packed_rows[r]);
         int const head = kv_head * w.group + group_head;
-        int const row = packed_rows[r] - group_head * p.rows;
         float const factor = normalizer(p, head, maximum[r], sum[r]);
-        T* to = static_cast<T*>(p.out) + ((int64_t{slot} * p.rows + row) * p.heads + head) * D + first * 8
+        T* to = static_cast<T*>(p.out) + ((int64_t{segment.first_row} + row) * p.heads + head) * D + first * 8
             + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int n = 0; n < N; ++n)
@@ -86,7 +86,7 @@ struct Epilogue
     {
         if (begins && ends)
         {
-            write_rows<T, D>(w, at.slot, at.head, rows.packed, softmax.maximum, softmax.sum, x, first);
+            write_rows<T, D>(w, at.segment, at.head, rows.packed, softmax.maximum, softmax.sum, x, first);
             return;
         }
         Partial const partial(w, D, range, begins, row_block, tiles, tile);

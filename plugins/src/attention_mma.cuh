@@ -130,16 +130,18 @@ struct Inputs
 {
     using C = typename S::Number;
 
-    dflash_attention_params const& p;
+    Work const& w;
     uint32_t tiles_at;
     Cursor ahead; // of the next tile
+    TilePlace place; // its, known long before it is asked for
     int next; // its unit
     int past;
 
-    __device__ __forceinline__ Inputs(dflash_attention_params const& params, uint32_t shared_at, Span const& span)
-        : p(params)
+    __device__ __forceinline__ Inputs(Work const& work, uint32_t shared_at, Span const& span)
+        : w(work)
         , tiles_at(shared_at)
         , ahead(span.at)
+        , place(work, span.at)
         , next(span.first)
         , past(span.past)
     {
@@ -156,25 +158,28 @@ struct Inputs
     {
         if (next < past)
         {
-            int64_t const offset = ahead.slot * p.cache_slot_stride + ahead.head * p.cache_head_stride;
+            dflash_attention_params const& p = w.p;
+            int64_t const offset = place.page * p.cache_slot_stride + ahead.head * p.cache_head_stride
+                + place.row * S::kHeadSize;
             C const* keys_from = static_cast<C const*>(p.keys) + offset;
             C const* values_from = static_cast<C const*>(p.values) + offset;
             uint32_t const to = keys(stage);
-            int const first = ahead.first_key();
+            int const real = ahead.segment.length - ahead.first_key(); // rows
 #pragma unroll
             for (int i = 0; i < kTile * S::kChunks / S::kThreads; ++i)
             {
                 int const index = threadIdx.x + i * S::kThreads;
                 int const row = index / S::kChunks;
                 int const chunk = index % S::kChunks;
-                bool const is_real = first + row < ahead.length;
-                int64_t const from = is_real ? int64_t{first + row} * S::kHeadSize + chunk * S::kChunkNumbers : 0;
+                bool const is_real = row < real;
+                int const from = is_real ? row * S::kHeadSize + chunk * S::kChunkNumbers : 0;
                 copy_async(to + swizzled<S::kChunks>(row, chunk), keys_from + from, is_real);
                 copy_async(to + S::kTileBytes + swizzled<S::kChunks>(row, chunk), values_from + from, is_real);
             }
             if (++next < past)
             {
                 ahead.advance(p);
+                place = TilePlace(w, ahead);
             }
         }
         commit_copies();
@@ -224,9 +229,9 @@ struct Mainloop
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
-            bool const is_real = rows.packed[r] < w.packed_rows;
+            bool const is_real = rows.packed[r] < w.packed_rows && rows.query[r] < at.segment.rows;
             int const head = at.head * w.group + (is_real ? head_of(w, rows.packed[r]) : 0);
-            T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride + rows.query[r] * p.q_row_stride
+            T const* from = static_cast<T const*>(p.q) + at.first_query(p) + rows.query[r] * p.q_row_stride
                 + head * p.q_head_stride + lane % 4 * S::kLaneDims;
 #pragma unroll
             for (int k = 0; k < S::kDimSteps; ++k)
@@ -247,7 +252,7 @@ struct Mainloop
     {
         float logits[2 * S::kKeySteps][4] = {};
         multiply_keys(logits, keys_at);
-        Mask{w.p, at.length}.apply(logits, rows.query, at.first_key(), first_key());
+        Mask{w.p, at.segment}.apply(logits, rows.query, at.first_key(), first_key());
         softmax.advance(logits, scale, out);
 #pragma unroll
         for (int n = 0; n < S::kKeySteps; ++n)
@@ -418,7 +423,7 @@ template <typename T, typename C, int D, int kWarpsM, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_kernel(Work const w)
 {
     using S = Shape<T, C, D, kWarpsM, kStages>;
-    // In this order: what begins beside this kernel may then read lengths.
+    // In this order: what begins beside this kernel may then read segments.
     wait();
     trigger();
 
@@ -428,12 +433,12 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     int const warp_n = warp / kWarpsM;
     int const range = blockIdx.x / w.row_blocks;
     int const row_block = blockIdx.x % w.row_blocks;
-    Span const span(w, Lengths(w.p), range);
+    Span const span(w, Segments(w.p), range);
     if (span.first >= span.past)
     {
         return;
     }
-    Inputs<S> inputs(w.p, shared_address(shared), span);
+    Inputs<S> inputs(w, shared_address(shared), span);
     Mainloop<S> mainloop(w, row_block * S::kM + warp_m * 16);
     Epilogue<T, D> const epilogue{w, range, row_block, kWarpsM, warp_m};
 

@@ -72,12 +72,13 @@ __device__ __forceinline__ void meet_group(int group)
     }
 }
 
-// Tiles are boxes [D / 64, kTile, 64] of the cache [slots, kv_heads, D / 64, S, 64].
-__device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& from, Cursor const& at, uint32_t barrier)
+// Tiles are boxes [D / 64, kTile, 64] of the cache [pages, kv_heads, D / 64, page_rows, 64].
+__device__ __forceinline__ void copy_tile(
+    uint32_t to, CUtensorMap const& from, TilePlace const& at, int head, uint32_t barrier)
 {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
-        "l"(&from), "r"(0), "r"(at.first_key()), "r"(at.head), "r"(at.slot), "r"(barrier)
+        "l"(&from), "r"(0), "r"(at.row), "r"(head), "r"(at.page), "r"(barrier)
         : "memory");
 }
 
@@ -116,22 +117,24 @@ struct Inputs
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // Asks for all tiles of a range, each as soon as there is place. By one thread.
-    __device__ __forceinline__ void fill(dflash_attention_params const& p, Span const& span,
-        CUtensorMap const& keys_from, CUtensorMap const& values_from) const
+    // Asks for all tiles of a range, each as soon as there is place: by then its page is known. By one thread.
+    __device__ __forceinline__ void fill(
+        Work const& w, Span const& span, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
     {
         Cursor ahead = span.at;
+        TilePlace place(w, ahead);
         int stage = 0;
         uint32_t parity = 1;
         for (int unit = span.first; unit < span.past; ++unit)
         {
             wait_for_phase(empty(stage), parity);
             expect_bytes(full(stage), 2 * S::kTileBytes);
-            copy_tile(keys(stage), keys_from, ahead, full(stage));
-            copy_tile(keys(stage) + S::kTileBytes, values_from, ahead, full(stage));
+            copy_tile(keys(stage), keys_from, place, ahead.head, full(stage));
+            copy_tile(keys(stage) + S::kTileBytes, values_from, place, ahead.head, full(stage));
             if (unit + 1 < span.past)
             {
-                ahead.advance(p);
+                ahead.advance(w.p);
+                place = TilePlace(w, ahead);
             }
             stage = stage + 1 == S::kStages ? 0 : stage + 1;
             parity ^= stage == 0;
@@ -224,22 +227,23 @@ struct Mainloop
         meet();
     }
 
-    // Eight numbers of a packed row's query; zeros past the last row.
+    // Eight numbers of a packed row's query; zeros where the segment has no such row.
     __device__ __forceinline__ int4 query_chunk(Cursor const& at, int packed_row, int chunk) const
     {
-        if (packed_row >= w.packed_rows)
+        dflash_attention_params const& p = w.p;
+        int const group_head = head_of(w, packed_row);
+        int const row = packed_row - group_head * p.rows;
+        if (packed_row >= w.packed_rows || row >= at.segment.rows)
         {
             return {};
         }
-        dflash_attention_params const& p = w.p;
-        int const group_head = head_of(w, packed_row);
-        T const* from = static_cast<T const*>(p.q) + at.slot * p.q_slot_stride
-            + (packed_row - group_head * p.rows) * p.q_row_stride + (at.head * w.group + group_head) * p.q_head_stride;
+        T const* from = static_cast<T const*>(p.q) + at.first_query(p) + row * p.q_row_stride
+            + (at.head * w.group + group_head) * p.q_head_stride;
         return *reinterpret_cast<int4 const*>(from + chunk * 8);
     }
 
     // Takes in the tile from first_key on, the nth of the range.
-    __device__ __forceinline__ void add(int nth, int first_key, int length)
+    __device__ __forceinline__ void add(int nth, int first_key, Segment const& segment)
     {
         int const stage = nth % S::kStages;
         uint32_t const keys_at = inputs.keys(stage);
@@ -247,15 +251,15 @@ struct Mainloop
 
         float logits[8][4] = {};
         multiply_keys(logits, keys_at);
-        if (first_key + kTile > length)
+        if (first_key + kTile > segment.length)
         {
-            clear_values(stage, length - first_key);
+            clear_values(stage, segment.length - first_key);
         }
         wait_for_products(logits);
         uint32_t weights[4][4] = {};
         if (has_rows)
         {
-            Mask{w.p, length}.apply(logits, rows.query, first_key);
+            Mask{w.p, segment}.apply(logits, rows.query, first_key);
             softmax.advance(logits, scale, out);
 #pragma unroll
             for (int n = 0; n < 8; ++n)
@@ -381,7 +385,7 @@ __device__ __forceinline__ void attend(
         int const before = unit - span.first;
         for (int i = kSharedTiles ? 0 : (before + group) % 2; i < count; i += kSharedTiles ? 1 : 2)
         {
-            mainloop.add(before + i, at.first_key() + i * kTile, at.length);
+            mainloop.add(before + i, at.first_key() + i * kTile, at.segment);
         }
         // The end of a (slot, head), or of the range.
         mainloop.softmax.finish(mainloop.scale);
@@ -423,18 +427,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     {
         inputs.init(kSharedTiles ? 8 : 4);
     }
-    // Until the wait lengths are a guess, for a kernel before this one may be writing them; but mostly a right one, and
+    // Until the wait segments are a guess, for a kernel before this one may be writing them; but mostly a right one, and
     // what follows from them takes longer than the look whether they have changed.
-    Lengths lengths(w.p);
+    Segments segments(w.p);
     bool const can_guess = w.p.slots <= 32; // then all is in registers
-    Span span = can_guess ? Span(w, lengths, blockIdx.x) : Span();
+    Span span = can_guess ? Span(w, segments, blockIdx.x) : Span();
     __syncthreads();
-    // In this order: what begins beside this kernel may then read lengths.
+    // In this order: what begins beside this kernel may then read segments.
     wait();
     trigger();
-    if (lengths.renew() || !can_guess)
+    if (segments.renew() || !can_guess)
     {
-        span = Span(w, lengths, blockIdx.x);
+        span = Span(w, segments, blockIdx.x);
     }
     if (span.first >= span.past)
     {
@@ -446,7 +450,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
     else if (threadIdx.x == kConsumers)
     {
-        inputs.fill(w.p, span, keys, values);
+        inputs.fill(w, span, keys, values);
     }
 #endif
 }

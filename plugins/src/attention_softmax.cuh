@@ -36,14 +36,15 @@ struct FlushingExp2
 struct Mask
 {
     dflash_attention_params const& p;
-    int length; // keys of the slot
+    Segment const& segment;
 
     // Logits of 8 N keys of a tile, its own_key-th and on, become -inf where a row does not see the key.
     template <int N>
     __device__ __forceinline__ void apply(
         float (&logits)[N][4], int const (&rows)[2], int first_key, int own_key = 0) const
     {
-        int const past_of_all = length - (p.causal ? p.rows - 1 : 0); // keys that every row sees
+        int const length = segment.length;
+        int const past_of_all = length - (p.causal ? segment.rows - 1 : 0); // keys that every row sees
         int const first_of_all = p.window > 0 ? length - p.window : 0;
         if (first_key + kTile > past_of_all || first_key < first_of_all)
         {
@@ -51,7 +52,7 @@ struct Mask
 #pragma unroll
             for (int r = 0; r < 2; ++r)
             {
-                int const position = length - p.rows + rows[r];
+                int const position = length - segment.rows + rows[r];
                 int const past = p.causal ? position + 1 : length;
                 int const first = p.window > 0 ? position - p.window + 1 : 0;
 #pragma unroll

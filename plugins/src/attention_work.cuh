@@ -21,6 +21,8 @@ struct Work
     int row_blocks; // M tiles that hold them
     int ranges;
     int least_units; // of a range
+    int page_tiles; // tiles of a page
+    float per_page; // 1 / page_tiles
 };
 
 // Which of the group a packed row's query head is; exact, for rows are few.
@@ -33,7 +35,7 @@ __device__ __forceinline__ int head_of(Work const& w, int packed_row)
 struct Rows
 {
     int packed[2];
-    int query[2]; // of the slot's Q
+    int query[2]; // of the segment's Q
 
     // first: the fragment's first packed row.
     __device__ __forceinline__ Rows(Work const& w, int first)
@@ -49,54 +51,92 @@ struct Rows
 
 // -- division of the work ---------------------------------------------------------------------------------------------
 
-// Loads from the L2: the combining kernel reads lengths before it waits, and this SM's L1 may be older than they are.
-__device__ __forceinline__ int length_of(dflash_attention_params const& p, int slot)
+// One slot's rows of the call. They are the last of its keys.
+struct Segment
 {
-    int const length = __ldcg(p.lengths + slot) + (p.added ? __ldcg(p.added + slot) : 0) + p.length_offset;
-    return min(max(length, 0), p.cache_rows);
+    int slot; // of the caches
+    int first_row; // of the output
+    int rows;
+    int length; // keys; 0: it costs nothing
+};
+
+// Loads from the L2: the combining kernel reads segments before it waits, and this SM's L1 may be older than they are.
+__device__ __forceinline__ Segment segment_of(dflash_attention_params const& p, int index)
+{
+    Segment s{index, index * p.rows, p.rows, p.added ? __ldcg(p.added + index) : 0};
+    if (p.segments)
+    {
+        int4 const x = __ldcg(reinterpret_cast<int4 const*>(p.segments) + index); // slot, start, first row, count
+        s.slot = x.x;
+        if (p.block == 0)
+        {
+            s.first_row = x.z;
+            s.rows = min(max(x.w, 0), p.rows);
+        }
+        s.length = x.w > 0 ? s.length + x.y + s.rows : 0;
+    }
+    else
+    {
+        s.length += __ldcg(p.lengths + index) + p.length_offset;
+    }
+    s.length = min(max(s.length, 0), p.cache_rows);
+    return s;
 }
 
-// The first tile that any row of a slot sees.
-__device__ __forceinline__ int first_tile_of(dflash_attention_params const& p, int length)
+// The first tile that any row of a segment sees.
+__device__ __forceinline__ int first_tile_of(dflash_attention_params const& p, Segment const& s)
 {
-    return p.window > 0 ? max(length - p.rows - p.window + 1, 0) / kTile : 0;
+    return p.window > 0 ? max(s.length - s.rows - p.window + 1, 0) / kTile : 0;
 }
 
-__device__ __forceinline__ int tiles_of(dflash_attention_params const& p, int length)
+__device__ __forceinline__ int tiles_of(dflash_attention_params const& p, Segment const& s)
 {
-    return (length + kTile - 1) / kTile - first_tile_of(p, length);
+    return (s.length + kTile - 1) / kTile - first_tile_of(p, s);
 }
 
-// Lengths by slot, by all lanes of a warp: each holds one of the first 32, read once.
-struct Lengths
+// Segments by index, by all lanes of a warp: each holds one of the first 32, read once.
+struct Segments
 {
     dflash_attention_params const& p;
-    int own;
+    Segment own;
 
-    __device__ explicit Lengths(dflash_attention_params const& params)
+    __device__ explicit Segments(dflash_attention_params const& params)
         : p(params)
-        , own(static_cast<int>(threadIdx.x % 32) < p.slots ? length_of(p, threadIdx.x % 32) : 0)
+        , own(read_own())
     {
+    }
+
+    __device__ Segment read_own() const
+    {
+        return static_cast<int>(threadIdx.x % 32) < p.slots ? segment_of(p, threadIdx.x % 32) : Segment{};
     }
 
     // Reads them again; whether any is another one now.
     __device__ bool renew()
     {
-        int const before = own;
-        own = static_cast<int>(threadIdx.x % 32) < p.slots ? length_of(p, threadIdx.x % 32) : 0;
-        return __any_sync(0xffffffffu, own != before);
+        Segment const before = own;
+        own = read_own();
+        bool const is_same = own.slot == before.slot && own.first_row == before.first_row && own.rows == before.rows
+            && own.length == before.length;
+        return __any_sync(0xffffffffu, !is_same);
     }
 
-    // The length of a slot of the lane's own.
-    __device__ int of_lane(int slot) const
+    // A segment of the lane's own.
+    __device__ Segment of_lane(int index) const
     {
-        return slot < 32 ? own : length_of(p, slot);
+        return index < 32 ? own : segment_of(p, index);
     }
 
-    // The length of one slot, the same in all lanes.
-    __device__ int of(int slot) const
+    // One segment, the same in all lanes.
+    __device__ Segment of(int index) const
     {
-        return slot < 32 ? __shfl_sync(0xffffffffu, own, slot) : length_of(p, slot);
+        if (index >= 32)
+        {
+            return segment_of(p, index);
+        }
+        constexpr unsigned kAll = 0xffffffffu;
+        return {__shfl_sync(kAll, own.slot, index), __shfl_sync(kAll, own.first_row, index),
+            __shfl_sync(kAll, own.rows, index), __shfl_sync(kAll, own.length, index)};
     }
 };
 
@@ -105,11 +145,11 @@ struct Lengths
 struct Division
 {
     int each; // units of a range
-    int units; // of all slots
+    int units; // of all segments
     bool is_apart;
 
     // Called by all lanes of a warp.
-    __device__ Division(Work const& w, Lengths const& lengths)
+    __device__ Division(Work const& w, Segments const& segments)
         : is_apart(false)
     {
         int used = 0;
@@ -118,7 +158,7 @@ struct Division
         units = 0;
         for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
         {
-            int const tiles = tiles_of(w.p, lengths.of_lane(b));
+            int const tiles = tiles_of(w.p, segments.of_lane(b));
             units += tiles;
             used += tiles > 0 ? 1 : 0;
             shortest = tiles > 0 ? min(shortest, tiles) : shortest;
@@ -141,7 +181,7 @@ struct Division
             int ranges = 0;
             for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
             {
-                ranges += (tiles_of(w.p, lengths.of_lane(b)) + size - 1) / size;
+                ranges += (tiles_of(w.p, segments.of_lane(b)) + size - 1) / size;
             }
             ranges = __reduce_add_sync(0xffffffffu, ranges) * w.p.kv_heads;
             if (ranges <= w.ranges)
@@ -160,13 +200,13 @@ struct Division
         return is_apart ? (tiles + each - 1) / each * each : tiles;
     }
 
-    // Units of the slots before one. By all lanes of a warp.
-    __device__ int before(Work const& w, Lengths const& lengths, int slot) const
+    // Units of the segments before one. By all lanes of a warp.
+    __device__ int before(Work const& w, Segments const& segments, int index) const
     {
         int sum = 0;
-        for (int b = threadIdx.x % 32; b < slot; b += 32)
+        for (int b = threadIdx.x % 32; b < index; b += 32)
         {
-            sum += of(tiles_of(w.p, lengths.of_lane(b)));
+            sum += of(tiles_of(w.p, segments.of_lane(b)));
         }
         return __reduce_add_sync(0xffffffffu, sum) * w.p.kv_heads;
     }
@@ -175,23 +215,23 @@ struct Division
 // A place in the order of units.
 struct Cursor
 {
-    int slot;
+    int index; // of the segment
+    Segment segment;
     int head;
-    int tile; // from the slot's first that is seen
+    int tile; // from the segment's first that is seen
     int tiles;
-    int length;
     int first_tile;
 
     Cursor() = default;
 
     // Called by all lanes of a warp; unit must be below the sum of all.
-    __device__ Cursor(dflash_attention_params const& p, Lengths const& lengths, Division const& division, int unit)
+    __device__ Cursor(dflash_attention_params const& p, Segments const& segments, Division const& division, int unit)
     {
         int const lane = threadIdx.x % 32;
         int before = 0;
         for (int b = 0;; b += 32)
         {
-            int const own = b + lane < p.slots ? division.of(tiles_of(p, lengths.of_lane(b + lane))) * p.kv_heads : 0;
+            int const own = b + lane < p.slots ? division.of(tiles_of(p, segments.of_lane(b + lane))) * p.kv_heads : 0;
             int end = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2)
@@ -204,7 +244,7 @@ struct Cursor
             {
                 int const found = __ffs(past) - 1;
                 before += __shfl_sync(0xffffffffu, end - own, found);
-                enter(p, b + found, lengths.of(b + found));
+                enter(p, b + found, segments.of(b + found));
                 break;
             }
             before += __shfl_sync(0xffffffffu, end, 31);
@@ -214,12 +254,12 @@ struct Cursor
         tile = unit - before - head * counted;
     }
 
-    __device__ void enter(dflash_attention_params const& p, int at, int rows)
+    __device__ void enter(dflash_attention_params const& p, int at, Segment const& entered)
     {
-        slot = at;
-        length = rows;
-        first_tile = first_tile_of(p, length);
-        tiles = tiles_of(p, length);
+        index = at;
+        segment = entered;
+        first_tile = first_tile_of(p, segment);
+        tiles = tiles_of(p, segment);
     }
 
     // Moves to the first unit of the next (slot, head); there must be one.
@@ -233,7 +273,7 @@ struct Cursor
         head = 0;
         do
         {
-            enter(p, slot + 1, length_of(p, slot + 1));
+            enter(p, index + 1, segment_of(p, index + 1));
         } while (tiles == 0);
     }
 
@@ -250,6 +290,27 @@ struct Cursor
     {
         return (first_tile + tile) * kTile;
     }
+
+    // Where the segment's first query lies.
+    __device__ int64_t first_query(dflash_attention_params const& p) const
+    {
+        return p.segments ? segment.first_row * p.q_row_stride : index * p.q_slot_stride;
+    }
+};
+
+// Where a tile lies in the caches.
+struct TilePlace
+{
+    int page;
+    int row; // of the page
+
+    __device__ TilePlace(Work const& w, Cursor const& at)
+    {
+        int const tile = at.first_tile + at.tile;
+        int const nth = static_cast<int>((tile + 0.5f) * w.per_page); // exact, for tiles are few
+        row = (tile - nth * w.page_tiles) * kTile;
+        page = w.p.page_table ? w.p.page_table[at.segment.slot * w.p.page_table_stride + nth] : at.segment.slot;
+    }
 };
 
 // The units of one range.
@@ -262,14 +323,14 @@ struct Span
     Span() = default;
 
     // Called by all lanes of a warp.
-    __device__ Span(Work const& w, Lengths const& lengths, int range)
+    __device__ Span(Work const& w, Segments const& segments, int range)
     {
-        Division const division(w, lengths);
+        Division const division(w, segments);
         first = range * division.each;
         past = min(first + division.each, division.units);
         if (first < past)
         {
-            at = Cursor(w.p, lengths, division, first);
+            at = Cursor(w.p, segments, division, first);
             past = division.is_apart ? min(past, first + at.tiles - at.tile) : past;
         }
     }

@@ -107,34 +107,62 @@ cudaError_t launch_argmax(dflash_argmax_params const& p, cudaStream_t stream)
     return launch_kernel(is_aligned ? argmax_kernel<T, kVector> : argmax_kernel<T, 1>, grid, kThreads, 0, stream, p);
 }
 
+// Counts the first of so many that are equal. is_equal(i) is asked by one lane each, and called by all of a warp.
+template <typename IsEqual>
+__device__ __forceinline__ int count_equal(int count, IsEqual is_equal)
+{
+    for (int first = 0;; first += 32)
+    {
+        int const i = first + threadIdx.x % 32;
+        unsigned const misses = ~__ballot_sync(0xffffffffu, i < count && is_equal(i));
+        if (misses)
+        {
+            return first + __ffs(misses) - 1;
+        }
+    }
+}
+
+// One warp a segment.
+__global__ void accept_rows_kernel(dflash_accept_params const p)
+{
+    begin();
+    int const index = blockIdx.x;
+    int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
+    int const logits = p.logit_first[index + 1] - p.logit_first[index];
+    int32_t const* targets = p.target_ids + p.logit_first[index];
+    int const first = segment.w - logits; // of the segment's rows, the first that has a logit
+    int32_t const* drafts = p.token_ids + segment.z + first + 1;
+    int const accepted = count_equal(logits - 1, [&](int i) { return drafts[i] == targets[i]; });
+    if (threadIdx.x == 0)
+    {
+        bool const is_idle = segment.w <= 0 || logits <= 0;
+        int const committed = is_idle ? 0 : first + accepted + 1;
+        p.accepted[index] = is_idle ? 0 : accepted;
+        p.committed[index] = committed;
+        p.bonus[index] = is_idle ? 0 : targets[accepted];
+        if (p.next_start)
+        {
+            p.next_start[index] = is_idle ? 0 : segment.y + committed;
+        }
+    }
+}
+
 // One warp a slot.
 __global__ void accept_kernel(dflash_accept_params const p)
 {
     begin();
     int const slot = blockIdx.x;
-    int const lane = threadIdx.x;
     int32_t const* tokens = p.token_ids + int64_t{slot} * p.rows;
     int32_t const* targets = p.target_ids + int64_t{slot} * p.logit_row_count;
     int32_t const* logit_rows = p.logit_rows + int64_t{slot} * p.logit_row_count;
     int const row_count = min(p.row_count[slot], p.rows);
-    int accepted = 0;
-    for (int first = 0; first < p.logit_row_count; first += 32)
-    {
-        int const i = first + lane;
-        bool is_equal = false;
-        if (i + 1 < p.logit_row_count)
+    int const accepted = count_equal(p.logit_row_count - 1,
+        [&](int i)
         {
             int const draft = logit_rows[i] + 1;
-            is_equal = draft < row_count && tokens[draft] == targets[i];
-        }
-        unsigned const misses = ~__ballot_sync(0xffffffffu, is_equal);
-        if (misses)
-        {
-            accepted = first + __ffs(misses) - 1;
-            break;
-        }
-    }
-    if (lane == 0)
+            return draft < row_count && tokens[draft] == targets[i];
+        });
+    if (threadIdx.x == 0)
     {
         int const committed = logit_rows[accepted] + 1;
         p.accepted[slot] = accepted;
@@ -172,7 +200,8 @@ extern "C" cudaError_t dflash_argmax(dflash_argmax_params const* p, cudaStream_t
 
 extern "C" cudaError_t dflash_accept(dflash_accept_params const* p, cudaStream_t stream)
 {
-    if (p->logit_row_count < 1 || (p->next_start && !p->start))
+    bool const is_flat = p->segments;
+    if (is_flat ? !p->logit_first : p->logit_row_count < 1 || (p->next_start && !p->start))
     {
         return cudaErrorInvalidValue;
     }
@@ -180,5 +209,6 @@ extern "C" cudaError_t dflash_accept(dflash_accept_params const* p, cudaStream_t
     {
         return cudaSuccess;
     }
-    return dflash::launch_kernel(dflash::accept_kernel, dim3(p->slots), 32, 0, stream, *p);
+    auto const kernel = is_flat ? dflash::accept_rows_kernel : dflash::accept_kernel;
+    return dflash::launch_kernel(kernel, dim3(p->slots), 32, 0, stream, *p);
 }

@@ -6,15 +6,17 @@ all may be captured into a CUDA graph. What they compute, and where they round, 
 
 from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_SHARED, AllReduce
 from trtllm_dflash.kernels.append import Append
-from trtllm_dflash.kernels.attention import MAX_ROWS, attention
+from trtllm_dflash.kernels.attention import MAX_ROWS, attend_rows, attention
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import accept, argmax
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
+from trtllm_dflash.kernels.pages import PAGE_TILE, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
+from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
 from trtllm_dflash.kernels.step import begin_step, embed, end_step
 from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
 
@@ -28,6 +30,7 @@ __all__ = [
     "MAX_ROWS",
     "MOE_ROWS",
     "OLDEST_GPU",
+    "PAGE_TILE",
     "SKINNY_GPUS",
     "SKINNY_ROWS",
     "AllReduce",
@@ -36,14 +39,20 @@ __all__ = [
     "Matrix",
     "MoE",
     "Norm",
+    "Pages",
     "Routing",
+    "Rows",
     "Scales",
     "accept",
+    "accept_rows",
     "add_rms_norm",
     "argmax",
+    "attend_rows",
     "attention",
+    "begin_rows",
     "begin_step",
     "embed",
+    "end_rows",
     "end_step",
     "find",
     "gpu_name",
@@ -52,6 +61,7 @@ __all__ = [
     "quantize_rows",
     "remedy",
     "rms_norm",
+    "set_pages",
     "skinny_gemm",
     "swiglu",
     "takes_quantize",

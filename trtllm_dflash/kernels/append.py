@@ -1,10 +1,14 @@
 """Norm of heads, RoPE and append of rows to a cache."""
 
+import ctypes
+
 import torch
 
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, HEAD_SIZES, address, check, check_ints, check_rows
 from trtllm_dflash.kernels.library import run, stream, structure
+from trtllm_dflash.kernels.pages import Pages, page_members
+from trtllm_dflash.kernels.rows import Rows
 
 Tensor = torch.Tensor
 
@@ -15,7 +19,10 @@ AppendParams = structure(
     floats="norm_eps",
     pointers="qkv context_k context_v q_norm k_norm cos sin start committed q_out keys values",
     longs="qkv_slot_stride qkv_row_stride context_slot_stride context_row_stride cache_slot_stride cache_head_stride",
-    pointers_="key_scale value_scale",
+    pointers_="key_scale value_scale segments row_segment page_table",
+    longs_="page_table_stride",
+    pointers__="out",
+    ints_="page_rows block",
 )
 
 
@@ -59,47 +66,130 @@ class Append:
         qkv [B, N, (Hq + 2 Hkv)*D]. Keys are normed and rotated at their positions. Rows at positions below 0 or at and
         past S are dropped.
         """
-        slots, kv_heads, length, size = keys.shape
+        slots = len(keys)
+        check_ints(slots, start=start, committed=committed)
+        params = self._params(keys, values, heads)
+        params.slots, params.cache_rows = slots, keys.shape[2]
+        params.start, params.committed = start.data_ptr(), address(committed)
+        q = None if qkv is None else self._set_qkv(params, qkv, slots)
+        if context is not None:
+            self._set_context(params, context, slots)
+        run("dflash_append", params, stream())
+        return None if q is None else q.transpose(1, 2)
+
+    def rows(
+        self, keys: Tensor, values: Tensor, pages: Pages, layout: Rows, heads: int, qkv: Tensor, out: Tensor
+    ) -> Tensor:
+        """Writes a step's flat rows qkv [1, N, (Hq + 2 Hkv)*D] or [N, ...] into pages; returns q [N, Hq, D].
+
+        Padding becomes zeros, in q and in attention's result to be, out [..., N, Hq*D].
+        """
+        qkv = qkv.unsqueeze(0) if qkv.dim() == 2 else qkv
+        params = self._flat_params(keys, values, pages, layout, heads, None)
+        q = self._set_qkv(params, qkv, 1)[0]
+        check(len(q) == len(layout.row_segment), f"{len(q)} rows, a layout of {len(layout.row_segment)}")
+        fits = out.dtype == q.dtype and out.is_contiguous() and out.numel() == q.numel()
+        check(fits, f"out {tuple(out.shape)} of rows {tuple(q.shape)}")
+        params.out = out.data_ptr()
+        run("dflash_append", params, stream())
+        return q
+
+    def context(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        pages: Pages,
+        layout: Rows,
+        heads: int,
+        context: tuple[Tensor, Tensor],
+        committed: Tensor | None = None,
+    ) -> None:
+        """Writes flat context rows K and V [1, N, Hkv*D] into pages: a segment's first committed [G], or all."""
+        params = self._flat_params(keys, values, pages, layout, heads, committed)
+        self._set_flat_context(params, context, layout)
+        run("dflash_append", params, stream())
+
+    def block(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        pages: Pages,
+        layout: Rows,
+        heads: int,
+        qkv: Tensor,
+        context: tuple[Tensor, Tensor],
+        committed: Tensor,
+    ) -> Tensor:
+        """Writes context rows as `context` does, and behind each segment's its block; returns q [G*Bd, Hq, D].
+
+        Args:
+            qkv: of a block of rows a segment, [G, Bd, (Hq + 2 Hkv)*D].
+        """
+        params = self._flat_params(keys, values, pages, layout, heads, committed)
+        self._set_flat_context(params, context, layout)
+        q = self._set_qkv(params, qkv, len(layout.segments))
+        params.block = params.rows
+        run("dflash_append", params, stream())
+        return q.flatten(0, 1)
+
+    def _params(self, keys: Tensor, values: Tensor, heads: int) -> ctypes.Structure:
+        """Checks and gathers what every call has."""
+        kv_heads, size = keys.shape[1], keys.shape[3]
         dtype = self.cos.dtype
         check(dtype in HALVES, f"rows of {dtype}; known: float16, bfloat16")
         check(size in HEAD_SIZES and self.cos.shape[1] * 2 == size, f"head size {size}; known: {HEAD_SIZES}")
-        check_caches(keys, values, slots, size, dtype, self.scales)
-        check_ints(slots, start=start, committed=committed)
+        check_caches(keys, values, len(keys), size, dtype, self.scales)
         for x in (self.cos, self.sin, self.q_norm, self.k_norm):
             check(x is None or x.dtype == dtype, "norms and RoPE tables must have one type")
-        params = AppendParams(
+        return AppendParams(
             dtype=DTYPES[dtype],
-            slots=slots,
             heads=heads,
             kv_heads=kv_heads,
             head_size=size,
-            cache_rows=length,
             positions=self.cos.shape[0],
             norm_eps=self.norm_eps,
             q_norm=address(self.q_norm),
             k_norm=address(self.k_norm),
             cos=self.cos.data_ptr(),
             sin=self.sin.data_ptr(),
-            start=start.data_ptr(),
-            committed=address(committed),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             cache_slot_stride=keys.stride(0),
             cache_head_stride=keys.stride(1),
             **scale_addresses(self.scales),
         )
-        q = None
-        if qkv is not None:
-            check_rows(qkv, slots, (heads + 2 * kv_heads) * size, dtype)
-            q = torch.empty(slots, qkv.shape[1], heads, size, dtype=qkv.dtype, device=qkv.device)
-            params.rows, params.qkv, params.q_out = qkv.shape[1], qkv.data_ptr(), q.data_ptr()
-            params.qkv_slot_stride, params.qkv_row_stride = qkv.stride(0), qkv.stride(1)
-        if context is not None:
-            for x in context:
-                check_rows(x, slots, kv_heads * size, dtype)
-            k, v = context
-            check(k.shape == v.shape and k.stride() == v.stride(), "context K and V must be slices of one tensor")
-            params.context_rows, params.context_k, params.context_v = k.shape[1], k.data_ptr(), v.data_ptr()
-            params.context_slot_stride, params.context_row_stride = k.stride(0), k.stride(1)
-        run("dflash_append", params, stream())
-        return None if q is None else q.transpose(1, 2)
+
+    def _flat_params(
+        self, keys: Tensor, values: Tensor, pages: Pages, layout: Rows, heads: int, committed: Tensor | None
+    ) -> ctypes.Structure:
+        """Gathers what calls over flat rows have."""
+        check_ints(len(layout.segments), committed=committed)
+        params = self._params(keys, values, heads)
+        for name, value in page_members(pages, keys).items():
+            setattr(params, name, value)
+        params.slots, params.committed = len(layout.segments), address(committed)
+        params.segments, params.row_segment = layout.segments.data_ptr(), layout.row_segment.data_ptr()
+        return params
+
+    def _set_qkv(self, params: ctypes.Structure, qkv: Tensor, slots: int) -> Tensor:
+        """Sets projected rows [slots, N, (Hq + 2 Hkv)*D]; returns their queries to be, [slots, N, Hq, D]."""
+        heads, size = params.heads, params.head_size
+        check_rows(qkv, slots, (heads + 2 * params.kv_heads) * size, self.cos.dtype)
+        q = torch.empty(slots, qkv.shape[1], heads, size, dtype=qkv.dtype, device=qkv.device)
+        params.rows, params.qkv, params.q_out = qkv.shape[1], qkv.data_ptr(), q.data_ptr()
+        params.qkv_slot_stride, params.qkv_row_stride = qkv.stride(0), qkv.stride(1)
+        return q
+
+    def _set_context(self, params: ctypes.Structure, context: tuple[Tensor, Tensor], slots: int) -> None:
+        """Sets context rows K and V, [slots, N, Hkv*D] each."""
+        k, v = context
+        for x in context:
+            check_rows(x, slots, params.kv_heads * params.head_size, self.cos.dtype)
+        check(k.shape == v.shape and k.stride() == v.stride(), "context K and V must be slices of one tensor")
+        params.context_rows, params.context_k, params.context_v = k.shape[1], k.data_ptr(), v.data_ptr()
+        params.context_slot_stride, params.context_row_stride = k.stride(0), k.stride(1)
+
+    def _set_flat_context(self, params: ctypes.Structure, context: tuple[Tensor, Tensor], layout: Rows) -> None:
+        k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in context)
+        self._set_context(params, (k, v), 1)
+        check(k.shape[1] == len(layout.row_segment), f"{k.shape[1]} rows, a layout of {len(layout.row_segment)}")

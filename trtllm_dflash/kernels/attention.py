@@ -7,6 +7,7 @@ import torch
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, HEAD_SIZES, address, check, check_ints
 from trtllm_dflash.kernels.library import run, stream, structure
+from trtllm_dflash.kernels.pages import Pages, page_members
 
 Tensor = torch.Tensor
 
@@ -20,7 +21,9 @@ AttentionParams = structure(
     floats="scale",
     pointers="q keys values lengths added sinks out",
     longs="q_slot_stride q_row_stride q_head_stride cache_slot_stride cache_head_stride",
-    pointers_="key_scale value_scale",
+    pointers_="key_scale value_scale segments page_table",
+    longs_="page_table_stride",
+    ints_="page_rows pages block",
 )
 
 
@@ -49,46 +52,104 @@ def attention(
         scales: of caches in E4M3, keys' and values'; None: caches have q's type.
     """
     slots, heads, rows, size = q.shape
+    check(len(keys) == slots, f"caches of {len(keys)} slots for {slots}")
+    check_ints(slots, lengths=lengths, added=added)
+    params = _params(q.transpose(1, 2), keys, values, rows, causal, window, sinks, scales)
+    out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
+    params.slots, params.cache_rows, params.length_offset = slots, keys.shape[2], offset
+    params.lengths, params.added, params.out = lengths.data_ptr(), address(added), out.data_ptr()
+    params.q_slot_stride = q.stride(0)
+    _run(params, q.device)
+    return out
+
+
+def attend_rows(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Pages,
+    segments: Tensor,
+    rows: int,
+    out: Tensor,
+    causal: bool,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    scales: Scales = None,
+    added: Tensor | None = None,
+    block: int = 0,
+) -> Tensor:
+    """Attends from flat rows q [N, Hq, D] to caches [pages, Hkv, page rows, D]; fills and returns out [..., N, Hq*D].
+
+    Each of segments [G, 4] (slot, start, first row, count) has its own rows, the last of its start + count keys. Rows
+    that belong to none of them are neither read nor written.
+
+    Args:
+        rows: the most that a segment has, at most MAX_ROWS; or block.
+        causal, window, sinks, scales: as in `attention`.
+        added, block: with a block, segment g's rows are q's from g * block on, and come after its start + added[g]
+            keys. Idle segments get zeros.
+    """
+    count, heads, size = q.shape
+    is_right = segments.dtype == torch.int32 and segments.shape[1:] == (4,) and segments.is_contiguous()
+    check(is_right and segments.data_ptr() % 16 == 0, "segments must be int32 [G, 4]")
+    check_ints(len(segments), added=added)
+    check(block in (0, rows) and (not block or count == block * len(segments)), f"{count} rows in blocks of {block}")
+    fits = out.dtype == q.dtype and out.is_contiguous() and out.numel() == q.numel() and out.shape[-1] == heads * size
+    check(fits, f"out {tuple(out.shape)} of rows {tuple(q.shape)}")
+    params = _params(q, keys, values, rows, causal, window, sinks, scales)
+    for name, value in page_members(pages, keys).items():
+        setattr(params, name, value)
+    params.slots, params.pages, params.block = len(segments), len(keys), block
+    params.segments, params.added, params.out = segments.data_ptr(), address(added), out.data_ptr()
+    _run(params, q.device)
+    return out
+
+
+def _params(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: int,
+    causal: bool,
+    window: int,
+    sinks: Tensor | None,
+    scales: Scales,
+) -> AttentionParams:
+    """Checks and gathers what both kinds of calls have, of q [..., Hq, D]."""
+    heads, size = q.shape[-2:]
     check(q.dtype in HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
     check(size in HEAD_SIZES, f"head size {size}; known: {HEAD_SIZES}")
     check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
-    is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:3])
-    check(q.stride(3) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
-    check_caches(keys, values, slots, size, q.dtype, scales)
+    is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1])
+    check(q.stride(-1) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
+    check_caches(keys, values, len(keys), size, q.dtype, scales)
     check(heads % keys.shape[1] == 0, f"{heads} heads cannot share {keys.shape[1]} key/value heads")
-    check_ints(slots, lengths=lengths, added=added)
     if sinks is not None:
         check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in DTYPES, "sinks must be [Hq]")
-    out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
-    params = AttentionParams(
+    return AttentionParams(
         dtype=DTYPES[q.dtype],
-        slots=slots,
         rows=rows,
         heads=heads,
         kv_heads=keys.shape[1],
         head_size=size,
-        cache_rows=keys.shape[2],
         causal=int(causal),
         window=window,
-        length_offset=offset,
         sinks_dtype=DTYPES[sinks.dtype] if sinks is not None else 0,
         scale=size**-0.5,
         q=q.data_ptr(),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
-        lengths=lengths.data_ptr(),
-        added=address(added),
-        sinks=sinks.data_ptr() if sinks is not None else None,
-        out=out.data_ptr(),
-        q_slot_stride=q.stride(0),
-        q_row_stride=q.stride(2),
-        q_head_stride=q.stride(1),
+        sinks=address(sinks),
+        q_row_stride=q.stride(-3),
+        q_head_stride=q.stride(-2),
         cache_slot_stride=keys.stride(0),
         cache_head_stride=keys.stride(1),
         **scale_addresses(scales),
     )
+
+
+def _run(params: AttentionParams, device: torch.device) -> None:
     needed = ctypes.c_size_t()
     run("dflash_attention_workspace", params, ctypes.byref(needed))
-    workspace = torch.empty(needed.value, dtype=torch.uint8, device=q.device)
+    workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)
     run("dflash_attention", params, workspace.data_ptr(), needed.value, stream())
-    return out

@@ -14,7 +14,7 @@ ArgmaxParams = structure("dflash_argmax_params", ints="dtype rows size", pointer
 AcceptParams = structure(
     "dflash_accept_params",
     ints="slots rows logit_row_count",
-    pointers="token_ids target_ids logit_rows row_count start accepted committed bonus next_start",
+    pointers="token_ids target_ids logit_rows row_count start accepted committed bonus next_start segments logit_first",
 )
 
 

@@ -1,0 +1,269 @@
+// The flat rows of a step: laid out at its begin from what the host wrote and slots kept, and what slots keep of them.
+#include "dflash_kernels.h"
+#include "launch.cuh"
+
+#include <algorithm>
+
+namespace dflash
+{
+namespace
+{
+
+constexpr int kMostThreads = 1024;
+
+// How many rows, logits and cuts there are before something.
+struct Count
+{
+    int rows;
+    int logits;
+    int cuts;
+
+    __device__ __forceinline__ Count operator+(Count const& other) const
+    {
+        return {rows + other.rows, logits + other.logits, cuts + other.cuts};
+    }
+
+    __device__ __forceinline__ Count from_lane_below(int step) const
+    {
+        constexpr unsigned kAll = 0xffffffffu;
+        return {__shfl_up_sync(kAll, rows, step), __shfl_up_sync(kAll, logits, step), __shfl_up_sync(kAll, cuts, step)};
+    }
+};
+
+// Adds up what the threads of a block have: of each the sum up to its own. totals: one a warp. By all threads.
+__device__ __forceinline__ Count inclusive_sum(Count own, Count* totals)
+{
+    int const lane = threadIdx.x % 32;
+    int const warp = threadIdx.x / 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+    {
+        Count const below = own.from_lane_below(step);
+        own = lane >= step ? own + below : own;
+    }
+    if (lane == 31)
+    {
+        totals[warp] = own;
+    }
+    __syncthreads();
+    for (int w = 0; w < warp; ++w)
+    {
+        own = own + totals[w];
+    }
+    __syncthreads();
+    return own;
+}
+
+// The segments of a step in shared memory, and where each ends.
+struct Layout
+{
+    int4* segments; // [G]: slot, start, first row, count
+    int* row_ends; // [G], as the others
+    int* logit_ends;
+    int* cut_ends;
+    Count* totals; // [warps]
+
+    static constexpr int kBytesOfSegment = sizeof(int4) + 3 * sizeof(int);
+
+    __device__ __forceinline__ Layout(int4* shared, int count)
+        : segments(shared)
+        , row_ends(reinterpret_cast<int*>(shared + count))
+        , logit_ends(row_ends + count)
+        , cut_ends(logit_ends + count)
+        , totals(reinterpret_cast<Count*>(cut_ends + count))
+    {
+    }
+
+    // Lays all segments out. By all threads of the block.
+    __device__ __forceinline__ void fill(dflash_begin_rows_params const& p) const
+    {
+        Count before = {};
+        for (int first = 0; first < p.segment_count; first += blockDim.x)
+        {
+            int const index = first + threadIdx.x;
+            bool const is_there = index < p.segment_count;
+            int4 word = is_there ? reinterpret_cast<int4 const*>(p.words)[index] : int4{}; // slot, count, start, logits
+            int const cuts = index < p.decode_segments ? 0 : (word.y + p.cut_rows - 1) / p.cut_rows;
+            Count const end = before + inclusive_sum({word.y, word.w, cuts}, totals);
+            if (is_there)
+            {
+                int const start = word.z < 0 && word.y > 0 ? p.kept_start[word.x] : word.z;
+                segments[index] = {word.x, start, end.rows - word.y, word.y};
+                row_ends[index] = end.rows;
+                logit_ends[index] = end.logits;
+                cut_ends[index] = end.cuts;
+            }
+            __syncthreads();
+            int const last = min(first + static_cast<int>(blockDim.x), p.segment_count) - 1;
+            before = {row_ends[last], logit_ends[last], cut_ends[last]};
+        }
+    }
+};
+
+// The first segment that ends past `at`; `count` where there is none.
+__device__ __forceinline__ int segment_at(int const* ends, int count, int at)
+{
+    int low = 0;
+    int high = count;
+    while (low < high)
+    {
+        int const middle = (low + high) / 2;
+        if (ends[middle] > at)
+        {
+            high = middle;
+        }
+        else
+        {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+__device__ __forceinline__ int before_of(int const* ends, int index)
+{
+    return index > 0 ? ends[index - 1] : 0;
+}
+
+__device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, Layout const& layout)
+{
+    int const first_piece = before_of(layout.row_ends, p.decode_segments);
+    int32_t const* piece_tokens = p.words + 4 * p.segment_count;
+    for (int row = threadIdx.x; row < p.rows; row += blockDim.x)
+    {
+        int const index = segment_at(layout.row_ends, p.segment_count, row);
+        int token = 0;
+        if (index < p.decode_segments)
+        {
+            int4 const segment = layout.segments[index];
+            token = p.tokens[int64_t{segment.x} * p.block + row - segment.z];
+        }
+        else if (index < p.segment_count)
+        {
+            token = piece_tokens[row - first_piece];
+        }
+        p.row_segment[row] = index < p.segment_count ? index : -1;
+        p.token_ids[row] = token;
+    }
+}
+
+__device__ __forceinline__ void write_logits(dflash_begin_rows_params const& p, Layout const& layout)
+{
+    for (int logit = threadIdx.x; logit < p.logit_row_count; logit += blockDim.x)
+    {
+        int const index = segment_at(layout.logit_ends, p.segment_count, logit);
+        int row = 0;
+        int slot = 0;
+        int position = 0;
+        if (index < p.segment_count)
+        {
+            int4 const segment = layout.segments[index];
+            int const of_segment = segment.w - layout.logit_ends[index] + logit; // they are those of its last rows
+            row = segment.z + of_segment;
+            slot = segment.x;
+            position = segment.y + of_segment;
+        }
+        p.logit_rows[logit] = row;
+        p.logit_slot[logit] = slot;
+        p.logit_position[logit] = position;
+    }
+}
+
+__device__ __forceinline__ void write_cuts(dflash_begin_rows_params const& p, Layout const& layout)
+{
+    for (int cut = threadIdx.x; cut < p.cut_count; cut += blockDim.x)
+    {
+        int const index = segment_at(layout.cut_ends, p.segment_count, cut);
+        int4 part = {};
+        if (index < p.segment_count)
+        {
+            int4 const segment = layout.segments[index];
+            int const first = (cut - before_of(layout.cut_ends, index)) * p.cut_rows;
+            part = {segment.x, segment.y + first, segment.z + first, min(segment.w - first, p.cut_rows)};
+        }
+        reinterpret_cast<int4*>(p.cuts)[cut] = part;
+    }
+}
+
+// One block.
+__global__ void __launch_bounds__(kMostThreads) begin_rows_kernel(dflash_begin_rows_params const p)
+{
+    begin();
+    extern __shared__ int4 shared[];
+    Layout const layout(shared, p.segment_count);
+    layout.fill(p);
+    for (int index = threadIdx.x; index < p.segment_count; index += blockDim.x)
+    {
+        reinterpret_cast<int4*>(p.segments)[index] = layout.segments[index];
+        p.logit_first[index + 1] = layout.logit_ends[index];
+    }
+    if (threadIdx.x == 0)
+    {
+        p.logit_first[0] = 0;
+    }
+    write_rows(p, layout);
+    write_logits(p, layout);
+    write_cuts(p, layout);
+}
+
+// One warp a segment.
+__global__ void end_rows_kernel(dflash_end_rows_params const p)
+{
+    begin();
+    int const index = blockIdx.x;
+    int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
+    int const first = p.logit_first[index];
+    int const logits = p.logit_first[index + 1] - first;
+    int32_t* const decided = p.decided + int64_t{index} * (p.width + 1);
+    for (int i = threadIdx.x; i < p.width; i += blockDim.x)
+    {
+        decided[i + 1] = i < logits ? p.target_ids[first + i] : 0;
+    }
+    if (threadIdx.x == 0)
+    {
+        decided[0] = p.accepted[index];
+    }
+    if (segment.w <= 0)
+    {
+        return;
+    }
+    for (int i = threadIdx.x; i < p.next_rows; i += blockDim.x)
+    {
+        p.tokens[int64_t{segment.x} * p.block + i] = p.next_tokens[int64_t{index} * p.next_rows + i];
+    }
+    if (threadIdx.x == 0)
+    {
+        p.kept_start[segment.x] = min(p.next_start[index], p.last_start);
+    }
+}
+
+} // namespace
+} // namespace dflash
+
+extern "C" cudaError_t dflash_begin_rows(dflash_begin_rows_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    int const most = std::max({p->segment_count, p->rows, p->logit_row_count, p->cut_count});
+    int const threads = std::min(std::max((most + 31) / 32 * 32, 128), kMostThreads);
+    int const bytes = p->segment_count * Layout::kBytesOfSegment + kMostThreads / 32 * static_cast<int>(sizeof(Count));
+    bool const is_known = p->segment_count > 0 && p->decode_segments >= 0 && p->decode_segments <= p->segment_count
+        && p->rows >= 0 && p->logit_row_count >= 0 && p->cut_count >= 0 && p->cut_rows > 0 && p->block > 0;
+    if (!is_known || bytes > 48 * 1024) // some 1,700 segments
+    {
+        return cudaErrorInvalidValue;
+    }
+    return launch_kernel(begin_rows_kernel, dim3(1), threads, bytes, stream, *p);
+}
+
+extern "C" cudaError_t dflash_end_rows(dflash_end_rows_params const* p, cudaStream_t stream)
+{
+    if (p->next_rows < 1 || p->next_rows > p->block || p->width < 1)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->segment_count == 0)
+    {
+        return cudaSuccess;
+    }
+    return dflash::launch_kernel(dflash::end_rows_kernel, dim3(p->segment_count), 32, 0, stream, *p);
+}

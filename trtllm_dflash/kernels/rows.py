@@ -1,0 +1,191 @@
+"""The flat rows of a step: their layout on the device, acceptance over them, and what slots keep of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_dflash.kernels.attention import MAX_ROWS
+from trtllm_dflash.kernels.checks import check, check_ints
+from trtllm_dflash.kernels.choose import AcceptParams
+from trtllm_dflash.kernels.library import run, stream, structure
+
+Tensor = torch.Tensor
+
+
+BeginRowsParams = structure(
+    "dflash_begin_rows_params",
+    ints="segment_count decode_segments rows logit_row_count cut_count cut_rows block",
+    pointers="words tokens kept_start segments row_segment token_ids logit_first logit_rows logit_slot logit_position",
+    pointers_="cuts",
+)
+
+
+EndRowsParams = structure(
+    "dflash_end_rows_params",
+    ints="segment_count block width next_rows last_start",
+    pointers="segments logit_first target_ids accepted next_start next_tokens tokens kept_start decided",
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The layout of a step's N flat rows, G segments and R logits; int32 all.
+
+    A segment is one slot's run of rows: slot, start (the position of the first), first row, count (0: it is idle).
+    """
+
+    segments: Tensor  # [G, 4]
+    row_segment: Tensor  # [N]; padding: -1
+    token_ids: Tensor  # [N]; padding: 0, as in what follows
+    logit_first: Tensor  # [G + 1] each segment's first logit, and their number
+    logit_rows: Tensor  # [R] the flat row of each logit
+    logit_slot: Tensor  # [R]
+    logit_position: Tensor  # [R] the row's own
+    cuts: Tensor  # [A, 4] pieces of prompts, as segments of at most MAX_ROWS rows
+
+
+def begin_rows(
+    words: Tensor,
+    tokens: Tensor,
+    kept_start: Tensor,
+    segments: int,
+    decode_segments: int,
+    rows: int,
+    logit_rows: int,
+    cuts: int,
+) -> Rows:
+    """Lays out a step's flat rows on the device.
+
+    Rows and logits lie tight, in the order of segments: decode segments first, then pieces of prompts. The rows, logits
+    and cuts of a step may be fewer than those that are made: the others are padding.
+
+    Args:
+        words: [>= 4 * segments] int32. Of each segment slot, count, start (-1: as kept) and number of logits, those of
+            its last rows; then the pieces' token ids, in the order of segments.
+        tokens, kept_start: what slots kept, [slots, block] and [slots]: the tokens of decode segments are these.
+        segments, decode_segments: how many there are, and how many of them, the first, decode.
+        rows, logit_rows, cuts: how many are made.
+    """
+    check(words.dtype == torch.int32 and words.is_contiguous() and words.data_ptr() % 16 == 0, "words must be int32")
+    check(words.numel() >= 4 * segments, f"{words.numel()} words of {segments} segments")
+    check(0 <= decode_segments <= segments, f"{decode_segments} decode segments of {segments}")
+    _check_kept(tokens, kept_start)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=words.device)
+
+    layout = Rows(
+        segments=empty(segments, 4),
+        row_segment=empty(rows),
+        token_ids=empty(rows),
+        logit_first=empty(segments + 1),
+        logit_rows=empty(logit_rows),
+        logit_slot=empty(logit_rows),
+        logit_position=empty(logit_rows),
+        cuts=empty(cuts, 4),
+    )
+    params = BeginRowsParams(
+        segment_count=segments,
+        decode_segments=decode_segments,
+        rows=rows,
+        logit_row_count=logit_rows,
+        cut_count=cuts,
+        cut_rows=MAX_ROWS,
+        block=tokens.shape[1],
+        words=words.data_ptr(),
+        tokens=tokens.data_ptr(),
+        kept_start=kept_start.data_ptr(),
+        segments=layout.segments.data_ptr(),
+        row_segment=layout.row_segment.data_ptr(),
+        token_ids=layout.token_ids.data_ptr(),
+        logit_first=layout.logit_first.data_ptr(),
+        logit_rows=layout.logit_rows.data_ptr(),
+        logit_slot=layout.logit_slot.data_ptr(),
+        logit_position=layout.logit_position.data_ptr(),
+        cuts=layout.cuts.data_ptr(),
+    )
+    run("dflash_begin_rows", params, stream())
+    return layout
+
+
+def accept_rows(rows: Rows, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Accepts drafts that equal the target's choices target_ids [R]: accepted, committed, bonus, next_start [G] each.
+
+    Committed are a segment's rows up to the last accepted draft. Idle segments get zeros.
+    """
+    _check_targets(rows, target_ids)
+    segments = len(rows.segments)
+    accepted, committed, bonus, next_start = torch.empty(
+        4, segments, dtype=torch.int32, device=target_ids.device
+    ).unbind()
+    params = AcceptParams(
+        slots=segments,
+        logit_row_count=target_ids.numel(),
+        token_ids=rows.token_ids.data_ptr(),
+        target_ids=target_ids.data_ptr(),
+        accepted=accepted.data_ptr(),
+        committed=committed.data_ptr(),
+        bonus=bonus.data_ptr(),
+        next_start=next_start.data_ptr(),
+        segments=rows.segments.data_ptr(),
+        logit_first=rows.logit_first.data_ptr(),
+    )
+    run("dflash_accept", params, stream())
+    return accepted, committed, bonus, next_start
+
+
+def end_rows(
+    rows: Rows,
+    tokens: Tensor,
+    kept_start: Tensor,
+    last_start: int,
+    target_ids: Tensor,
+    accepted: Tensor,
+    next_start: Tensor,
+    next_tokens: Tensor,
+    width: int,
+) -> Tensor:
+    """Keeps a step's next rows in tokens [slots, block] and kept_start [slots], of the slots that had rows.
+
+    Returns what the host reads, [G, 1 + width]: accepted, then the segment's target_ids, then zeros.
+
+    Args:
+        last_start: the largest start that is kept.
+        target_ids, accepted, next_start, next_tokens: the step's outputs, [R], [G], [G], [G, 1 to block].
+        width: the most logits that a segment has.
+    """
+    segments = len(rows.segments)
+    _check_kept(tokens, kept_start)
+    _check_targets(rows, target_ids)
+    check_ints(segments, accepted=accepted, next_start=next_start)
+    is_right = next_tokens.dtype == torch.int32 and next_tokens.is_contiguous() and len(next_tokens) == segments
+    check(is_right, f"the next tokens must be int32 [{segments}, N]")
+    decided = torch.empty(segments, 1 + width, dtype=torch.int32, device=tokens.device)
+    params = EndRowsParams(
+        segment_count=segments,
+        block=tokens.shape[1],
+        width=width,
+        next_rows=next_tokens.shape[1],
+        last_start=last_start,
+        segments=rows.segments.data_ptr(),
+        logit_first=rows.logit_first.data_ptr(),
+        target_ids=target_ids.data_ptr(),
+        accepted=accepted.data_ptr(),
+        next_start=next_start.data_ptr(),
+        next_tokens=next_tokens.data_ptr(),
+        tokens=tokens.data_ptr(),
+        kept_start=kept_start.data_ptr(),
+        decided=decided.data_ptr(),
+    )
+    run("dflash_end_rows", params, stream())
+    return decided
+
+
+def _check_kept(tokens: Tensor, kept_start: Tensor) -> None:
+    check(tokens.dtype == torch.int32 and tokens.dim() == 2 and tokens.is_contiguous(), "kept tokens must be int32")
+    check_ints(len(tokens), kept_start=kept_start)
+
+
+def _check_targets(rows: Rows, target_ids: Tensor) -> None:
+    is_right = target_ids.dtype == torch.int32 and target_ids.is_contiguous()
+    check(is_right and target_ids.numel() == len(rows.logit_rows), f"target_ids must be int32 [{len(rows.logit_rows)}]")
