@@ -114,7 +114,7 @@ def _params(
     window: int,
     sinks: Tensor | None,
     scales: Scales,
-) -> AttentionParams:
+) -> ctypes.Structure:
     """Checks and gathers what both kinds of calls have, of q [..., Hq, D]."""
     heads, size = q.shape[-2:]
     check(q.dtype in HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
@@ -148,7 +148,7 @@ def _params(
     )
 
 
-def _run(params: AttentionParams, device: torch.device) -> None:
+def _run(params: ctypes.Structure, device: torch.device) -> None:
     needed = ctypes.c_size_t()
     run("dflash_attention_workspace", params, ctypes.byref(needed))
     workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)

@@ -1,8 +1,9 @@
-"""The PyTorch session on a GPU: each decoding step is one CUDA graph, from one step's outputs to the next one's.
+"""The PyTorch session on a GPU: each step is one CUDA graph, from one step's outputs to the next one's.
 
-There is a graph for each batch size of a few, number of rows, kind of drafting, and whether any slot samples: all of
-them are captured by `prepare`. One holds the whole step: random numbers, verify, choice, acceptance, drafting, and the
-slots' next rows. The host fills in which slots take part, launches, and reads what was decided one step behind.
+There is a graph for each number of slots of a few, number of rows, kind of drafting, number of prompt rows beside them,
+and whether any slot samples: all of them are captured by `prepare`. One holds the whole step: random numbers, verify,
+choice, acceptance, drafting, and the slots' next rows. The host fills in who takes part with which rows, launches, and
+reads what was decided one step behind.
 """
 
 import gc
@@ -19,10 +20,12 @@ from trtllm_dflash.engine.ladder import StepKind
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
-from trtllm_dflash.session.calls import Decode, Prefill, Prepare
+from trtllm_dflash.ops.cuda_ops import takes_experts
+from trtllm_dflash.ops.ragged_cuda_ops import RaggedCudaOps
+from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
 from trtllm_dflash.session.graphs import StepGraphs
+from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
@@ -34,9 +37,9 @@ _log = logging.getLogger(__name__)
 @dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    row_count: Tensor  # [B] read by each replay
-    decided: Tensor  # [B, 1 + R] written by each replay
-    row_counts: list[int] = field(default_factory=list)  # what row_count holds, once it was filled in
+    words: Tensor  # read by each replay: see `_words_of`, or [B] row counts where rows are not flat
+    decided: Tensor  # [G, 1 + rows] written by each replay
+    filled: list[int] = field(default_factory=list)  # what words hold, once they were filled in
 
 
 class CudaSession(TorchSession):
@@ -59,11 +62,13 @@ class CudaSession(TorchSession):
         kernels: Kernels = "auto",
     ) -> None:
         self.library, self._why = find_kernels(config, kernels, torch.cuda.get_device_capability(device))
-        super().__init__(config, weights, device, communicator, accept, flat=False)
-        self._chunk_end: int | None = None  # of the chunk that is run
+        is_ours = self.library is not None
+        super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
         if self.library is not None:
             self.communicator.share_memory(device)
-        self._graphs = StepGraphs(config, self._capture)
+        self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
+        self._pages = self._page_tables()
+        self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         self._own_stream = torch.cuda.Stream(device)
@@ -103,13 +108,6 @@ class CudaSession(TorchSession):
         self._graphs.clear()
         super()._free()
 
-    def _run_prefill(self, call: Prefill) -> Tensor:
-        self._chunk_end = call.start + len(call.token_ids)
-        try:
-            return super()._run_prefill(call)
-        finally:
-            self._chunk_end = None
-
     def _needs(self, call: Prepare) -> bool:
         return bool(self._graphs.missing(call))
 
@@ -137,45 +135,95 @@ class CudaSession(TorchSession):
 
     def _run_decode(self, call: Decode) -> Tensor:
         kind, captured = self._graphs.find(call)
-        row_counts = call.row_counts + [0] * (kind.slots - len(call.row_counts))
-        if row_counts != captured.row_counts:
-            on_host = torch.tensor(row_counts, dtype=torch.int32, pin_memory=True)
-            captured.row_count.copy_(on_host, non_blocking=True)
-            captured.row_counts = row_counts
-        captured.graph.replay()
+        self._replay(captured, call.row_counts + [0] * (kind.slots - len(call.row_counts)))
         return captured.decided
 
+    def _replay(self, captured: _Graph, words: list[int]) -> None:
+        if words != captured.filled:
+            on_host = torch.tensor(words, dtype=torch.int32, pin_memory=True)
+            captured.words[: len(words)].copy_(on_host, non_blocking=True)
+            captured.filled = words
+        captured.graph.replay()
+
     def _capture(self, kind: StepKind) -> _Graph:
-        row_count = torch.zeros(kind.slots, dtype=torch.int32, device=self.device)
-        arguments = row_count, kind.rows, kind.drafting, kind.rows, kind.sampled
+        is_ours = self.library is not None
+        count = 4 * kind.segments + kind.all_rows if is_ours else kind.slots
+        words = torch.zeros(count, dtype=torch.int32, device=self.device)
+
+        def step() -> Tensor:
+            if is_ours:
+                return self._flat_rows(words, kind)
+            return self._decode_rows(words, kind.rows, kind.drafting, kind.rows, kind.sampled)
+
         # Once for real, with no slot taking part: libraries set themselves up, which no capture allows.
-        self._decode_rows(*arguments)
+        step()
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating: only this one is held to what a capture allows.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream, capture_error_mode="thread_local"):
-            decided = self._decode_rows(*arguments)
-        return _Graph(graph, row_count, decided)
+            decided = step()
+        return _Graph(graph, words, decided)
 
-    def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
-        if self.library is None:
-            return super()._decode_rows(row_count, rows, drafting, block, sampled)
-        count, slots = len(row_count), self._slots
-        here = slice(0, count)
-        token_ids, start = kernels.begin_step(slots.tokens, slots.start, row_count, rows, rows + block)
-        logit_rows = self._constant(count, rows)
-        sampling = slots.sampling(here, slots.start[here, None] + logit_rows) if sampled else None
-        inputs = StepInputs(token_ids, start, row_count, logit_rows, self._constant(1, block), sampling)
-        out = self._step(CudaOps(self.weights, self._caches_of(0, count), self.communicator), inputs, drafting)
-        return kernels.end_step(
+    # -- flat rows ---------------------------------------------------------------------------------------------------
+
+    def _run_step(self, call: Step) -> Tensor:
+        if call.pages:
+            kernels.set_pages(self._pages.table, self._int32([list(given) for given in call.pages]))
+        for source, target, rows in call.copies:
+            for cache in self.caches.values():
+                cache[target, :, :rows] = cache[source, :, :rows]
+        for piece in call.pieces:
+            if self._sampling[piece.slot] != piece.sampling:
+                self._slots.set_sampling(piece.slot, piece.sampling)
+                self._sampling[piece.slot] = piece.sampling
+        kind, captured = self._graphs.find_flat(call)
+        self._replay(captured, _words_of(call, kind))
+        slots = len(call.decode)
+        if slots == kind.slots:
+            return captured.decided[: slots + len(call.pieces)]
+        if not call.pieces:
+            return captured.decided[:slots]
+        pieces = captured.decided[kind.slots : kind.slots + len(call.pieces)]
+        return pieces if slots == 0 else torch.cat([captured.decided[:slots], pieces])
+
+    def _flat_rows(self, words: Tensor, kind: StepKind) -> Tensor:
+        """Runs a step from tensors on the device alone; returns [G, 1 + rows]: accepted, then the target's choices."""
+        slots = self._slots
+        layout = kernels.begin_rows(
+            words,
             slots.tokens,
             slots.start,
-            row_count,
+            segments=kind.segments,
+            decode_segments=kind.slots,
+            rows=kind.all_rows,
+            logit_rows=kind.logit_rows,
+            cuts=-(-kind.all_rows // kernels.MAX_ROWS) + kind.pieces if kind.pieces else 0,
+        )
+        inputs = StepInputs(
+            token_ids=layout.token_ids[None],
+            start=layout.segments[:, 1],
+            row_count=layout.segments[:, 3],
+            logit_rows=layout.logit_rows[None],
+            block_offsets=self._constant(1, kind.rows),
+            sampling=slots.row_sampling(layout.logit_slot, layout.logit_position) if kind.sampled else None,
+        )
+        out = self._step(self._ops(layout, kind.slots, kind.rows), inputs, kind.drafting)
+        return kernels.end_rows(
+            layout,
+            slots.tokens,
+            slots.start,
             self.config.max_seq_len - 1,
-            out.target_ids,
+            out.target_ids[0],
             out.accepted,
             out.next_start,
             out.next_tokens,
+            width=kind.rows,
         )
+
+    def _page_tables(self) -> kernels.Pages:
+        return kernels.Pages(torch.tensor(self._tables, dtype=torch.int32, device=self.device), self.paging.rows)
+
+    def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> RaggedCudaOps:
+        return RaggedCudaOps(self.weights, self.caches, self.communicator, self._pages, layout, slots, rows)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
@@ -184,20 +232,69 @@ class CudaSession(TorchSession):
             made = self._constants[count, rows] = self._offsets(rows).repeat(count, 1)
         return made
 
+    # -- [slots, rows]: as flat rows, where our kernels compute ------------------------------------------------------
+
+    def prefill(self, call: Prefill) -> Outcome:
+        if not self._flat:
+            return super().prefill(call)
+        piece = Piece(call.slot, call.start, call.token_ids, call.last, call.sampling)
+        return self.run(Step([], [piece], call.drafting, call.block, call.sampling.temperature > 0))
+
+    def decode(self, call: Decode) -> Outcome:
+        if not self._flat:
+            return super().decode(call)
+        slots = [(slot, count) for slot, count in enumerate(call.row_counts) if count]
+        outcome = self.run(Step(slots, [], call.drafting, call.block, call.sampled))
+        return outcome.at([slot for slot, _ in slots], len(call.row_counts))
+
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        if self.library is None:
+        if not self._flat:
             return super()._run(inputs, drafting, first_slot)
-        caches = self._caches_of(first_slot, len(inputs.token_ids))
-        ops = CudaOps(self.weights, caches, self.communicator, self._chunk_end)
-        if self._chunk_end is None:
-            inputs = replace(inputs, start=_idle_below_zero(inputs))
-        return self._step(ops, inputs, drafting)
+        if inputs.sampling is not None:
+            raise EngineError("a step of given inputs is greedy on flat rows")
+        count, rows = inputs.token_ids.shape
+        row_counts, is_whole = inputs.row_count.tolist(), inputs.logit_rows.shape[1] == rows
+        words: list[int] = []
+        for slot, (start, own) in enumerate(zip(inputs.start.tolist(), row_counts, strict=True)):
+            words += (first_slot + slot, own, start, own if is_whole else 1)
+        for ids, own in zip(inputs.token_ids.tolist(), row_counts, strict=True):
+            words += ids[:own]
+        logit_rows = count * rows if is_whole else count
+        layout = kernels.begin_rows(
+            self._int32(words),
+            self._slots.tokens,
+            self._slots.start,
+            segments=count,
+            decode_segments=0,
+            rows=count * rows,
+            logit_rows=logit_rows,
+            cuts=-(-rows // kernels.MAX_ROWS) * count,
+        )
+        # Where each slot's logit rows lie among all: tight, as its rows do.
+        index = layout.logit_first[:-1, None] + self._constant(1, inputs.logit_rows.shape[1])
+        index = index.clamp(max=logit_rows - 1)
+        flat = replace(
+            inputs,
+            token_ids=layout.token_ids[None],
+            start=layout.segments[:, 1],
+            logit_rows=layout.logit_rows[None],
+        )
+        out = self._step(self._ops(layout, 0, 1), flat, drafting)
+        return replace(out, target_ids=out.target_ids[0][index])
 
 
-def _idle_below_zero(inputs: StepInputs[Tensor]) -> Tensor:
-    """Lowers `start` [B] of slots without real rows, so that their rows end below position 0: see `CudaOps`."""
-    rows = inputs.token_ids.shape[1] + inputs.block_offsets.shape[1]
-    return inputs.start.masked_fill(inputs.row_count == 0, -rows)
+def _words_of(call: Step, kind: StepKind) -> list[int]:
+    """Writes down a step as `kernels.begin_rows` reads it, for a captured kind."""
+    words: list[int] = []
+    for slot, count in call.decode:
+        words += (slot, count, -1, count)
+    words += [0] * (4 * (kind.slots - len(call.decode)))
+    for piece in call.pieces:
+        words += (piece.slot, len(piece.token_ids), piece.start, 1)
+    words += [0] * (4 * (kind.pieces - len(call.pieces)))
+    for piece in call.pieces:
+        words += piece.token_ids
+    return words
 
 
 def open_torch_session(
