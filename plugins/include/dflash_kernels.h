@@ -2,8 +2,8 @@
  *
  * Letters: B slots in the call, Q rows a slot, Hq query heads, Hkv key/value heads, D head size, S cache length,
  * H hidden size, F feed-forward size, V vocabulary, R logit rows, G segments, N flat rows. Strides count elements; the
- * last dimension is always contiguous. Pointers are device pointers unless said otherwise, 16-byte aligned where rows of
- * tensors begin.
+ * last dimension is always contiguous. Pointers are device pointers unless said otherwise, 16-byte aligned where rows
+ * of tensors begin.
  *
  * A segment is one slot's run of a step's flat rows, four numbers: slot, start (the position of its first row), the
  * first of its rows, and their count; 0: it is idle. Rows that belong to no segment are padding.

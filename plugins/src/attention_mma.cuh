@@ -159,8 +159,8 @@ struct Inputs
         if (next < past)
         {
             dflash_attention_params const& p = w.p;
-            int64_t const offset = place.page * p.cache_slot_stride + ahead.head * p.cache_head_stride
-                + place.row * S::kHeadSize;
+            int64_t const offset
+                = place.page * p.cache_slot_stride + ahead.head * p.cache_head_stride + place.row * S::kHeadSize;
             C const* keys_from = static_cast<C const*>(p.keys) + offset;
             C const* values_from = static_cast<C const*>(p.values) + offset;
             uint32_t const to = keys(stage);

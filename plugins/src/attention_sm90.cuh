@@ -427,8 +427,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     {
         inputs.init(kSharedTiles ? 8 : 4);
     }
-    // Until the wait segments are a guess, for a kernel before this one may be writing them; but mostly a right one, and
-    // what follows from them takes longer than the look whether they have changed.
+    // Until the wait segments are a guess, for a kernel before this one may be writing them; but mostly a right one,
+    // and what follows from them takes longer than the look whether they have changed.
     Segments segments(w.p);
     bool const can_guess = w.p.slots <= 32; // then all is in registers
     Span span = can_guess ? Span(w, segments, blockIdx.x) : Span();
