@@ -216,8 +216,9 @@ def _scratch(config: EngineConfig) -> int:
     if moe is not None:
         columns = moe.intermediate_size * (moe.experts if computes_all_experts(config) else moe.top_k)
     wide = 3 * columns // config.tp + 4 * shared + (taps + 6) * target.hidden_size
-    rows = max(config.chunk, config.max_batch * config.block_size)
     logit_rows = config.max_batch * config.block_size
+    # TensorRT's steps decode or read a chunk; others do both at once.
+    rows = max(config.chunk, logit_rows) if config.backend == "tensorrt" else config.chunk + logit_rows
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.
     logits = target.vocab_size * 3 if config.sampling else 2 * target.vocab_size // config.tp
     # A layer's keys and values in the engine's type, made by way of FP32: a prompt's chunk reads those of its slot, and
@@ -234,7 +235,7 @@ def _graphs(config: EngineConfig) -> int:
         return 0
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
-    return len(step_kinds(config.max_batch, lengths, config.sampling)) * layers * GRAPH_LAYER
+    return len(step_kinds(config.max_batch, lengths, config.sampling, config.chunk)) * layers * GRAPH_LAYER
 
 
 def computes_all_experts(config: EngineConfig) -> bool:

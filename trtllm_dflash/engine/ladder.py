@@ -8,6 +8,9 @@ from trtllm_dflash.step import Drafting
 #: Draft lengths to choose from, those that a drafter's block allows.
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 
+#: Rows of a slot, of those that draft lengths give, that steps with prompt rows are captured for.
+_MIXED_ROWS = (4, 8, 16)
+
 #: Pieces of prompts in one step, at most.
 PIECES = 8
 
@@ -58,8 +61,8 @@ def draft_lengths(block_size: int) -> list[int]:
 
 
 def prompt_sizes(chunk: int) -> list[int]:
-    """Lists the numbers of prompt rows that steps are captured for: 64, 128 and so on, and the most."""
-    sizes = {_LEAST_PROMPT_ROWS << power for power in range(16) if _LEAST_PROMPT_ROWS << power < chunk}
+    """Lists the numbers of prompt rows that steps are captured for: 64, 256 and so on, and the most."""
+    sizes = {_LEAST_PROMPT_ROWS << power for power in range(0, 16, 2) if _LEAST_PROMPT_ROWS << power < chunk}
     return sorted(sizes | {max(chunk, _LEAST_PROMPT_ROWS)})
 
 
@@ -84,18 +87,32 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
         for samples in {False, sampled}
     ]
     if chunk:
-        kinds += _mixed_kinds(max_batch, rows, sampled, chunk)
+        kinds += _mixed_kinds(max_batch, drafts, sampled, chunk)
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 
-def _mixed_kinds(max_batch: int, rows: dict[Drafting, list[int]], sampled: bool, chunk: int) -> list[StepKind]:
-    """Kinds with prompt rows: fewer sizes of the rest, for what decoding slots leave is not lost."""
-    slots = {0, max_batch, *batch_sizes(max_batch)[2::2]}
-    return [
-        StepKind(count, size, drafting, samples, prompt_rows)
-        for count in slots
-        for drafting, sizes in rows.items()
-        for size in {*sizes[-1::-2], *sizes[-1:]}
+def _mixed_kinds(max_batch: int, drafts: list[int], sampled: bool, chunk: int) -> list[StepKind]:
+    """Kinds with prompt rows: fewer sizes of the rest, for prompts take the rows that decoding slots leave."""
+    blocks = {length + 1 for length in drafts if length}
+    few = {rows for rows in blocks if rows in _MIXED_ROWS or rows == max(blocks)}
+    kept = Drafting.CONTEXT if drafts else Drafting.OFF  # no drafts: then the drafter keeps up all the same
+    runs = [(Drafting.BLOCK, rows) for rows in few] + [(kept, 1)]
+    kinds = [
+        StepKind(slots, rows, drafting, samples, prompt_rows)
+        for slots in _mixed_slots(max_batch)
+        for drafting, rows in runs
         for samples in {False, sampled}
         for prompt_rows in prompt_sizes(chunk)
+        if 4 * prompt_rows >= slots * rows or prompt_rows >= chunk  # fewer are no matter beside so many
     ]
+    if blocks:  # for the step that drafts nothing more, and verifies what the one before it left
+        kinds += [
+            StepKind(max_batch, max(blocks), kept, samples, max(prompt_sizes(chunk))) for samples in {False, sampled}
+        ]
+    return kinds
+
+
+def _mixed_slots(max_batch: int) -> set[int]:
+    """Numbers of slots that decode beside prompts: 0, 2, 8, 16, 24, 32, 48 and so on, and the most."""
+    sizes = {2, 8, 24} | {size for power in range(4, 12) for size in (2**power, 3 * 2**power)}
+    return {0, max_batch} | {size for size in sizes if size < max_batch}

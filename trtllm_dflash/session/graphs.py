@@ -76,6 +76,8 @@ class StepGraphs(Generic[Graph]):
     ) -> StepKind:
         if drafting is Drafting.BLOCK:
             rows = max(rows, block)  # one number for both, so that there are few graphs
+        if pieces and drafting is Drafting.OFF and any(kind.drafting is Drafting.CONTEXT for kind in self._graphs):
+            drafting = Drafting.CONTEXT  # there are no others beside prompts: the drafter keeps up for nothing
         fitting = [
             kind
             for kind in self._graphs
