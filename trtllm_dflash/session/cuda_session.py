@@ -245,7 +245,8 @@ class CudaSession(TorchSession):
             return super().decode(call)
         slots = [(slot, count) for slot, count in enumerate(call.row_counts) if count]
         outcome = self.run(Step(slots, [], call.drafting, call.block, call.sampled))
-        return outcome.at([slot for slot, _ in slots], len(call.row_counts))
+        places = {slot: place for place, (slot, _) in enumerate(slots)}
+        return outcome.of([places.get(slot, 0) for slot in range(len(call.row_counts))])
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         if not self._flat:

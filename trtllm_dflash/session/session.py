@@ -18,6 +18,7 @@ from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, Prepare, Step, call_of, words_of
 from trtllm_dflash.session.choice import Choice
+from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
@@ -37,25 +38,19 @@ class Outcome:
             self._event = torch.cuda.Event()
             self._event.record()
         self._decided = decided
-        self._places: tuple[list[int], int] | None = None
-
-    def at(self, places: list[int], count: int) -> "Outcome":
-        """Puts the rows in these places among `count`; the others read as nothing."""
-        self._places = places, count
-        return self
+        self._places: list[int] | None = None
 
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
         if self._event is not None:
             self._event.synchronize()
         tokens = [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
-        if self._places is None:
-            return tokens
-        places, count = self._places
-        spread: list[list[int]] = [[] for _ in range(count)]
-        for place, ids in zip(places, tokens, strict=True):
-            spread[place] = ids
-        return spread
+        return tokens if self._places is None else [tokens[place] for place in self._places]
+
+    def of(self, places: list[int]) -> "Outcome":
+        """Chooses what `read` returns: the tokens of these places, in this order."""
+        self._places = places
+        return self
 
 
 class Session(ABC):
@@ -109,6 +104,30 @@ class Session(ABC):
         if self.communicator.size > 1:
             self._send(call)
         self._prepare(call, progress)
+
+    @property
+    def limits(self) -> StepLimits:
+        """The steps that `run` takes."""
+        return StepLimits(pieces=1, prompt_rows=self.config.chunk, mixes=False)
+
+    def run(self, call: Step) -> Outcome:
+        """Runs a step: its outcome has the decoding slots first, then the pieces. Errors as in `prefill`.
+
+        A session of [slots, rows] decodes, or reads one piece.
+        """
+        for source, target, rows in call.copies:
+            self.copy_rows(Copy(source, target, rows))
+        if call.pieces:
+            (piece,) = call.pieces
+            assert not call.decode
+            drafting, block = call.drafting, call.block
+            prefill = Prefill(piece.slot, piece.start, piece.token_ids, piece.last, drafting, block, piece.sampling)
+            return self.prefill(prefill)
+        slots = [slot for slot, _ in call.decode]
+        row_counts = [0] * (1 + max(slots))
+        for slot, rows in call.decode:
+            row_counts[slot] = rows
+        return self.decode(Decode(row_counts, call.drafting, call.block, call.sampled)).of(slots)
 
     def prefill(self, call: Prefill) -> Outcome:
         """Runs a chunk of a prompt. The last one's outcome holds the reply's first token.

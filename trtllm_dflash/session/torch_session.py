@@ -8,7 +8,6 @@ import torch
 from trtllm_dflash.cost.memory import plan_pages
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES
-from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
@@ -17,7 +16,7 @@ from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Step
 from trtllm_dflash.session.choice import Choice, torch_choice
-from trtllm_dflash.session.limits import StepLimits, one_piece
+from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.weights import complete_weights, multiplied_weights
@@ -68,12 +67,10 @@ class TorchSession(Session):
 
     @property
     def limits(self) -> StepLimits:
-        return StepLimits(PIECES, self.config.chunk, mixes=True) if self._flat else one_piece(self.config.chunk)
+        return StepLimits(PIECES, self.config.chunk, mixes=True) if self._flat else super().limits
 
     def run(self, call: Step) -> Outcome:
-        if not self._flat:
-            raise EngineError("this session's rows are not flat: prefill or decode")
-        return self._launch(call)
+        return self._launch(call) if self._flat else super().run(call)
 
     def _free(self) -> None:
         self.weights = {}
