@@ -12,15 +12,16 @@ from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.kernels import MAX_ROWS
 from trtllm_dflash.ops.base import Acceptance, Ops
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.session.philox import uniform_numbers
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.torch_session import SlotAccept
-from trtllm_dflash.step import Accept, StepInputs
+from trtllm_dflash.step import Accept, StepInputs, accept_equals
 
 Tensor = torch.Tensor
 
 #: Sets these numbers apart from those that tokens are sampled with.
 _KEY = 0x0AC0
+#: Of a hash of 64 bits: an odd factor near 2^64 / the golden ratio, as int64, and shifts.
+_FACTOR, _SHIFTS = 0x9E3779B97F4A7C15 - 2**64, (31, 29)
 
 
 def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
@@ -35,6 +36,8 @@ def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
 
         def accept(ops: Ops[Tensor], inputs: StepInputs[Tensor], target_ids: Tensor) -> Acceptance[Tensor]:
             assert isinstance(ops, TorchOps)
+            if target_ids.numel() == len(inputs.start):  # pieces of prompts, and steps without drafts: nothing to draw
+                return accept_equals(ops, inputs, target_ids)
             accepted = draw_accepted(seeds[ops.slots(inputs.start)], inputs.start, acceptance.survival, MAX_ROWS)
             return ops.acceptance(accepted, target_ids, inputs.logit_rows, inputs.row_count)
 
@@ -54,5 +57,9 @@ def draw_accepted(seeds: Tensor, start: Tensor, survival: float, rows: int) -> T
         return torch.zeros_like(start)
     if survival >= 1:
         return torch.full_like(start, rows - 1)
-    numbers = uniform_numbers(seeds ^ _KEY, start[:, None])[:, 0] + 2.0**-25  # never 0
-    return (numbers.log() / math.log(survival)).floor().clamp(max=rows - 1).int()
+    # Few operations: each is a kernel of the steps that are measured.
+    bits = (seeds ^ _KEY) * _FACTOR + start
+    for shift in _SHIFTS:
+        bits = (bits ^ (bits >> shift)) * _FACTOR
+    numbers = ((bits >> 40) & 0xFFFFFF) * 2.0**-24 + 2.0**-25  # never 0
+    return (numbers.log() * (1 / math.log(survival))).int().clamp(max=rows - 1)
