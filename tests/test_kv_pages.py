@@ -1,0 +1,351 @@
+"""Pages of the K/V caches: what is shared is never written, nothing is lost, and nothing is given twice."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.runtime.pages import MIN_COPIED_ROWS, LinearPages, Pages
+
+ROWS = 20
+#: Texts that prompts begin with; the first three begin alike.
+TEXTS = [[text if i >= shared else -1 for i in range(200)] for text, shared in enumerate((18, 40, 70, 0))]
+
+
+class Written:
+    """A sequence as the model sees it: its tokens, and how many of its rows steps have written."""
+
+    def __init__(self, lease, ids, drafts):
+        self.lease, self.ids, self.drafts = lease, ids, drafts
+        self.drafter_rows = lease.drafter_rows
+        self.keeps_up = lease.drafter_rows == lease.rows
+
+
+class PagesMachine(RuleBasedStateMachine):
+    """Sequences that come, are read and written, and leave, on pages whose rows a model keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.pages = Pages(Paging(14, ROWS, 10))
+        self.caches = [[None] * ROWS for _ in range(14)]  # (token, whether the drafter's caches have it), by page
+        self.running: list[Written] = []
+
+    # -- what a session does -----------------------------------------------------------------------------------------
+
+    def launch(self, sequence):
+        """A step of a sequence: its copy is made, and all its rows behind those that are known are written over."""
+        lease = sequence.lease
+        if lease.copy is not None:
+            source, target, rows = lease.copy
+            self.caches[target][:rows] = self.caches[source][:rows]
+            self.pages.copied(lease)
+        for place, node in enumerate(lease.nodes):
+            for row in range(ROWS):
+                if place * ROWS + row >= lease.rows:
+                    owners = sum(node in other.lease.nodes for other in self.running)
+                    assert owners == 1, "a page that is written has one owner"
+                    assert len(node.tokens) <= row, "a row that the tree knows is written"
+                    self.caches[node.page][row] = None
+
+    def write(self, sequence, count, with_drafter):
+        """Steps that write the next rows, and the tree that is told."""
+        lease = sequence.lease
+        self.launch(sequence)
+        tokens = sequence.ids[lease.rows : lease.rows + count]
+        sequence.keeps_up = sequence.keeps_up and with_drafter
+        for position, token in enumerate(tokens, lease.rows):
+            page = lease.nodes[position // ROWS].page
+            self.caches[page][position % ROWS] = token, with_drafter
+        if sequence.keeps_up:
+            sequence.drafter_rows += len(tokens)
+        for place, page in self.pages.record(lease, tokens, sequence.drafter_rows):
+            assert lease.nodes[place].page == page
+
+    # -- rules -------------------------------------------------------------------------------------------------------
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        shared=st.integers(0, 130),
+        own=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+        drafts=st.booleans(),
+        growth=st.integers(1, 30),
+    )
+    def admit(self, text, shared, own, drafts, growth):
+        ids = text[:shared] + own
+        rows = min(len(ids) + growth, 10 * ROWS)
+        before, available = self.pages.changes, self.pages.available
+        lease = self.pages.admit(ids, drafts, rows)
+        if lease is None:
+            assert -(-rows // ROWS) > available or self.running
+            assert (self.pages.available, self.pages.changes) == (available, before)
+            return
+        assert len(lease.nodes) == -(-rows // ROWS)
+        assert lease.rows < len(ids)
+        assert not drafts or lease.drafter_rows == lease.rows
+        self.running.append(Written(lease, ids, drafts))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 60), with_drafter=st.sampled_from([True, True, True, False]))
+    def read_prompt(self, data, count, with_drafter):
+        sequence = data.draw(st.sampled_from(self.running))
+        room = len(sequence.lease.nodes) * ROWS - sequence.lease.rows
+        while len(sequence.ids) < sequence.lease.rows + count:  # it has come to its reply
+            sequence.ids.append(data.draw(st.integers(0, 1)))
+        if room:
+            self.write(sequence, min(count, room), with_drafter)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def grow(self, data):
+        sequence = data.draw(st.sampled_from(self.running))
+        if self.pages.available and len(sequence.lease.nodes) < 10:
+            place, page = self.pages.grow(sequence.lease)
+            assert sequence.lease.nodes[place].page == page
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), forget=st.sampled_from([False, False, False, True]))
+    def leave(self, data, forget):
+        sequence = data.draw(st.sampled_from(self.running))
+        self.running.remove(sequence)
+        (self.pages.forget if forget else self.pages.release)(sequence.lease)
+
+    # -- what always holds -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_page_is_in_one_place(self):
+        leased = Counter(node.page for sequence in self.running for node in sequence.lease.nodes)
+        held = leased + Counter(s.lease.source.page for s in self.running if s.lease.source is not None)
+        kept = [node.page for node in tree(self.pages) if node.refs == 0]
+        assert sorted([*held, *kept, *self.pages._free]) == list(range(14))
+        assert self.pages.used == len(held)
+        assert self.pages.shared == sum(count > 1 for count in held.values())
+        assert self.pages.kept == len(kept)
+
+    @invariant()
+    def what_is_kept_can_be_taken(self):
+        for node in tree(self.pages):
+            assert node.refs or not any(child.refs for child in tree(self.pages) if child.parent is node)
+
+    @invariant()
+    def rows_that_are_known_are_in_the_caches(self):
+        for node in tree(self.pages):
+            rows = self.caches[node.page]
+            assert [row and row[0] for row in rows[: len(node.tokens)]] == node.tokens
+            assert all(row[1] for row in rows[: node.drafter_rows])
+        for sequence in self.running:
+            copy = sequence.lease.copy
+            for position in range(sequence.lease.rows):
+                page = sequence.lease.nodes[position // ROWS].page
+                if copy is not None and page == copy[1]:
+                    page = copy[0]
+                token, drafted = self.caches[page][position % ROWS]
+                assert token == sequence.ids[position]
+                assert drafted or position >= sequence.drafter_rows
+
+    def teardown(self):
+        for sequence in self.running:
+            self.pages.release(sequence.lease)
+        self.running = []
+        assert self.pages.used == self.pages.shared == 0
+        for lease in [self.pages.admit([text], False, 7 * ROWS) for text in (7, 8)]:
+            assert lease is not None
+        assert not self.pages.available
+
+
+TestPages = PagesMachine.TestCase
+TestPages.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def tree(pages):
+    """All pages of the tree: those that are found, and those that hang on a lease alone."""
+    found, ahead = {}, [pages._root]
+    while ahead:
+        node = ahead.pop()
+        for child in [*node.full.values(), *(child for begun in node.begun.values() for child in begun)]:
+            if id(child) not in found:
+                found[id(child)] = child
+                ahead.append(child)
+    return list(found.values())
+
+
+# -- what a prompt gets ------------------------------------------------------------------------------------------------
+
+
+def written(pages, ids, drafts=True, drafter_rows=None):
+    """A sequence whose prompt was read; its lease."""
+    lease = pages.admit(ids, drafts, len(ids) + 1)
+    pages.copied(lease)
+    pages.record(lease, ids[lease.rows :], len(ids) if drafter_rows is None else drafter_rows)
+    return lease
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_full_pages_are_shared_with_running_and_finished_sequences_and_the_rest_is_copied(running):
+    pages = Pages(Paging(20, 64, 10))
+    first = written(pages, [*range(64), *range(100, 164), *range(200, 230)])
+    nodes = list(first.nodes)
+    if not running:
+        pages.release(first)
+        assert (pages.used, pages.kept) == (0, 3)
+    second = pages.admit([*range(64), *range(100, 164), *range(200, 220), 7, 8], True, 160)
+    assert second.nodes[:2] == nodes[:2]
+    assert second.rows == second.drafter_rows == 148
+    assert second.copy == (nodes[2].page, second.nodes[2].page, 20)
+    assert (pages.used, pages.shared) == (4, 3 if running else 0)  # the page to be copied is held as well
+    pages.copied(second)
+    assert (pages.used, pages.shared) == (4, 2) if running else (3, 0)
+
+
+def test_the_last_token_is_always_computed():
+    pages = Pages(Paging(8, 64, 8))
+    ids = list(range(128))
+    pages.release(written(pages, ids))
+    again = pages.admit(ids, True, 130)
+    assert len(again.nodes) == 3
+    assert again.rows == 127
+    assert again.copy[2] == 63
+
+
+def test_a_few_rows_are_not_copied():
+    pages = Pages(Paging(8, 64, 8))
+    pages.release(written(pages, list(range(40))))
+    for rows, copied in ((MIN_COPIED_ROWS - 1, 0), (MIN_COPIED_ROWS, MIN_COPIED_ROWS)):
+        lease = pages.admit([*range(rows), 99, 98], True, 60)
+        assert lease.rows == copied
+        pages.release(lease)
+
+
+def test_rows_that_the_drafter_never_wrote_are_not_given_to_who_drafts():
+    pages = Pages(Paging(20, 64, 10))
+    ids = list(range(180))
+    pages.release(written(pages, ids, drafts=False, drafter_rows=90))
+    drafted = pages.admit([*ids, 5], True, 200)
+    assert drafted.rows == drafted.drafter_rows == 90
+    plain = pages.admit([*ids, 5], False, 200)
+    assert plain.rows == 180
+    assert plain.drafter_rows == 90
+
+
+def test_two_that_read_the_same_prompt_at_once_share_it_from_then_on():
+    pages = Pages(Paging(20, 64, 10))
+    ids = list(range(130))
+    first, second = (pages.admit(ids, True, 140) for _ in range(2))
+    assert pages.used == 6
+    assert pages.record(first, ids, 130) == []
+    assert pages.record(second, ids, 130) == [(0, first.nodes[0].page), (1, first.nodes[1].page)]
+    assert (pages.used, pages.shared, pages.available) == (4, 2, 16)
+
+
+def test_the_least_recently_used_ending_is_given_up_first():
+    pages = Pages(Paging(6, 64, 6))
+    shared = list(range(64))
+    for end in (1, 2):
+        pages.release(written(pages, shared + [end] * 60))
+    pages.release(written(pages, shared + [1] * 60 + [3]))  # uses the first ending again
+    assert pages.kept == 4
+    lease = pages.admit([9] * 10, True, 4 * 64)
+    assert lease is not None
+    assert pages.admit(shared + [2] * 60, True, 128).rows == 64
+    assert pages.available == 0
+
+
+def test_a_sequence_that_needs_every_page_gets_them_all():
+    """Also the one that it would copy rows from."""
+    pages = Pages(Paging(3, 64, 3))
+    pages.release(written(pages, list(range(50))))
+    lease = pages.admit([*range(40), *[7] * 60], True, 3 * 64)
+    assert len(lease.nodes) == 3
+    assert lease.rows == 0
+    assert lease.copy is None
+
+
+def test_copies_wait_for_no_one_and_lose_nothing():
+    pages = Pages(Paging(3, 64, 3))
+    first = written(pages, list(range(50)))
+    second = pages.admit([*range(40), 7], True, 64)
+    pages.release(first)
+    assert pages.available == 1
+    assert pages.admit([5], True, 100) is None
+    pages.copied(second)
+    assert pages.admit([5], True, 100) is not None
+
+
+# -- one page a slot ---------------------------------------------------------------------------------------------------
+
+
+def linear(slots=3):
+    return LinearPages(Paging(slots, 500, 1))
+
+
+def read(pages, slot, ids, drafts=True):
+    lease = pages.admit_to(slot, ids, drafts)
+    pages.copied(lease)
+    pages.record(lease, ids[lease.rows :], len(ids) if drafts else lease.drafter_rows)
+    return lease
+
+
+def test_a_slot_goes_on_from_its_own_rows_and_else_copies_another_s():
+    pages = linear()
+    text = list(range(100))
+    pages.release(read(pages, 0, text))
+    own = pages.admit_to(0, [*text, 5], True)
+    assert (own.rows, own.copy) == (100, None)
+    copied = pages.admit_to(1, [*text, 6], True)
+    assert (copied.rows, copied.copy) == (100, (0, 1, 100))
+    pages.copied(copied)
+    pages.release(own)
+    pages.release(copied)
+    few = pages.admit_to(0, [0, 1, 2, 99], True)
+    assert (few.rows, few.copy) == (3, None)
+
+
+def test_a_slot_is_not_given_while_rows_are_to_be_copied_from_it():
+    pages = linear()
+    first = read(pages, 0, list(range(100)))
+    second = pages.admit_to(1, [*range(100), 5], True)
+    pages.release(first)
+    assert not pages.is_free(0)
+    pages.copied(second)
+    assert pages.is_free(0)
+
+
+def test_forgotten_rows_are_not_found():
+    pages = linear()
+    pages.forget(read(pages, 0, list(range(100))))
+    lease = pages.admit_to(1, list(range(100)), False)
+    assert lease.rows == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_linear_pages_do_what_slots_did(seed):
+    """As many rows as any slot has of a prompt; in place where it is the slot's own, or none has enough for a copy."""
+    chance = random.Random(seed)
+    pages, rows = linear(4), {slot: ([], 0) for slot in range(4)}
+    for _ in range(60):
+        slot = chance.randrange(4)
+        ids = chance.choice(TEXTS)[: chance.randrange(100)] + [chance.randrange(2) for _ in range(1 + slot)]
+        drafts = chance.random() < 0.7
+
+        def shared(slot, ids=ids, drafts=drafts):
+            known, drafter_rows = rows[slot]
+            most = min(len(ids) - 1, drafter_rows if drafts else len(known))
+            return next((i for i in range(most) if known[i] != ids[i]), most)
+
+        longest, own = max(map(shared, rows)), shared(slot)
+        lease = pages.admit_to(slot, ids, drafts)
+        copied = longest > own and longest >= MIN_COPIED_ROWS
+        assert lease.rows == (longest if copied else own)
+        assert (lease.copy is not None) == copied
+        if copied:
+            assert shared(lease.copy[0]) == longest
+        drafter_rows = lease.drafter_rows
+        pages.copied(lease)
+        if drafts:
+            drafter_rows = len(ids)
+        pages.record(lease, ids[lease.rows :], drafter_rows)
+        pages.release(lease)
+        rows[slot] = ids, drafter_rows

@@ -1,0 +1,369 @@
+"""Pages of the K/V caches: counted, shared by reference through a tree of prefixes, and kept until others need them.
+
+A node of the tree is a page, and its path from the root is the text before it. A prompt takes the full pages that it
+shares with any earlier one by reference, and copies the rows after them that another's page shares in part. Only the
+sequence that a page was given to writes to it, behind the rows that the tree knows: what is shared never changes.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from trtllm_dflash.engine.paging import Paging
+
+#: Shorter shared prefixes are not worth a copy: a prompt has a template's first words in common with any other.
+MIN_COPIED_ROWS = 16
+
+
+class Node:
+    """A page, and the tokens whose K/V rows are known to be in it.
+
+    Attributes:
+        tokens: of its first rows.
+        drafter_rows: how many of them the drafter's caches hold too; they then hold all rows before the page.
+        refs: leases that have the page, and copies that are yet to be made of it.
+        parent: the page before it, or the root; None while it is not in the tree.
+        children: pages after it.
+        released: the time of its last release, in changes of all pages.
+        key: its first tokens, by which its parent finds it; None while it has fewer.
+        full: full pages after it, by their tokens, and whether the drafter's caches have them all.
+        begun: pages after it by their keys.
+    """
+
+    __slots__ = ("begun", "children", "drafter_rows", "full", "key", "page", "parent", "refs", "released", "tokens")
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.tokens: list[int] = []
+        self.drafter_rows = 0
+        self.refs = 0
+        self.parent: Node | None = None
+        self.children = 0
+        self.released = 0
+        self.key: tuple[int, ...] | None = None
+        self.full: dict[tuple[tuple[int, ...], bool], Node] = {}
+        self.begun: dict[tuple[int, ...], list[Node]] = {}
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Pages of one sequence, in the order of its positions.
+
+    Attributes:
+        rows: of the sequence that the tree knows.
+        drafter_rows: how many of them the drafter's caches hold too.
+        copy: page from, page to and rows, of a copy that must be made before the sequence's first step.
+        source: the page that it comes from, which stays as it is until `Pages.copied`.
+    """
+
+    nodes: list[Node]
+    rows: int
+    drafter_rows: int
+    copy: tuple[int, int, int] | None = None
+    source: Node | None = None
+
+
+class Pages:
+    """All pages of an engine.
+
+    Args:
+        paging: how many there are, and of how many rows.
+
+    Attributes:
+        used: pages that have leases.
+        shared: those that have several.
+        changes: a number that changes whenever an admission that was refused may succeed.
+    """
+
+    def __init__(self, paging: Paging) -> None:
+        self.total = paging.pages
+        self.rows = paging.rows
+        self.used = 0
+        self.shared = 0
+        self._free = list(range(paging.pages - 1, -1, -1))
+        self._root = Node(-1)
+        self._leaves: list[tuple[int, int, Node]] = []  # a heap of pages without leases: the first goes first
+        self.changes = 0
+
+    @property
+    def available(self) -> int:
+        """Pages without a lease, free or kept: a page after a kept one is kept too, so that all can be taken."""
+        return self.total - self.used
+
+    @property
+    def kept(self) -> int:
+        """Pages without a lease whose rows are kept for prompts that begin so."""
+        return self.total - self.used - len(self._free)
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def admit(self, ids: list[int], drafts: bool, rows: int) -> Lease | None:
+        """Gives a sequence pages for so many rows; None where there are not enough.
+
+        Args:
+            ids: the tokens that it begins with. The last one's row is never shared: a step has to run on it.
+            drafts: whether the rows must be in the drafter's caches too.
+        """
+        nodes, source, copied = self._longest_prefix(ids, drafts)
+        new = -(-rows // self.rows) - len(nodes)
+        left = self.available - new - sum(node.refs == 0 for node in nodes)
+        if left < 0:
+            return None
+        if source is not None and left == 0 and source.refs == 0:
+            source = None  # it is needed itself
+        for node in nodes:
+            self._refer(node)
+        lease = Lease(nodes, len(nodes) * self.rows, sum(node.drafter_rows for node in nodes))
+        if source is not None:
+            self._refer(source)
+        for _ in range(new):
+            nodes.append(self._take())
+        if source is not None:
+            self._copy(lease, source, nodes[lease.rows // self.rows], copied)
+        return lease
+
+    def grow(self, lease: Lease) -> tuple[int, int]:
+        """Gives a sequence one more page, which must be available; returns its place in the sequence, and the page."""
+        node = self._take()
+        lease.nodes.append(node)
+        return len(lease.nodes) - 1, node.page
+
+    def copied(self, lease: Lease) -> None:
+        """Lets go of the page that a lease's first rows were copied from."""
+        if lease.source is not None:
+            self._release(lease.source)
+        lease.copy = lease.source = None
+
+    def record(self, lease: Lease, tokens: list[int], drafter_rows: int) -> list[tuple[int, int]]:
+        """Notes the tokens of the sequence's next rows, which its steps have written.
+
+        A page that becomes full and is there already is given back for the other one.
+
+        Args:
+            drafter_rows: of all its rows, those that are in the drafter's caches too.
+
+        Returns:
+            Such pages: the place in the sequence, and the page that it has there from now on.
+        """
+        exchanged = []
+        lease.drafter_rows = drafter_rows
+        at = 0
+        while at < len(tokens):
+            place, row = divmod(lease.rows, self.rows)
+            node = lease.nodes[place]
+            new = tokens[at : at + self.rows - row]
+            at += len(new)
+            lease.rows += len(new)
+            node.tokens += new
+            node.drafter_rows = max(0, min(drafter_rows - place * self.rows, len(node.tokens)))
+            self._link(node, lease.nodes[place - 1] if place else self._root)
+            if len(node.tokens) == self.rows:
+                lease.nodes[place] = self._find_or_add(node)
+                if lease.nodes[place] is not node:
+                    exchanged.append((place, lease.nodes[place].page))
+        return exchanged
+
+    def release(self, lease: Lease) -> None:
+        """Takes a sequence's pages back, and keeps their rows for prompts that begin so."""
+        self.copied(lease)
+        for node in reversed(lease.nodes):
+            self._release(node)
+        lease.nodes = []
+
+    def forget(self, lease: Lease) -> None:
+        """Takes a sequence's pages back, and keeps of their rows none that no other sequence has."""
+        nodes = lease.nodes
+        self.release(lease)
+        for node in reversed(nodes):
+            if node.parent is not None and node.refs == 0 and node.children == 0:
+                self._unlink(node)
+                self._free.append(node.page)
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def _longest_prefix(self, ids: list[int], drafts: bool) -> tuple[list[Node], Node | None, int]:
+        """Finds full pages that a prompt begins with, and the page that shares most rows after them: their number."""
+        node, nodes, at = self._root, [], 0
+        most = len(ids) - 1
+        while at + self.rows <= most:
+            tokens = tuple(ids[at : at + self.rows])
+            child = node.full.get((tokens, True))
+            if child is None and not drafts:
+                child = node.full.get((tokens, False))
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+            at += self.rows
+        best, rows = None, MIN_COPIED_ROWS - 1
+        for child in node.begun.get(tuple(ids[at : at + MIN_COPIED_ROWS]), ()):
+            limit = min(most - at, child.drafter_rows if drafts else len(child.tokens))
+            if limit > rows and child.tokens[: rows + 1] == ids[at : at + rows + 1]:
+                best, rows = child, _shared_rows(child.tokens, ids, at, rows + 1, limit)
+        return nodes, best, rows if best is not None else 0
+
+    def _copy(self, lease: Lease, source: Node, target: Node, rows: int) -> None:
+        """Notes that a page begins with rows of another, which has a reference to keep it until they are copied."""
+        target.tokens = source.tokens[:rows]
+        target.drafter_rows = min(source.drafter_rows, rows)
+        lease.rows += rows
+        if lease.drafter_rows == lease.rows - rows:
+            lease.drafter_rows += target.drafter_rows
+        lease.copy = source.page, target.page, rows
+        lease.source = source
+
+    # -- the tree ----------------------------------------------------------------------------------------------------
+
+    def _link(self, node: Node, parent: Node) -> None:
+        """Adds a page with tokens to the tree, if it is not there; by its key once it has one."""
+        if node.parent is None:
+            node.parent = parent
+            parent.children += 1
+        if node.key is None and len(node.tokens) >= MIN_COPIED_ROWS:
+            node.key = tuple(node.tokens[:MIN_COPIED_ROWS])
+            parent.begun.setdefault(node.key, []).append(node)
+
+    def _find_or_add(self, node: Node) -> Node:
+        """Adds a page to the full ones; where there is such a page, gives it back and refers to that one instead."""
+        self.changes += 1
+        parent = node.parent
+        assert parent is not None
+        known = parent.full.setdefault((tuple(node.tokens), node.drafter_rows == self.rows), node)
+        if known is node or node.refs > 1:
+            return node
+        self._refer(known)
+        self._unlink(node)
+        self._free.append(node.page)
+        self.used -= 1
+        node.refs = 0
+        return known
+
+    def _unlink(self, node: Node) -> None:
+        """Takes a page without children out of the tree."""
+        parent = node.parent
+        assert parent is not None
+        assert not node.children
+        parent.children -= 1
+        node.parent = None
+        if node.key is not None:
+            begun = parent.begun[node.key]
+            begun.remove(node)
+            if not begun:
+                del parent.begun[node.key]
+            node.key = None
+        if len(node.tokens) == self.rows:
+            tokens = tuple(node.tokens), node.drafter_rows == self.rows
+            if parent.full.get(tokens) is node:
+                del parent.full[tokens]
+        if parent.refs == 0 and parent.children == 0 and parent.parent is not None:
+            self._offer(parent)
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def _refer(self, node: Node) -> None:
+        node.refs += 1
+        self.used += node.refs == 1
+        self.shared += node.refs == 2
+
+    def _release(self, node: Node) -> None:
+        node.refs -= 1
+        self.shared -= node.refs == 1
+        if node.refs:
+            return
+        self.used -= 1
+        self.changes += 1
+        node.released = self.changes
+        if node.children:
+            return
+        if node.key is not None or len(node.tokens) == self.rows:
+            self._offer(node)
+            return
+        if node.parent is not None:  # nothing finds it
+            self._unlink(node)
+        self._free.append(node.page)
+
+    def _offer(self, node: Node) -> None:
+        """Notes a page that has neither leases nor children."""
+        if len(self._leaves) > 2 * self.total:  # most of them have been taken since
+            self._leaves = [leaf for leaf in self._leaves if _is_leaf(leaf[2], leaf[0])]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, (node.released, node.page, node))
+
+    def _take(self) -> Node:
+        """Takes a free page, or the one that was released first of those without children."""
+        if not self._free:
+            released, page, node = heapq.heappop(self._leaves)
+            while not _is_leaf(node, released):
+                released, page, node = heapq.heappop(self._leaves)
+            self._unlink(node)
+            self._free.append(page)
+        node = Node(self._free.pop())
+        self._refer(node)
+        return node
+
+
+class LinearPages(Pages):
+    """One page for each slot, of its number: nothing is given by reference, and own rows are used where they are."""
+
+    def __init__(self, paging: Paging) -> None:
+        super().__init__(paging)
+        self._slots = [Node(page) for page in range(paging.pages)]
+        self._free = []
+
+    def is_free(self, slot: int) -> bool:
+        """Whether a slot's page has no lease, and no copy is yet to be made of it."""
+        return self._slots[slot].refs == 0
+
+    def admit_to(self, slot: int, ids: list[int], drafts: bool) -> Lease:
+        """Gives a sequence the page of a free slot. Arguments as in `admit`."""
+        node = self._slots[slot]
+        _, source, copied = self._longest_prefix(ids, drafts)
+        most = min(len(ids) - 1, node.drafter_rows if drafts else len(node.tokens))
+        own = _shared_rows(node.tokens, ids, 0, 0, most)
+        in_place = source is None or copied <= own
+        self._cut(node, own if in_place else 0)
+        self._refer(node)
+        lease = Lease([node], len(node.tokens), node.drafter_rows)
+        if source is not None and not in_place:
+            self._refer(source)
+            self._copy(lease, source, node, copied)
+        return lease
+
+    def forget(self, lease: Lease) -> None:
+        node = lease.nodes[0]
+        self.release(lease)
+        self._cut(node, 0)
+
+    @property
+    def kept(self) -> int:
+        return sum(node.refs == 0 and bool(node.tokens) for node in self._slots)
+
+    def _cut(self, node: Node, rows: int) -> None:
+        """Forgets all rows of a page but the first ones."""
+        if node.parent is not None:
+            self._unlink(node)
+        del node.tokens[rows:]
+        node.drafter_rows = min(node.drafter_rows, rows)
+        if rows:
+            self._link(node, self._root)
+
+    def _release(self, node: Node) -> None:
+        node.refs -= 1
+        self.shared -= node.refs == 1
+        self.used -= node.refs == 0
+        self.changes += node.refs == 0
+
+
+def _is_leaf(node: Node, released: int) -> bool:
+    """Whether a page that was without leases and children, since a release, still is."""
+    return node.parent is not None and node.refs == 0 and node.children == 0 and node.released == released
+
+
+def _shared_rows(tokens: list[int], ids: list[int], first: int, known: int, most: int) -> int:
+    """Counts a page's first tokens that are a prompt's from `first` on: `known` at least, and `most` at most."""
+    while known < most:
+        middle = (known + most + 1) // 2
+        if tokens[known:middle] == ids[first + known : first + middle]:
+            known = middle
+        else:
+            most = middle - 1
+    return known
