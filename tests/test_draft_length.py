@@ -40,7 +40,7 @@ def follow(length, slots, survival, steps, seed=0):
         seconds += length._seconds(slots, drafts)
         for _ in range(slots):
             accepted = next((i for i in range(drafts) if chance.random() > survival), drafts)
-            length.observe(drafts, accepted)
+            length.observe({(drafts, accepted): 1})
             tokens += accepted + 1
         drafts = length.choose(slots)
     return tokens / seconds
@@ -133,15 +133,15 @@ def test_the_text_does_not_depend_on_the_length(llm, ahead):
 
 def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
     rows = 0
-    decode = llm.session.decode
+    run = llm.session.run
 
     def counted(step):
         nonlocal rows
-        rows += sum(step.row_counts)
-        return decode(step)
+        rows += sum(count for _, count in step.decode)
+        return run(step)
 
     # A clock on which a row takes a second, however busy this machine is.
-    monkeypatch.setattr(llm.session, "decode", counted)
+    monkeypatch.setattr(llm.session, "run", counted)
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.time", SimpleNamespace(perf_counter=lambda: float(rows)))
     found = step_times(llm.session, tmp_path)
     assert found == {(slots, drafts): slots * (drafts + 1) for slots in (1, 3) for drafts in LENGTHS}

@@ -126,8 +126,8 @@ def test_drafted_text_equals_plain_text(family, params, tmp_path, monkeypatch):
         assert same >= len(prompts) // 2
         assert any(count for completion in drafted for count in completion.accepted_per_step)
         # Prefixes that are there already are copied from slot to slot.
-        copies, copy_rows = [], llm.session.copy_rows
-        monkeypatch.setattr(llm.session, "copy_rows", lambda call: (copies.append(call), copy_rows(call)))
+        copies, run = [], llm.session.run
+        monkeypatch.setattr(llm.session, "run", lambda step: (copies.extend(step.copies), run(step))[1])
         short = params.model_copy(update={"max_tokens": 1})
         # The short ones leave their slots to the last, while the first, of the same prompt, still has its own.
         after = llm.generate([prompts[5], *prompts[:3], prompts[5]], [params, short, short, short, params])

@@ -7,52 +7,72 @@ import pytest
 from tests.conftest import TINY
 from tests.virtual_time import Clock
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.cost.memory import page_bytes
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.pages import MIN_COPIED_ROWS
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slots
-from trtllm_dflash.session.calls import Decode, Prefill
+from trtllm_dflash.session.torch_session import TorchSession
 
 TEXTS = [text for kind in read_prompts(3).values() for text in kind]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    """The shipped pair with four slots and chunks of 32 tokens."""
+def loaded():
+    """The shipped pair with four slots and pieces of up to 32 tokens."""
     folders = str(TINY / "target"), str(TINY / "drafter")
     with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=4, max_seq_len=1800) as llm:
         llm.config = llm.session.config = llm.config.model_copy(update={"chunk": 32})
         yield llm
 
 
+def with_session(llm, flat=True, **changes):
+    """The same engine on a session of its own: of flat rows or of [slots, rows], and with other pages."""
+    config = llm.config.model_copy(update=changes)
+    return LLM(TorchSession(config, llm.session.weights, llm.session.device, flat=flat), llm.codec)
+
+
 @pytest.fixture(scope="module")
-def alone(llm):
+def paged(loaded):
+    return with_session(loaded, page_size=64)
+
+
+@pytest.fixture(scope="module")
+def linear(loaded):
+    """Decodes, or reads one piece; each slot has one page."""
+    return with_session(loaded, flat=False)
+
+
+@pytest.fixture(params=["paged", "linear"])
+def llm(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(loaded):
     """What `generate` gives for a prompt by itself, from a cache of such replies."""
     known = {}
 
     def get(prompt, params, draft=True):
         key = str(prompt), params, draft
         if key not in known:
-            (known[key],) = llm.generate([prompt], params, draft)
+            (known[key],) = loaded.generate([prompt], params, draft)
         return known[key]
 
     return get
 
 
-class Calls:
-    """Notes the calls that a session gets."""
-
-    def __init__(self, session, monkeypatch):
-        self.calls = []
-        for name in ("prefill", "decode", "copy_rows"):
-            real = getattr(session, name)
-            monkeypatch.setattr(session, name, lambda call, real=real: (self.calls.append(call), real(call))[1])
+def note_steps(llm, monkeypatch):
+    """A list that gets the steps which a session runs."""
+    steps, run = [], llm.session.run
+    monkeypatch.setattr(llm.session, "run", lambda step: (steps.append(step), run(step))[1])
+    return steps
 
 
 @pytest.fixture
-def calls(llm, monkeypatch):
-    return Calls(llm.session, monkeypatch).calls
+def steps(llm, monkeypatch):
+    return note_steps(llm, monkeypatch)
 
 
 def run(scheduler):
@@ -98,7 +118,7 @@ def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
         if sequences and choices.random() < 0.05:
             victim = choices.choice(sequences)[0]
             if not victim.done:
-                victim.error = CancelledError("gone")
+                scheduler.cancel(victim, CancelledError("gone"))
                 cancelled.append(victim)
     assert cancelled
     assert len(sequences) == 24
@@ -137,11 +157,11 @@ def test_a_plain_reply_beside_drafted_ones_is_the_same(llm, alone, ahead):
         assert max(sequence.accepted_per_step) > 0 or i % 2
 
 
-def test_no_step_is_wasted_on_a_plain_reply_that_ends_by_its_length(llm, calls):
+def test_no_step_is_wasted_on_a_plain_reply_that_ends_by_its_length(llm, steps):
     scheduler = Scheduler(llm.session, ahead=1)
     scheduler.submit(asked(llm, CHATS[0], 9, draft=False, ignore_eos=True))
     run(scheduler)
-    assert sum(isinstance(call, Decode) for call in calls) == 8
+    assert sum(bool(step.decode) for step in steps) == 8
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -156,12 +176,29 @@ def test_a_reply_may_fill_the_context(llm, ahead):
     assert sequences[0].finish_reason == "length"
 
 
+def test_a_preempted_reply_is_the_same_text(loaded, alone):
+    """Caches for one and a half conversations: four at once, all of them with the text and drafts of their own."""
+    tight = with_session(loaded, page_size=64, max_seq_len=400, kv_memory=10 * 2 * page_bytes(loaded.config, 64))
+    scheduler = Scheduler(tight.session, ahead=1)
+    sequences = [
+        asked(tight, CHATS[i], 300, ignore_eos=True, draft=i != 2, temperature=0.8 * (i == 1), seed=i) for i in range(4)
+    ]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    run(scheduler)
+    assert scheduler.statistics.preemptions > 0
+    for i, sequence in enumerate(sequences):
+        assert sequence.token_ids == alone(CHATS[i], sequence.params, i != 2).token_ids
+    assert scheduler.statistics.pages_used == 0
+
+
 # -- who runs when -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
-def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(llm, calls, share):
+def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(linear, monkeypatch, share):
     """A prompt of 1,500 tokens takes its share of the steps and no more, from its arrival to its last chunk."""
+    llm, steps = linear, note_steps(linear, monkeypatch)
     scheduler = Scheduler(llm.session, prefill_share=share)
     streams = [asked(llm, chat, 1000, ignore_eos=True, draft=False) for chat in CHATS[:2]]
     for stream in streams:
@@ -170,11 +207,11 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(llm, calls
         scheduler.step()
     long = asked(llm, [7 + i % 300 for i in range(1500)], 1)
     scheduler.submit(long)
-    del calls[:]
+    del steps[:]
     before = [len(stream.accepted_per_step) for stream in streams]
     while not long.done:
         scheduler.step()
-    kinds = "".join("p" if isinstance(call, Prefill) else "d" for call in calls)
+    kinds = "".join("p" if step.pieces else "d" for step in steps)
     chunks = -(-1500 // 32)
     assert kinds.count("p") == chunks
     assert abs(len(kinds) - chunks / share) <= 1 / share
@@ -185,16 +222,17 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(llm, calls
     scheduler.fail_all(CancelledError("enough"))
 
 
-def test_prompts_come_first_where_all_steps_are_theirs(llm, calls):
-    scheduler = Scheduler(llm.session, prefill_share=1)
+def test_prompts_come_first_where_all_steps_are_theirs(linear, monkeypatch):
+    steps = note_steps(linear, monkeypatch)
+    scheduler = Scheduler(linear.session, prefill_share=1)
     for _ in range(2):
-        scheduler.submit(asked(llm, [5] * 100, 2, ignore_eos=True))
+        scheduler.submit(asked(linear, [5] * 100, 2, ignore_eos=True))
     run(scheduler)
-    kinds = "".join("p" if isinstance(call, Prefill) else "d" for call in calls)
+    kinds = "".join("p" if step.pieces else "d" for step in steps)
     assert kinds.startswith("pppp")
 
 
-def test_the_lowest_free_slot_is_taken_first(llm, calls):
+def test_the_lowest_free_slot_is_taken_first(llm, steps):
     scheduler = Scheduler(llm.session)
     sequences = [asked(llm, [i + 1] * 3, tokens, ignore_eos=True) for i, tokens in enumerate([40, 1, 40])]
     for sequence in sequences:
@@ -203,9 +241,8 @@ def test_the_lowest_free_slot_is_taken_first(llm, calls):
         scheduler.step()
     scheduler.submit(asked(llm, [9] * 3, 1))
     run(scheduler)
-    assert [call.slot for call in calls if isinstance(call, Prefill)] == [0, 1, 2, 1]
-    last = [call for call in calls if isinstance(call, Decode)][-1]
-    assert len(last.row_counts) <= 3
+    assert [piece.slot for step in steps for piece in step.pieces] == [0, 1, 2, 1]
+    assert all(slot < 3 for step in steps for slot, _ in step.decode)
 
 
 def test_the_most_urgent_waits_least(llm):
@@ -250,8 +287,27 @@ def prompt_ids(llm, text):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_shared_prefix_is_taken_from_the_slot_that_holds_most_of_it(llm, calls, alone, ahead):
-    shared = prompt_ids(llm, TEXTS[0])
+def test_a_shared_prefix_is_taken_from_the_slot_that_holds_most_of_it(linear, alone, ahead):
+    scheduler, first, longer, again = share_a_prefix(linear, alone, ahead)
+    shared = first.prompt_ids
+    assert longer.reused == len(shared)  # in the slot that held it
+    assert again.reused == len(shared) - 1  # copied from there to another
+    assert scheduler.statistics.reused_tokens == longer.reused + again.reused
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_pages_of_a_shared_prefix_are_taken_by_reference(paged, alone, ahead):
+    scheduler, first, longer, again = share_a_prefix(paged, alone, ahead)
+    whole, rest = divmod(len(first.prompt_ids) - 1, 64)
+    assert whole >= 1
+    for sequence in (longer, again):
+        assert sequence.reused == 64 * whole + (rest if rest >= MIN_COPIED_ROWS else 0)
+    assert scheduler.statistics.prefix_hits == 2
+
+
+def share_a_prefix(llm, alone, ahead):
+    """Serves a prompt, and then one that goes on from it, the same one and another, beside a running reply."""
+    shared = prompt_ids(llm, " ".join(TEXTS[:3]))
     first, longer = (asked(llm, ids, 30) for ids in (shared, shared + [11, 12, 13] * 20))
     scheduler = Scheduler(llm.session, ahead=ahead)
     scheduler.submit(asked(llm, [3] * 40, 200, ignore_eos=True))  # keeps slot 0
@@ -259,23 +315,21 @@ def test_a_shared_prefix_is_taken_from_the_slot_that_holds_most_of_it(llm, calls
     while not first.done:
         scheduler.step()
     again, other = asked(llm, shared, 30), asked(llm, [4] * 50, 3)
-    scheduler.submit(longer)  # takes slot 1, whose rows it can go on from
-    scheduler.submit(again)  # copies them from there to slot 2
-    scheduler.submit(other)
+    for sequence in (longer, again, other):
+        scheduler.submit(sequence)
     while not (again.done and longer.done and other.done):
         scheduler.step()
-    assert longer.reused == len(shared)
-    assert again.reused == len(shared) - 1
     assert other.reused == 0
     reply = alone(shared, first.params)
     assert same(again, reply)
     assert again.accepted_per_step == reply.accepted_per_step  # the drafter's rows were taken too
     assert same(longer, alone(longer.prompt_ids, longer.params))
-    assert scheduler.statistics.reused_tokens == longer.reused + again.reused
     scheduler.fail_all(CancelledError("enough"))
+    return scheduler, first, longer, again
 
 
-def test_a_drafted_request_does_not_reuse_rows_that_the_drafter_never_wrote(llm, alone):
+def test_a_drafted_request_does_not_reuse_rows_that_the_drafter_never_wrote(linear, alone):
+    llm = linear
     shared = prompt_ids(llm, TEXTS[0])
     scheduler = Scheduler(llm.session)
     plain = asked(llm, shared, 40, draft=False)
@@ -305,52 +359,48 @@ def test_a_conversation_goes_on_from_its_own_reply(llm, alone):
     second = asked(llm, conversation, 30)
     scheduler.submit(second)
     run(scheduler)
-    assert second.reused >= len(shared) + len(first.token_ids) - 1
+    known = len(shared) + len(first.token_ids) - 1
+    assert second.reused >= (known if llm.session.paging.linear else known // 64 * 64)
     reply = alone(conversation, second.params)
     assert same(second, reply)
     assert second.accepted_per_step == reply.accepted_per_step
-
-
-def test_a_short_common_beginning_is_not_reused():
-    slots = Slots(2)
-    first, second = slots
-    first.keep(list(range(100)), with_drafter=True)
-    second.keep(list(range(MIN_COPIED_ROWS)), with_drafter=False)
-    assert slots.longest_prefix([0, 1, 2, 99], drafted=True) == (first, 3)
-    assert slots.longest_prefix(list(range(100)), drafted=True) == (first, 99)
-    first.forget()
-    assert slots.longest_prefix(list(range(100)), drafted=False) == (second, MIN_COPIED_ROWS)
-    assert slots.longest_prefix(list(range(100)), drafted=True)[1] == 0
 
 
 # -- steps that fail ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("kind", ["prefill", "decode", "copy_rows"])
+@pytest.mark.parametrize("kind", ["pieces", "decode", "copies"])
 def test_a_step_that_fails_fails_its_requests_and_no_others(llm, alone, monkeypatch, kind, ahead):
-    real = getattr(llm.session, kind)
+    real = llm.session.run
 
-    def fails(call):
-        monkeypatch.setattr(llm.session, kind, real)
+    def fails(step):
+        if not getattr(step, kind):
+            return real(step)
+        monkeypatch.setattr(llm.session, "run", real)
+        failing.extend([slot for slot, _ in step.decode] + [piece.slot for piece in step.pieces])
         raise RuntimeError("the device is on fire\nand more")
 
+    failing = []
     scheduler = Scheduler(llm.session, ahead=ahead)
     shared = prompt_ids(llm, TEXTS[1])
     before = asked(llm, shared, 60)
     scheduler.submit(before)
     while not before.token_ids:
         scheduler.step()
-    monkeypatch.setattr(llm.session, kind, fails)
+    monkeypatch.setattr(llm.session, "run", fails)
     second = asked(llm, shared, 20)  # begins as the first one: its rows are copied
     scheduler.submit(second)
     run(scheduler)
-    failed = [s for s in (before, second) if s.error is not None]
-    assert failed
-    for sequence in failed:
-        assert isinstance(sequence.error, EngineError)
-        assert str(sequence.error) == "a step failed: RuntimeError: the device is on fire"
-    assert (before in failed) == (kind == "decode")
+    assert failing
+    for slot, sequence in enumerate((before, second)):
+        if slot in failing:
+            assert isinstance(sequence.error, EngineError)
+            assert str(sequence.error) == "a step failed: RuntimeError: the device is on fire"
+        else:
+            assert same(sequence, alone(shared, sequence.params))
+    if not llm.session.limits.mixes:
+        assert (0 in failing) == (kind == "decode")
     after = asked(llm, shared, 20)
     scheduler.submit(after)
     run(scheduler)
@@ -361,7 +411,7 @@ def test_generate_raises_what_failed(llm, monkeypatch):
     def fails(call):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(llm.session, "decode", fails)
+    monkeypatch.setattr(llm.session, "run", fails)
     with pytest.raises(EngineError, match="a step failed: RuntimeError: no"):
         llm.generate([CHATS[0]])
     with pytest.raises(EngineError, match="a step failed: RuntimeError: no"):

@@ -154,13 +154,13 @@ def test_a_bad_request_is_refused_and_the_next_one_served(service):
 
 
 def test_a_step_that_fails_fails_its_requests_and_the_service_goes_on(llm, service, monkeypatch):
-    real = llm.session.decode
+    real = llm.session.run
 
     def fails(call):
-        monkeypatch.setattr(llm.session, "decode", real)
+        monkeypatch.setattr(llm.session, "run", real)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(llm.session, "decode", fails)
+    monkeypatch.setattr(llm.session, "run", fails)
     error = Client(service, CHATS[0]).wait()[-1].error
     assert str(error) == "a step failed: RuntimeError: out of luck"
     assert Client(service, CHATS[0]).wait()[-1].completion is not None
@@ -171,10 +171,14 @@ def test_a_step_that_fails_fails_its_requests_and_the_service_goes_on(llm, servi
 def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
     service = llm.service(WHOLE_BLOCK)
 
-    def fails(call):
-        raise RuntimeError("the GPU is gone")
+    real = llm.session.run
 
-    monkeypatch.setattr(llm.session, kind, fails)
+    def fails(call):
+        if call.pieces if kind == "prefill" else call.decode:
+            raise RuntimeError("the GPU is gone")
+        return real(call)
+
+    monkeypatch.setattr(llm.session, "run", fails)
     clients = []
     for _ in range(MOST_FAILURES):
         clients.append(Client(service, CHATS[0]))

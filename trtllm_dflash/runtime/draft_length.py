@@ -5,7 +5,7 @@ With few slots a long block is nearly free; with many, its rows cost more than t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal
@@ -17,6 +17,8 @@ from trtllm_dflash.errors import SettingsError
 
 #: Steps between two tries of the next longer length, without which a drafter that has become good is never noticed.
 PROBE_STEPS = 64
+#: Steps between two looks at what was observed.
+LOOK_STEPS = 16
 #: Drafts at a position that are remembered: about so many, the recent ones more.
 MEMORY = 400
 #: What is believed of a position before it was tried, and the number of tries that this belief is worth.
@@ -61,8 +63,8 @@ class DraftLength(ABC):
     def choose(self, slots: int) -> int:
         """Chooses the drafts to make in this step, for the next one to verify, with so many slots decoding."""
 
-    def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027
-        """Records a sequence's verified drafts, and the number of them that were accepted."""
+    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
+        """Records the drafts of a step's sequences: numbers of sequences by drafts verified, and accepted of them."""
 
 
 class FixedDraftLength(DraftLength):
@@ -95,14 +97,21 @@ class AdaptiveDraftLength(DraftLength):
         self._tries = [PRIOR_TRIES] * longest
         self._accepted = [PRIOR * PRIOR_TRIES] * longest
         self._steps = 0
+        self._best: dict[int, int] = {}  # by number of slots, until the next look at what was observed
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
     def choose(self, slots: int) -> int:
-        best = max(self._lengths, key=lambda drafts: self.rate(slots, drafts))
         self._steps += 1
+        if self._steps % LOOK_STEPS == 1:
+            self._best.clear()
+        best = self._best.get(slots)
+        if best is None:
+            committed = self._committed()
+            best = max(self._lengths, key=lambda drafts: committed[drafts] / self._seconds(slots, drafts))
+            self._best[slots] = best
         if self._steps % PROBE_STEPS == 0:
             longer = [drafts for drafts in self._lengths if drafts > best]
             return longer[0] if longer else best
@@ -110,15 +119,27 @@ class AdaptiveDraftLength(DraftLength):
 
     def rate(self, slots: int, drafts: int) -> float:
         """Predicts tokens a second of so many slots with so many drafts each."""
-        survival: Iterable[float] = accumulate((a / t for a, t in zip(self._accepted, self._tries, strict=True)), mul)
-        committed = 1.0 + sum(share for _, share in zip(range(drafts), survival, strict=False))
-        return slots * committed / self._seconds(slots, drafts)
+        return slots * self._committed()[drafts] / self._seconds(slots, drafts)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        for i in range(min(drafted, accepted + 1)):
-            keep = min(1.0, MEMORY / self._tries[i])
-            self._tries[i] = keep * self._tries[i] + 1
-            self._accepted[i] = keep * self._accepted[i] + (i < accepted)
+    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
+        reached = [0] * (len(self._tries) + 1)  # sequences whose drafts before a position were all accepted
+        right = [0] * (len(self._tries) + 1)  # those whose draft there was, too
+        for (drafted, accepted), count in verified.items():
+            reached[min(drafted, accepted + 1)] += count
+            right[accepted] += count
+        tries = hits = 0
+        for i in range(len(self._tries) - 1, -1, -1):
+            tries += reached[i + 1]
+            hits += right[i + 1]
+            if tries:
+                keep = min(1.0, MEMORY / self._tries[i])
+                self._tries[i] = keep * self._tries[i] + tries
+                self._accepted[i] = keep * self._accepted[i] + hits
+
+    def _committed(self) -> list[float]:
+        """Predicts the tokens of a step by its number of drafts: the bonus token, and the drafts that survive."""
+        shares = (a / t for a, t in zip(self._accepted, self._tries, strict=True))
+        return list(accumulate(accumulate(shares, mul), initial=1.0))
 
     def _seconds(self, slots: int, drafts: int) -> float:
         """Predicts a step's time: between the measured numbers of slots, on a straight line."""

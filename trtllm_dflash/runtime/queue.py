@@ -11,24 +11,30 @@ class Queue:
     """Sequences in order of priority and arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self._heap: list[tuple[tuple[int, int], Sequence]] = []
         self._arrivals = count()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, sequence: Sequence) -> None:
-        """Adds a sequence."""
-        heapq.heappush(self._heap, (sequence.priority, next(self._arrivals), sequence))
+        """Adds a sequence: one that was here before, before all that came later."""
+        if sequence.arrival < 0:
+            sequence.arrival = next(self._arrivals)
+        heapq.heappush(self._heap, (sequence.rank, sequence))
+
+    def first(self) -> Sequence:
+        """Looks at the next one."""
+        return self._heap[0][1]
 
     def pop(self) -> Sequence:
         """Takes the next one out."""
-        return heapq.heappop(self._heap)[2]
+        return heapq.heappop(self._heap)[1]
 
     def remove_if(self, unwanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Takes out all for which `unwanted` is true."""
-        removed = [entry for entry in self._heap if unwanted(entry[2])]
+        removed = [entry for entry in self._heap if unwanted(entry[1])]
         if removed:
             self._heap = [entry for entry in self._heap if entry not in removed]
             heapq.heapify(self._heap)
-        return [entry[2] for entry in removed]
+        return [entry[1] for entry in removed]

@@ -145,9 +145,8 @@ class Sequence:
         draft: False decodes it plainly.
         priority: 1 is the most urgent.
         deadline: of its last token, on the scheduler's clock.
-        prefilled: prompt tokens whose K/V rows exist, or will by the steps that were launched.
-        reused: of those, the rows of an earlier request.
-        in_flight: steps that were launched for it, give tokens, and were not read.
+        arrival: its place among all requests, in order of arrival; -1 before it is queued.
+        reused: prompt tokens whose K/V rows an earlier request had left.
         accepted_per_step: drafts of each decoding step that became part of the reply.
     """
 
@@ -159,9 +158,8 @@ class Sequence:
     draft: bool = True
     priority: int = DEFAULT_PRIORITY
     deadline: float | None = None
-    prefilled: int = 0
+    arrival: int = -1
     reused: int = 0
-    in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)
     accepted_per_step: list[int] = field(default_factory=list)
     drafted: int = 0
@@ -170,16 +168,42 @@ class Sequence:
     error: DFlashError | None = None
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
     _reported: int = 0
+    _has_stops: bool = False
+
+    def __post_init__(self) -> None:
+        self._has_stops = bool(self.params.stop or self.params.stop_token_sequences)
 
     @property
     def done(self) -> bool:
         """Whether the sequence has ended, with a reply or an error."""
         return self.finish_reason is not None or self.error is not None
 
-    def commit(self, ids: list[int]) -> int:
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all sequences: the most urgent first, among equals the earliest."""
+        return self.priority, self.arrival
+
+    def tokens(self, first: int, end: int) -> list[int]:
+        """Lists its tokens at these positions, as far as they are known."""
+        prompt = len(self.prompt_ids)
+        return self.prompt_ids[first:end] + self.token_ids[max(0, first - prompt) : max(0, end - prompt)]
+
+    def commit(self, ids: list[int], now_ns: int) -> int:
         """Appends a step's final tokens, up to and with the one that ends the sequence; returns their number."""
-        self.times.last_token_ns = time.time_ns()
-        self.times.first_token_ns = self.times.first_token_ns or self.times.last_token_ns
+        times = self.times
+        times.last_token_ns = now_ns
+        if not times.first_token_ns:
+            times.first_token_ns = now_ns
+        count = len(ids)
+        if len(self.token_ids) + count >= self.room or self._has_stops or not self.end_token_ids.isdisjoint(ids):
+            return self._commit_until_end(ids)
+        self.token_ids += ids
+        if self.text is not None:
+            for token in ids:
+                self.text.push(token)
+        return count
+
+    def _commit_until_end(self, ids: list[int]) -> int:
         for count, token in enumerate(ids, start=1):
             self.token_ids.append(token)
             ended = token in self.end_token_ids or self._ends_with_stop_sequence()

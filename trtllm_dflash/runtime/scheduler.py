@@ -1,55 +1,64 @@
 """In-flight batching: sequences join and leave the running batch at any step.
 
-The host launches a step before it has read the one before it, where the device computes by itself
-(`session.ahead`): the end of a sequence is known one step late, and its tokens of that step are dropped.
+A step has the next rows of all running sequences, and pieces of waiting prompts as far as its budget goes. The host
+launches it before it has read the one before it, where the device computes by itself (`session.ahead`): the end of a
+sequence is known one step late, and its tokens of that step are dropped.
 """
 
 import time
-from collections import deque
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from heapq import heappop, heappush
+from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget, divide
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
-from trtllm_dflash.runtime.slots import MIN_COPIED_ROWS, Slot, Slots
+from trtllm_dflash.runtime.slots import Slots, Stay
 from trtllm_dflash.runtime.statistics import Statistics
-from trtllm_dflash.session.calls import Copy, Decode, Prefill, Prepare, SlotSampling
+from trtllm_dflash.session.calls import Piece, Prepare, SlotSampling, Step
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.step import Drafting
 
-
-@dataclass(frozen=True)
-class _Part:
-    """One sequence's part in a step."""
-
-    slot: Slot
-    sequence: Sequence
-    index: int  # its row in the outcome
-    row_ids: list[int]  # prefill: the chunk
-    drafts: int = 0  # decode: drafts that are verified
-    last_chunk: bool = False
+_RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The decoding slots of a step. It serves for all steps until a slot joins or leaves, or verifies other rows."""
+
+    stays: list[Stay]
+    rows: list[tuple[int, int]]  # slot, and rows that it verifies
+    drafts: bool  # whether any of them drafts
+    block: int  # rows that those verify; 0: not all the same
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that was launched and not yet read."""
+    """A step that was launched and not yet read: its decoding slots come first."""
 
-    parts: list[_Part]
+    batch: _Batch
+    pieces: list[tuple[Stay, int]]  # and the tokens of each
     outcome: Outcome
-    wrote_drafter: bool
+    drafting: Drafting
+    number: int  # of steps with decoding slots, up to this one
 
 
 class Scheduler:
-    """Runs sequences on a session, which it prepares. A sequence takes the lowest free slot and leaves at its end.
+    """Runs sequences on a session, which it prepares. A sequence takes a free slot, and leaves it at its end.
 
     Args:
         session: runs the steps.
         draft: False decodes plainly, without the drafter's work.
         draft_length: chooses how much to draft; by default the drafter's whole block.
-        prefill_share: of the steps that are chunks of prompts, while there are both prompts and running sequences.
+        budget: chooses how much of the prompts to read in a step beside decoding; by default all that a step takes.
+        prefill_share: of the steps that are pieces of prompts, where the session does not mix them with decoding, while
+            there are both prompts and running sequences.
         ahead: steps to launch before the first is read; by default the session's.
         clock: returns seconds, for deadlines.
     """
@@ -59,44 +68,67 @@ class Scheduler:
         session: Session,
         draft: bool = True,
         draft_length: DraftLength | None = None,
+        budget: PrefillBudget | None = None,
         prefill_share: float = 0.5,
         ahead: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        config = session.config
+        config, self._limits = session.config, session.limits
         self._session = session
         self._draft = draft and config.drafter is not None
         self._draft_length = draft_length or FixedDraftLength(config.block_size - 1)
+        self._budget = budget or FixedPrefillBudget(self._limits.prompt_rows)
         self._share = prefill_share
+        self._credit = 1.0  # of prompts, where steps are not mixed: a piece costs 1
         self._ahead = session.ahead if ahead is None else ahead
         self._clock = clock
         session.prepare(Prepare(self._draft_length.lengths if self._draft else (), config.sampling))
-        self._credit = 1.0  # of prompts: a chunk costs 1
+        # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
+        margin = (self._ahead + 2) * (config.block_size if self._draft else 1)
         self._queue = Queue()
-        self._slots = Slots(config.max_batch)
+        self._slots = Slots(config.max_batch, session.paging, margin)
+        self._prefilling: list[Stay] = []  # in order of rank
+        self._running: list[Stay] = []  # without those that the steps under way will end
+        self._short: list[Stay] = []  # need pages before their next step
+        self._batch: _Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[_Launched] = deque()
-        self._admitted = count()
+        self._decoded = 0  # steps with decoding slots
+        self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
+        self._unwanted: list[Sequence] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._changed: list[Sequence] = []
-        kv_tokens = config.max_batch * config.max_seq_len
-        self.statistics = Statistics(config.max_batch, kv_tokens, session.choice.labels)
+        self.statistics = Statistics(config.max_batch, _tokens(session), session.choice.labels)
+        self.statistics.pages = session.paging.pages
 
     @property
     def busy(self) -> bool:
         """Whether any sequence waits or runs, or a launched step is not yet read."""
-        return bool(self._queue or self._launched) or any(slot.sequence for slot in self._slots)
+        return bool(self._queue or self._launched or self._slots)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence. One whose `error` is set later leaves at the next step."""
+        """Queues a sequence."""
         self._queue.push(sequence)
+        if sequence.deadline is not None:
+            heappush(self._deadlines, (sequence.deadline, sequence.arrival, sequence))
         self.statistics.waiting = len(self._queue)
+
+    def cancel(self, sequence: Sequence, error: DFlashError) -> None:
+        """Ends a sequence with an error at the next step, unless it ends before."""
+        if not sequence.done:
+            sequence.error = error
+            self._unwanted.append(sequence)
 
     def step(self) -> list[Sequence]:
         """Launches a step, reads the one before it, and returns the sequences that have updates.
 
-        A step is a chunk of a prompt, or a block of all running sequences. One that fails fails its sequences.
+        A step that fails fails its sequences.
         """
-        self._drop_unwanted()
-        self._admit()
+        if self._unwanted or self._deadlines:
+            self._drop_unwanted()
+        if self._short:
+            self._give_pages()
+        if self._queue:
+            self._admit()
         launched = self._launch()
         while len(self._launched) > (self._ahead if launched else 0):
             self._read(self._launched.popleft())
@@ -109,148 +141,178 @@ class Scheduler:
         self._launched.clear()
         for sequence in self._queue.remove_if(lambda _: True):
             self._end(sequence, error)
-        for slot in self._slots:
-            if slot.sequence is not None:
-                self._fail(slot, error)
+        for stay in self._slots:
+            self._fail(stay, error)
         self._count_requests()
         changed, self._changed = self._changed, []
         return changed
 
     def _count_requests(self) -> None:
-        running = [slot for slot in self._slots if slot.sequence is not None]
-        self.statistics.waiting = len(self._queue)
-        self.statistics.running = len(running)
-        self.statistics.kv_tokens_in_use = sum(len(slot.rows) for slot in running)
+        statistics, pages = self.statistics, self._slots.pages
+        statistics.waiting = len(self._queue)
+        statistics.running = len(self._slots)
+        statistics.pages_used, statistics.pages_shared, statistics.pages_kept = pages.used, pages.shared, pages.kept
 
     # -- who runs --------------------------------------------------------------------------------------------------
 
     def _drop_unwanted(self) -> None:
         """Ends the sequences that were cancelled, and those whose deadline has passed."""
-        now = self._clock()
-
-        def unwanted(sequence: Sequence) -> bool:
-            if sequence.error is None and sequence.deadline is not None and now >= sequence.deadline:
-                sequence.error = DeadlineError("deadline: it passed before the reply was complete")
-            return sequence.error is not None
-
-        for sequence in self._queue.remove_if(unwanted):
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= self._clock()):
+            sequence = heappop(self._deadlines)[2]
+            self.cancel(sequence, DeadlineError("deadline: it passed before the reply was complete"))
+        if not self._unwanted:
+            return
+        for sequence in self._queue.remove_if(lambda waiting: waiting.error is not None):
             self._end(sequence, sequence.error)
-        for slot in self._slots:
-            if slot.sequence is not None and unwanted(slot.sequence):
-                self._end(slot.sequence, slot.sequence.error)
-                slot.release()
+        for sequence in self._unwanted:
+            stay = self._slots.find(sequence)
+            if stay is not None:
+                self._end(sequence, sequence.error)
+                self._leave(stay)
+        self._unwanted = []
 
     def _admit(self) -> None:
-        while self._queue and (slot := self._slots.lowest_free()) is not None:
-            slot.sequence = self._queue.pop()
-            slot.order = next(self._admitted)
-            try:
-                self._reuse_prefix(slot, slot.sequence)
-            except Exception as error:
-                self._fail(slot, error)
-                break  # what fails once may fail for all that wait
+        """Gives slots and pages to those that wait, in their order: nobody overtakes one that waits for pages."""
+        while self._queue:
+            sequence, changes = self._queue.first(), self._slots.pages.changes
+            if self._refused == (sequence, changes):
+                return
+            stay = self._slots.admit(sequence, self._draft and sequence.draft)
+            if stay is None:
+                self._refused = sequence, changes
+                return
+            self._queue.pop()
+            self.statistics.kv_tokens_in_use += stay.rows
+            insort(self._prefilling, stay, key=_RANK)
+            if not sequence.times.first_scheduled_ns:
+                self._count_prompt(stay)
 
-    def _reuse_prefix(self, slot: Slot, sequence: Sequence) -> None:
-        """Starts a prompt from the K/V rows that some slot already has of it."""
-        drafts = self._drafts(sequence)
-        source, rows = self._slots.longest_prefix(sequence.prompt_ids, drafts)
-        own = slot.shared_rows(sequence.prompt_ids, drafts)
-        if rows == own or rows < MIN_COPIED_ROWS:
-            rows = own
-        else:
-            self._session.copy_rows(Copy(source.index, slot.index, rows))
-            slot.rows, slot.drafter_rows = source.rows[:rows], min(source.drafter_rows, rows)
-        slot.forget(rows)
-        sequence.prefilled = sequence.reused = rows
-        self.statistics.prompt_tokens += len(sequence.prompt_ids)
-        self.statistics.reused_tokens += rows
+    def _count_prompt(self, stay: Stay) -> None:
+        statistics, sequence = self.statistics, stay.sequence
+        sequence.times.first_scheduled_ns = time.time_ns()
+        sequence.reused = stay.rows
+        statistics.prompt_tokens += stay.prompt
+        statistics.reused_tokens += stay.rows
+        statistics.prefix_hits += stay.rows > 0
+
+    def _give_pages(self) -> None:
+        """Gives running sequences the pages that their next step may write to; the last in rank wait again for them."""
+        short, self._short = self._short, []
+        for stay in short:
+            while not stay.over and self._slots.needs_page(stay):
+                if self._slots.pages.available:
+                    self._slots.grow(stay)
+                else:
+                    self._preempt(max(self._slots, key=_RANK))
+
+    def _preempt(self, stay: Stay) -> None:
+        """Puts a sequence back into the queue, to be computed again from its prompt and the tokens so far."""
+        self._leave(stay)
+        self._queue.push(stay.sequence)
+        self.statistics.preemptions += 1
+
+    def _leave(self, stay: Stay, forget: bool = False) -> None:
+        self.statistics.kv_tokens_in_use -= stay.rows
+        self._slots.leave(stay, forget)
+        for stays in (self._prefilling, self._running):
+            if stay in stays:
+                stays.remove(stay)
+        self._batch = None
 
     # -- launching -------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
-        prefilling = [slot for slot in self._slots if slot.sequence is not None and not slot.running]
-        decoding = [slot for slot in self._slots if slot.running and not self._ends_in_flight(slot)]
-        if not prefilling and not decoding:
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = _batch_of(self._running)
+        pieces: list[tuple[Stay, int]] = []
+        if self._prefilling:
+            if self._limits.mixes:
+                pieces = self._pieces(batch)
+            elif not batch.stays or self._credit >= 1:
+                pieces = self._pieces(_NOBODY)
+            if batch.stays and not self._limits.mixes:
+                self._credit += self._share - bool(pieces)
+        if pieces and not self._limits.mixes:
+            batch = _NOBODY
+        if not pieces and not batch.stays:
             return False
-        prefill = bool(prefilling) and (not decoding or self._credit >= 1)
-        if prefilling and decoding:
-            self._credit += self._share - prefill
-        slots = [min(prefilling, key=_first_come)] if prefill else decoding
-        parts = [self._chunk(slots[0])] if prefill else self._batch(slots)
         try:
-            launched = self._prefill(parts[0]) if prefill else self._decode(parts)
+            self._run(batch, pieces)
         except Exception as error:
-            for slot in slots:
-                self._fail(slot, error)
+            for stay in [*batch.stays, *(stay for stay, _ in pieces)]:
+                self._fail(stay, error)
             return False
-        self._launched.append(launched)
-        self.statistics.steps["prefill" if prefill else "decode"] += 1
         return True
 
-    def _ends_in_flight(self, slot: Slot) -> bool:
-        """Whether the launched steps end a slot's sequence for certain: each adds a token at least."""
-        sequence = slot.sequence
-        return sequence is not None and len(sequence.token_ids) + sequence.in_flight >= sequence.room
+    def _pieces(self, batch: _Batch) -> list[tuple[Stay, int]]:
+        """Chooses the pieces of prompts of a step with these decoding slots."""
+        waiting = self._prefilling
+        drafts = max(batch.block - 1, 0)
+        budget = self._budget.choose(len(batch.stays), drafts, len(waiting), self._limits.prompt_rows)
+        first = waiting[: self._limits.pieces]
+        return list(zip(first, divide(budget, [stay.prompt - stay.launched for stay in first]), strict=False))
 
-    def _chunk(self, slot: Slot) -> _Part:
-        sequence = slot.sequence
-        assert sequence is not None
-        first = sequence.prefilled
-        ids = sequence.prompt_ids[first : first + self._session.config.chunk]
-        return _Part(slot, sequence, 0, ids, last_chunk=first + len(ids) == len(sequence.prompt_ids))
-
-    def _prefill(self, part: _Part) -> _Launched:
-        slot, sequence, params = part.slot, part.sequence, part.sequence.params
-        drafts = 0
-        if part.last_chunk and self._drafts(sequence) and sequence.room > 1:
-            drafts = self._draft_length.choose(1 + max(s.index for s in self._slots if s.running or s is slot))
-        drafting = _drafting(drafts) if self._draft else Drafting.OFF
-        call = Prefill(
-            slot=slot.index,
-            start=sequence.prefilled,
-            token_ids=part.row_ids,
-            last=part.last_chunk,
+    def _run(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
+        drafting, block = self._choose_block(batch, pieces)
+        step = Step(
+            decode=batch.rows,
+            pieces=[_piece(stay, count) for stay, count in pieces],
             drafting=drafting,
-            block=drafts + 1,
-            sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
+            block=block,
+            sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
+            pages=self._slots.table_changes,
+            copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
         )
-        if not sequence.times.first_scheduled_ns:
-            sequence.times.first_scheduled_ns = time.time_ns()
-        outcome = self._session.prefill(call)
-        sequence.prefilled += len(part.row_ids)
-        if part.last_chunk:
-            sequence.in_flight += 1
-            slot.running = True
-            slot.block = call.block
-        return _Launched([part], outcome, drafting is not Drafting.OFF)
+        outcome = self._session.run(step)
+        if step.pages:
+            self._slots.table_changes = []
+        if batch.stays:
+            self._decoded += 1
+            if batch.drafts and batch.block != block:
+                for stay in batch.stays:
+                    stay.block = block
+                self._batch = None
+        self._launched.append(_Launched(batch, pieces, outcome, drafting, self._decoded))
+        for stay, count in pieces:
+            self._slots.pages.copied(stay.lease)
+            stay.launched += count
+            if stay.launched == stay.prompt:
+                stay.block = block
+                self._prefilling.remove(stay)
+                self._join(stay)
+        self._count_step(batch, pieces)
 
-    def _batch(self, slots: list[Slot]) -> list[_Part]:
-        parts = []
-        for slot in slots:
-            sequence = slot.sequence
-            assert sequence is not None
-            drafts = slot.block - 1 if self._drafts(sequence) else 0
-            parts.append(_Part(slot, sequence, slot.index, [], drafts))
-        return parts
+    def _count_step(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
+        kind = "mixed" if pieces and batch.stays else "prefill" if pieces else "decode"
+        self.statistics.steps[kind] += 1
+        if pieces:
+            self.statistics.histograms["rows"].observe(sum(count for _, count in pieces))
 
-    def _decode(self, parts: list[_Part]) -> _Launched:
-        row_counts = [0] * (parts[-1].index + 1)
-        for part in parts:
-            row_counts[part.index] = part.drafts + 1
-        drafting, drafts = Drafting.OFF, 0
-        if any(self._drafts(part.sequence) for part in parts):
-            drafts = self._draft_length.choose(len(row_counts))  # as many slots as the step computes
-            drafting = _drafting(drafts)
-        sampled = any(part.sequence.params.temperature > 0 for part in parts)
-        call = Decode(row_counts, drafting, drafts + 1, sampled)
-        outcome = self._session.decode(call)
-        for part in parts:
-            part.sequence.in_flight += 1
-            part.slot.block = call.block
-        return _Launched(parts, outcome, drafting is not Drafting.OFF)
+    def _join(self, stay: Stay) -> None:
+        """Adds a sequence to the decoding ones, unless its prompt's last step ends it for certain."""
+        if stay.sequence.room - len(stay.sequence.token_ids) > 1:
+            self._running.append(stay)
+            self._batch = None
 
-    def _drafts(self, sequence: Sequence) -> bool:
-        return self._draft and sequence.draft
+    def _choose_block(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> tuple[Drafting, int]:
+        """Chooses whether a step drafts, and the rows of the block."""
+        if not self._draft:
+            return Drafting.OFF, 1
+        begin = [stay for stay, count in pieces if stay.launched + count == stay.prompt]
+        wanted = batch.drafts or any(stay.drafts and stay.sequence.room > 1 for stay in begin)
+        if not wanted and not pieces:
+            return Drafting.OFF, 1
+        drafts = 0
+        if wanted:
+            drafts = self._draft_length.choose(self._slots_computed(batch, begin))
+        return (Drafting.BLOCK if drafts else Drafting.CONTEXT), drafts + 1
+
+    def _slots_computed(self, batch: _Batch, begin: list[Stay]) -> int:
+        """Counts the slots that a step of the running sequences, and of those that begin to decode, computes."""
+        if self._limits.mixes:
+            return len(batch.stays) + len(begin)
+        return 1 + max(stay.slot for stay in [*self._running, *begin])
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -258,61 +320,133 @@ class Scheduler:
         try:
             committed = launched.outcome.read()
         except Exception as error:
-            for part in launched.parts:
-                if part.slot.sequence is part.sequence:
-                    self._fail(part.slot, error)
+            for stay in [*launched.batch.stays, *(stay for stay, _ in launched.pieces)]:
+                if not stay.over:
+                    self._fail(stay, error)
             return
-        for part in launched.parts:
-            try:
-                self._settle(part, committed[part.index], launched.wrote_drafter)
-            except Exception as error:  # of its text, say: nobody else's matter
-                if part.slot.sequence is part.sequence:
-                    self._fail(part.slot, error)
+        now = time.time_ns()
+        wrote_drafter = launched.drafting is not Drafting.OFF
+        if launched.batch.stays:
+            self._settle(launched, committed, wrote_drafter, now)
+        for (stay, count), ids in zip(launched.pieces, committed[len(launched.batch.stays) :], strict=True):
+            if not stay.over:
+                self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
 
-    def _settle(self, part: _Part, ids: list[int], wrote_drafter: bool) -> None:
-        slot, sequence = part.slot, part.sequence
-        gives_tokens = part.last_chunk or not part.row_ids
-        sequence.in_flight -= gives_tokens
-        if slot.sequence is not sequence:
-            return  # it has ended: this step was launched before that was known
-        slot.keep(part.row_ids, wrote_drafter)
-        if not gives_tokens:
+    def _settle(self, launched: _Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
+        """Takes what a step has decoded. It is run for every step and slot: no line that is not needed."""
+        batch, under_way = launched.batch, self._decoded - launched.number
+        verified: list[tuple[int, int]] = []
+        total = rows = 0
+        recent, changed = self.statistics.recent, self._changed
+        for stay, (_, count), ids in zip(batch.stays, batch.rows, committed, strict=False):
+            if stay.over:
+                continue  # this step was launched before that was known
+            sequence = stay.sequence
+            if not wrote_drafter and stay.drafter_rows is None:
+                stay.drafter_rows = stay.rows
+            new = len(ids)
+            try:
+                taken = sequence.commit(ids, now)
+            except Exception as error:  # of its text, say: nobody else's matter
+                self._fail(stay, error)
+                continue
+            stay.rows += new
+            rows += new
+            total += taken
+            accepted = min(new - 1, taken)
+            sequence.accepted_per_step.append(accepted)
+            if count > 1:
+                sequence.drafted += count - 1
+                sequence.accepted += accepted
+                verified.append((count - 1, accepted))
+                recent.append(taken)
+            changed.append(sequence)
+            if sequence.finish_reason is not None:
+                self._finish(stay)
+            elif sequence.room - len(sequence.token_ids) <= under_way:
+                self._retire(stay)
+            elif stay.rows > stay.enough:
+                self._short.append(stay)
+        self.statistics.committed_tokens += total
+        self.statistics.kv_tokens_in_use += rows
+        if verified:
+            counts = Counter(verified)
+            self.statistics.verified.update(counts)
+            self._draft_length.observe(counts)
+
+    def _retire(self, stay: Stay) -> None:
+        """Takes a sequence out of the decoding ones, as the steps under way end it for certain: each adds a token."""
+        if stay in self._running:
+            self._running.remove(stay)
+            self._batch = None
+
+    def _settle_piece(
+        self, stay: Stay, count: int, ids: list[int], launched: _Launched, wrote_drafter: bool, now: int
+    ) -> None:
+        if not wrote_drafter and stay.drafter_rows is None:
+            stay.drafter_rows = stay.rows
+        stay.rows += count
+        self.statistics.kv_tokens_in_use += count
+        try:
+            self._slots.record(stay)
+            if stay.rows < stay.prompt:
+                return
+            self.statistics.committed_tokens += stay.sequence.commit(ids, now)
+        except Exception as error:
+            self._fail(stay, error)
             return
-        if not part.row_ids:  # the bonus token of the step before, and the drafts that were accepted
-            slot.keep([sequence.token_ids[-1], *ids[:-1]], wrote_drafter)
-        taken = sequence.commit(ids)
-        self.statistics.committed_tokens += taken
-        if not part.row_ids:
-            accepted = min(len(ids) - 1, taken)
-            sequence.count_drafts(part.drafts, accepted)
-            if part.drafts:
-                self.statistics.count_drafts(part.drafts, accepted, taken)
-                self._draft_length.observe(part.drafts, len(ids) - 1)
+        sequence = stay.sequence
         self._changed.append(sequence)
-        if sequence.done:
-            self.statistics.count_end(sequence)
-            slot.release()
+        if sequence.finish_reason is not None:
+            self._finish(stay)
+        elif sequence.room - len(sequence.token_ids) <= self._decoded - launched.number:
+            self._retire(stay)
+
+    def _finish(self, stay: Stay) -> None:
+        self.statistics.count_end(stay.sequence)
+        self._leave(stay)
 
     def _end(self, sequence: Sequence, error: DFlashError | None) -> None:
         sequence.error = error
         self.statistics.count_end(sequence)
         self._changed.append(sequence)
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
+    def _fail(self, stay: Stay, error: Exception) -> None:
         """Ends a slot's sequence with an error, and forgets its K/V rows."""
-        assert slot.sequence is not None
         if not isinstance(error, DFlashError):
             lines = str(error).splitlines()
             error = EngineError(f"a step failed: {type(error).__name__}: {lines[0] if lines else ''}")
-        self._end(slot.sequence, error)
-        slot.release()
-        slot.forget()
+        self._end(stay.sequence, error)
+        self._leave(stay, forget=True)
 
 
-def _drafting(drafts: int) -> Drafting:
-    return Drafting.BLOCK if drafts else Drafting.CONTEXT
+def _batch_of(stays: list[Stay]) -> _Batch:
+    rows = [(stay.slot, stay.block if stay.drafts else 1) for stay in stays]
+    blocks = {stay.block for stay in stays if stay.drafts}
+    return _Batch(
+        stays=list(stays),
+        rows=rows,
+        drafts=bool(blocks),
+        block=blocks.pop() if len(blocks) == 1 else 0,
+        sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
+    )
 
 
-def _first_come(slot: Slot) -> tuple[int, int]:
-    assert slot.sequence is not None
-    return slot.sequence.priority, slot.order
+_NOBODY = _batch_of([])
+
+
+def _piece(stay: Stay, count: int) -> Piece:
+    params, first = stay.sequence.params, stay.launched
+    return Piece(
+        slot=stay.slot,
+        start=first,
+        token_ids=stay.sequence.tokens(first, first + count),
+        last=first + count == stay.prompt,
+        sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
+    )
+
+
+def _tokens(session: Session) -> int:
+    """Counts the tokens that fit in a session's caches."""
+    paging, most = session.paging, session.config.max_seq_len
+    return paging.pages * (most if paging.linear else paging.rows)

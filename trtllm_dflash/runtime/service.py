@@ -67,7 +67,7 @@ class Service:
         self._intake = intake
         self._clock = clock
         length = _choose_draft_length(session, settings, folder)
-        self._scheduler = Scheduler(session, settings.draft, length, settings.prefill_share, clock=clock)
+        self._scheduler = Scheduler(session, settings.draft, length, prefill_share=settings.prefill_share, clock=clock)
         self._most = self._config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
@@ -182,8 +182,7 @@ class Service:
             self._tickets[ticket.sequence] = ticket
             self._scheduler.submit(ticket.sequence)
         for ticket in cancelled:
-            if not ticket.sequence.done:
-                ticket.sequence.error = CancelledError("the request was cancelled")
+            self._scheduler.cancel(ticket.sequence, CancelledError("the request was cancelled"))
         return not closing
 
     def _report(self, changed: list[Sequence]) -> None:

@@ -1,79 +1,134 @@
-"""The slots of a session: the sequence in each, and the tokens whose K/V rows it still holds."""
+"""The slots of a session: the sequences in them, and the pages that each has."""
 
+import math
+from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.runtime.pages import Lease, LinearPages, Pages
 from trtllm_dflash.runtime.request import Sequence
 
-#: Shorter shared prefixes are not worth a copy: a prompt has a template's first words in common with any other.
-MIN_COPIED_ROWS = 16
 
-
-@dataclass
-class Slot:
-    """One slot of the caches.
+@dataclass(eq=False, slots=True)
+class Stay:
+    """A sequence's stay in a slot, from its admission until it ends or has to wait again.
 
     Attributes:
-        rows: the tokens whose K/V rows are known to be in the target's caches, from position 0 on. (A slot that takes
-            no part in a step may write over the row of the context's last position: no prompt is so long as to use it.)
-        drafter_rows: how many of them the drafter's caches hold too.
+        prompt: tokens to read before it decodes: its prompt, and those of its reply that earlier stays gave it.
+        drafts: whether drafts are made for it.
+        launched: how many tokens of the prompt have rows, or will by the steps that were launched.
+        rows: rows that the steps read so far have written, and that stay: the position of the next step's first one.
+        drafter_rows: how many of them the drafter's caches hold too; None: all.
+        enough: rows up to which it has the pages that its next step may write to.
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left.
-        running: past its prefill.
-        order: of giving slots to sequences, among all.
+        over: it has left the slot: the outcome of steps that are still under way is nobody's.
     """
 
-    index: int
-    sequence: Sequence | None = None
-    rows: list[int] = field(default_factory=list)
-    drafter_rows: int = 0
+    slot: int
+    sequence: Sequence
+    prompt: int
+    lease: Lease
+    drafts: bool
+    launched: int
+    rows: int
+    drafter_rows: int | None
+    enough: float = math.inf
     block: int = 1
-    running: bool = False
-    order: int = 0
+    over: bool = False
 
-    def shared_rows(self, prompt_ids: list[int], drafted: bool) -> int:
-        """Counts the first tokens of a prompt whose K/V rows the slot holds, in the drafter's caches too if it drafts.
-
-        The prompt's last token is never among them: a step has to run on it.
-        """
-        most = min(len(prompt_ids) - 1, self.drafter_rows if drafted else len(self.rows))
-        if self.rows[:most] == prompt_ids[:most]:
-            return most
-        return next(i for i in range(most) if self.rows[i] != prompt_ids[i])
-
-    def keep(self, ids: list[int], with_drafter: bool) -> None:
-        """Records the tokens whose K/V rows a step has written."""
-        if with_drafter and self.drafter_rows == len(self.rows):
-            self.drafter_rows += len(ids)
-        self.rows += ids
-
-    def release(self) -> None:
-        """Frees the slot; its K/V rows stay, for a later prompt that begins with them."""
-        self.sequence = None
-        self.running = False
-
-    def forget(self, rows: int = 0) -> None:
-        """Forgets all K/V rows but the first `rows`."""
-        del self.rows[rows:]
-        self.drafter_rows = min(self.drafter_rows, rows)
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all sequences: the most urgent first, among equals the earliest."""
+        return self.sequence.rank
 
 
 class Slots:
-    """All slots of an engine."""
+    """All slots of an engine, and its pages.
 
-    def __init__(self, count: int) -> None:
-        self._slots = [Slot(i) for i in range(count)]
+    Args:
+        count: of slots.
+        margin: rows that may be written past those that are known, by the next step and those still under way.
 
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
+    Attributes:
+        table_changes: slot, place and page, of pages that slots have got and no step knows yet.
+    """
+
+    def __init__(self, count: int, paging: Paging, margin: int) -> None:
+        assert paging.pages >= paging.width, "one sequence alone must fit"
+        self.table_changes: list[tuple[int, int, int]] = []
+        self.pages = Pages(paging)
+        self._linear = LinearPages(paging) if paging.linear else None
+        if self._linear is not None:
+            self.pages = self._linear
+        self._paging = paging
+        self._margin = margin
+        self._free = list(range(count))  # ascending
+        self._stays: dict[Sequence, Stay] = {}
+
+    def __iter__(self) -> Iterator[Stay]:
+        return iter(list(self._stays.values()))
 
     def __len__(self) -> int:
-        return len(self._slots)
+        """Slots in use."""
+        return len(self._stays)
 
-    def lowest_free(self) -> Slot | None:
-        """Finds the free slot of lowest index: decoding computes all slots up to the highest in use."""
-        return next((slot for slot in self._slots if slot.sequence is None), None)
+    def find(self, sequence: Sequence) -> Stay | None:
+        """Finds a sequence's stay; None if it has no slot."""
+        return self._stays.get(sequence)
 
-    def longest_prefix(self, prompt_ids: list[int], drafted: bool) -> tuple[Slot, int]:
-        """Finds the slot that holds most of a prompt's first tokens, and their number; see `Slot.shared_rows`."""
-        found = ((slot, slot.shared_rows(prompt_ids, drafted)) for slot in self._slots)
-        return max(found, key=lambda pair: pair[1])
+    def admit(self, sequence: Sequence, drafts: bool) -> Stay | None:
+        """Gives a sequence a slot and the pages for its prompt and one step; None where there are not enough.
+
+        The lowest slot: linear sessions compute all slots up to the highest in use.
+        """
+        linear = self._linear
+        slot = next((slot for slot in self._free if linear is None or linear.is_free(slot)), None)
+        if slot is None:
+            return None
+        prompt = len(sequence.prompt_ids) + len(sequence.token_ids)
+        ids = sequence.tokens(0, prompt)
+        rows = min(prompt + self._margin, self._paging.rows * self._paging.width)
+        lease = self.pages.admit(ids, drafts, rows) if linear is None else linear.admit_to(slot, ids, drafts)
+        if lease is None:
+            return None
+        self._free.remove(slot)
+        drafter_rows = None if lease.drafter_rows == lease.rows else lease.drafter_rows
+        stay = Stay(slot, sequence, prompt, lease, drafts, lease.rows, lease.rows, drafter_rows)
+        self._stays[sequence] = stay
+        self._update(stay)
+        if linear is None:
+            self.table_changes += [(slot, place, node.page) for place, node in enumerate(lease.nodes)]
+        return stay
+
+    def needs_page(self, stay: Stay) -> bool:
+        """Whether a slot's next step may write past its pages."""
+        return stay.rows > stay.enough
+
+    def grow(self, stay: Stay) -> None:
+        """Gives a slot one more of the pages that are available."""
+        self.table_changes.append((stay.slot, *self.pages.grow(stay.lease)))
+        self._update(stay)
+
+    def record(self, stay: Stay) -> None:
+        """Lets other prompts know the rows that a slot has."""
+        lease = stay.lease
+        tokens = stay.sequence.tokens(lease.rows, stay.rows)
+        drafter_rows = lease.rows + len(tokens) if stay.drafter_rows is None else stay.drafter_rows
+        self.table_changes += [(stay.slot, *change) for change in self.pages.record(lease, tokens, drafter_rows)]
+
+    def leave(self, stay: Stay, forget: bool = False) -> None:
+        """Frees a slot; its rows stay, for later prompts that begin with them, or are forgotten."""
+        if forget:
+            self.pages.forget(stay.lease)
+        else:
+            self.record(stay)
+            self.pages.release(stay.lease)
+        stay.over = True
+        self.table_changes = [change for change in self.table_changes if change[0] != stay.slot]
+        del self._stays[stay.sequence]
+        insort(self._free, stay.slot)
+
+    def _update(self, stay: Stay) -> None:
+        pages = len(stay.lease.nodes)
+        stay.enough = math.inf if pages == self._paging.width else pages * self._paging.rows - self._margin

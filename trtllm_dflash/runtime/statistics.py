@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ from trtllm_dflash.runtime.request import Sequence
 #: Drafted steps that the acceptance length is the mean of.
 RECENT_STEPS = 1000
 
+_TOKENS = tuple(float(2**power) for power in range(5, 15))
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
 
@@ -56,7 +58,8 @@ class Statistics:
 
     Attributes:
         computes: names of what computes the steps; see `Choice.labels`.
-        drafted, accepted: drafts by position in the block, from 1.
+        verified: drafted steps of sequences, by their drafts, and by how many of them were accepted.
+        recent: tokens of the last of them.
     """
 
     slots: int = 0
@@ -65,13 +68,18 @@ class Statistics:
     running: int = 0
     waiting: int = 0
     kv_tokens_in_use: int = 0
+    pages: int = 0  # of the caches
+    pages_used: int = 0
+    pages_shared: int = 0
+    pages_kept: int = 0
+    preemptions: int = 0
     requests: Counter[str] = field(default_factory=Counter)  # by outcome
     steps: Counter[str] = field(default_factory=Counter)  # by kind
     prompt_tokens: int = 0
+    prefix_hits: int = 0
     reused_tokens: int = 0
     committed_tokens: int = 0
-    drafted: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
+    verified: Counter[tuple[int, int]] = field(default_factory=Counter)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {
@@ -79,17 +87,19 @@ class Statistics:
             "first": Histogram("dflash_time_to_first_token_seconds", "From arrival to the first token"),
             "token": Histogram("dflash_time_per_output_token_seconds", "Mean time between a reply's tokens"),
             "request": Histogram("dflash_request_seconds", "From arrival to the last token"),
+            "rows": Histogram("dflash_step_prompt_tokens", "Prompt tokens of a step that reads any", _TOKENS),
         }
     )
 
-    def count_drafts(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Counts one sequence's drafts in a step, those accepted, and the tokens that it got.
+    @property
+    def drafted(self) -> Counter[int]:
+        """Drafts verified, by position in the block, from 1."""
+        return _by_position((drafts, count) for (drafts, _), count in list(self.verified.items()))
 
-        Every draft before the first wrong one is accepted, except those after the reply's end.
-        """
-        self.drafted.update(range(1, drafted + 1))
-        self.accepted.update(range(1, accepted + 1))
-        self.recent.append(tokens)
+    @property
+    def accepted(self) -> Counter[int]:
+        """Drafts accepted, by position in the block, from 1; none after a reply's end."""
+        return _by_position((accepted, count) for (_, accepted), count in list(self.verified.items()))
 
     def count_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has ended, by its finish reason or error."""
@@ -121,11 +131,17 @@ class Statistics:
             "slots_total": (self.slots, "Slots"),
             "kv_tokens_in_use": (self.kv_tokens_in_use, "Tokens of running requests in the K/V caches"),
             "kv_tokens_total": (self.kv_tokens, "Tokens that fit in the K/V caches"),
+            "pages_total": (self.pages, "Pages of the K/V caches"),
+            "pages_used": (self.pages_used, "Pages of running requests"),
+            "pages_shared": (self.pages_shared, "Of those, pages of several requests"),
+            "pages_kept": (self.pages_kept, "Free pages whose rows are kept for prompts that begin with them"),
             "acceptance_length": (self.acceptance_length, f"Tokens a step, mean of the last {RECENT_STEPS}"),
         }
         counters = {
             "prompt_tokens_total": (self.prompt_tokens, "Prompt tokens of requests that got a slot"),
-            "prefix_reused_tokens_total": (self.reused_tokens, "Of those, taken from an earlier request's rows"),
+            "prefix_hits_total": (self.prefix_hits, "Requests that began with an earlier request's rows"),
+            "prefix_reused_tokens_total": (self.reused_tokens, "Of the prompt tokens, those in such rows"),
+            "preemptions_total": (self.preemptions, "Requests that gave their pages up and had to wait again"),
             "committed_tokens_total": (self.committed_tokens, "Tokens generated"),
         }
         labelled: list[tuple[str, str, str, Counter[str]]] = [
@@ -144,6 +160,15 @@ class Statistics:
         for histogram in self.histograms.values():
             samples += histogram.samples()
         return samples
+
+
+def _by_position(runs: Iterable[tuple[int, int]]) -> Counter[int]:
+    """Counts drafts by position, from the lengths of runs that begin at position 1, and their numbers."""
+    counts: Counter[int] = Counter()
+    for length, count in runs:
+        for position in range(1, length + 1):
+            counts[position] += count
+    return counts
 
 
 def _by_text(counts: Counter[int]) -> Counter[str]:

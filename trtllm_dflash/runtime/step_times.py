@@ -10,7 +10,7 @@ import torch
 
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.runtime.draft_length import StepTimes
-from trtllm_dflash.session.calls import Decode, Prefill, Prepare
+from trtllm_dflash.session.calls import Piece, Prepare, Step
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
@@ -47,15 +47,16 @@ def measure(session: Session) -> StepTimes:
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
     for slots in sizes:
         for slot in range(slots):
-            session.prefill(Prefill(slot, position, [0], True, Drafting.CONTEXT, 1)).read()
+            piece = Piece(slot, position, [0], last=True)
+            session.run(Step([], [piece], Drafting.CONTEXT, 1, sampled=False)).read()
         for drafts in lengths:
             drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
-            step = Decode([drafts + 1] * slots, drafting, drafts + 1, sampled=False)
+            step = Step([(slot, drafts + 1) for slot in range(slots)], [], drafting, drafts + 1, sampled=False)
             rounds = []
             for _ in range(1 + _ROUNDS):
                 begin = time.perf_counter()
                 for _ in range(_STEPS):
-                    outcome = session.decode(step)
+                    outcome = session.run(step)
                 outcome.read()
                 rounds.append((time.perf_counter() - begin) / _STEPS)
             times[slots, drafts] = statistics.median(rounds[1:])  # the first one may compile

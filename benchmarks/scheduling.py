@@ -1,0 +1,123 @@
+"""Times the host's work for a step: launching it and settling its outcome, on a session that answers at once.
+
+python benchmarks/scheduling.py --slots 64 --output benchmarks/results/scheduling.json
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength
+from trtllm_dflash.runtime.request import SamplingParams, Sequence
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.calls import Prepare, Step
+from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.session import Session
+
+BLOCK, LENGTH, PAGE_ROWS = 16, 4096, 64
+ACCEPTED = (0, 1, 3, 5, 7, 9, 15)
+
+
+class Answers:
+    """A session whose outcomes are there before it is asked: any tokens, of any number."""
+
+    def __init__(self, slots: int) -> None:
+        self.config = SimpleNamespace(
+            block_size=BLOCK, max_batch=slots, max_seq_len=LENGTH, drafter=object(), sampling=True
+        )
+        width = -(-(LENGTH + 2 * BLOCK) // PAGE_ROWS)
+        self.limits = StepLimits(pieces=8, prompt_rows=8192, mixes=True)
+        self.paging = Paging(slots * width, PAGE_ROWS, width)
+        self.choice = SimpleNamespace(labels={})
+        self.ahead = 1
+        chance = random.Random(0)
+        self._answers = [[[7] * (1 + chance.choice(ACCEPTED)) for _ in range(slots)] for _ in range(50)]
+        self._count = 0
+
+    def prepare(self, call: Prepare) -> None:
+        """Does nothing."""
+
+    def run(self, step: Step) -> Any:
+        """Answers with as many tokens as a step may give."""
+        self._count += 1
+        answer = self._answers[self._count % len(self._answers)]
+        drafted = [ids[:rows] for ids, (_, rows) in zip(answer, step.decode, strict=False)]
+        tokens = drafted + [[7] for _ in step.pieces]
+        return SimpleNamespace(read=lambda: tokens)
+
+
+def times(slots: int, draft: bool, rounds: int) -> list[float]:
+    """Seconds of this thread in each step of so many running sequences, without the session's own."""
+    chance = random.Random(1)
+    session = Answers(slots)
+    known = {(count, drafts): 1.0 for count in (1, slots) for drafts in (0, BLOCK - 1)}
+    scheduler = Scheduler(cast(Session, session), draft, AdaptiveDraftLength(known))
+    for _ in range(slots):
+        prompt = [chance.randrange(1000) for _ in range(256)]
+        params = SamplingParams(max_tokens=3500, ignore_eos=True)
+        scheduler.submit(Sequence(prompt, params, 3500, frozenset([1])))
+    while any(stay.rows < stay.prompt for stay in scheduler._slots) or len(scheduler._slots) < slots:
+        scheduler.step()
+    found = []
+    run = session.run
+    inside = 0.0
+
+    def timed(step: Step) -> Any:
+        nonlocal inside
+        begin = time.thread_time()
+        outcome = run(step)
+        inside = time.thread_time() - begin
+        return outcome
+
+    session.run = timed  # type: ignore[method-assign]
+    for _ in range(rounds):
+        begin = time.thread_time()
+        for sequence in scheduler.step():
+            del sequence
+        found.append(time.thread_time() - begin - inside)
+    assert len(scheduler._slots) == slots, "some have ended: fewer rounds"
+    return found
+
+
+def main() -> None:
+    """Measures, and writes the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for slots in arguments.slots:
+        for draft in (True, False):
+            seconds = times(slots, draft, arguments.rounds)
+            median, mean = statistics.median(seconds), statistics.fmean(seconds)
+            row = {
+                "slots": slots,
+                "drafted": draft,
+                "median_us": round(1e6 * median, 1),
+                "mean_us": round(1e6 * mean, 1),
+            }
+            rows.append(row)
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "steps": rows,
+    }
+    text = json.dumps(result, indent=1)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""In-flight batching over pages: prompts beside decoding, shared prefixes, and sequences that wait for pages again."""
+
+import random
+
+import pytest
+
+from tests.paged_session import PagedSession, reply, request
+from tests.virtual_time import Clock
+from trtllm_dflash.errors import CancelledError, DeadlineError
+from trtllm_dflash.runtime.draft_length import DraftLength
+from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
+from trtllm_dflash.runtime.scheduler import Scheduler
+
+
+class AnyLength(DraftLength):
+    """Any length at any step."""
+
+    lengths = (0, 1, 3)
+
+    def __init__(self):
+        self._chance = random.Random(3)
+
+    def choose(self, slots):
+        return self._chance.choice(self.lengths)
+
+
+def run(scheduler, steps=5000):
+    """Steps until nothing is left to do, which is no matter of many thousands."""
+    for _ in range(steps):
+        if not scheduler.busy:
+            return
+        scheduler.step()
+    raise AssertionError("it never ends")
+
+
+def watch(scheduler, session):
+    """Notes the steps that write a page which their slot does not have alone, or a row that the tree knows."""
+    wrong, real, rows = [], session.run, session.paging.rows
+
+    def run_and_check(step):
+        outcome = real(step)
+        leases = {stay.slot: stay.lease for stay in scheduler._slots}
+        for slot, position, page in session.writes:
+            node = leases[slot].nodes[position // rows]
+            owners = sum(node in lease.nodes for lease in leases.values())
+            if node.page != page or owners != 1 or position < leases[slot].rows:
+                wrong.append((step, slot, position, page))
+        return outcome
+
+    session.run = run_and_check
+    return wrong
+
+
+def prompts(chance, count):
+    """Prompts of which many begin alike, of one token to more than a hundred."""
+    texts = [[chance.randrange(1, 50) for _ in range(150)] for _ in range(3)]
+    return [
+        [*chance.choice(texts)[: chance.choice([0, 5, 30, 60, 61, 130])], *chance.choices(range(50), k=1 + i % 7)]
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("pages", [11, 16, 40])
+def test_replies_do_not_depend_on_pages_and_who_joins_and_leaves(pages, ahead, mixes):
+    """Pages run out, prefixes are shared, requests are cancelled: what finishes is what comes of it alone."""
+    chance = random.Random(pages + ahead)
+    session = PagedSession(pages=pages, ahead=ahead, mixes=mixes, pieces=3 if mixes else 1)
+    scheduler = Scheduler(session, draft_length=AnyLength(), budget=FixedPrefillBudget(70))
+    waiting = [
+        request(
+            prompt,
+            tokens=chance.choice([1, 2, 9, 60]),
+            draft=i % 6 != 5,
+            priority=chance.choice([1, 100, 100]),
+            ignore_eos=i % 4 != 3,
+            temperature=0.8 * (i % 3 == 1),
+            seed=i,
+        )
+        for i, prompt in enumerate(prompts(chance, 60))
+    ]
+    sequences, cancelled, wrong = [], [], watch(scheduler, session)
+    while waiting or scheduler.busy:
+        for _ in range(chance.choice([0, 0, 1, 3])):
+            if waiting:
+                sequences.append(waiting.pop())
+                scheduler.submit(sequences[-1])
+        scheduler.step()
+        going = [sequence for sequence in sequences if not sequence.done]
+        if going and chance.random() < 0.05:
+            cancelled.append(chance.choice(going))
+            scheduler.cancel(cancelled[-1], CancelledError("gone"))
+        assert len(session.steps) < 10_000
+    for sequence in sequences:
+        if sequence in cancelled:
+            assert isinstance(sequence.error, CancelledError)
+        else:
+            assert sequence.completion().token_ids == reply(sequence.prompt_ids, sequence.params)
+    assert wrong == []
+    statistics = scheduler.statistics
+    assert cancelled
+    assert statistics.prefix_hits > 5
+    assert (statistics.preemptions > 0) == (pages < 40)
+    assert statistics.running == statistics.kv_tokens_in_use == statistics.pages_used == 0
+
+
+def test_a_step_has_decoding_slots_and_pieces_of_several_prompts():
+    session = PagedSession(prompt_rows=192)
+    scheduler = Scheduler(session)
+    scheduler.submit(request([1, 2, 3]))
+    scheduler.step()
+    for first in (10, 20, 30):
+        scheduler.submit(request([first] * 70, 3))
+    run(scheduler)
+    mixed = session.steps[1]
+    assert mixed.decode == [(0, 4)]
+    assert [len(piece.token_ids) for piece in mixed.pieces] == [70, 70]
+    assert [piece.last for piece in mixed.pieces] == [True, True]
+    assert scheduler.statistics.steps == {"prefill": 1, "mixed": 2, "decode": len(session.steps) - 3}
+
+
+def test_the_youngest_of_the_lowest_priority_waits_again_and_comes_back_first():
+    session = PagedSession(slots=4, pages=11, max_seq_len=200)
+    scheduler = Scheduler(session)
+    urgent, old, young = request([1] * 30, 150, priority=1), request([2] * 30, 60), request([3] * 30, 60)
+    for sequence in (old, young, urgent):
+        scheduler.submit(sequence)
+    later = request([4] * 5, 3)
+    before = {}
+    while not scheduler.statistics.preemptions:
+        scheduler.step()
+        before = {sequence: list(sequence.token_ids) for sequence in (urgent, old, young)}
+    assert scheduler._slots.find(young) is None
+    assert scheduler._slots.find(old)
+    assert scheduler._slots.find(urgent)
+    scheduler.submit(later)
+    text = before[young]
+    assert text
+    run(scheduler)
+    assert later.times.first_scheduled_ns > young.times.first_scheduled_ns
+    assert young.token_ids[: len(text)] == text
+    for sequence in (urgent, old, young, later):
+        assert sequence.token_ids == reply(sequence.prompt_ids, sequence.params)
+
+
+def test_updates_go_on_where_they_were_after_a_preemption():
+    session = PagedSession(slots=2, pages=11)
+    scheduler = Scheduler(session)
+    sequences = [request([i + 1] * 20, 150, temperature=1.0, seed=7) for i in range(2)]
+    streamed = {sequence: [] for sequence in sequences}
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while scheduler.busy:
+        for sequence in scheduler.step():
+            streamed[sequence] += sequence.take_update().token_ids
+    assert scheduler.statistics.preemptions
+    for sequence in sequences:
+        assert streamed[sequence] == reply(sequence.prompt_ids, sequence.params)
+
+
+def test_what_was_computed_before_a_preemption_is_reused():
+    session = PagedSession(slots=2, pages=14)
+    scheduler = Scheduler(session)
+    first, second = (request([i + 1] * 90, 60) for i in range(2))
+    for sequence in (first, second):
+        scheduler.submit(sequence)
+    run(scheduler)
+    assert scheduler.statistics.preemptions == 1
+    again = [piece for step in session.steps for piece in step.pieces if piece.start > 90]
+    assert again
+
+
+def test_nobody_overtakes_one_that_waits_for_pages():
+    session = PagedSession(slots=4, pages=12)
+    scheduler = Scheduler(session)
+    running, large, small = request([1] * 60, 80), request([2] * 150, 5), request([3] * 5, 5)
+    for sequence in (running, large, small):
+        scheduler.submit(sequence)
+    run(scheduler)
+    ended = [sequence.times.first_scheduled_ns for sequence in (running, large, small)]
+    assert ended == sorted(ended)
+    assert scheduler.statistics.preemptions == 0
+
+
+def test_a_shared_prefix_is_given_by_reference_and_acceptance_is_as_without():
+    session = PagedSession(slots=8, pages=60)
+    prefix = [*range(1, 49), *range(1, 49), 9]  # four pages and 17 rows
+    lengths = []
+    for requests in ([[*prefix, 7]], [[*prefix, 7], [*prefix, 8], [*prefix, 7]]):
+        scheduler = Scheduler(session)
+        first = request(requests[0], 30)
+        scheduler.submit(first)
+        while not first.token_ids:
+            scheduler.step()
+        others = [request(prompt, 30) for prompt in requests]
+        for other in others:
+            scheduler.submit(other)
+        scheduler.step()
+        assert scheduler.statistics.pages_shared == 4
+        run(scheduler)
+        for sequence in (first, *others):
+            assert sequence.token_ids == reply(sequence.prompt_ids, sequence.params)
+        assert all(other.reused == len(prefix) for other in others)
+        lengths.append([others[0].accepted_per_step, first.accepted_per_step])
+        assert first.accepted_per_step == others[0].accepted_per_step
+    assert lengths[0] == lengths[1]
+
+
+def test_a_deadline_passes_for_one_that_waits_for_pages():
+    clock = Clock()
+    session = PagedSession(slots=4, pages=11)
+    scheduler = Scheduler(session, clock=clock)
+    running, waiting = request([1] * 100, 80), request([2] * 150, 5, deadline=1.0)
+    scheduler.submit(running)
+    scheduler.submit(waiting)
+    scheduler.step()
+    clock.now = 1.0
+    scheduler.step()
+    assert isinstance(waiting.error, DeadlineError)
+    run(scheduler)
+    assert running.token_ids == reply(running.prompt_ids, running.params)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_fails_fails_its_requests_and_its_pages_come_back(ahead, monkeypatch):
+    session = PagedSession(slots=3, pages=20, ahead=ahead)
+    scheduler = Scheduler(session, budget=FixedPrefillBudget(64))
+    failing = [request([1] * 10, 30), request([2] * 60, 5)]
+    for sequence in failing:
+        scheduler.submit(sequence)
+    scheduler.step()
+    waiting = request([3] * 150, 5)
+    scheduler.submit(waiting)
+    real, failed = session.run, []
+
+    def fails(step):
+        monkeypatch.setattr(session, "run", real)
+        failed.extend(stay.sequence for stay in scheduler._slots if stay.slot in dict(step.decode))
+        failed.extend(stay.sequence for stay in scheduler._slots if stay.slot in [p.slot for p in step.pieces])
+        raise RuntimeError("on fire")
+
+    monkeypatch.setattr(session, "run", fails)
+    run(scheduler)
+    assert failed
+    for sequence in (*failing, waiting):
+        if sequence in failed:
+            assert "on fire" in str(sequence.error)
+        else:
+            assert sequence.token_ids == reply(sequence.prompt_ids, sequence.params)
+    assert scheduler.statistics.pages_used == 0
+    after = request([1] * 10, 30)
+    scheduler.submit(after)
+    run(scheduler)
+    assert after.token_ids == reply(after.prompt_ids, after.params)
