@@ -98,7 +98,7 @@ class Bench:
                 accepted = 0
                 while accepted < drafts and draw.random() < survival:
                     accepted += 1
-                length.observe(drafts, accepted)
+                length.observe({(drafts, accepted): 1})
             return drafts
 
         for _ in range(SETTLING):
