@@ -30,11 +30,11 @@ class Captured(TorchSession):
         asked: what `decode` was asked for, with the kind that was found.
     """
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, config, weights, device, flat=False):
+        super().__init__(config, weights, device, flat=flat)
         self.captures: list[StepKind] = []
         self.asked: list[tuple[Decode, StepKind]] = []
-        self._graphs = StepGraphs(self.config, lambda kind: self.captures.append(kind) or kind)
+        self._graphs = StepGraphs(self.config, lambda kind: self.captures.append(kind) or kind, config.chunk * flat)
 
     def _needs(self, call):
         return bool(self._graphs.missing(call))
@@ -47,6 +47,22 @@ class Captured(TorchSession):
         self.asked.append((call, kind))
         row_counts = call.row_counts + [0] * (kind.slots - len(call.row_counts))
         return self._decode_rows(self._int32(row_counts), kind.rows, kind.drafting, kind.rows, kind.sampled)
+
+
+class CapturedFlat(Captured):
+    """Computes steps of flat rows as they are, and notes the kinds that a GPU's session has captured for them."""
+
+    def __init__(self, config, weights, device):
+        super().__init__(config.model_copy(update={"page_size": 64, "chunk": 100}), weights, device, flat=True)
+
+    def _run_step(self, call):
+        kind, _ = self._graphs.find_flat(call)
+        counts = [count for _, count in call.decode]
+        assert kind.slots >= len(counts)
+        assert kind.rows >= max(counts, default=0)
+        assert kind.all_rows >= sum(counts) + sum(len(piece.token_ids) for piece in call.pieces)
+        assert kind.pieces >= len(call.pieces)
+        return super()._run_step(call)
 
 
 class Idle(Captured):
@@ -109,7 +125,26 @@ def adaptive():
 
 
 @pytest.mark.parametrize("make", [Any, adaptive, lambda: FixedDraftLength(15), lambda: FixedDraftLength(0)])
-def test_any_mix_of_requests_finds_its_steps_captured_and_gets_its_text(llm, requests, expected, make):
+def test_any_mix_of_requests_finds_its_steps_captured_and_gets_its_text(loaded, requests, expected, make):
+    run_any_mix(
+        LLM(CapturedFlat(loaded.config, loaded.session.weights, loaded.session.device), loaded.codec),
+        requests,
+        expected,
+        make,
+    )
+
+
+@pytest.mark.parametrize("make", [Any, adaptive, lambda: FixedDraftLength(15), lambda: FixedDraftLength(0)])
+def test_so_does_any_mix_on_slots_and_rows(llm, requests, expected, make):
+    run_any_mix(llm, requests, expected, make)
+    # No step that drafts or decodes plainly has more rows than it needs.
+    for call, kind in llm.session.asked:
+        assert kind.slots == min(size for size in (1, 2, 3) if size >= len(call.row_counts))
+        if call.drafting is not Drafting.CONTEXT:
+            assert kind.rows == max(*call.row_counts, call.block)
+
+
+def run_any_mix(llm, requests, expected, make):
     scheduler = Scheduler(llm.session, draft_length=make(), ahead=1)
     prepared = list(llm.session.captures)
     chance = random.Random(1)
@@ -123,11 +158,6 @@ def test_any_mix_of_requests_finds_its_steps_captured_and_gets_its_text(llm, req
     assert llm.session.captures == prepared
     assert not scheduler.statistics.requests["failed"]
     assert [sequence.completion().token_ids for sequence in sequences] == expected
-    # No step that drafts or decodes plainly has more rows than it needs.
-    for call, kind in llm.session.asked:
-        assert kind.slots == min(size for size in (1, 2, 3) if size >= len(call.row_counts))
-        if call.drafting is not Drafting.CONTEXT:
-            assert kind.rows == max(*call.row_counts, call.block)
 
 
 def test_plain_decoding_captures_plain_steps_alone(idle):
