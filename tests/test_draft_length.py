@@ -144,15 +144,15 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(llm.session, "run", counted)
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.time", SimpleNamespace(perf_counter=lambda: float(rows)))
     found = step_times(llm.session, tmp_path)
-    assert found == {(slots, drafts): slots * (drafts + 1) for slots in (1, 3) for drafts in LENGTHS}
+    assert found == {(slots, drafts, 0): slots * (drafts + 1) for slots in (1, 3) for drafts in LENGTHS}
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session: {(1, 0): 1.0})
     assert step_times(llm.session, tmp_path) == found
     kept = json.loads((tmp_path / FILE).read_text())
     kept["machine"]["device"] = "another"
     (tmp_path / FILE).write_text(json.dumps(kept))
-    assert step_times(llm.session, tmp_path) == {(1, 0): 1.0}
+    assert step_times(llm.session, tmp_path) == {(1, 0, 0): 1.0}
     (tmp_path / FILE).write_text("{")
-    assert step_times(llm.session, tmp_path) == {(1, 0): 1.0}
+    assert step_times(llm.session, tmp_path) == {(1, 0, 0): 1.0}
 
 
 def test_a_length_that_the_engine_cannot_draft_is_refused(llm):
@@ -179,7 +179,8 @@ def test_a_length_is_read_from_a_text_as_from_a_number(kind):
     ],
 )
 def test_a_service_logs_once_how_much_it_drafts_and_why(llm, settings, says, caplog, monkeypatch):
-    monkeypatch.setattr(service, "step_times", lambda session, folder: times(1 / 128))
+    measured = {(slots, drafts, 0): seconds for (slots, drafts), seconds in times(1 / 128).items()}
+    monkeypatch.setattr(service, "step_times", lambda session, folder: measured)
     with caplog.at_level("INFO", "trtllm_dflash"):
         llm.service(ServiceSettings(**settings)).close()
     lines = [record.getMessage() for record in caplog.records if "draft length" in record.getMessage()]

@@ -54,7 +54,7 @@ class Layout:
     idle: int = 0  # decode segments and pieces that are idle, behind the others
 
     def __post_init__(self) -> None:
-        used = [part.slot for part in (*self.decodes, *self.pieces)]
+        used = [part.slot for part in self.decodes] + [part.slot for part in self.pieces]
         self.slots = max([self.slots, *(slot + 1 for slot in used)])
         choose = random.Random(3)
         self.tokens = [[choose.randrange(1000) for _ in range(self.block)] for _ in range(self.slots)]
@@ -62,7 +62,12 @@ class Layout:
 
     def expected(self) -> dict[str, list]:
         """What `begin_rows` is to give, by the names of its result."""
-        segments, row_segment, token_ids, logit_first, logits, cuts = [], [], [], [0], [], []
+        logit_first = [0]
+        segments: list = []
+        row_segment: list = []
+        token_ids: list = []
+        logits: list = []
+        cuts: list = []
         for part in self.parts():
             first = len(row_segment)
             if isinstance(part, Decode):
@@ -245,8 +250,8 @@ class Model:
         return (weights["l.key.scale"], weights["l.value.scale"]) if self.fp8 else None
 
     def append(self, weights) -> kernels.Append:
-        norms = (weights[f"l.self_attn.{name}_norm.weight"] for name in ("q", "k"))
-        return kernels.Append(weights["rope.cos"], weights["rope.sin"], *norms, 1e-6, self.scales(weights))
+        q_norm, k_norm = (weights[f"l.self_attn.{name}_norm.weight"] for name in ("q", "k"))
+        return kernels.Append(weights["rope.cos"], weights["rope.sin"], q_norm, k_norm, 1e-6, self.scales(weights))
 
     def torch_ops(self, weights, caches: Paged, slot: int) -> TorchOps:
         """torch's operations over a slot's rows alone, in linear caches whose other rows are zeros."""

@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from trtllm_dflash.errors import (
@@ -16,11 +17,18 @@ from trtllm_dflash.errors import (
 )
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, check_draft_length
 from trtllm_dflash.runtime.intake import Intake, Prompt
+from trtllm_dflash.runtime.prefill_budget import (
+    MIN_PIECE,
+    AutoPrefillBudget,
+    FixedPrefillBudget,
+    MixedStepTimes,
+    PrefillBudget,
+)
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.statistics import Statistics
-from trtllm_dflash.runtime.step_times import step_times
+from trtllm_dflash.runtime.step_times import decoding_times, step_times
 from trtllm_dflash.session.session import Session
 
 #: Steps that fail without any reply being completed between them, after which an engine is given up: it may be lost.
@@ -66,8 +74,10 @@ class Service:
         self._config = session.config
         self._intake = intake
         self._clock = clock
-        length = _choose_draft_length(session, settings, folder)
-        self._scheduler = Scheduler(session, settings.draft, length, prefill_share=settings.prefill_share, clock=clock)
+        times = cache(lambda: step_times(session, folder))
+        length = _choose_draft_length(session, settings, times)
+        budget = _choose_budget(session, settings, times)
+        self._scheduler = Scheduler(session, settings.draft, length, budget, settings.prefill_share, clock=clock)
         self._most = self._config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
@@ -211,7 +221,22 @@ class Service:
         self._report(self._scheduler.fail_all(error))
 
 
-def _choose_draft_length(session: Session, settings: ServiceSettings, folder: Path | None) -> DraftLength:
+def _choose_budget(
+    session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes]
+) -> PrefillBudget | None:
+    """Makes the rule of how much of prompts rides in a step; None where steps do not mix."""
+    if not session.limits.mixes:
+        return None
+    if settings.prefill_tokens != "auto":
+        return FixedPrefillBudget(settings.prefill_tokens)
+    if session.device.type == "cpu":  # where no row of a step is for nothing
+        return FixedPrefillBudget(MIN_PIECE)
+    return AutoPrefillBudget(times(), settings.itl_slack)
+
+
+def _choose_draft_length(
+    session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes]
+) -> DraftLength:
     """Makes the rule of draft lengths that the settings choose; logs it, with the reason."""
     config = session.config
     check_draft_length(settings.draft_length, config.block_size)
@@ -219,7 +244,7 @@ def _choose_draft_length(session: Session, settings: ServiceSettings, folder: Pa
     if config.drafter is None or not settings.draft:
         chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
     elif settings.draft_length == "auto":
-        chosen = AdaptiveDraftLength(step_times(session, folder))
+        chosen = AdaptiveDraftLength(decoding_times(times()))
         why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
     else:
         chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"
