@@ -241,7 +241,7 @@ def attention(dtype: torch.dtype) -> None:
     """Packed rows of one tile to many, and as many slots as each way of combining partial results takes."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for size in kernels.HEAD_SIZES:
-        many = [most * processors // (2 * size) + 1 for most in (4, 16)]  # slots of 2 heads of 128 packed rows
+        many = [most * processors // (2 * size) + 1 for most in (4, 8)]  # slots of 2 heads of 128 packed rows
         for scales in (None, make_scales()):
             attend(dtype, size, scales, [300, 1, 65], rows=1, group=4)
             attend(dtype, size, scales, [700, 0, 64], rows=8, group=4, causal=False)
@@ -250,7 +250,8 @@ def attention(dtype: torch.dtype) -> None:
             attend(dtype, size, scales, [40, 0, 2049], rows=32, group=5, window=30)
             for slots in many:
                 attend(dtype, size, scales, [200] * slots, rows=16, group=8)
-            attend(dtype, size, scales, [130] * (16 * processors // size + 1), rows=32, group=8, has_sinks=True)
+            # More (slot, head)s than ranges, and an idle slot.
+            attend(dtype, size, scales, [0] + [130] * processors, rows=32, group=8, has_sinks=True)
 
 
 def attend(

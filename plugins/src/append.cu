@@ -11,233 +11,335 @@ namespace dflash
 namespace
 {
 
-constexpr int kWarps = 4;
+constexpr int kThreads = 128;
+constexpr int kVector = 8; // numbers of one 16-byte access
 
-// One warp a head of a row: lane l holds D / 32 neighbours, and what RoPE pairs them with (half a head away) is in lane
-// l ^ 16. Rounds where the separate operations would: after the norm, its weight, each product and their sum.
+// A head of a row by D / 8 neighbouring lanes, each with 8 neighbours; what RoPE pairs them with, half a head away, is
+// half of the lanes away. Rounds where the separate operations would: after the norm, its weight, each product and
+// their sum. Products and sums of two numbers of 16 bits are computed as such, two at a time: to compute them in FP32
+// and round them then gives the same.
 template <typename T, int D>
 struct Head
 {
-    static constexpr int kPerLane = D / 32;
-    float x[kPerLane];
+    static constexpr int kLanes = D / kVector;
+    static constexpr int kPairs = kVector / 2;
+    using P = typename Pair<T>::type;
+    using Numbers = Vector<uint32_t, kPairs>; // as they are loaded: pairs are copied one by one
+    Numbers x;
 
-    __device__ explicit Head(T const* from)
+    static __device__ __forceinline__ P& pair(uint32_t& of)
     {
-        auto const loaded = load_vector<T, kPerLane>(from + threadIdx.x % 32 * kPerLane);
+        return reinterpret_cast<P&>(of);
+    }
+
+    static __device__ __forceinline__ P const& pair(uint32_t const& of)
+    {
+        return reinterpret_cast<P const&>(of);
+    }
+
+    static __device__ __forceinline__ int lane()
+    {
+        return threadIdx.x % kLanes;
+    }
+
+    // The lanes of this head: those of a warp's other heads may have gone another way.
+    static __device__ __forceinline__ unsigned lanes()
+    {
+        return ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+    }
+
+    static __device__ __forceinline__ Numbers load(T const* head)
+    {
+        return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(head) + lane() * kPairs);
+    }
+
+    // Of half a head, for both halves.
+    static __device__ __forceinline__ Numbers load_half(T const* half)
+    {
+        return load_vector<uint32_t, kPairs>(
+            reinterpret_cast<uint32_t const*>(half) + lane() % (kLanes / 2) * kPairs);
+    }
+
+    static __device__ __forceinline__ void store_zeros(T* head)
+    {
+        Head{}.store(head);
+    }
+
+    // The sum of squares, in an order that does not depend on the number of lanes: that of 32 lanes with D / 32
+    // neighbours each, which are added up by the nearest last.
+    __device__ __forceinline__ float squares() const
+    {
+        constexpr int kParts = 32 / kLanes;
+        float sums[kParts] = {};
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
+        for (int i = 0; i < kPairs; ++i)
         {
-            x[i] = to_float(loaded.at[i]);
+            float& sum = sums[i / (kPairs / kParts)];
+            float const first = to_float(pair(x.at[i]).x);
+            float const second = to_float(pair(x.at[i]).y);
+            sum += first * first;
+            sum += second * second;
+        }
+#pragma unroll
+        for (int step = kLanes / 2; step > 0; step /= 2)
+        {
+#pragma unroll
+            for (float& sum : sums)
+            {
+                sum += __shfl_xor_sync(lanes(), sum, step);
+            }
+        }
+#pragma unroll
+        for (int step = kParts / 2; step > 0; step /= 2)
+        {
+#pragma unroll
+            for (int i = 0; i < step; ++i)
+            {
+                sums[i] += sums[i + step];
+            }
+        }
+        return sums[0];
+    }
+
+    __device__ __forceinline__ void norm(T const* weight, float eps)
+    {
+        Numbers const scale = load(weight);
+        float const root = rsqrtf(squares() / D + eps);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+        {
+            P& two = pair(x.at[i]);
+            two = __hmul2_rn(pair_of<T>(to_float(two.x) * root, to_float(two.y) * root), pair(scale.at[i]));
         }
     }
 
-    __device__ void norm(T const* weight, float eps)
+    // cos, sin: the position's, of these lanes' numbers.
+    __device__ __forceinline__ void rotate(Numbers const& cos, Numbers const& sin)
     {
-        float squares = 0.f;
+        bool const is_first_half = lane() < kLanes / 2;
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
+        for (int i = 0; i < kPairs; ++i)
         {
-            squares += x[i] * x[i];
-        }
-        float const root = rsqrtf(warp_sum(squares) / D + eps);
-        auto const scale = load_vector<T, kPerLane>(weight + threadIdx.x % 32 * kPerLane);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-        {
-            x[i] = rounded<T>(rounded<T>(x[i] * root) * to_float(scale.at[i]));
+            uint32_t const other = __shfl_xor_sync(lanes(), x.at[i], kLanes / 2);
+            P const mine = __hmul2_rn(pair(x.at[i]), pair(cos.at[i]));
+            P const crossed = __hmul2_rn(pair(other), pair(sin.at[i]));
+            pair(x.at[i]) = __hadd2_rn(mine, is_first_half ? __hneg2(crossed) : crossed);
         }
     }
 
-    // cos, sin: the position's row of the tables, [D / 2].
-    __device__ void rotate(T const* cos, T const* sin)
+    __device__ __forceinline__ void store(T* head) const
     {
-        int const lane = threadIdx.x % 32;
-        auto const c = load_vector<T, kPerLane>(cos + lane % 16 * kPerLane);
-        auto const s = load_vector<T, kPerLane>(sin + lane % 16 * kPerLane);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-        {
-            float const other = __shfl_xor_sync(0xffffffffu, x[i], 16);
-            float const mine = rounded<T>(x[i] * to_float(c.at[i]));
-            float const crossed = rounded<T>(other * to_float(s.at[i]));
-            x[i] = lane < 16 ? mine - crossed : mine + crossed;
-        }
+        store_vector(reinterpret_cast<uint32_t*>(head) + lane() * kPairs, x);
     }
 
-    __device__ void store(T* to) const
+    // Divides numbers that were rounded to T, as a composition of operations would.
+    __device__ __forceinline__ void store(E4M3* head, float scale) const
     {
-        Vector<T, kPerLane> out;
+        Vector<E4M3, kVector> out;
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
+        for (int i = 0; i < kVector; ++i)
         {
-            out.at[i] = from_float<T>(x[i]);
+            P const& two = pair(x.at[i / 2]);
+            float const number = to_float(i % 2 ? two.y : two.x);
+            out.at[i] = __nv_cvt_float_to_fp8(number / scale, __NV_SATFINITE, __NV_E4M3);
         }
-        store_vector(to + threadIdx.x % 32 * kPerLane, out);
-    }
-
-    // Divides the numbers after rounding them to T, as a composition of operations would.
-    __device__ void store(E4M3* to, float scale) const
-    {
-        Vector<E4M3, kPerLane> out;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-        {
-            out.at[i] = __nv_cvt_float_to_fp8(rounded<T>(x[i]) / scale, __NV_SATFINITE, __NV_E4M3);
-        }
-        store_vector(to + threadIdx.x % 32 * kPerLane, out);
+        store_vector(head + lane() * kVector, out);
     }
 };
 
-// By all lanes of a warp: one head.
-template <typename T, int D>
-__device__ __forceinline__ void store_zeros(T* to)
+// How the heads of all rows are divided: parts of so many heads of one row, first those of qkv, then of the context.
+struct Division
 {
-    constexpr int kPerLane = D / 32;
-    store_vector(to + threadIdx.x % 32 * kPerLane, Vector<T, kPerLane>{});
-}
+    int heads_each; // of a part, which the same lanes compute one after the other
+    int block_rows;
+    int block_parts; // of a row
+    int context_parts;
+};
 
-// A head of a row, and where it goes.
-struct Unit
+// Some neighbouring heads of a row: queries, then keys, then values.
+struct Heads
+{
+    bool in_block; // of qkv, else of the context
+    int row; // of the slot, or of all segments
+    int first;
+    int past;
+
+    __device__ __forceinline__ Heads(dflash_append_params const& p, Division const& division, int nth)
+    {
+        int const block = division.block_rows * division.block_parts;
+        in_block = nth < block;
+        nth -= in_block ? 0 : block;
+        int const parts = in_block ? division.block_parts : division.context_parts;
+        row = static_cast<unsigned>(nth) / static_cast<unsigned>(parts);
+        first = (in_block ? 0 : p.heads) + (nth - row * parts) * division.heads_each;
+        past = min(first + division.heads_each, p.heads + 2 * p.kv_heads);
+    }
+};
+
+// A row, and where it goes.
+struct Row
 {
     bool is_there; // else there is nothing to do
     bool is_padding; // a row of no segment
-    bool in_block; // of qkv, else of the context
-    int head; // queries, then keys, then values
-    int64_t from; // where the row lies in qkv, or in the context
-    int64_t query; // its row of queries
     int slot; // of the caches
     int position;
 };
 
-// Of a slot's rows: first those of its block.
-__device__ __forceinline__ Unit unit_of_slot(dflash_append_params const& p, int slot, int index)
+// Of a slot's rows.
+__device__ __forceinline__ Row row_of_slot(dflash_append_params const& p, Heads const& heads, int slot)
 {
-    Unit u = {};
-    int const block_heads = p.heads + 2 * p.kv_heads;
-    u.in_block = index < p.rows * block_heads;
-    index -= u.in_block ? 0 : p.rows * block_heads;
-    int const row_heads = u.in_block ? block_heads : 2 * p.kv_heads;
-    int const row = index / row_heads;
     int const committed = p.committed ? p.committed[slot] : p.context_rows;
-    u.is_there = u.in_block || row < min(committed, p.context_rows);
-    u.head = index % row_heads + (u.in_block ? 0 : p.heads);
-    u.from = u.in_block ? slot * p.qkv_slot_stride + row * p.qkv_row_stride
-                        : slot * p.context_slot_stride + row * p.context_row_stride;
-    u.query = int64_t{slot} * p.rows + row;
-    u.slot = slot;
-    u.position = p.start[slot] + (u.in_block ? committed + row : row);
-    return u;
+    bool const is_there = heads.in_block || heads.row < min(committed, p.context_rows);
+    return {is_there, false, slot, p.start[slot] + (heads.in_block ? committed : 0) + heads.row};
 }
 
-// Of all segments' rows: first those of qkv.
-__device__ __forceinline__ Unit unit_of_segments(dflash_append_params const& p, int index)
+// Of all segments' rows.
+__device__ __forceinline__ Row row_of_segments(dflash_append_params const& p, Heads const& heads)
 {
-    Unit u = {};
-    int const block_heads = p.heads + 2 * p.kv_heads;
-    int const block_units = (p.block ? p.slots * p.block : p.rows) * block_heads;
-    u.in_block = index < block_units;
-    index -= u.in_block ? 0 : block_units;
-    int const row_heads = u.in_block ? block_heads : 2 * p.kv_heads;
-    int const row = index / row_heads;
-    u.head = index % row_heads + (u.in_block ? 0 : p.heads);
-    u.query = row;
-    if (!u.in_block && row >= p.context_rows)
+    bool const is_after = heads.in_block && p.block > 0; // behind the segment's own rows
+    int const nth = is_after ? heads.row / p.block : p.row_segment[heads.row];
+    if (nth < 0)
     {
-        return u;
-    }
-    bool const is_after = u.in_block && p.block > 0; // behind the segment's own rows
-    int const nth = is_after ? row / p.block : p.row_segment[row];
-    u.is_padding = nth < 0;
-    u.is_there = u.in_block;
-    u.from = row * (u.in_block ? p.qkv_row_stride : p.context_row_stride);
-    if (u.is_padding)
-    {
-        return u;
+        return {heads.in_block, true, 0, 0};
     }
     int4 const segment = reinterpret_cast<int4 const*>(p.segments)[nth]; // slot, start, first row, count
     int const committed = p.committed ? p.committed[nth] : segment.w;
-    int const of_segment = row - (is_after ? nth * p.block : segment.z);
-    u.is_there = is_after ? segment.w > 0 : u.in_block || of_segment < committed;
-    u.from = is_after ? nth * p.qkv_slot_stride + of_segment * p.qkv_row_stride : u.from;
-    u.slot = segment.x;
-    u.position = segment.y + of_segment + (is_after ? committed : 0);
-    return u;
+    int const of_segment = heads.row - (is_after ? nth * p.block : segment.z);
+    bool const is_there = is_after ? segment.w > 0 : heads.in_block || of_segment < committed;
+    return {is_there, false, segment.x, segment.y + of_segment + (is_after ? committed : 0)};
 }
 
-// Where a head's row of a position lies in the caches.
-__device__ __forceinline__ int64_t place_of(dflash_append_params const& p, int slot, int head, int position)
+// Where a row of a position lies in the caches, of the first head.
+__device__ __forceinline__ int64_t place_of(dflash_append_params const& p, Row const& to)
 {
-    int page = slot;
-    int row = position;
+    int page = to.slot;
+    int row = to.position;
     if (p.page_table)
     {
-        int const nth = position / p.page_rows;
-        page = p.page_table[slot * p.page_table_stride + nth];
+        int const nth = row / p.page_rows;
+        page = p.page_table[to.slot * p.page_table_stride + nth];
         row -= nth * p.page_rows;
     }
-    return page * p.cache_slot_stride + head * p.cache_head_stride + int64_t{row} * p.head_size;
+    return page * p.cache_slot_stride + int64_t{row} * p.head_size;
 }
+
+// Where the heads of a row are read.
+template <typename T>
+struct Source
+{
+    T const* row; // of queries and keys, as if keys came behind queries
+    T const* values; // as if they came behind both
+
+    __device__ __forceinline__ Source(dflash_append_params const& p, Heads const& heads, int slot)
+    {
+        if (heads.in_block)
+        {
+            int const nth = p.block > 0 ? heads.row / p.block : slot;
+            int const of_block = heads.row - (p.block > 0 ? nth * p.block : 0);
+            row = values = static_cast<T const*>(p.qkv) + nth * p.qkv_slot_stride + of_block * p.qkv_row_stride;
+        }
+        else
+        {
+            int64_t const at = slot * p.context_slot_stride + heads.row * p.context_row_stride;
+            row = static_cast<T const*>(p.context_k) + at - p.heads * p.head_size;
+            values = static_cast<T const*>(p.context_v) + at - (p.heads + p.kv_heads) * p.head_size;
+        }
+    }
+
+    __device__ __forceinline__ T const* of(dflash_append_params const& p, int head) const
+    {
+        return (head < p.heads + p.kv_heads ? row : values) + head * p.head_size;
+    }
+};
 
 // C: the type of the caches.
 template <typename T, typename C, int D>
-__global__ void __launch_bounds__(kWarps * 32) append_kernel(dflash_append_params const p)
+__global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params const p, Division const division)
 {
+    using H = Head<T, D>;
     begin();
-    int const index = blockIdx.x * kWarps + threadIdx.x / 32;
-    Unit const u = p.segments ? unit_of_segments(p, index) : unit_of_slot(p, blockIdx.y, index);
-    bool const is_query = u.head < p.heads;
-    bool const is_key = !is_query && u.head < p.heads + p.kv_heads;
-    bool const is_dropped = u.is_padding || u.position < 0 || u.position >= p.cache_rows;
-    if (!u.is_there || (!is_query && is_dropped))
+    int const slot = blockIdx.y;
+    Heads const heads(p, division, (blockIdx.x * kThreads + threadIdx.x) / H::kLanes);
+    if (!heads.in_block && heads.row >= p.context_rows)
     {
         return;
     }
-    int64_t const query = (u.query * p.heads + u.head) * D;
-    if (u.is_padding)
+    Source<T> const source(p, heads, slot);
+    auto next = H::load(source.of(p, heads.first)); // on its way while it is found out where the row goes
+    Row const to = p.segments ? row_of_segments(p, heads) : row_of_slot(p, heads, slot);
+    if (!to.is_there)
     {
-        store_zeros<T, D>(static_cast<T*>(p.q_out) + query);
-        store_zeros<T, D>(static_cast<T*>(p.out) + query);
+        return;
+    }
+    int64_t const query = (int64_t{slot} * p.rows + heads.row) * p.heads * D; // its row of queries
+    T* const queries = static_cast<T*>(p.q_out) + query;
+    bool const is_dropped = to.is_padding || to.position < 0 || to.position >= p.cache_rows;
+    int const past = is_dropped ? min(heads.past, p.heads) : heads.past;
+    if (to.is_padding)
+    {
+        for (int head = heads.first; head < past; ++head)
+        {
+            H::store_zeros(queries + head * D);
+            H::store_zeros(static_cast<T*>(p.out) + query + head * D);
+        }
         return;
     }
 
-    int const head = u.head - (is_query ? 0 : is_key ? p.heads : p.heads + p.kv_heads);
-    T const* source = u.in_block ? static_cast<T const*>(p.qkv) + u.from + u.head * D
-                                 : static_cast<T const*>(is_key ? p.context_k : p.context_v) + u.from + head * D;
-    Head<T, D> x(source);
-    if (is_query || is_key)
+    int64_t const table_row = int64_t{min(max(to.position, 0), p.positions - 1)} * (D / 2);
+    int64_t const place = past > p.heads ? place_of(p, to) : 0;
+#pragma unroll 1
+    for (int head = heads.first; head < past; ++head)
     {
-        T const* weight = static_cast<T const*>(is_query ? p.q_norm : p.k_norm);
-        if (weight)
+        H x{next};
+        if (head + 1 < past)
         {
-            x.norm(weight, p.norm_eps);
+            next = H::load(source.of(p, head + 1));
         }
-        int64_t const table_row = min(max(u.position, 0), p.positions - 1);
-        x.rotate(
-            static_cast<T const*>(p.cos) + table_row * (D / 2), static_cast<T const*>(p.sin) + table_row * (D / 2));
-    }
-    if (is_query)
-    {
-        x.store(static_cast<T*>(p.q_out) + query);
-        return;
-    }
-    C* const to = static_cast<C*>(is_key ? p.keys : p.values) + place_of(p, u.slot, head, u.position);
-    if constexpr (std::is_same_v<C, E4M3>)
-    {
-        x.store(to, __ldg(is_key ? p.key_scale : p.value_scale));
-    }
-    else
-    {
-        x.store(to);
+        bool const is_query = head < p.heads;
+        bool const is_value = head >= p.heads + p.kv_heads;
+        if (!is_value)
+        {
+            auto const cos = H::load_half(static_cast<T const*>(p.cos) + table_row);
+            auto const sin = H::load_half(static_cast<T const*>(p.sin) + table_row);
+            T const* weight = static_cast<T const*>(is_query ? p.q_norm : p.k_norm);
+            if (weight)
+            {
+                x.norm(weight, p.norm_eps);
+            }
+            x.rotate(cos, sin);
+        }
+        if (is_query)
+        {
+            x.store(queries + head * D);
+            continue;
+        }
+        int const kv_head = head - p.heads - (is_value ? p.kv_heads : 0);
+        C* const cache = static_cast<C*>(is_value ? p.values : p.keys) + place + kv_head * p.cache_head_stride;
+        if constexpr (std::is_same_v<C, E4M3>)
+        {
+            x.store(cache, __ldg(is_value ? p.value_scale : p.key_scale));
+        }
+        else
+        {
+            x.store(cache);
+        }
     }
 }
 
 template <typename T, typename C, int D>
 cudaError_t launch(dflash_append_params const& p, cudaStream_t stream)
 {
+    int const slots = p.segments ? 1 : p.slots;
     int const block_rows = p.segments && p.block ? p.slots * p.block : p.rows;
-    int const units = block_rows * (p.heads + 2 * p.kv_heads) + p.context_rows * 2 * p.kv_heads;
-    dim3 const grid((units + kWarps - 1) / kWarps, p.segments ? 1 : p.slots);
-    return launch_kernel(append_kernel<T, C, D>, grid, kWarps * 32, 0, stream, p);
+    int const row_heads = p.heads + 2 * p.kv_heads;
+    int64_t const heads = slots * (int64_t{block_rows} * row_heads + int64_t{p.context_rows} * 2 * p.kv_heads);
+    // Where there are more than a GPU computes at once anyway, a row's place is found once for several.
+    int const each = heads >= 16384 ? 4 : heads >= 8192 ? 2 : 1;
+    Division const division{each, block_rows, (row_heads + each - 1) / each, (2 * p.kv_heads + each - 1) / each};
+    int const parts = block_rows * division.block_parts + p.context_rows * division.context_parts;
+    int const lanes = parts * Head<T, D>::kLanes;
+    dim3 const grid((lanes + kThreads - 1) / kThreads, slots);
+    return launch_kernel(append_kernel<T, C, D>, grid, kThreads, 0, stream, p, division);
 }
 
 template <typename T, typename C>

@@ -9,6 +9,51 @@
 namespace dflash
 {
 
+// What a block has to combine: a (slot, head) that was divided among ranges. Where the ranges are fewer than the (slot,
+// head)s, of each range the one that begins in it and goes on, so that most blocks have something to do.
+struct Divided
+{
+    Segment segment = {};
+    int head = 0;
+    int first_range = 0;
+    int count = 0; // ranges; of fewer than two nothing is combined
+
+    // By all lanes of a warp.
+    __device__ __forceinline__ Divided(Work const& w, Segments const& segments, Division const& division)
+    {
+        int const owner = blockIdx.x;
+        bool const is_of_range = static_cast<int>(gridDim.x) < w.p.slots * w.p.kv_heads;
+        int first_unit = 0;
+        int tiles = 0;
+        if (is_of_range)
+        {
+            int const last_unit = min((owner + 1) * division.each, division.units) - 1;
+            if (last_unit < owner * division.each)
+            {
+                return;
+            }
+            Cursor const last(w.p, segments, division, last_unit);
+            segment = last.segment;
+            head = last.head;
+            tiles = last.tiles;
+            first_unit = last_unit - last.tile;
+        }
+        else
+        {
+            int const index = owner / w.p.kv_heads;
+            segment = segments.of(index);
+            head = owner % w.p.kv_heads;
+            tiles = tiles_of(w.p, segment);
+            first_unit = division.before(w, segments, index) + head * division.of(tiles);
+        }
+        first_range = first_unit / division.each;
+        if (tiles > 0 && (!is_of_range || first_range == owner))
+        {
+            count = (first_unit + tiles - 1) / division.each - first_range + 1;
+        }
+    }
+};
+
 // Where the partial results of 16 packed rows of a (slot, head) lie, those of its `count` ranges.
 template <int D>
 struct Parts
@@ -17,19 +62,12 @@ struct Parts
     float2 const* sums;
     int between; // of one of a range's two and the other
     int count;
-    Segment segment;
 
-    // By all lanes of a warp. m: packed rows of a row block.
-    __device__ __forceinline__ Parts(Work const& w, int m, int index, int kv_head, int first_row, int first_fragment)
+    // m: packed rows of a row block.
+    __device__ __forceinline__ Parts(Work const& w, int m, Divided const& divided, int first_row, int first_fragment)
     {
-        Segments const segments(w.p);
-        Division const division(w, segments);
-        segment = segments.of(index);
-        int const tiles = tiles_of(w.p, segment);
-        int const first_unit = division.before(w, segments, index) + kv_head * division.of(tiles);
-        int const first_range = first_unit / division.each;
-        count = tiles == 0 ? 0 : (first_unit + tiles - 1) / division.each - first_range + 1;
-        Partial const partial(w, D, first_range, false, first_row / m, m / 16, first_row % m / 16);
+        Partial const partial(w, D, divided.first_range, false, first_row / m, m / 16, first_row % m / 16);
+        count = divided.count;
         between = w.row_blocks * (m / 16);
         out = partial.out + first_fragment * 32;
         sums = partial.sums;
@@ -141,34 +179,29 @@ struct Combination
     }
 };
 
-// kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
-// many ranges; one has several where there are so many (slot, head)s that most have little to combine. Also writes the
-// zeros of slots that have no keys.
-constexpr int kCombineWarps = 4;
+constexpr int kCombineWarps = 8;
 
-template <typename T, int D, int kSharing, int kFragments>
-__global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const w, int const m)
+// Blocks that an SM has registers for: on Hopper so few a thread that one fits beside a block of attention.
+constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 {
-    static_assert(kSharing == 1 || kSharing == 2);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    return fragments > 1 ? 4 : 3;
+#else
+    return 2;
+#endif
+}
+
+// Combines kFragments fragments of 16 rows, which kSharing warps share. By all threads of the block where they are two.
+template <typename T, int D, int kSharing, int kFragments>
+__device__ __forceinline__ void combine(Work const& w, int m, Divided const& divided, int job)
+{
+    constexpr int kBatch = 8 / kFragments;
     int const warp = threadIdx.x / 32;
     int const share = warp % kSharing;
-    int const index = blockIdx.x / w.p.kv_heads;
-    int const kv_head = blockIdx.x % w.p.kv_heads;
-    int const job = (blockIdx.y * kCombineWarps + warp) / kSharing;
     int const first_fragment = job * kFragments % (D / 8);
     int const first_row = job * kFragments / (D / 8) * 16;
+    Parts<D> const parts(w, m, divided, first_row, first_fragment);
 
-    Parts<D> const parts(w, m, index, kv_head, first_row, first_fragment);
-    // Only here: the other kernel has begun when this one may, so that segments, which came before both, can be read.
-    // What is computed of them is so before the wait.
-    asm volatile("" ::"l"(parts.out), "l"(parts.sums), "r"(parts.between), "r"(parts.count));
-    begin();
-    if (parts.count == 1 || first_row >= w.packed_rows)
-    {
-        return;
-    }
-
-    constexpr int kBatch = kFragments > 8 ? 1 : 8 / kFragments;
     Combination<D, kFragments> combination;
     combination.begin();
     for (int first = share; first < parts.count; first += kBatch * kSharing)
@@ -186,8 +219,62 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(Work const 
     }
     int const lane = threadIdx.x % 32;
     int const packed_rows[2] = {first_row + lane / 4, first_row + lane / 4 + 8};
-    write_rows<T, D>(w, parts.segment, kv_head, packed_rows, combination.softmax.maximum, combination.softmax.sum,
-        combination.total, first_fragment);
+    write_rows<T, D>(w, divided.segment, divided.head, packed_rows, combination.softmax.maximum,
+        combination.softmax.sum, combination.total, first_fragment);
+}
+
+// Writes the zeros of slots that have no keys.
+template <typename T, int D>
+__device__ __forceinline__ void write_zeros(Work const& w, Segments const& segments)
+{
+    dflash_attention_params const& p = w.p;
+    int const chunks = w.group * (D / 8); // of a row: heads of one KV head are neighbours
+    for (int i = blockIdx.x; i < p.slots * p.kv_heads; i += gridDim.x)
+    {
+        Segment const segment = segments.of(i / p.kv_heads);
+        if (tiles_of(p, segment) > 0)
+        {
+            continue;
+        }
+        T* const to = static_cast<T*>(p.out) + int64_t{i % p.kv_heads} * w.group * D;
+        for (int at = blockIdx.y * blockDim.x + threadIdx.x; at < segment.rows * chunks; at += gridDim.y * blockDim.x)
+        {
+            int const row = at / chunks;
+            store_vector<T, 8>(
+                to + (int64_t{segment.first_row} + row) * p.heads * D + (at - row * chunks) * 8, Vector<T, 8>{});
+        }
+    }
+}
+
+// kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
+// many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in place when the
+// last range ends: what precedes the wait then costs nothing.
+template <typename T, int D, int kSharing, int kFragments>
+__global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments))
+    combine_kernel(Work const w, int const m)
+{
+    static_assert(kSharing == 1 || kSharing == 2);
+    Segments const segments(w.p);
+    Division const division(w, segments);
+    Divided const divided(w, segments, division);
+    // Only here: the other kernel has begun when this one may, so that segments, which came before both, can be read.
+    // What is computed of them is so before the wait.
+    asm volatile("" ::"r"(divided.first_range), "r"(divided.count));
+    begin();
+    if (division.has_idle && (!w.p.segments || w.p.block > 0))
+    {
+        write_zeros<T, D>(w, segments);
+    }
+    if (divided.count < 2)
+    {
+        return;
+    }
+    constexpr int kAtOnce = kCombineWarps / kSharing;
+    int const jobs = (w.packed_rows + 15) / 16 * (D / 8 / kFragments);
+    for (int job = blockIdx.y * kAtOnce + threadIdx.x / 32 / kSharing; job < jobs; job += gridDim.y * kAtOnce)
+    {
+        combine<T, D, kSharing, kFragments>(w, m, divided, job);
+    }
 }
 
 } // namespace dflash

@@ -147,6 +147,7 @@ struct Division
     int each; // units of a range
     int units; // of all segments
     bool is_apart;
+    bool has_idle; // slots without keys
 
     // Called by all lanes of a warp.
     __device__ Division(Work const& w, Segments const& segments)
@@ -166,6 +167,7 @@ struct Division
         }
         units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
         used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
+        has_idle = used < w.p.slots * w.p.kv_heads;
         each = max((units + w.ranges - 1) / w.ranges, w.least_units);
         if (used > w.ranges)
         {

@@ -62,6 +62,21 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x)
     return __float2bfloat16_rn(x);
 }
 
+template <typename T>
+__device__ __forceinline__ typename Pair<T>::type pair_of(float low, float high);
+
+template <>
+__device__ __forceinline__ __half2 pair_of<__half>(float low, float high)
+{
+    return __floats2half2_rn(low, high);
+}
+
+template <>
+__device__ __forceinline__ __nv_bfloat162 pair_of<__nv_bfloat16>(float low, float high)
+{
+    return __floats2bfloat162_rn(low, high);
+}
+
 // Rounds a value as storing it as T does: the rounding points of the composed operations.
 template <typename T>
 __device__ __forceinline__ float rounded(float x)

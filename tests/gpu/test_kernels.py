@@ -114,6 +114,12 @@ LONG = [
     Case(torch.float16, [32767, 32768, 5], 1, 8, 64, causal=True),
     Case(torch.bfloat16, [32700, 100], 16, 8, 128, causal=True, window=128, sinks=True),
 ]
+#: Of more slots and heads than an H200 has blocks of attention.
+MANY = [
+    Case(torch.bfloat16, [37 * i for i in range(40)], 8, 4, 128, causal=True, kv_heads=8),
+    Case(torch.float16, [37 * i for i in range(40)], 16, 8, 64, causal=True, sinks=True, kv_heads=8),
+    Case(torch.bfloat16, [130] * 150 + [0, 1], 1, 4, 128, causal=True),
+]
 
 
 def reference(case: Case, q, keys, values, sinks) -> torch.Tensor:
@@ -156,7 +162,7 @@ def make_inputs(case: Case, spare: int = 40):
     return q, keys, values, lengths, sinks
 
 
-@pytest.mark.parametrize("case", [*random_cases(80), *LONG], ids=str)
+@pytest.mark.parametrize("case", [*random_cases(80), *LONG, *MANY], ids=str)
 def test_attention_equals_float64(case):
     q, keys, values, lengths, sinks = make_inputs(case)
     out = kernels.attention(q, keys, values, lengths, case.causal, case.window, sinks)
@@ -195,8 +201,8 @@ def test_one_captured_launch_serves_all_lengths():
         assert_close(out, reference(case, q, keys, values, None), case.dtype)
 
 
-def test_repeated_runs_are_equal_to_the_bit():
-    case = Case(torch.bfloat16, [3000, 900, 64], 16, 4, 128, causal=True)
+@pytest.mark.parametrize("case", [Case(torch.bfloat16, [3000, 900, 64], 16, 4, 128, causal=True), MANY[0]], ids=str)
+def test_repeated_runs_are_equal_to_the_bit(case):
     q, keys, values, lengths, _ = make_inputs(case)
     first = kernels.attention(q, keys, values, lengths, True)
     assert all(kernels.attention(q, keys, values, lengths, True).equal(first) for _ in range(20))
@@ -213,7 +219,7 @@ def make_scales() -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-@pytest.mark.parametrize("case", [*random_cases(80), *LONG], ids=str)
+@pytest.mark.parametrize("case", [*random_cases(80), *LONG, *MANY], ids=str)
 def test_attention_over_fp8_caches_equals_float64_over_what_they_stand_for(case):
     q, keys, values, lengths, sinks = make_inputs(case)
     scales = make_scales()
@@ -309,10 +315,11 @@ def layer_weights(dtype, size, positions, normed):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("rows", [1, 7, 16, 32, 100])
+@pytest.mark.parametrize("rows", [1, 7, 16, 32, 100, 300, 700])
 def test_self_attention_appends_what_torch_appends(dtype, size, normed, rows):
     """Caches equal but for rare last-bit differences in the norm; attention's output close."""
-    slots, heads, kv_heads, length = 3, 8, 2, 400
+    slots, length = 3, max(400, rows + 300)
+    heads, kv_heads = (8, 2) if rows <= 100 else (9, 3)  # of many rows, the same threads take several heads each
     weights = layer_weights(dtype, size, length, normed)
     layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6 if normed else None)
     start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
