@@ -22,12 +22,13 @@ def test_a_budget_is_divided_in_order(budget, rests):
     pieces = divide(budget, rests)
     assert sum(pieces) <= budget
     assert pieces
-    for piece, rest in zip(pieces, rests, strict=False):
-        assert 1 <= piece <= rest
-        assert piece >= min(rest, MIN_PIECE, budget // 2)
-    # Nothing is left over that those could use, and the first gets as much as the others together.
+    for piece, rest in zip(pieces, rests, strict=True):
+        assert 0 <= piece <= rest
+    for piece, rest in zip(pieces[1:], rests[1:], strict=True):
+        assert piece == 0 or piece >= min(rest, MIN_PIECE)
+    # Nothing is left over that the first could use, and it gets as much as the others together.
     if sum(pieces) < budget:
-        assert all(piece == rest for piece, rest in zip(pieces, rests, strict=False))
+        assert pieces[0] == rests[0]
     assert pieces[0] >= min(rests[0], budget // 2)
 
 
@@ -36,13 +37,14 @@ def test_a_budget_is_divided_in_order(budget, rests):
     [
         (512, [4096], [512]),
         (512, [4096, 100], [412, 100]),
-        (512, [4096, 4096, 4096], [256, 128, 128]),
-        (512, [256, 256, 256], [256, 128, 128]),
-        (512, [100, 256, 256], [100, 206, 206]),
-        (192, [70, 70, 70], [70, 70]),
+        (512, [4096, 4096, 4096], [256, 256, 0]),
+        (512, [4096, 4096, 30], [256, 226, 30]),
+        (512, [256, 256, 256], [256, 256, 0]),
+        (512, [100, 256, 256], [100, 256, 156]),
+        (192, [70, 70, 70], [70, 70, 0]),
         (80, [700, 30], [50, 30]),
         (16, [70, 5], [11, 5]),
-        (1, [70, 5], [1]),
+        (1, [70, 5], [1, 0]),
     ],
 )
 def test_a_long_prompt_goes_on_and_the_short_ones_behind_it_are_read(budget, rests, pieces):
@@ -67,6 +69,10 @@ def test_a_budget_is_all_that_a_step_takes_where_nobody_runs():
 def test_a_step_is_longer_by_the_slack_at_most(running, drafts, tokens):
     found = AutoPrefillBudget(TIMES, 0.1).choose(running, drafts, 1, 8192)
     assert found == pytest.approx(tokens, abs=1)
+
+
+def test_steps_that_were_measured_without_prompts_alone_say_nothing():
+    assert AutoPrefillBudget({**TIMES, (16, 7, 0): 1.0}, 0.1).choose(16, 7, 1, 8192) == 102
 
 
 def test_the_least_budget_is_one_piece():

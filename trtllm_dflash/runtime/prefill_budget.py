@@ -61,15 +61,16 @@ class AutoPrefillBudget(PrefillBudget):
     Where more sequences wait for their first token than run, there is more to lose by waiting: as many as a step takes.
 
     Args:
-        times: of steps with several numbers of slots and drafts; each with several numbers of tokens, 0 among them.
+        times: of steps with several numbers of slots and drafts; some with several numbers of tokens, 0 among them.
         slack: by which a step may be longer, as a share of its time.
     """
 
     def __init__(self, times: MixedStepTimes, slack: float) -> None:
         self._slack = slack
-        self._times: dict[tuple[int, int], list[tuple[int, float]]] = {}  # tokens and seconds, ascending
+        points: dict[tuple[int, int], list[tuple[int, float]]] = {}  # tokens and seconds, ascending
         for (slots, drafts, tokens), seconds in sorted(times.items()):
-            self._times.setdefault((slots, drafts), []).append((tokens, seconds))
+            points.setdefault((slots, drafts), []).append((tokens, seconds))
+        self._times = {kind: measured for kind, measured in points.items() if len(measured) > 1}
         self._found: dict[tuple[int, int], int] = {}
 
     def choose(self, running: int, drafts: int, waiting: int, most: int) -> int:
@@ -101,18 +102,15 @@ class AutoPrefillBudget(PrefillBudget):
 def divide(budget: int, rests: Sequence[int]) -> list[int]:
     """Divides a step's prompt tokens among sequences in their order, by the tokens that each has left to read.
 
-    Each takes at most half of what is left while others follow it; what nobody needs goes to the first.
+    The first has half of them, or all that others leave; the others come in order of what they have left, the shortest
+    first. So a short prompt does not wait for a long one, and a long one is the first in the end. Some get none.
     """
-    least = min(MIN_PIECE, -(-budget // 2))
-    pieces: list[int] = []
-    for i, rest in enumerate(rests):
-        if budget < min(rest, least):
+    pieces = [min(rests[0], budget - budget // 2), *(0 for _ in rests[1:])]
+    left = budget - pieces[0]
+    for i in sorted(range(1, len(rests)), key=lambda i: rests[i]):
+        if left < min(rests[i], MIN_PIECE):
             break
-        follows = i + 1 < len(rests)
-        pieces.append(min(rest, max(least, budget // 2) if follows else budget))
-        budget -= pieces[i]
-    for i, piece in enumerate(pieces):
-        more = min(rests[i] - piece, budget)
-        pieces[i] += more
-        budget -= more
+        pieces[i] = min(rests[i], left)
+        left -= pieces[i]
+    pieces[0] += min(rests[0] - pieces[0], left)
     return pieces

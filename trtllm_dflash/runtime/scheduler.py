@@ -251,7 +251,8 @@ class Scheduler:
         drafts = max(batch.block - 1, 0)
         budget = self._budget.choose(len(batch.stays), drafts, len(waiting), self._limits.prompt_rows)
         first = waiting[: self._limits.pieces]
-        return list(zip(first, divide(budget, [stay.prompt - stay.launched for stay in first]), strict=False))
+        counts = divide(budget, [stay.prompt - stay.launched for stay in first])
+        return [(stay, count) for stay, count in zip(first, counts, strict=True) if count]
 
     def _run(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
