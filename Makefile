@@ -29,20 +29,20 @@ test: setup lint types
 check: setup lint types
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) --dist loadfile -m "not slow"
 
-# All tests with the lowest versions that pyproject.toml allows, in an environment of their own. torch stays the pinned
-# one, and brings its own libraries: older ones have no builds without CUDA on PyPI.
+# All tests with the lowest versions that pyproject.toml allows of what it names; what those ask for is the newest.
+# torch stays the pinned one; TORCH=torch==2.7.0 tries the lowest, of which PyPI has the build with CUDA alone.
 lowest: .venv-lowest/ready
 	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest --numprocesses $(WORKERS) --dist loadfile
 
+# Each `"name[extras]>=version,...; marker"` becomes `name==version; marker`. A bound that another one rules out is an
+# error here.
 .venv-lowest/ready: pyproject.toml
 	$(PYTHON) -m venv --clear .venv-lowest
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" uv
-	.venv-lowest/bin/pip freeze | grep '^torch==' > .venv-lowest/torch.txt
-	.venv-lowest/bin/uv pip compile --quiet --resolution lowest-direct --extra dev --constraint .venv-lowest/torch.txt \
-		--no-annotate --no-header pyproject.toml \
-		| grep -vE '^(torch|triton|cuda-[a-z]+|nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)[a-z0-9-]*)==' > .venv-lowest/versions.txt
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement .venv-lowest/versions.txt
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv-lowest/bin/pip freeze | grep '^torch==' > .venv-lowest/versions.txt
+	grep -oE '"[A-Za-z0-9_-]+(\[[a-z,]+\])?>=[0-9.]+[^"]*"' pyproject.toml | grep -v '^"torch' | tr -d '"' \
+		| sed -E 's/(\[[a-z,]+\])?>=([0-9.]+)(,<[0-9.]+)?/==\2/' >> .venv-lowest/versions.txt
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-lowest/versions.txt --editable ".[dev]"
 	@touch $@
 
 lint: setup
