@@ -1,9 +1,10 @@
-"""What `make wheel` makes: with the CUDA kernels where they are built, and for any machine where they are not."""
+"""The wheel, with the CUDA kernels where they are built and for any machine where they are not; and the sdist."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -84,3 +85,20 @@ def test_without_kernels_the_wheel_is_for_any_machine_and_its_making_says_so(sou
 
 def test_a_wheel_needs_the_newest_glibc_that_a_symbol_of_the_library_has():
     assert platform_tag(b"\0GLIBC_2.9\0GLIBC_2.34\0GLIBC_2.2.5\0").startswith("manylinux_2_34_")
+
+
+#: What a checkout alone has a use for.
+OF_GIT = {".ci", ".dockerignore", ".gitignore"}
+
+
+def test_a_source_distribution_has_all_files_that_git_keeps(tmp_path):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    kept = {name for name in listed.stdout.splitlines() if name.partition("/")[0] not in OF_GIT}
+    assert not kept - names
