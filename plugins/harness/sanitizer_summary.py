@@ -1,8 +1,9 @@
 """Says in Markdown what compute-sanitizer reported of the kernels, and which reduced programs explain it.
 
 A reduced program is a CUDA source beside this file whose first line is `// sanitizer: TOOL PATTERN`. It explains a
-report of that tool in which PATTERN, a regular expression, is found (a kernel, or a source's name), if the program,
-which has no fault, has reports of the same kinds. `plugins/sanitize.sh` runs the tools and calls this.
+report of that tool in which PATTERN, a regular expression, is found (a function or a source; racecheck names no kernel
+where a function is inlined), if the program, which has no fault, has reports of the same kinds. `plugins/sanitize.sh`
+runs the tools and calls this.
 """
 
 import argparse
@@ -41,8 +42,11 @@ class Report:
         return frozenset(f"{race[1] or ''}Race between {a} and {b}" for a, b in pairs)
 
     @property
-    def kernel(self) -> str:
-        return ", ".join(dict.fromkeys(re.findall(r"\w+_kernel\b", self.text))) or "?"
+    def code(self) -> str:
+        """Names of its kernels. racecheck names the functions that are inlined into a kernel instead: those then."""
+        kernels = re.findall(r"\w+_kernel\b", self.text)
+        functions = map(name_of, re.findall(r"\bat (.+)\+0x", self.text))
+        return ", ".join(dict.fromkeys(kernels or functions)) or "?"
 
     @property
     def said(self) -> tuple[str, str]:
@@ -78,6 +82,14 @@ class Log:
             return f"only {len(self.reports)} of {self.count} reports were printed"
         last = output.strip().rpartition("\n")[2]
         return "" if last == FINISHED else f"not all kernels ran: {last}"
+
+
+def name_of(function: str) -> str:
+    """Name of a function from its declaration, without types, template arguments and our namespace."""
+    function, outer = function.replace("(anonymous namespace)::", ""), ""
+    while outer != function:
+        outer, function = function, re.sub(r"<[^<>]*>", "", function)
+    return function.partition("(")[0].rpartition(" ")[2].removeprefix("dflash::")
 
 
 def reports_of(lines: list[str]) -> Iterator[Report]:
@@ -155,7 +167,7 @@ def summarize(logs: Path, programs: list[Program]) -> tuple[list[str], bool]:
             names = [program.name for program in programs if program.explains(tool, report)]
             used.update(names)
             unexplained += not names
-            reports.update([(tool, f"`{report.kernel}`", *report.said, ", ".join(names) or "**nothing**")])
+            reports.update([(tool, f"`{report.code}`", *report.said, ", ".join(names) or "**nothing**")])
         tools.append((name, "?" if log.count is None else log.count, unexplained, file.read_text().strip()))
         complaint = log.complaint((logs / f"{name}.out").read_text())
         complaints += [f"- {name}: {complaint}"] if complaint else []
@@ -163,7 +175,8 @@ def summarize(logs: Path, programs: list[Program]) -> tuple[list[str], bool]:
     reduced = [(f"`{x.name}.cu`", x.tool, "; ".join(sorted(x.kinds)) or "none", used[x.name]) for x in programs]
     lines += table("tool, errors, not explained, seconds", tools)
     lines += table(
-        "tool, kernel, report, where, explained by, reports", [(*key, n) for key, n in sorted(reports.items())]
+        "tool, kernel or function, report, where, explained by, reports",
+        [(*key, n) for key, n in sorted(reports.items())],
     )
     lines += table("reduced program, tool, its reports, the kernels' that it explains", reduced)
     return lines + ([""] if complaints else []) + complaints, not complaints
