@@ -1,59 +1,59 @@
-// sanitizer: racecheck attend_kernel
+// sanitizer: racecheck attention_sm90.cuh
 //
-// The merge of src/attention_sm90.cuh alone: two groups of 128 threads give each other numbers through shared memory
-// and meet before and after, while a thread of a ninth warp runs ahead. They meet by a named barrier of 256, as the
-// kernel does ("named", or no word), by the block's, with the ninth warp ("block"), or not at all ("unmet"). Prints how
-// many of the numbers that were read are not those of the round, and ends with 0 if none is: "unmet" alone has a fault.
+// The merge of src/attention_sm90.cuh alone: two groups of 128 threads give each other numbers through shared memory,
+// and meet before and after at a barrier of 256. In between they multiply, and meet each at a barrier of its own: alone
+// by the word "products" or "barriers". Ends with 0 if all numbers that were read are the round's.
 #include "instructions.cuh"
+#include "wgmma.cuh"
+using namespace dflash;
+__device__ int wrong = 0;
 
-#include <cstdio>
-
-__device__ void meet(char kind)
+template <bool kProducts, bool kApart>
+__global__ void merge()
 {
-    if (kind == 'n')
-        asm volatile("bar.sync 1, 256;" ::: "memory");
-    else if (kind == 'b')
-        __syncthreads();
-}
-
-__global__ void merge(char kind, int* wrong)
-{
-    __shared__ float4 boxes[2][9][128];
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    __shared__ __align__(1024) int4 tile[512]; // numbers of 16 bits [64, 64], all the same
+    __shared__ float4 boxes[2][8][128];
     __shared__ uint64_t barriers[2];
-    uint32_t const full = dflash::shared_address(barriers), empty = full + 8;
-    int const group = threadIdx.x / 128, lane = threadIdx.x % 128; // group 2: the ninth warp
+    uint32_t const full = shared_address(barriers), empty = full + 8;
+    uint64_t const matrix = sm90::matrix(shared_address(tile), 16, 1024); // its first 16 columns
+    int const group = threadIdx.x / 128, lane = threadIdx.x % 128;
     if (threadIdx.x == 0)
-        dflash::init_barrier(full, 1), dflash::init_barrier(empty, 8);
+        init_barrier(full, 1), init_barrier(empty, 8);
     __syncthreads();
-    for (int round = 0; round < 100; ++round)
+    for (int round = 0; threadIdx.x == 256 && round < 100; ++round)
+        wait_for_phase(empty, round % 2 ^ 1), arrive(full);
+    for (int round = 0; group < 2 && round < 100; ++round)
     {
-        if (group == 2 && lane == 0)
-            dflash::wait_for_phase(empty, round % 2 ^ 1), dflash::arrive(full);
-        else if (group < 2)
-            dflash::wait_for_phase(full, round % 2);
-        if (group < 2 || kind == 'b')
-            meet(kind); // all have read what the last round wrote
-        if (round % 2 == group)
-            __nanosleep(1000);
-        for (int n = 0; group < 2 && n < 9; ++n)
-            boxes[group][n][lane] = make_float4(round, n, group, lane);
-        if (group < 2 || kind == 'b')
-            meet(kind); // all have written
-        for (int n = 0; group < 2 && n < 9; ++n)
-            if (float4 const x = boxes[1 - group][n][lane]; x.x != round || x.y != n || x.z == group || x.w != lane)
-                atomicAdd(wrong, 1);
-        if (group < 2 && lane % 32 == 0)
-            dflash::arrive(empty);
+        int const one = round % 2, pair = one * 0x3c003c00; // or zero
+        tile[threadIdx.x] = tile[threadIdx.x + 256] = make_int4(pair, pair, pair, pair);
+        sm90::show_to_products();
+        asm volatile("bar.sync 1, 256;" ::: "memory"); // all have read the boxes, and written the tile
+        wait_for_phase(full, round % 2);
+        float c[8][4] = {};
+        if (kProducts)
+            sm90::begin_products(), sm90::multiply_add<__half>(c, matrix, matrix), sm90::commit_products(),
+                sm90::wait_for_products(c);
+        if (kApart && group == 0)
+            asm volatile("bar.sync 2, 128;" ::: "memory");
+        else if (kApart)
+            asm volatile("bar.sync 3, 128;" ::: "memory");
+        if (lane % 32 == 0)
+            arrive(empty);
+        for (int n = 0; n < 8; ++n)
+            boxes[group][n][lane] = {c[n][0], c[n][1], c[n][2], c[n][3] + round};
+        asm volatile("bar.sync 1, 256;" ::: "memory"); // all have multiplied, and written the boxes
+        for (int n = 0; n < 8; ++n)
+            if (float4 const x = boxes[1 - group][n][lane]; x.x + x.y + x.z + x.w != round + kProducts * one * 64)
+                atomicAdd(&wrong, 1);
     }
+#endif
 }
 
 int main(int count, char** words)
 {
-    char const* kind = count > 1 ? words[1] : "named";
-    int *on_device, wrong = -1;
-    cudaMalloc(&on_device, sizeof(int)), cudaMemset(on_device, 0, sizeof(int));
-    merge<<<4, 288>>>(kind[0], on_device);
-    cudaError_t const error = cudaMemcpy(&wrong, on_device, sizeof(int), cudaMemcpyDeviceToHost);
-    std::printf("%s: %d wrong, %s\n", kind, wrong, cudaGetErrorString(error));
-    return wrong != 0;
+    char const word = count > 1 ? *words[1] : 0;
+    (word == 'p' ? merge<true, false> : word == 'b' ? merge<false, true> : merge<true, true>)<<<4, 288>>>();
+    int found = 0;
+    return cudaMemcpyFromSymbol(&found, wrong, sizeof(int)) != cudaSuccess || found != 0;
 }
