@@ -12,6 +12,7 @@ from tests.near_ties import all_logits, filtered
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.philox import philox, uniform_numbers
 
 KNOWN_ANSWERS = [  # the Random123 distribution's own vectors for philox4x32-10: counter, key, output
@@ -104,9 +105,15 @@ def test_drafted_sampling_has_the_targets_filtered_distribution(options, tmp_pat
     llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=64, max_seq_len=16)
     prompt = [1, 2, 3]
     params = [SamplingParams(max_tokens=3, ignore_eos=True, seed=seed, **options) for seed in range(2500)]
-    drawn = [completion.token_ids for completion in llm.generate([prompt] * len(params), params)]
-    accepted = llm.generate([prompt] * 64, params[:64])
-    assert any(c.accepted_per_step[0] > 0 for c in accepted), "no draft was accepted: nothing is tested"
+    replies = [llm.intake.sequence(prompt, its_params) for its_params in params]
+    scheduler = Scheduler(llm.session, prefill_share=1)  # all prompts first: steps decode 64 replies, not one or two
+    for reply in replies:
+        scheduler.submit(reply)
+    while scheduler.busy:
+        scheduler.step()
+    drawn = [reply.completion().token_ids for reply in replies]
+    accepted = [reply.completion().accepted_per_step for reply in replies[:64]]
+    assert any(steps[0] > 0 for steps in accepted), "no draft was accepted: nothing is tested"
 
     temperature, top_k, top_p = options["temperature"], options.get("top_k", 0), options.get("top_p", 1.0)
     most_common = max({tuple(d[:2]) for d in drawn}, key=[tuple(d[:2]) for d in drawn].count)
