@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
 
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
 COMMAND = [sys.executable, "-m", "trtllm_dflash", "generate", "--device", "cpu"]
 
 
@@ -47,21 +48,49 @@ def engines(tmp_path_factory) -> Path:
     return folder
 
 
-SAMPLED = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "4"]
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4}
+#: Of every rank: rank 0 prints token ids and accepted drafts of the prompts of a file, greedily and then sampled.
+GENERATES = f"""
+import json, sys
+from trtllm_dflash import LLM, SamplingParams
+asked = [[{{"role": "user", "content": json.loads(line)["prompt"]}}] for line in open(sys.argv[2])]
+with LLM.load(sys.argv[1], "cpu") as llm:
+    if llm.session.communicator.rank:
+        llm.session.follow()
+    else:
+        for sampling in ({{}}, {SAMPLED}):
+            replies = llm.generate(asked, SamplingParams(max_tokens=40, **sampling))
+            print(json.dumps([[reply.token_ids, reply.accepted_per_step] for reply in replies]))
+"""
 
 
-@pytest.mark.parametrize("sampling", [[], SAMPLED], ids=["greedy", "sampled"])
-def test_two_and_four_ranks_give_the_tokens_of_one(sampling, engines, prompts):
-    results = {}
-    for tp in (1, 2, 4):
-        asked = ["--prompts", prompts, "--max-tokens", 40, "--json", *sampling]
-        done = run(*COMMAND, "--engine", engines / str(tp), *asked)
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        results[tp] = [(row["token_ids"], row["accepted_per_step"]) for row in rows]
-    assert len(results[1]) == 4
-    assert results[2] == results[1]
-    assert results[4] == results[1]
+def generated(engine: Path, prompts: Path, *launcher: object) -> list[list[object]]:
+    """Token ids and accepted drafts of the replies of an engine's ranks, greedy and sampled."""
+    done = run(*launcher, sys.executable, "-c", GENERATES, engine, prompts)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(engines, prompts) -> list[list[object]]:
+    """What one rank says, greedily and sampled."""
+    replies = generated(engines / "1", prompts)
+    assert [len(said) for said in replies] == [4, 4]
+    return replies
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_give_the_tokens_of_one(tp, engines, prompts, alone):
+    assert generated(engines / str(tp), prompts, MPIEXEC, "-n", tp) == alone
+
+
+def test_the_command_starts_the_ranks_and_gives_their_tokens(engines, prompts, alone):
+    options = [word for name, value in SAMPLED.items() for word in (f"--{name.replace('_', '-')}", value)]
+    asked = ["--prompts", prompts, "--max-tokens", 40, "--json", *options]
+    done = run(*COMMAND, "--engine", engines / "2", *asked)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [[row["token_ids"], row["accepted_per_step"]] for row in rows] == alone[1]
 
 
 def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(tmp_path):
@@ -81,8 +110,7 @@ def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(tmp_path):
         "    else:\n"
         "        print(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0].token_ids)\n"
     )
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    done = run(mpiexec, "-n", 4, sys.executable, "-c", script, tmp_path / "engine")
+    done = run(MPIEXEC, "-n", 4, sys.executable, "-c", script, tmp_path / "engine")
     assert done.returncode == 0, done.stderr
     llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_seq_len=64)
     assert json.loads(done.stdout) == llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0].token_ids
@@ -99,8 +127,7 @@ def test_a_broken_rank_file_ends_every_rank_with_one_line(tmp_path):
 
 
 def test_a_wrong_number_of_processes_is_refused(engines):
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    done = run(mpiexec, "-n", 3, *COMMAND, "--engine", engines / "2", "--prompt", "hello")
+    done = run(MPIEXEC, "-n", 3, *COMMAND, "--engine", engines / "2", "--prompt", "hello")
     assert done.returncode != 0
     assert "mpiexec -n 2" in done.stderr
 
