@@ -13,7 +13,7 @@ from tests.conftest import refusal, succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.sweep.dataset import Dataset, Sample
-from trtllm_dflash.sweep.load import Amount, ClosedLoop, Traits, run_load
+from trtllm_dflash.sweep.load import Amount, ClosedLoop, Reply, Traits, run_load
 from trtllm_dflash.sweep.runtime_metrics import find_metrics, parse_metrics
 from trtllm_dflash.sweep.summary import Round, summarize
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -106,6 +106,17 @@ def test_what_the_server_says_of_drafts_is_kept(server):
     if not server.url.startswith("http"):  # an OpenAI API does not say which drafts were accepted
         at_least = [sum(n > i for n in servers.TOKENS[1:]) / steps for i in range(1, servers.DRAFTS + 1)]
         assert point.acceptance_by_position == pytest.approx(at_least)
+
+
+def test_each_of_the_steps_that_came_in_one_response_is_counted():
+    """Their drafts' positions are not: nobody says which were whose."""
+    from trtllm_dflash.sweep.triton_target import count_steps
+
+    reply = Reply()
+    for tokens, drafted, accepted, last in [(5, 7, 4, False), (8, 14, 6, False), (3, 14, 2, True)]:
+        count_steps(reply, tokens, drafted, accepted, last)
+    assert reply.steps == 1 + 2 + 1
+    assert (reply.drafted_at, reply.accepted_at) == ([1] * 7, [1] * 4)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "break off"])

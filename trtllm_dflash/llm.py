@@ -165,13 +165,18 @@ class LLM:
         """Frees the engine, and ends the other ranks."""
         self.session.close()
 
-    def service(self, settings: ServiceSettings | None = None) -> Service:
+    def service(
+        self, settings: ServiceSettings | None = None, after_step: Callable[[], None] = lambda: None
+    ) -> Service:
         """Starts a service of requests from any thread. Until it is closed nothing else may use this LLM.
+
+        Args:
+            after_step: called on the service's thread when a step's updates have been reported.
 
         Raises:
             SettingsError: the settings contradict the engine.
         """
-        return Service(self.session, self.intake, settings, self.folder)
+        return Service(self.session, self.intake, settings, self.folder, after_step)
 
     # -- generating ------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from collections import deque
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.waiting import wait_until
+from trtllm_dflash import SamplingParams
 
 
 class Tensor:
@@ -61,10 +63,31 @@ class Sender:
         return self.sent[-1][0]
 
 
+class BusySender(Sender):
+    """Takes until `until` holds to send its first response."""
+
+    def __init__(self, until):
+        super().__init__()
+        self._until = until
+
+    def send(self, response, flags=0):
+        super().send(response, flags)
+        if len(self.sent) == 1:
+            wait_until(self._until)
+
+
+class TakenAtOnce(deque):
+    """Updates that are taken before the next one is put."""
+
+    def append(self, update):
+        wait_until(lambda: not self, "the update before was taken")
+        super().append(update)
+
+
 class Request:
-    def __init__(self, **tensors):
+    def __init__(self, sender=None, **tensors):
         self._tensors = tensors
-        self.sender = Sender()
+        self.sender = sender or Sender()
 
     def inputs(self):
         return [Tensor(name, value) for name, value in self._tensors.items()]
@@ -176,3 +199,43 @@ def test_another_model_can_end_a_request_by_its_key(model):
     model.execute([stop])
     assert stop.sender.last().error is None
     assert running.sender.last().error.code == TritonError.CANCELLED
+
+
+STREAMED = {"streaming": np.array([[True]]), "ignore_eos": np.array([[True]])}
+
+
+def tokens_of(responses):
+    """The tokens of responses, in order."""
+    tensors = [{tensor.name(): tensor.as_numpy() for tensor in response.tensors} for response, _ in responses]
+    return [token for outputs in tensors for token in outputs["output_ids"].reshape(-1).tolist()]
+
+
+def test_a_response_brings_the_tokens_of_one_step(model, tiny):
+    expected = tiny.generate([[5]], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    model._unsent = TakenAtOnce()
+    streamed = request(40, **STREAMED)
+    model.execute([streamed])
+    streamed.sender.last()
+    assert tokens_of(streamed.sender.sent) == expected.token_ids
+    assert len(streamed.sender.sent) == 1 + expected.steps
+
+
+def test_steps_that_were_run_while_one_was_sent_are_one_response(model, tiny):
+    expected = tiny.generate([[5]], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    whole = lambda: model._service.statistics().requests["completed"] == 1  # noqa: E731
+    streamed = request(40, sender=BusySender(whole), **STREAMED)
+    model.execute([streamed])
+    streamed.sender.last()
+    assert tokens_of(streamed.sender.sent) == expected.token_ids
+    assert len(streamed.sender.sent) == 2
+
+
+def test_tokens_that_were_not_sent_yet_come_before_the_error(model):
+    counts = model._service.statistics()
+    failed = lambda: counts.requests["failed"] == 1  # noqa: E731
+    streamed = request(1000, sender=BusySender(failed), **STREAMED)
+    model.execute([streamed])
+    wait_until(lambda: streamed.sender.sent and counts.committed_tokens > 20, "some tokens are there")
+    model._service.close()
+    assert "closing" in str(streamed.sender.last().error)
+    assert len(tokens_of(streamed.sender.sent[:-1])) == counts.committed_tokens

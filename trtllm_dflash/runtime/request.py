@@ -133,6 +133,17 @@ class Update:
     completion: Completion | None = None
     error: DFlashError | None = None
 
+    def joined(self, later: "Update") -> "Update":
+        """Makes one update of this one and the next."""
+        return Update(
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            later.drafted_tokens,
+            later.accepted_tokens,
+            later.completion,
+            later.error,
+        )
+
 
 @dataclass(eq=False)
 class Sequence:

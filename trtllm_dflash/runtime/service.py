@@ -55,6 +55,7 @@ class Service:
         session: runs the steps. Nobody else may use it meanwhile, and closing it is its owner's.
         intake: makes requests ready for that session.
         folder: the engine directory, where measured step times are kept, if any.
+        after_step: called on the service's thread when a step's updates have been reported.
         clock: returns seconds, for deadlines.
 
     Attributes:
@@ -67,12 +68,14 @@ class Service:
         intake: Intake,
         settings: ServiceSettings | None = None,
         folder: Path | None = None,
+        after_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or ServiceSettings()
         self.failure: str | None = None
         self._config = session.config
         self._intake = intake
+        self._after_step = after_step
         self._clock = clock
         times = cache(lambda: step_times(session, folder))
         length = _choose_draft_length(session, settings, times)
@@ -209,6 +212,7 @@ class Service:
                 ticket.on_update(update)
             except Exception:  # the caller's fault, and no other request's
                 traceback.print_exc()
+        self._after_step()
 
     def _give_up(self, failure: str) -> None:
         with self._changed:

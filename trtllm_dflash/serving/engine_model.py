@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,20 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import DFlashError, RequestError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.runtime.request import Completion, Update
+from trtllm_dflash.runtime.request import Update
 from trtllm_dflash.runtime.service import Ticket
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.serving.log import log_to_triton
 from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
-from trtllm_dflash.serving.parameters import TEXT_NAMES, EngineRequest, Fields, Tensors, parse_request
+from trtllm_dflash.serving.outputs import Response
+from trtllm_dflash.serving.parameters import TEXT_NAMES, EngineRequest, Fields, parse_request
 from trtllm_dflash.serving.tensors import (
     FINAL,
     error_response,
     parameter,
     read_tensors,
     response,
-    string_tensor,
     wants_codes,
 )
 from trtllm_dflash.session.choice import Kernels
@@ -53,6 +54,7 @@ class Reply:
     key: int
     coded: bool
     tokens: int = 0
+    begun: bool = False
     ticket: Ticket | None = None
     cancelled: bool = False
 
@@ -69,16 +71,22 @@ class EngineModel:
         log_to_triton()
         limit_threads(read_config(engine))
         kernels: Kernels = "torch" if parameter(config, "kernels") == "torch" else "auto"
-        self._llm = LLM.load(engine, parameter(config, "device"), kernels, prepare=False)
+        self._llm = self.open(engine, parameter(config, "device"), kernels)
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return
         texts = {name: parameter(config, name) for name in ServiceSettings.model_fields}
-        self._service = self._llm.service(ServiceSettings.model_validate(texts))
+        # Updates that are not sent yet: put there by the service's thread, taken by the outbox's.
+        self._unsent: deque[tuple[Reply, Update]] = deque()
+        self._service = self._llm.service(ServiceSettings.model_validate(texts), self._hand_over)
         self._metrics = Metrics(lambda: self._service.statistics().samples(), pb_utils)
         self._replies: set[Reply] = set()
         self._by_key: dict[int, Reply] = {}
         self._outbox = Outbox(self._look_around)
+
+    def open(self, engine: Path, device: str, kernels: Kernels) -> LLM:
+        """Opens the engine; measurements open one that is in no directory."""
+        return LLM.load(engine, device, kernels, prepare=False)
 
     def execute(self, requests: list[Any]) -> None:
         """Takes requests; the outbox sends their responses."""
@@ -116,7 +124,7 @@ class EngineModel:
             ticket = self._service.submit(
                 asked.prompt_ids,
                 asked.params,
-                lambda update: self._outbox.put(lambda: self._send(reply, update)),
+                lambda update: self._unsent.append((reply, update)),
                 draft=asked.draft,
                 priority=asked.priority,
                 deadline=asked.deadline,
@@ -131,9 +139,19 @@ class EngineModel:
             traceback.print_exception(error)
         self._outbox.put(lambda: sender.send(error_response(error, coded), flags=FINAL))
 
+    # -- on the service's thread -------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Wakes the outbox's thread once a step, not once a reply: each time it takes the interpreter from this one."""
+        if self._unsent:
+            self._outbox.put(self._send_updates)
+
     # -- on the outbox's thread --------------------------------------------------------------------------------------
 
     def _begin(self, reply: Reply) -> None:
+        if reply.begun:
+            return
+        reply.begun = True
         self._replies.add(reply)
         if reply.key:
             self._by_key[reply.key] = reply
@@ -156,14 +174,28 @@ class EngineModel:
             self._cancel(reply)
         sender.send(response({"request_key": np.array([[key]], np.int64)}, ["request_key"]), flags=FINAL)
 
+    def _send_updates(self) -> None:
+        """Sends one response a reply, of all the steps since the last: sending may take longer than a step."""
+        joined: dict[Reply, Update] = {}
+        while self._unsent:
+            reply, update = self._unsent.popleft()
+            before = joined.get(reply)
+            if before is not None and update.error is not None:
+                self._send(reply, before)  # its tokens, before the error that has none
+                before = None
+            joined[reply] = update if before is None else before.joined(update)
+        for reply, update in joined.items():
+            self._send(reply, update)
+
     def _send(self, reply: Reply, update: Update) -> None:
+        self._begin(reply)
         ended = update.completion is not None or update.error is not None
         reply.tokens += len(update.token_ids)
         if update.error is not None:
             reply.sender.send(error_response(update.error, reply.coded), flags=FINAL)
         elif ended or reply.asked.streaming:
-            tensors = self._tensors(reply, update)
-            reply.sender.send(response(tensors, reply.outputs), flags=FINAL if ended else 0)
+            outputs = self._response(reply, update).outputs(reply.outputs)
+            reply.sender.send(response(outputs, reply.outputs), flags=FINAL if ended else 0)
         if ended:
             self._end(reply)
 
@@ -180,8 +212,8 @@ class EngineModel:
             # Triton has no way for a model to say that it is ill; that its process has ended is seen and acted upon.
             end_process(self._service.failure)
 
-    def _tensors(self, reply: Reply, update: Update) -> Tensors:
-        """Makes a response's outputs, [1, ...]: of one step where the reply is streamed, else of the whole."""
+    def _response(self, reply: Reply, update: Update) -> Response:
+        """Makes a response: of the steps since the one before where the reply is streamed, else of the whole."""
         asked, done = reply.asked, update.completion
         ids, text = update.token_ids, update.text
         if not asked.streaming:
@@ -189,28 +221,7 @@ class EngineModel:
             ids, text = done.token_ids, done.text or ""
             if asked.echo:
                 ids, text = asked.prompt_ids + ids, self._prompt_text(asked) + text
-        rate = update.accepted_tokens / update.drafted_tokens if update.drafted_tokens else 0.0
-        numbers = {
-            "sequence_length": len(ids),
-            "sequence_index": 0,
-            "batch_index": 0,
-            "total_accepted_draft_tokens": update.accepted_tokens,
-            "total_draft_tokens": update.drafted_tokens,
-            "num_input_tokens": len(asked.prompt_ids),
-            "num_output_tokens": reply.tokens,
-        }
-        return {
-            "output_ids": np.array([[ids]], np.int32),
-            "output_text": string_tensor([text]),
-            "finish_reason": string_tensor([done.finish_reason if done is not None else ""]),
-            "acceptance_rate": np.array([[rate]], np.float32),
-            # Log probabilities are refused where they are asked for; clients that read them nonetheless find zeros.
-            "cum_log_probs": np.zeros((1, 1), np.float32),
-            "output_log_probs": np.zeros((1, 1, len(ids)), np.float32),
-            "request_key": np.array([[reply.key]], np.int64),
-            **{name: np.array([[number]], np.int32) for name, number in numbers.items()},
-            **_times(done if asked.perf else None),
-        }
+        return Response(asked, update, ids, text, reply.tokens, reply.key)
 
     def _prompt_text(self, asked: EngineRequest) -> str:
         if asked.prompt is not None or self._llm.codec is None:
@@ -228,15 +239,3 @@ class EngineModel:
             end_process(f"this rank failed: {error}")
         sys.stdout.flush()
         os._exit(0)
-
-
-def _times(completion: Completion | None) -> Tensors:
-    """Makes the outputs of times: nanoseconds since the epoch, 0 where they are not known, or not requested."""
-    times = completion.times if completion is not None else None
-    values = {
-        "arrival_time_ns": times.arrival_ns if times else 0,
-        "first_scheduled_time_ns": times.first_scheduled_ns if times else 0,
-        "first_token_time_ns": times.first_token_ns if times else 0,
-        "last_token_time_ns": times.last_token_ns if times else 0,
-    }
-    return {name: np.array([[value]], np.int64) for name, value in values.items()}

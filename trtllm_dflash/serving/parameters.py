@@ -64,7 +64,7 @@ class EngineRequest:
 
     Attributes:
         prompt: the text that prompt_ids were made from, where the client gave a text.
-        streaming: a response a step, rather than one at the end.
+        streaming: a response a step, or for several that ran while one was sent, rather than one at the end.
         echo: the reply begins with the prompt.
         perf: the response has the times of the request's events.
         priority: 1 is the most urgent, 0 none in particular.

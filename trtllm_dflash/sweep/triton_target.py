@@ -175,8 +175,8 @@ def _add(reply: Reply, result: InferResult, now: float) -> None:
     drafted, accepted = _number(result, "total_draft_tokens"), _number(result, "total_accepted_draft_tokens")
     if tokens is not None and drafted is not None and accepted is not None:
         if reply.times:  # the first response is the prefill's
-            reply.steps = (reply.steps or 0) + 1
-            reply.count_step(drafted - (reply.drafted or 0), accepted - (reply.accepted or 0))
+            last = bool(_text(result, "finish_reason"))
+            count_steps(reply, new, drafted - (reply.drafted or 0), accepted - (reply.accepted or 0), last)
         else:
             reply.steps = 0
         reply.drafted, reply.accepted = drafted, accepted
@@ -186,6 +186,18 @@ def _add(reply: Reply, result: InferResult, now: float) -> None:
     if tokens is not None:
         reply.tokens = tokens
         reply.tokens_by_response.append(new)
+
+
+def count_steps(reply: Reply, tokens: int, drafted: int, accepted: int, last: bool) -> None:
+    """Counts the steps of a response: a server that is busy sends several in one.
+
+    A step commits the drafts that it accepts and one token more, but a reply's last one may be cut short. Positions of
+    drafts are counted where the response is a single step's for certain.
+    """
+    steps = max(1, tokens - accepted)
+    reply.steps = (reply.steps or 0) + steps
+    if steps == 1 and (not last or drafted <= len(reply.drafted_at)):
+        reply.count_step(drafted, accepted)
 
 
 def _number(result: InferResult, name: str) -> int | None:

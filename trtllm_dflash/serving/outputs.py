@@ -1,0 +1,90 @@
+"""The output tensors of `tensorrt_llm`: of one response, those that were requested and no others."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_dflash.runtime.request import Times, Update
+from trtllm_dflash.serving.parameters import EngineRequest, Tensors
+from trtllm_dflash.serving.tensors import string_tensor
+
+Array = NDArray[Any]
+
+_INT32_ZERO = np.zeros((1, 1), np.int32)
+_INT64_ZERO = np.zeros((1, 1), np.int64)
+_FP32_ZERO = np.zeros((1, 1), np.float32)
+_NO_TEXT = np.array([[b""]], object)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response to a request.
+
+    Attributes:
+        update: the counts of drafts so far and, with the last response, the completion.
+        token_ids, text: of the steps since the response before, or of the whole reply where it is not streamed.
+        tokens: of the reply so far.
+        key: of the request, for the other models.
+    """
+
+    asked: EngineRequest
+    update: Update
+    token_ids: list[int]
+    text: str
+    tokens: int
+    key: int
+
+    def outputs(self, names: Iterable[str]) -> Tensors:
+        """Makes the outputs of these names, each [1, ...]."""
+        return {name: _OUTPUTS[name](self) for name in names}
+
+
+def _int32(value: int) -> Array:
+    return np.array([[value]], np.int32)
+
+
+def _acceptance_rate(response: Response) -> Array:
+    update = response.update
+    rate = update.accepted_tokens / update.drafted_tokens if update.drafted_tokens else 0.0
+    return np.array([[rate]], np.float32)
+
+
+def _finish_reason(response: Response) -> Array:
+    done = response.update.completion
+    return _NO_TEXT if done is None else string_tensor([done.finish_reason])
+
+
+def _time(read: Callable[[Times], int]) -> Callable[[Response], Array]:
+    """Makes the output of a time: nanoseconds since the epoch, 0 where it is not known, or not requested."""
+
+    def output(response: Response) -> Array:
+        done = response.update.completion
+        return np.array([[read(done.times)]], np.int64) if done is not None and response.asked.perf else _INT64_ZERO
+
+    return output
+
+
+_OUTPUTS: dict[str, Callable[[Response], Array]] = {
+    "output_ids": lambda response: np.array([[response.token_ids]], np.int32),
+    "sequence_length": lambda response: _int32(len(response.token_ids)),
+    "output_text": lambda response: string_tensor([response.text]),
+    "finish_reason": _finish_reason,
+    "acceptance_rate": _acceptance_rate,
+    "total_accepted_draft_tokens": lambda response: _int32(response.update.accepted_tokens),
+    "total_draft_tokens": lambda response: _int32(response.update.drafted_tokens),
+    "num_input_tokens": lambda response: _int32(len(response.asked.prompt_ids)),
+    "num_output_tokens": lambda response: _int32(response.tokens),
+    "sequence_index": lambda response: _INT32_ZERO,
+    "batch_index": lambda response: _INT32_ZERO,
+    # Log probabilities are refused where they are asked for; clients that read them nonetheless find zeros.
+    "cum_log_probs": lambda response: _FP32_ZERO,
+    "output_log_probs": lambda response: np.zeros((1, 1, len(response.token_ids)), np.float32),
+    "request_key": lambda response: np.array([[response.key]], np.int64),
+    "arrival_time_ns": _time(lambda times: times.arrival_ns),
+    "first_scheduled_time_ns": _time(lambda times: times.first_scheduled_ns),
+    "first_token_time_ns": _time(lambda times: times.first_token_ns),
+    "last_token_time_ns": _time(lambda times: times.last_token_ns),
+}
