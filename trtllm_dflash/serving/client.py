@@ -24,7 +24,6 @@ from trtllm_dflash.serving.parameters import CODED_ERRORS
 MODEL = "tensorrt_llm"
 
 _OUTPUTS = (
-    "output_ids",
     "sequence_length",
     "output_text",
     "finish_reason",
@@ -56,6 +55,7 @@ class TokenRequest:
         priority: 1 is the most urgent; 0 is the default, which lies in between.
         deadline: seconds until the whole reply must have arrived.
         request_id: shown in the server's log.
+        wants_ids: False spares every response the token ids.
     """
 
     token_ids: list[int]
@@ -64,6 +64,7 @@ class TokenRequest:
     priority: int = 0
     deadline: float | None = None
     request_id: str = ""
+    wants_ids: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class Piece:
 
     Attributes:
         text: may be empty: a character or a possible stop string is not whole yet.
-        token_ids: the new tokens.
+        tokens: number of new tokens.
+        token_ids: the new tokens, where the request wants them.
         drafted_tokens, accepted_tokens: drafts verified and accepted since the reply began.
         finish_reason: "stop" or "length" with the last piece, "" before it.
     """
 
     text: str
+    tokens: int
     token_ids: list[int]
     drafted_tokens: int
     accepted_tokens: int
@@ -121,7 +124,7 @@ class TritonClient:
             yield {
                 "model_name": MODEL,
                 "inputs": _inputs(request),
-                "outputs": [InferRequestedOutput(name) for name in _OUTPUTS],
+                "outputs": [InferRequestedOutput(name) for name in _outputs(request)],
                 "request_id": request.request_id,
                 # The codes of errors as the first words of their texts. Triton would give them as gRPC statuses where
                 # the header "triton_grpc_error" is sent, and crashes then (2.51: SIGSEGV after some thousand errors).
@@ -202,12 +205,30 @@ def _inputs(request: TokenRequest) -> list[InferInput]:
     return inputs
 
 
+def _outputs(request: TokenRequest) -> tuple[str, ...]:
+    return (*_OUTPUTS, "output_ids") if request.wants_ids else _OUTPUTS
+
+
 def _piece(result: InferResult) -> Piece:
-    ids, length, text, reason, drafted, accepted = (result.as_numpy(name).reshape(-1) for name in _OUTPUTS)
+    """Reads a response from its bytes: `as_numpy` takes several times as long, for every response of every stream."""
+    response = result.get_response()
+    values = {tensor.name: raw for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True)}
+    tokens = _number(values["sequence_length"])
     return Piece(
-        text=text[0].decode(),
-        token_ids=ids[: length[0]].tolist(),
-        drafted_tokens=int(drafted[0]),
-        accepted_tokens=int(accepted[0]),
-        finish_reason=reason[0].decode(),
+        text=_text(values["output_text"]),
+        tokens=tokens,
+        token_ids=np.frombuffer(values["output_ids"], np.int32)[:tokens].tolist() if "output_ids" in values else [],
+        drafted_tokens=_number(values["total_draft_tokens"]),
+        accepted_tokens=_number(values["total_accepted_draft_tokens"]),
+        finish_reason=_text(values["finish_reason"]),
     )
+
+
+def _number(raw: bytes) -> int:
+    """Reads a tensor of one INT32."""
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _text(raw: bytes) -> str:
+    """Reads a tensor of one BYTES: its length in four bytes, and the text."""
+    return raw[4:].decode()

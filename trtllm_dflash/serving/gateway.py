@@ -260,7 +260,9 @@ class Gateway:
             reply = self._codec.reply(params.stop)
             params = params.model_copy(update={"stop": ()})  # which the server would find in the thinking
         return _Job(
-            TokenRequest(ids, params, asked.draft, asked.priority, self._settings.timeout, request_id),
+            TokenRequest(
+                ids, params, asked.draft, asked.priority, self._settings.timeout, request_id, reply is not None
+            ),
             schema.ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
             asked.stream,
             reply,
@@ -343,7 +345,7 @@ class Gateway:
 
 
 def _count(usage: schema.Usage, piece: Piece) -> None:
-    usage.completion_tokens += len(piece.token_ids)
+    usage.completion_tokens += piece.tokens
     usage.drafted_tokens = piece.drafted_tokens
     usage.accepted_tokens = piece.accepted_tokens
 

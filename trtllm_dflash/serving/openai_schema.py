@@ -255,6 +255,8 @@ def parse(kind: type[_R], body: bytes) -> _R:
         raise ApiError(400, f"{param}: {reason}" if param else f"the body: {reason}", param) from None
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 # -- replies ---------------------------------------------------------------------------------------------------------
 
 
@@ -295,11 +297,19 @@ class ReplyForm:
     model: str
     include_usage: bool = False
     _head: dict[str, object] = field(init=False, repr=False)
+    _before_text: bytes = field(init=False, repr=False)  # of the event of a piece
+    _after_text: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         object.__setattr__(self, "_head", head)
+        name = "content" if self.chat else "text"
+        without = self._chunk({"delta": {name: ""}} if self.chat else {name: ""}, None)
+        # Inside a string, the model's name say, quotes are escaped: this is found once.
+        before, colon, after = without.partition(f'"{name}":'.encode())
+        object.__setattr__(self, "_before_text", before + colon)
+        object.__setattr__(self, "_after_text", after.removeprefix(b'""'))
 
     def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, object]:
         """Makes the body of a reply that is not streamed."""
@@ -313,8 +323,8 @@ class ReplyForm:
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.chat else b""
 
     def piece(self, text: str) -> bytes:
-        """Makes the event of a piece of text."""
-        return self._chunk({"delta": {"content": text}} if self.chat else {"text": text}, None)
+        """Makes the event of a piece of text. All else in it is the same in each, and made once."""
+        return self._before_text + _JSON.encode(text).encode() + self._after_text
 
     def ending(self, finish_reason: str, usage: Usage) -> bytes:
         """Makes the events that end a stream."""
@@ -335,4 +345,4 @@ def error_event(error: ApiError) -> bytes:
 
 
 def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _JSON.encode(body).encode() + b"\n\n"
