@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.sweep.dataset import Dataset, random_dataset, read_dataset
 from trtllm_dflash.sweep.settings import SweepSettings
+from trtllm_dflash.text.tokenizer import TextCodec
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 256
 _RANDOM_SAMPLES = 512
@@ -90,7 +92,7 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
     else:
         config = _random_engine(settings, device)
         acceptance = _acceptance(settings, config)
-        llm = _random_llm(config, device, acceptance, settings.kernels or "auto")
+        llm = random_llm(config, device, acceptance, settings.kernels or "auto")
     try:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
@@ -129,15 +131,28 @@ def _random_engine(settings: SweepSettings, device: torch.device) -> EngineConfi
     )
 
 
-def _random_llm(
-    config: EngineConfig, device: torch.device, acceptance: ImposedAcceptance | None, kernels: Kernels
+def random_llm(
+    config: EngineConfig,
+    device: torch.device,
+    acceptance: ImposedAcceptance | None,
+    kernels: Kernels = "auto",
+    codec: TextCodec | None = None,
+    folder: Path | None = None,
 ) -> LLM:
+    """Opens an engine of random weights; on every rank.
+
+    Args:
+        acceptance: to impose; None imposes none.
+        codec: its tokenizer, if any.
+        folder: where step times are kept, if anywhere.
+    """
     world = World(config.tp)
     with world.together():
         device = own_device(device, world)
         check_kernels(config, device, kernels)
         check_room(config, device)
-    return LLM(random_session(config, device, world, imposed(acceptance) if acceptance else None, kernels), None)
+    accept = imposed(acceptance) if acceptance else None
+    return LLM(random_session(config, device, world, accept, kernels), codec, folder)
 
 
 def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAcceptance | None:
