@@ -127,6 +127,8 @@ def model(tiny_engine, monkeypatch):
         "kernels": "auto",
         "decoupled": "true",
         "exclude_input_in_output": "true",
+        "prefill_tokens": "auto",
+        "itl_slack": "1.0",
         "prefill_share": "0.5",
         "max_queue": "0",
         "draft": "true",
@@ -142,7 +144,7 @@ def model(tiny_engine, monkeypatch):
 
 def test_a_failed_step_fails_its_requests_and_the_next_one_works(model, monkeypatch):
     with monkeypatch.context() as broken:
-        broken.setattr(model._llm.session, "decode", lambda *_: 1 / 0)
+        broken.setattr(model._llm.session, "run", lambda *_: 1 / 0)
         failing = request(8)
         model.execute([failing])
         assert failing.sender.last().error.code == TritonError.INTERNAL
@@ -154,7 +156,7 @@ def test_a_failed_step_fails_its_requests_and_the_next_one_works(model, monkeypa
 
 def test_an_engine_that_fails_every_step_ends_the_process_once_all_are_answered(model, monkeypatch):
     with monkeypatch.context() as broken:
-        broken.setattr(model._llm.session, "prefill", lambda *_: 1 / 0)
+        broken.setattr(model._llm.session, "run", lambda *_: 1 / 0)
         for _ in range(3):
             failing = request(8)
             model.execute([failing])

@@ -123,6 +123,8 @@ def test_settings_reach_the_engine(tiny_engine):
     settings = DeploySettings(
         device="cpu",
         kernels="torch",
+        prefill_tokens=96,
+        itl_slack=0.5,
         prefill_share=0.25,
         max_queue=3,
         draft=False,
@@ -138,6 +140,8 @@ def test_settings_reach_the_engine(tiny_engine):
         "kernels": "torch",
         "draft": "false",
         "draft_length": "7",
+        "prefill_tokens": "96",
+        "itl_slack": "0.5",
         "prefill_share": "0.25",
         "max_queue": "3",
         "exclude_input_in_output": "false",
