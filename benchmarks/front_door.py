@@ -20,10 +20,11 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,7 +43,7 @@ from trtllm_dflash.serving.repository import DeploySettings, deploy
 from trtllm_dflash.serving.serve import serving
 from trtllm_dflash.serving.server import RANK_MODEL, Endpoints
 from trtllm_dflash.session.threads import limit_threads
-from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
+from trtllm_dflash.sweep.dataset import Dataset, Message, Sample, read_dataset
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, Target, Traffic, Traits, run_load
 from trtllm_dflash.sweep.local_target import LocalTarget
 from trtllm_dflash.sweep.summary import Point, Round, summarize
@@ -50,7 +51,7 @@ from trtllm_dflash.sweep.summary import Point, Round, summarize
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 DOORS = ("in process", "gRPC", "OpenAI")
 
-_LEAD = 0.3  # seconds in which every process learns when to begin
+_LEAD = 0.5  # seconds in which every process learns when to begin
 _WARM_UP = 2.0
 _SAMPLES = 1 << 14
 _BLOCK = 512  # samples between the first ones of two loads: no prompt comes again while its rows are in the caches
@@ -118,9 +119,17 @@ class Server:
             from trtllm_dflash.sweep.openai_target import OpenAITarget
 
             return OpenAITarget(self.url)
-        from trtllm_dflash.sweep.triton_target import TritonTarget, chat_text
+        from trtllm_dflash.sweep.triton_target import TritonTarget
 
-        return TritonTarget(self.url, "ensemble", *chat_text(self.engine))
+        return TritonTarget(self.url, "ensemble", *prompt_text(self.engine))
+
+
+@cache
+def prompt_text(engine: Path) -> tuple[Callable[[list[Message]], str], Callable[[str], int] | None]:
+    """Loads an engine's tokenizer, once in each process."""
+    from trtllm_dflash.sweep.triton_target import chat_text
+
+    return chat_text(engine)
 
 
 def main() -> None:
