@@ -50,11 +50,13 @@ def test_a_slot_that_takes_no_part_is_left_as_it_is(drafting):
     for slot in range(4):
         session.prefill(Prefill(slot, 0, prompt, True, Drafting.BLOCK, 16))
     state = session._slots
-    before = {name: cache[1].clone() for name, cache in session.caches.items()}
+    torch.cuda.synchronize()
+    own = session._tables[1]
+    before = {name: cache[own].clone() for name, cache in session.caches.items()}
     start, tokens = state.start[:4].clone(), state.tokens[1].clone()
     for _ in range(3):
         session.decode(Decode([rows, 0, rows, 1], drafting, 16 if drafting is Drafting.BLOCK else 1, False)).read()
-    assert all(cache[1].equal(before[name]) for name, cache in session.caches.items())
+    assert all(cache[own].equal(before[name]) for name, cache in session.caches.items())
     assert state.tokens[1].equal(tokens)
     assert state.start[1] == start[1]
     assert (state.start[[0, 2, 3]] > start[[0, 2, 3]]).all()
@@ -72,7 +74,9 @@ def test_a_prompt_in_chunks_gives_the_drafts_of_one_chunk():
         session.prefill(Prefill(1, 0, prompt[:half], False, Drafting.CONTEXT, 1))
         parts = session.prefill(Prefill(1, half, prompt[half:], True, Drafting.BLOCK, 16)).read()
         for cache in session.caches.values():
-            a, b = cache[0, :, : len(prompt)].float(), cache[1, :, : len(prompt)].float()
+            # [heads, rows, D] of each slot
+            slots = (cache[pages].transpose(0, 1).flatten(1, 2) for pages in session._tables[:2])
+            a, b = (rows[:, : len(prompt)].float() for rows in slots)
             assert (a - b).norm() <= 0.05 * a.norm()
         same += assert_only_near_ties_differ(llm, [prompt], parts, whole, dtype=torch.bfloat16, count=NEAR_TIE)
     assert same >= 0.8 * len(prompts)

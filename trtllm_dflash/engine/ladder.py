@@ -9,7 +9,7 @@ from trtllm_dflash.step import Drafting
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 
 #: Rows of a slot, of those that draft lengths give, that steps with prompt rows are captured for.
-_MIXED_ROWS = (4, 8, 16)
+_MIXED_ROWS = (4, 6, 8, 16)
 
 #: Pieces of prompts in one step, at most.
 PIECES = 8

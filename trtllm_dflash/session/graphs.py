@@ -1,6 +1,7 @@
 """Decoding steps by kind, each captured once, before any request."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
 from trtllm_dflash.engine.config import EngineConfig, Progress
@@ -38,7 +39,11 @@ class StepGraphs(Generic[Graph]):
         """Lists the kinds of a call that are not captured yet, in the order to capture them."""
         lengths = call.lengths if self._config.drafter is not None else ()
         kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk)
-        return [kind for kind in kinds if kind not in self._graphs]
+        return [kind for kind in kinds if kind not in self._graphs and not self._serves(kind)]
+
+    def _serves(self, kind: StepKind) -> bool:
+        """Whether a plain step beside prompts has one in which the drafter keeps up: it does for both."""
+        return bool(kind.pieces) and replace(kind, drafting=Drafting.CONTEXT) in self._graphs
 
     def prepare(self, call: Prepare, progress: Progress) -> None:
         """Captures the missing kinds. The largest first: the smaller ones then reuse its memory."""
