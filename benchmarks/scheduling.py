@@ -47,6 +47,9 @@ class Answers:
     def prepare(self, call: Prepare) -> None:
         """Does nothing."""
 
+    def prompt_room(self, step: Step) -> int:
+        return sum(len(piece.token_ids) for piece in step.pieces)
+
     def run(self, step: Step) -> Any:
         """Answers with as many tokens as a step may give."""
         self._count += 1

@@ -61,6 +61,9 @@ class PagedSession:
     def prepare(self, call):
         self.prepared = call
 
+    def prompt_room(self, step):
+        return sum(len(piece.token_ids) for piece in step.pieces)
+
     def run(self, step):
         self.steps.append(step)
         self.writes = []

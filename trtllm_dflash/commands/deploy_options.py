@@ -17,9 +17,7 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option("--device", help="cpu, cuda or auto.  [default: auto]"),
         kernels_option,
-        click.option(
-            "--prefill-tokens", metavar="auto|N", help="Prompt tokens beside replies.  [default: auto]"
-        ),
+        click.option("--prefill-tokens", metavar="auto|N", help="Prompt tokens beside replies.  [default: auto]"),
         click.option(
             "--itl-slack", type=float, help="auto: how much longer, as a share, a reply's steps may get.  [default: 1]"
         ),

@@ -250,9 +250,12 @@ class Scheduler:
         waiting = self._prefilling
         drafts = max(batch.block - 1, 0)
         budget = self._budget.choose(len(batch.stays), drafts, len(waiting), self._limits.prompt_rows)
-        first = waiting[: self._limits.pieces]
-        counts = divide(budget, [stay.prompt - stay.launched for stay in first])
-        return [(stay, count) for stay, count in zip(first, counts, strict=True) if count]
+        pieces = _divided(budget, waiting[: self._limits.pieces])
+        # What the step computes in any case is not wasted on rows of nobody.
+        drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT if self._draft else Drafting.OFF
+        like = Step(batch.rows, [_piece(*each) for each in pieces], drafting, max(batch.block, 1), batch.sampled)
+        room = self._session.prompt_room(like)
+        return _divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
 
     def _run(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
@@ -434,6 +437,12 @@ def _batch_of(stays: list[Stay]) -> _Batch:
 
 
 _NOBODY = _batch_of([])
+
+
+def _divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:
+    """Divides a step's prompt tokens; those that get none are left out."""
+    counts = divide(budget, [stay.prompt - stay.launched for stay in waiting])
+    return [(stay, count) for stay, count in zip(waiting, counts, strict=True) if count]
 
 
 def _piece(stay: Stay, count: int) -> Piece:

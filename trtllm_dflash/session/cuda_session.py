@@ -165,6 +165,15 @@ class CudaSession(TorchSession):
 
     # -- flat rows ---------------------------------------------------------------------------------------------------
 
+    def prompt_room(self, call: Step) -> int:
+        if not self._flat:
+            return super().prompt_room(call)
+        try:
+            kind, _ = self._graphs.find_flat(call)
+        except EngineError:  # said where it is run
+            return super().prompt_room(call)
+        return min(kind.all_rows - sum(count for _, count in call.decode), self.limits.prompt_rows)
+
     def _run_step(self, call: Step) -> Tensor:
         if call.pages:
             kernels.set_pages(self._pages.table, self._int32([list(given) for given in call.pages]))

@@ -31,6 +31,7 @@ class StepGraphs(Generic[Graph]):
         self._capture = capture
         self._graphs: dict[StepKind, Graph] = {}
         self._found: dict[_Asked, StepKind] = {}
+        self._sorted: dict[tuple[Drafting, bool, bool], list[StepKind]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -49,6 +50,7 @@ class StepGraphs(Generic[Graph]):
         """Captures the missing kinds. The largest first: the smaller ones then reuse its memory."""
         kinds = self.missing(call)
         self._found.clear()
+        self._sorted.clear()
         for done, kind in enumerate(kinds):
             progress("capturing", done, len(kinds))
             self._graphs[kind] = self._capture(kind)
@@ -73,7 +75,9 @@ class StepGraphs(Generic[Graph]):
     def _find(self, asked: _Asked) -> tuple[StepKind, Graph]:
         kind = self._found.get(asked)
         if kind is None:
-            kind = self._found[asked] = self._smallest(*asked)
+            kind = self._smallest(*asked)
+            if not asked[-1]:  # of those with prompts there is no end
+                self._found[asked] = kind
         return kind, self._graphs[kind]
 
     def _smallest(
@@ -81,24 +85,29 @@ class StepGraphs(Generic[Graph]):
     ) -> StepKind:
         if drafting is Drafting.BLOCK:
             rows = max(rows, block)  # one number for both, so that there are few graphs
-        if pieces and drafting is Drafting.OFF and any(kind.drafting is Drafting.CONTEXT for kind in self._graphs):
-            drafting = Drafting.CONTEXT  # there are no others beside prompts: the drafter keeps up for nothing
-        fitting = [
-            kind
-            for kind in self._graphs
-            if (kind.drafting, kind.sampled, kind.prompt_rows > 0) == (drafting, sampled, pieces > 0)
-            and kind.slots >= slots
-            and kind.rows >= rows
-            and kind.pieces >= pieces
-            and kind.all_rows >= all_rows
-        ]
-        if not fitting:
-            what = f"{'sampled' if sampled else 'greedy'} step of {slots} slots and {rows} rows"
-            what += f" beside {pieces} pieces of prompts" if pieces else ""
-            raise EngineError(f"a {what}, drafting {drafting.value}, was not prepared for: see Session.prepare")
-        return min(fitting, key=lambda kind: (kind.all_rows, kind.slots, kind.rows))
+        for kind in self._alike(drafting, sampled, pieces > 0):
+            fits = kind.slots >= slots and kind.rows >= rows
+            if fits and kind.pieces >= pieces and kind.all_rows >= all_rows:
+                return kind
+        what = f"{'sampled' if sampled else 'greedy'} step of {slots} slots and {rows} rows"
+        what += f" beside {pieces} pieces of prompts" if pieces else ""
+        raise EngineError(f"a {what}, drafting {drafting.value}, was not prepared for: see Session.prepare")
+
+    def _alike(self, drafting: Drafting, sampled: bool, with_prompts: bool) -> list[StepKind]:
+        """Lists the kinds that draft and sample so, the smallest first."""
+        alike = self._sorted.get((drafting, sampled, with_prompts))
+        if alike is None:
+            kinds = [
+                k for k in self._graphs if (k.drafting, k.sampled, k.pieces > 0) == (drafting, sampled, with_prompts)
+            ]
+            if not kinds and with_prompts and drafting is Drafting.OFF:
+                return self._alike(Drafting.CONTEXT, sampled, True)  # see `_serves`
+            alike = sorted(kinds, key=lambda kind: (kind.all_rows, kind.slots, kind.rows))
+            self._sorted[drafting, sampled, with_prompts] = alike
+        return alike
 
     def clear(self) -> None:
         """Frees all graphs."""
         self._graphs.clear()
         self._found.clear()
+        self._sorted.clear()

@@ -110,6 +110,10 @@ class Session(ABC):
         """The steps that `run` takes."""
         return StepLimits(pieces=1, prompt_rows=self.config.chunk, mixes=False)
 
+    def prompt_room(self, call: Step) -> int:
+        """Counts the prompt rows that a step like this one takes in the time that it takes."""
+        return sum(len(piece.token_ids) for piece in call.pieces)
+
     def run(self, call: Step) -> Outcome:
         """Runs a step: its outcome has the decoding slots first, then the pieces. Errors as in `prefill`.
 
