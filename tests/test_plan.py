@@ -15,7 +15,7 @@ from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.memory import plan_memory, weight_bytes
+from trtllm_dflash.cost.memory import page_bytes, plan_memory, weight_bytes
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -241,6 +241,23 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not():
         assert plan_memory(config(max_batch=batch, max_seq_len=length)).total <= room
     assert plan_memory(config(max_batch=plan.largest_batch + 1)).total > room
     assert plan_memory(config(max_batch=16, max_seq_len=plan.largest_seq_len + 1)).total > room
+
+
+def test_a_plan_says_how_many_conversations_the_pages_hold():
+    arguments = ("--gpu", "h200", "--max-batch", 64, "--max-seq-len", 32768, "--kv-memory", 20, "--cache-length", 2000)
+    plan = planned(*arguments)
+    engine = config(max_batch=64, max_seq_len=32768, kv_memory=20 * 10**9)
+    pages = 20 * 10**9 // page_bytes(engine, 64)
+    assert (plan.pages.count, plan.pages.rows) == (pages, 64)
+    assert plan.pages.conversations(2000) == pages // 32
+    assert plan.pages.conversations(64) == pages
+    caches = 64 * (plan.memory.target_cache_per_slot + plan.memory.drafter_cache_per_slot)
+    assert 19.9e9 < caches <= 20e9
+    text = succeeds(*MODEL, *arguments)
+    longest = pages // 512
+    assert f"{pages:,} pages of 64 tokens" in text
+    assert f"{pages // 32} of 2,000 tokens or {longest} of 32,768 tokens; at most 64 have a slot" in text
+    assert planned("--gpu", "h200").pages is None
 
 
 def test_every_batch_has_a_plain_step_and_its_best_length_commits_the_most():

@@ -123,7 +123,7 @@ def test_settings_reach_the_engine(tiny_engine):
     settings = DeploySettings(
         device="cpu",
         kernels="torch",
-        prefill_tokens=96,
+        prefill_tokens=256,
         itl_slack=0.5,
         prefill_share=0.25,
         max_queue=3,
@@ -140,7 +140,7 @@ def test_settings_reach_the_engine(tiny_engine):
         "kernels": "torch",
         "draft": "false",
         "draft_length": "7",
-        "prefill_tokens": "96",
+        "prefill_tokens": "256",
         "itl_slack": "0.5",
         "prefill_share": "0.25",
         "max_queue": "3",
@@ -154,7 +154,19 @@ def test_a_draft_length_beyond_the_block_is_refused(tiny_engine, tmp_path):
         deploy(tiny_engine, tmp_path / "repository", DeploySettings(draft_length=16))
 
 
-@pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"prefill_share": 0}, {"max_queue": -1}, {"colour": "red"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "tpu"},
+        {"prefill_share": 0},
+        {"prefill_tokens": 0},
+        {"prefill_tokens": "many"},
+        {"itl_slack": -0.1},
+        {"max_queue": -1},
+        {"colour": "red"},
+    ],
+    ids=str,
+)
 def test_a_wrong_setting_is_refused(wrong):
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         DeploySettings.model_validate(wrong)

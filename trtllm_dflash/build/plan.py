@@ -21,6 +21,7 @@ from trtllm_dflash.cost.memory import (
     computes_all_experts,
     plan_adds,
     plan_memory,
+    plan_pages,
     stored_bytes,
 )
 from trtllm_dflash.cost.prediction import Limit, predict_step, sum_bytes
@@ -81,6 +82,17 @@ class Memory(BaseModel):
     total: int
 
 
+class Pages(BaseModel):
+    """Pages of the K/V caches that --kv-memory holds."""
+
+    count: int
+    rows: int  # tokens in each
+
+    def conversations(self, tokens: int) -> int:
+        """Conversations of so many tokens that fit, if they share nothing."""
+        return self.count // -(-tokens // self.rows)
+
+
 class Point(BaseModel):
     """One step with so many slots and drafts.
 
@@ -134,7 +146,8 @@ class BuildPlan(BaseModel):
     cache_length: int
     acceptance: float | None  # tokens a step with the whole block
     memory: Memory
-    largest_batch: int  # with slots of max_seq_len tokens; no more than 65,536 are looked for
+    pages: Pages | None  # None without --kv-memory: all slots have room for max_seq_len tokens
+    largest_batch: int  # with slots of max_seq_len tokens, or these pages; no more than 65,536 are looked for
     largest_seq_len: int  # with max_batch slots
     error_bound: float  # of predicted steps against measured ones: see the assumptions
     assumptions: list[str]
@@ -212,6 +225,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         cache_length=length,
         acceptance=settings.acceptance,
         memory=_memory(config, memory),
+        pages=_pages(config),
         largest_batch=most,
         largest_seq_len=longest,
         error_bound=error_bound(config),
@@ -302,6 +316,13 @@ def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
         reserved=RESERVED,
         total=plan.total + RESERVED,
     )
+
+
+def _pages(config: EngineConfig) -> Pages | None:
+    if config.kv_memory is None:
+        return None
+    paging = plan_pages(config)
+    return Pages(count=paging.pages, rows=paging.rows)
 
 
 def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:

@@ -17,11 +17,18 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option("--device", help="cpu, cuda or auto.  [default: auto]"),
         kernels_option,
-        click.option("--prefill-tokens", metavar="auto|N", help="Prompt tokens beside replies.  [default: auto]"),
+        click.option("--prefill-tokens", metavar="auto|N", help="Prompt tokens of a step.  [default: auto]"),
         click.option(
-            "--itl-slack", type=float, help="auto: how much longer, as a share, a reply's steps may get.  [default: 1]"
+            "--itl-slack",
+            type=float,
+            help="How much longer prompts may make a step, as a share of its time: of --prefill-tokens auto.  "
+            "[default: 1]",
         ),
-        click.option("--prefill-share", type=float, help="Share of steps for prompts, if not mixed.  [default: 0.5]"),
+        click.option(
+            "--prefill-share",
+            type=float,
+            help="Share of steps for prompts beside replies, where steps do not mix them.  [default: 0.5]",
+        ),
         click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
         click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),

@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from trtllm_dflash.build.plan import COMPARED, BuildPlan, Comparison, Point
+from trtllm_dflash.build.plan import COMPARED, BuildPlan, Comparison, Pages, Point
 
 _GB, _MB, _KB = 1e9, 1e6, 1e3
 
@@ -66,12 +66,17 @@ def _memory_table(plan: BuildPlan) -> Table:
     each = f"{per_slot / _MB:,.1f} MB a slot of {plan.max_seq_len:,} tokens"
     if memory.drafter_cache_per_slot:
         each += f", {memory.drafter_cache_per_slot / _MB:,.1f} of it the drafter's"
-    table.add_row("K/V caches", f"{per_slot * memory.slots / _GB:.3f}", f"{memory.slots} slots, {each}")
+    held = f"{memory.slots} slots, {each}" if plan.pages is None else _pages(plan.pages)
+    table.add_row("K/V caches", f"{per_slot * memory.slots / _GB:.3f}", held)
     table.add_row("activations", f"{memory.scratch / _GB:.3f}", "an estimate")
     table.add_row("captured steps", f"{memory.graphs / _GB:.3f}", "an allowance")
     table.add_row("reserved", f"{memory.reserved / _GB:.3f}", "driver, fragmentation", end_section=True)
     table.add_row("all", f"{memory.total / _GB:.3f}", f"of {plan.limits.memory / _GB:.0f}")
     return table
+
+
+def _pages(pages: Pages) -> str:
+    return f"{pages.count:,} pages of {pages.rows:,} tokens"
 
 
 def _comparison_table(found: Comparison) -> Table:
@@ -107,7 +112,11 @@ def _compared(plan: BuildPlan, batch: int, columns: int) -> list[str]:
 
 
 def _fit_line(plan: BuildPlan) -> str:
-    """Write the largest batch and the longest context that fit."""
+    """Write the largest batch and the longest context that fit, or how many conversations the pages hold."""
+    if plan.pages is not None:
+        lengths = sorted({plan.cache_length, plan.max_seq_len})
+        held = " or ".join(f"{plan.pages.conversations(length):,} of {length:,} tokens" for length in lengths)
+        return f"conversations that fit, each with pages of its own: {held}; at most {plan.max_batch:,} have a slot"
     return (
         f"largest batch: {plan.largest_batch:,} slots of {plan.max_seq_len:,} tokens; "
         f"longest context: {plan.largest_seq_len:,} tokens in {plan.max_batch} slots"
