@@ -16,6 +16,9 @@ from tests.processes import start
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.cost.gpus import GB
+from trtllm_dflash.cost.memory import page_bytes
+from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.pairs.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
@@ -163,3 +166,53 @@ def test_ranks_with_fp8_caches_say_what_one_says(prompts, tmp_path):
     accepted = [sum(row["accepted_per_step"]) / len(row["accepted_per_step"]) for row in rows]
     expected = [sum(reply.accepted_per_step) / reply.steps for reply in alone]
     assert sum(accepted) > 0.8 * sum(expected)
+
+
+SCHEDULED = """
+import json
+import sys
+
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.runtime.scheduler import Scheduler
+
+with LLM.load(sys.argv[1], "cpu") as llm:
+    if llm.session.communicator.rank:
+        llm.session.follow()
+    else:
+        scheduler = Scheduler(llm.session)
+        asked = [json.loads(line) for line in open(sys.argv[2])]
+        sequences = [llm.intake.sequence(one["ids"], SamplingParams(**one["params"]), True, 100, None) for one in asked]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        counts = scheduler.statistics
+        replies = [sequence.token_ids for sequence in sequences]
+        print(json.dumps([replies, counts.steps["mixed"], counts.preemptions, counts.prefix_hits, counts.pages_used]))
+"""
+
+
+def test_ranks_run_mixed_steps_over_pages_and_preempt_together(prompts, tmp_path):
+    """Pages for two of six: pages, pieces and copies reach the second rank, or its rows would be others."""
+    from trtllm_dflash import LLM, SamplingParams
+
+    pages = {"page_size": 64, "max_seq_len": 256, "chunk": 64}
+    build_tiny(tmp_path / "all", tp=2, **pages)
+    few = 6.5 * page_bytes(read_config(tmp_path / "all"), 64) / GB
+    build_tiny(tmp_path / "engine", tp=2, kv_memory=few, **pages)
+    texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    folders = TINY / "target", TINY / "drafter"
+    with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=1, max_seq_len=256) as llm:
+        ids = [llm.encode([{"role": "user", "content": text}]) for text in [*texts, *texts[:2]]]
+        params = [{"max_tokens": 40, "temperature": 0.9 * (i % 2), "seed": i} for i in range(len(ids))]
+        alone = [llm.generate([ids[i]], SamplingParams(**params[i]))[0].token_ids for i in range(len(ids))]
+    asked = tmp_path / "asked.jsonl"
+    lines = ({"ids": one, "params": its} for one, its in zip(ids, params, strict=True))
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    done = run(mpiexec, "-n", 2, sys.executable, "-c", SCHEDULED, tmp_path / "engine", asked)
+    assert done.returncode == 0, done.stderr
+    replies, mixed, preemptions, prefix_hits, pages_used = json.loads(done.stdout)
+    assert replies == alone
+    assert min(mixed, preemptions, prefix_hits) > 0
+    assert pages_used == 0
