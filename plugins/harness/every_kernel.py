@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,44 @@ def step(dtype: torch.dtype) -> None:
         table = normal(50, size, dtype=dtype)
         kernels.embed(table, ints(49, 50, -1, 0).view(2, 2))
         kernels.embed(table, ints(49, 50, -1), 16, 49)
+    for decoding, pieces in ((1, ()), (9, (33, 1, 700)), (300, (32,) * 20)):
+        flat_rows(decoding, pieces)
+    table = torch.zeros(20, 10, dtype=torch.int32, device="cuda")
+    for count in (1, 200):
+        kernels.set_pages(table, ints(*(x for i in range(count) for x in (i // 10, i % 10, i))).view(-1, 3))
+
+
+def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:
+    """A step's begin, acceptance and end; it keeps the rows of the slots that are not idle."""
+    layout, tokens, kept_start = lay_out(decoding, pieces, block)
+    targets = torch.zeros_like(layout.logit_rows)
+    accepted, _, _, next_start = kernels.accept_rows(layout, targets)
+    drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")
+    kernels.end_rows(layout, tokens, kept_start, 63, targets, accepted, next_start, drafts, block)
+
+
+def lay_out(decoding: int, pieces: Sequence[int], block: int = 8) -> tuple[kernels.Rows, Tensor, Tensor]:
+    """Begins a step of slots that decode 0, 1, ... `block`, 0, ... rows and pieces of so many tokens, with padding.
+
+    Also returns what slots kept: tokens and start.
+    """
+    counts, padding = [slot % (block + 1) for slot in range(decoding)], 5
+    words = [x for slot, count in enumerate(counts) for x in (slot, count, -1, count)]
+    words += [x for i, count in enumerate(pieces) for x in (decoding + i, count, 5 * i, 1)]
+    words += range(sum(pieces))
+    slots = decoding + len(pieces)
+    tokens, kept_start = ints(*range(slots * block)).view(slots, block), ints(*range(slots))
+    layout = kernels.begin_rows(
+        ints(*words),
+        tokens,
+        kept_start,
+        segments=slots,
+        decode_segments=decoding,
+        rows=sum(counts) + sum(pieces) + padding,
+        logit_rows=sum(counts) + len(pieces) + padding,
+        cuts=sum(-(-count // kernels.MAX_ROWS) for count in pieces) + padding,
+    )
+    return layout, tokens, kept_start
 
 
 def norms(dtype: torch.dtype) -> None:
@@ -173,6 +212,30 @@ def append(dtype: torch.dtype) -> None:
                 run(keys, values, start, heads, qkv, context, committed)
                 run(keys, values, start, heads, qkv[:, :1])
                 run(keys, values, start, heads, context=context)
+                for pieces in ((33, 70, 130), (1400,)):  # a head of a row each, and several
+                    append_flat(run, heads, kv_heads, pieces)
+
+
+def append_flat(run: kernels.Append, heads: int, kv_heads: int, pieces: Sequence[int]) -> None:
+    """A step's rows into pages, context rows all and committed, and a block behind them; some past the last page."""
+    layout, page_rows = lay_out(9, pieces)[0], 64
+    slots, width, dtype, size = len(layout.segments), max(pieces) // page_rows, run.cos.dtype, 2 * run.cos.shape[1]
+    pages = kernels.Pages(random_table(slots, width), page_rows)
+    keys, values = make_caches((slots * width, kv_heads, page_rows, size), dtype, run.scales)
+    rows, every = len(layout.row_segment), heads + 2 * kv_heads
+    out = normal(rows, heads * size, dtype=dtype)
+    run.rows(keys, values, pages, layout, heads, normal(rows, every * size, dtype=dtype), out)
+    kv = normal(1, rows, 3, 2, kv_heads * size, dtype=dtype)  # of three layers
+    context, committed = (kv[:, :, 1, 0], kv[:, :, 1, 1]), (layout.segments[:, 3] + 1) // 2
+    run.context(keys, values, pages, layout, heads, context)
+    run.context(keys, values, pages, layout, heads, context, committed)
+    qkv = normal(slots, 8, every * size, dtype=dtype)
+    run.block(keys, values, pages, layout, heads, qkv, context, committed)
+
+
+def random_table(slots: int, width: int) -> Tensor:
+    """A page table in which each page is one slot's."""
+    return torch.randperm(slots * width, device="cuda").int().view(slots, width)
 
 
 def make_scales() -> tuple[Tensor, Tensor]:
@@ -252,6 +315,12 @@ def attention(dtype: torch.dtype) -> None:
                 attend(dtype, size, scales, [200] * slots, rows=16, group=8)
             # More (slot, head)s than ranges, and an idle slot.
             attend(dtype, size, scales, [0] + [130] * processors, rows=32, group=8, has_sinks=True)
+            for page_rows in (64, 192):
+                attend_flat(dtype, size, scales, [(700, 5), (0, 0), (63, 1), (64, 16)], 16, page_rows)
+                attend_flat(dtype, size, scales, [(700, 5), (0, 0), (3, 1)], 8, page_rows, block=True)
+            cuts = [(first, min(32, 300 - first)) for first in range(0, 300, 32)]
+            attend_flat(dtype, size, scales, cuts, 32, 64, window=100, has_sinks=True)
+            attend_flat(dtype, size, scales, cuts, 32, 371)  # a page holds all of a slot
 
 
 def attend(
@@ -272,6 +341,42 @@ def attend(
     keys, values = make_caches((len(lengths), kv_heads, max(lengths), size), dtype, scales)
     sinks = normal(heads, dtype=torch.float32) if has_sinks else None
     kernels.attention(q, keys, values, ints(*lengths), causal, window, sinks, scales=scales)
+
+
+def attend_flat(
+    dtype: torch.dtype,
+    size: int,
+    scales: kernels.Scales,
+    runs: list[tuple[int, int]],
+    rows: int,
+    page_rows: int,
+    block: bool = False,
+    window: int = 0,
+    has_sinks: bool = False,
+) -> None:
+    """One call over segments of (start, count), padding rows, and caches in pages; or over a block of rows of each."""
+    kv_heads, heads, slots = 2, 8, len(runs)
+    ends = list(accumulate((count for _, count in runs), initial=0))
+    places = zip(range(slots), (start for start, _ in runs), ends, (count for _, count in runs), strict=False)
+    segments = ints(*(x for place in places for x in place)).view(-1, 4)
+    table = random_table(slots, -(-max(start + 2 * rows for start, _ in runs) // page_rows))
+    keys, values = make_caches((table.numel(), kv_heads, page_rows, size), dtype, scales)
+    q = normal(rows * slots if block else ends[-1] + 3, heads, size, dtype=dtype)
+    kernels.attend_rows(
+        q,
+        keys,
+        values,
+        kernels.Pages(table, page_rows),
+        segments,
+        rows,
+        out=torch.empty(len(q), heads * size, dtype=dtype, device="cuda"),
+        causal=not block,
+        window=window,
+        sinks=normal(heads, dtype=torch.float32) if has_sinks else None,
+        scales=scales,
+        added=segments[:, 3] // 2 if block else None,
+        block=rows if block else 0,
+    )
 
 
 def products(dtype: torch.dtype) -> None:
