@@ -235,7 +235,7 @@ class Scheduler:
                 self._credit += self._share - bool(pieces)
         if pieces and not self._limits.mixes:
             batch = _NOBODY
-        if not pieces and not batch.stays:
+        if not pieces and (not batch.stays or self._may_all_have_ended(batch)):
             return False
         try:
             self._run(batch, pieces)
@@ -244,6 +244,17 @@ class Scheduler:
                 self._fail(stay, error)
             return False
         return True
+
+    def _may_all_have_ended(self, batch: _Batch) -> bool:
+        """Whether the steps under way may end all sequences: one more would be for nothing, and others would wait for it.
+
+        With several it is seldom so, and not looked for.
+        """
+        if len(batch.stays) > 1 or not self._launched:
+            return False
+        sequence = batch.stays[0].sequence
+        under_way = sum(batch is launched.batch for launched in self._launched)
+        return sequence.room - len(sequence.token_ids) <= under_way * max(batch.block, 1)
 
     def _pieces(self, batch: _Batch) -> list[tuple[Stay, int]]:
         """Chooses the pieces of prompts of a step with these decoding slots."""
