@@ -171,6 +171,7 @@ def lay_out(decoding: int, pieces: Sequence[int], block: int = 8) -> tuple[kerne
         rows=sum(counts) + sum(pieces) + padding,
         logit_rows=sum(counts) + len(pieces) + padding,
         cuts=sum(-(-count // kernels.MAX_ROWS) for count in pieces) + padding,
+        seeds=kept_start.long(),
     )
     return layout, tokens, kept_start
 

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 9
+#define DFLASH_ABI_VERSION 10
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -350,7 +350,10 @@ DFLASH_API cudaError_t dflash_end_step(const dflash_end_step_params* params, cud
  *
  * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,
  * then pieces of prompts, whose tokens the host gives. A segment's logits are those of its last rows. What is past the
- * last row, logit or cut is padding. */
+ * last row, logit or cut is padding.
+ *
+ * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10 without
+ * its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's. */
 typedef struct
 {
     int32_t segment_count; /* G */
@@ -371,6 +374,8 @@ typedef struct
     int32_t* logit_slot; /* [R] */
     int32_t* logit_position; /* [R]: the row's own */
     int32_t* cuts; /* [cut_count, 4]: the pieces as segments of at most cut_rows rows */
+    const int64_t* seeds; /* [slots], or null: no numbers */
+    float* logit_uniform; /* [R]; padding: of slot 0 and position 0; with seeds only */
 } dflash_begin_rows_params;
 
 DFLASH_API cudaError_t dflash_begin_rows(const dflash_begin_rows_params* params, cudaStream_t stream);

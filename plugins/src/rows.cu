@@ -1,6 +1,7 @@
 // The flat rows of a step: laid out at its begin from what the host wrote and slots kept, and what slots keep of them.
 #include "dflash_kernels.h"
 #include "launch.cuh"
+#include "philox.cuh"
 
 #include <algorithm>
 
@@ -166,6 +167,10 @@ __device__ __forceinline__ void write_logits(dflash_begin_rows_params const& p, 
         p.logit_rows[logit] = row;
         p.logit_slot[logit] = slot;
         p.logit_position[logit] = position;
+        if (p.seeds)
+        {
+            p.logit_uniform[logit] = uniform_number(p.seeds[slot], position + 1);
+        }
     }
 }
 
@@ -247,7 +252,8 @@ extern "C" cudaError_t dflash_begin_rows(dflash_begin_rows_params const* p, cuda
     int const threads = std::min(std::max((most + 31) / 32 * 32, 128), kMostThreads);
     int const bytes = p->segment_count * Layout::kBytesOfSegment + kMostThreads / 32 * static_cast<int>(sizeof(Count));
     bool const is_known = p->segment_count > 0 && p->decode_segments >= 0 && p->decode_segments <= p->segment_count
-        && p->rows >= 0 && p->logit_row_count >= 0 && p->cut_count >= 0 && p->cut_rows > 0 && p->block > 0;
+        && p->rows >= 0 && p->logit_row_count >= 0 && p->cut_count >= 0 && p->cut_rows > 0 && p->block > 0
+        && (!p->seeds || p->logit_uniform);
     if (!is_known || bytes > 48 * 1024) // some 1,700 segments
     {
         return cudaErrorInvalidValue;

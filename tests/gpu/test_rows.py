@@ -12,6 +12,7 @@ from trtllm_dflash import kernels
 from trtllm_dflash.kernels import Rows
 from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.philox import uniform_numbers
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -112,7 +113,7 @@ class Layout:
                 tokens += part.tokens
         return words + tokens
 
-    def begin(self) -> Rows:
+    def begin(self, seeds: torch.Tensor | None = None) -> Rows:
         expected = self.expected()
         return kernels.begin_rows(
             ints(self.words()),
@@ -123,6 +124,7 @@ class Layout:
             rows=len(expected["row_segment"]),
             logit_rows=len(expected["logit_rows"]),
             cuts=len(expected["cuts"]),
+            seeds=seeds,
         )
 
 
@@ -152,6 +154,16 @@ def test_rows_are_laid_out_as_the_host_says(layout):
     found = layout.begin()
     for name, expected in layout.expected().items():
         assert getattr(found, name).tolist() == expected, name
+    assert found.logit_uniform is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_logits_number_is_that_of_its_seed_and_the_position_after_its_row(layout):
+    seeds = torch.randint(-(2**63), 2**63 - 1, (layout.slots,), device="cuda")
+    seeds[0] = 2**32 - 1  # a word that is full beside an empty one
+    rows = layout.begin(seeds)
+    expected = uniform_numbers(seeds[rows.logit_slot.long()], rows.logit_position[:, None] + 1)
+    assert rows.logit_uniform.equal(expected[:, 0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_dflash.kernels.attention import MAX_ROWS
-from trtllm_dflash.kernels.checks import check, check_ints
+from trtllm_dflash.kernels.checks import address, check, check_ints
 from trtllm_dflash.kernels.choose import AcceptParams
 from trtllm_dflash.kernels.library import run, stream, structure
 
@@ -16,7 +16,7 @@ BeginRowsParams = structure(
     "dflash_begin_rows_params",
     ints="segment_count decode_segments rows logit_row_count cut_count cut_rows block",
     pointers="words tokens kept_start segments row_segment token_ids logit_first logit_rows logit_slot logit_position",
-    pointers_="cuts",
+    pointers_="cuts seeds logit_uniform",
 )
 
 
@@ -29,7 +29,7 @@ EndRowsParams = structure(
 
 @dataclass(frozen=True)
 class Rows:
-    """The layout of a step's N flat rows, G segments and R logits; int32 all.
+    """The layout of a step's N flat rows, G segments and R logits; int32 all but the numbers.
 
     A segment is one slot's run of rows: slot, start (the position of the first), first row, count (0: it is idle).
     """
@@ -42,6 +42,7 @@ class Rows:
     logit_slot: Tensor  # [R]
     logit_position: Tensor  # [R] the row's own
     cuts: Tensor  # [A, 4] pieces of prompts, as segments of at most MAX_ROWS rows
+    logit_uniform: Tensor | None  # [R] FP32 in [0, 1), of the position after the row; None: the step is greedy
 
 
 def begin_rows(
@@ -53,6 +54,7 @@ def begin_rows(
     rows: int,
     logit_rows: int,
     cuts: int,
+    seeds: Tensor | None = None,
 ) -> Rows:
     """Lays out a step's flat rows on the device.
 
@@ -65,11 +67,16 @@ def begin_rows(
         tokens, kept_start: what slots kept, [slots, block] and [slots]: the tokens of decode segments are these.
         segments, decode_segments: how many there are, and how many of them, the first, decode.
         rows, logit_rows, cuts: how many are made.
+        seeds: [slots] int64: each logit gets a random number, which depends on its slot's seed and the position after
+            its row alone, that of the token which it chooses. None: the step is greedy.
     """
     check(words.dtype == torch.int32 and words.is_contiguous() and words.data_ptr() % 16 == 0, "words must be int32")
     check(words.numel() >= 4 * segments, f"{words.numel()} words of {segments} segments")
     check(0 <= decode_segments <= segments, f"{decode_segments} decode segments of {segments}")
     _check_kept(tokens, kept_start)
+    if seeds is not None:
+        is_right = seeds.shape == kept_start.shape and seeds.dtype == torch.int64 and seeds.is_contiguous()
+        check(is_right, f"seeds must be int64 [{len(kept_start)}]")
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=words.device)
@@ -83,6 +90,7 @@ def begin_rows(
         logit_slot=empty(logit_rows),
         logit_position=empty(logit_rows),
         cuts=empty(cuts, 4),
+        logit_uniform=None if seeds is None else torch.empty(logit_rows, dtype=torch.float32, device=words.device),
     )
     params = BeginRowsParams(
         segment_count=segments,
@@ -103,6 +111,8 @@ def begin_rows(
         logit_slot=layout.logit_slot.data_ptr(),
         logit_position=layout.logit_position.data_ptr(),
         cuts=layout.cuts.data_ptr(),
+        seeds=address(seeds),
+        logit_uniform=address(layout.logit_uniform),
     )
     run("dflash_begin_rows", params, stream())
     return layout

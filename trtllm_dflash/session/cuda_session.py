@@ -206,14 +206,16 @@ class CudaSession(TorchSession):
             rows=kind.all_rows,
             logit_rows=kind.logit_rows,
             cuts=-(-kind.all_rows // kernels.MAX_ROWS) + kind.pieces if kind.pieces else 0,
+            seeds=slots.seed if kind.sampled else None,
         )
+        uniform = layout.logit_uniform
         inputs = StepInputs(
             token_ids=layout.token_ids[None],
             start=layout.segments[:, 1],
             row_count=layout.segments[:, 3],
             logit_rows=layout.logit_rows[None],
             block_offsets=self._constant(1, kind.rows),
-            sampling=slots.row_sampling(layout.logit_slot, layout.logit_position) if kind.sampled else None,
+            sampling=None if uniform is None else slots.row_sampling_with(layout.logit_slot, uniform[:, None]),
         )
         out = self._step(self._ops(layout, kind.slots, kind.rows), inputs, kind.drafting)
         return kernels.end_rows(

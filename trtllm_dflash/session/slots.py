@@ -30,8 +30,12 @@ class SlotTensors:
 
     def row_sampling(self, slots: Tensor, positions: Tensor) -> SamplingInputs[Tensor]:
         """Sampling inputs of flat rows, of these slots [R] at these positions [R]: each row as a slot of its own."""
-        uniform = uniform_numbers(self.seed[slots], positions[:, None] + 1)
-        return SamplingInputs(self.temperature[slots], self.top_k[slots], self.top_p[slots], uniform)
+        return self.row_sampling_with(slots, uniform_numbers(self.seed[slots], positions[:, None] + 1))
+
+    def row_sampling_with(self, slots: Tensor, uniform: Tensor) -> SamplingInputs[Tensor]:
+        """Sampling inputs of flat rows, of these slots [R] and with these random numbers [R, 1]."""
+        kept = self.temperature, self.top_k, self.top_p
+        return SamplingInputs(*(x.index_select(0, slots) for x in kept), uniform)
 
     def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
         # fill_: assigning a number to an element would stop for the device.
