@@ -140,6 +140,9 @@ def step(dtype: torch.dtype) -> None:
     table = torch.zeros(20, 10, dtype=torch.int32, device="cuda")
     for count in (1, 200):
         kernels.set_pages(table, ints(*(x for i in range(count) for x in (i // 10, i % 10, i))).view(-1, 3))
+    caches = [normal(3, heads, 70, size, dtype=dtype) for heads, size in ((1, 64), (5, 128))]
+    for rows in (1, 70):
+        kernels.PageCopies(caches)(2, 0, rows)
 
 
 def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:

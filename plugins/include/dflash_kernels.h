@@ -412,6 +412,19 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_set_pages(const dflash_set_pages_params* params, cudaStream_t stream);
 
+/* Copies the first rows of a page, of every head, to another page of the same cache, in all caches. */
+typedef struct
+{
+    int32_t cache_count; /* C */
+    int32_t page_rows;
+    int32_t source;
+    int32_t target;
+    int32_t rows; /* at most page_rows */
+    const int64_t* caches; /* [C, 3] contiguous: a cache's address, heads and bytes of a row, a multiple of 16 */
+} dflash_copy_pages_params;
+
+DFLASH_API cudaError_t dflash_copy_pages(const dflash_copy_pages_params* params, cudaStream_t stream);
+
 /* Rows of a table by id; zeros for an id that it does not have. H is a multiple of 8. */
 typedef struct
 {

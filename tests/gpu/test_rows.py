@@ -225,6 +225,28 @@ def test_pages_are_set_by_slot_and_index():
     kernels.set_pages(many, ints(entries[:0]).view(0, 3))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 100, 192])
+def test_a_pages_first_rows_are_copied_in_all_caches(rows):
+    """Of any heads, sizes and types; nothing else changes. The copies of a step follow each other."""
+    shapes = [(8, 128, torch.bfloat16), (2, 64, torch.float16), (3, 64, FP8), (64, 128, FP8)]
+    caches = [torch.randn(5, heads, 192, size, device="cuda").to(dtype) for heads, size, dtype in shapes]
+    expected = [cache.view(torch.uint8).clone() for cache in caches]
+    copy = kernels.PageCopies(caches)
+    for source, target in ((4, 0), (0, 2), (3, 3)):
+        copy(source, target, rows)
+        for cache in expected:
+            cache[target, :, :rows] = cache[source, :, :rows].clone()
+    for cache, numbers in zip(caches, expected, strict=True):
+        assert cache.view(torch.uint8).equal(numbers)
+
+
+def test_pages_that_are_not_there_are_not_copied():
+    copy = kernels.PageCopies([torch.zeros(5, 2, 64, 128, dtype=torch.bfloat16, device="cuda")])
+    for refused in ((5, 0, 1), (0, -1, 1), (0, 1, 65)):
+        with pytest.raises(ValueError, match="of 5 of 64 rows"):
+            copy(*refused)
+
+
 # -- append, then attention --------------------------------------------------------------------------------------------
 
 

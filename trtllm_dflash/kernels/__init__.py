@@ -13,7 +13,7 @@ from trtllm_dflash.kernels.choose import accept, argmax
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
-from trtllm_dflash.kernels.pages import PAGE_TILE, Pages, set_pages
+from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
@@ -39,6 +39,7 @@ __all__ = [
     "Matrix",
     "MoE",
     "Norm",
+    "PageCopies",
     "Pages",
     "Routing",
     "Rows",

@@ -1,5 +1,6 @@
-"""Pages of K/V caches: the tables that say which ones a slot has, and their updates on the device."""
+"""Pages of K/V caches: the tables that say which ones a slot has, their updates on the device, and copies of pages."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,11 @@ PAGE_TILE = 64
 
 SetPagesParams = structure(
     "dflash_set_pages_params", ints="count", pointers="updates page_table", longs="page_table_stride"
+)
+
+
+CopyPagesParams = structure(
+    "dflash_copy_pages_params", ints="cache_count page_rows source target rows", pointers="caches"
 )
 
 
@@ -70,3 +76,37 @@ def set_pages(table: Tensor, updates: Tensor) -> None:
         page_table_stride=table.stride(0),
     )
     run("dflash_set_pages", params, stream())
+
+
+class PageCopies:
+    """Copies pages of all caches of an engine, one launch a copy.
+
+    Args:
+        caches: [pages, heads, page rows, D] each; heads, D and types may differ. Whoever calls keeps them.
+    """
+
+    def __init__(self, caches: Iterable[Tensor]) -> None:
+        every = list(caches)
+        self._pages, _, self._page_rows, _ = every[0].shape
+        rows = []
+        for cache in every:
+            pages, heads, page_rows, size = cache.shape
+            alike = (pages, page_rows) == (self._pages, self._page_rows) and cache.is_contiguous()
+            check(alike, f"caches {tuple(cache.shape)} beside pages of {self._page_rows} rows")
+            check(size * cache.itemsize % 16 == 0, f"rows of {size} {cache.dtype}; of a multiple of 16 bytes alone")
+            rows.append([cache.data_ptr(), heads, size * cache.itemsize])
+        self._table = torch.tensor(rows, dtype=torch.int64, device=every[0].device)  # [C, 3]
+
+    def __call__(self, source: int, target: int, rows: int) -> None:
+        """Copies the first rows of page `source` to page `target`."""
+        is_there = 0 <= source < self._pages and 0 <= target < self._pages and 0 <= rows <= self._page_rows
+        check(is_there, f"{rows} rows of page {source} to {target}, of {self._pages} of {self._page_rows} rows")
+        params = CopyPagesParams(
+            cache_count=len(self._table),
+            page_rows=self._page_rows,
+            source=source,
+            target=target,
+            rows=rows,
+            caches=self._table.data_ptr(),
+        )
+        run("dflash_copy_pages", params, stream())

@@ -66,6 +66,7 @@ class CudaSession(TorchSession):
         super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
         if self.library is not None:
             self.communicator.share_memory(device)
+            self._page_copies = kernels.PageCopies(self.caches.values())
         self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
         self._pages = self._page_tables()
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
@@ -178,8 +179,7 @@ class CudaSession(TorchSession):
         if call.pages:
             kernels.set_pages(self._pages.table, self._int32([list(given) for given in call.pages]))
         for source, target, rows in call.copies:
-            for cache in self.caches.values():
-                cache[target, :, :rows] = cache[source, :, :rows]
+            self._page_copies(source, target, rows)
         for piece in call.pieces:
             if self._sampling[piece.slot] != piece.sampling:
                 self._slots.set_sampling(piece.slot, piece.sampling)
