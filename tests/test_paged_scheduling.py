@@ -253,3 +253,24 @@ def test_a_step_that_fails_fails_its_requests_and_its_pages_come_back(ahead, mon
     scheduler.submit(after)
     run(scheduler)
     assert after.token_ids == reply(after.prompt_ids, after.params)
+
+
+def test_prompts_that_come_together_and_begin_alike_are_read_once():
+    """The others wait until the first one's pages are read; one that begins otherwise does not."""
+    session = PagedSession(slots=8, pages=200, max_seq_len=400, prompt_rows=64, pieces=8)
+    scheduler = Scheduler(session)
+    shared = [7] * 200
+    alike = [request([*shared, 8 + i, 9], 3) for i in range(5)]
+    other = request([5] * 30, 3)
+    for sequence in [*alike, other]:
+        scheduler.submit(sequence)
+    ends = {}
+    while scheduler.busy:
+        for sequence in scheduler.step():
+            if sequence.done:
+                ends[id(sequence)] = len(session.steps)
+    assert all(sequence.done and sequence.error is None for sequence in [*alike, other])
+    page = session.paging.rows
+    read = sum(len(piece.token_ids) for step in session.steps for piece in step.pieces)
+    assert read <= 202 + 30 + 4 * (202 - 200 // page * page)
+    assert ends[id(other)] < ends[id(alike[1])]

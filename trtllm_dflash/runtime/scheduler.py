@@ -172,20 +172,41 @@ class Scheduler:
         self._unwanted = []
 
     def _admit(self) -> None:
-        """Gives slots and pages to those that wait, in their order: nobody overtakes one that waits for pages."""
+        """Gives slots and pages to those that wait, in their order: nobody overtakes one that waits for pages.
+
+        One whose prompt begins like another's that is being read waits until it can share those pages.
+        """
+        late = []
         while self._queue:
             sequence, changes = self._queue.first(), self._slots.pages.changes
             if self._refused == (sequence, changes):
-                return
+                break
+            if self._will_share(sequence):
+                late.append(self._queue.pop())
+                continue
             stay = self._slots.admit(sequence, self._draft and sequence.draft)
             if stay is None:
                 self._refused = sequence, changes
-                return
+                break
             self._queue.pop()
             self.statistics.kv_tokens_in_use += stay.rows
             insort(self._prefilling, stay, key=_RANK)
             if not sequence.times.first_scheduled_ns:
                 self._count_prompt(stay)
+        for sequence in late:
+            self._queue.push(sequence)
+
+    def _will_share(self, sequence: Sequence) -> bool:
+        """Whether a prompt has whole pages in common with one that is being read, which are not read yet."""
+        page, ids = self._slots.pages.rows, sequence.prompt_ids
+        for stay in self._slots:
+            if stay.rows >= stay.prompt:
+                continue
+            others = stay.sequence.prompt_ids
+            wanted = stay.rows // page * page + page  # the next one's end
+            if wanted < len(ids) and wanted <= len(others) and ids[:wanted] == others[:wanted]:
+                return True
+        return False
 
     def _count_prompt(self, stay: Stay) -> None:
         statistics, sequence = self.statistics, stay.sequence
@@ -246,7 +267,7 @@ class Scheduler:
         return True
 
     def _may_all_have_ended(self, batch: _Batch) -> bool:
-        """Whether the steps under way may end all sequences: one more would be for nothing, and others would wait for it.
+        """Whether the steps under way may end all sequences: one more would be for nothing, and others would wait.
 
         With several it is seldom so, and not looked for.
         """
