@@ -66,7 +66,7 @@ class CudaSession(TorchSession):
         super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
         if self.library is not None:
             self.communicator.share_memory(device)
-            self._page_copies = kernels.PageCopies(self.caches.values())
+            self._page_copies = self._copies_of_pages()
         self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
         self._pages = self._page_tables()
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
@@ -229,6 +229,9 @@ class CudaSession(TorchSession):
             out.next_tokens,
             width=kind.rows,
         )
+
+    def _copies_of_pages(self) -> kernels.PageCopies:
+        return kernels.PageCopies(self.caches.values())
 
     def _page_tables(self) -> kernels.Pages:
         return kernels.Pages(torch.tensor(self._tables, dtype=torch.int32, device=self.device), self.paging.rows)

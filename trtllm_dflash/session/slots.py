@@ -34,8 +34,8 @@ class SlotTensors:
 
     def row_sampling_with(self, slots: Tensor, uniform: Tensor) -> SamplingInputs[Tensor]:
         """Sampling inputs of flat rows, of these slots [R] and with these random numbers [R, 1]."""
-        kept = self.temperature, self.top_k, self.top_p
-        return SamplingInputs(*(x.index_select(0, slots) for x in kept), uniform)
+        temperature, top_k, top_p = (x.index_select(0, slots) for x in (self.temperature, self.top_k, self.top_p))
+        return SamplingInputs(temperature, top_k, top_p, uniform)
 
     def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
         # fill_: assigning a number to an element would stop for the device.
