@@ -115,8 +115,8 @@ def attention_table(
 class OurAppend(CudaOps):
     """Attention is left out, on both sides: what remains is the append."""
 
-    def _attend(self, layer: AttentionLayer, q: Tensor, *_: object) -> Tensor:
-        return q
+    def _attend(self, *_: object, **__: object) -> None:
+        pass
 
 
 class TorchAppend(TorchOps):
@@ -125,6 +125,30 @@ class TorchAppend(TorchOps):
     def attention(self, q: Tensor, *_: object, **__: object) -> Tensor:
         """The queries as they are."""
         return q
+
+
+def our_append(weights: dict[str, Tensor], caches: dict[str, Tensor], rows: int, length: int) -> OurAppend:
+    """Our kernels over a step of slots that all have so many rows, in one page each."""
+    keys = caches["l.key"]
+    batch = len(keys)
+    words = [x for slot in range(batch) for x in (slot, rows, length, rows)]
+    layout = kernels.begin_rows(
+        torch.tensor(words, dtype=torch.int32, device="cuda"),
+        ints(0, batch, rows),
+        ints(length, batch),
+        segments=batch,
+        decode_segments=batch,
+        rows=batch * rows,
+        logit_rows=batch * rows,
+        cuts=0,
+    )
+    table = torch.arange(batch, dtype=torch.int32, device="cuda")[:, None]
+    return OurAppend(weights, caches, None, kernels.Pages(table, keys.shape[2]), layout, batch, rows)
+
+
+def rows_of(ops: TorchOps, x: Tensor) -> Tensor:
+    """Makes rows [B, Q, ...] flat, [1, B * Q, ...], for our kernels."""
+    return x.flatten(0, 1)[None] if isinstance(ops, CudaOps) else x
 
 
 def operations(batch: int, rows: int, length: int) -> dict[str, Callable[[TorchOps], object]]:
@@ -138,17 +162,17 @@ def operations(batch: int, rows: int, length: int) -> dict[str, Callable[[TorchO
     ids, logit_rows = ints(0, batch, rows), offsets.expand(batch, -1).contiguous()
 
     def inject(ops: TorchOps) -> object:
-        context = ops.context_rows(LAYER, kv, 2, start)
+        context = ops.context_rows(LAYER, rows_of(ops, kv), 2, start)
         return ops.block_attention(LAYER, context, qkv, start, committed)
 
     return {
         "RMSNorm": lambda ops: ops.rms_norm("norm", x, 1e-6),
         "residual + RMSNorm": lambda ops: ops.add_rms_norm("norm", x, y, 1e-6),
         "SwiGLU": lambda ops: ops.swiglu(gate_up),
-        "q/k norm, RoPE, append": lambda ops: ops.self_attention(LAYER, qkv, start),
+        "q/k norm, RoPE, append": lambda ops: ops.self_attention(LAYER, rows_of(ops, qkv), start),
         "KV injection, 6 context rows": inject,
         "argmax of 151,936": lambda ops: ops.argmax(logits),
-        "acceptance": lambda ops: ops.accept(ids, ids, logit_rows, row_count),
+        "acceptance": lambda ops: ops.accept(ids, rows_of(ops, ids), logit_rows, row_count),
     }
 
 
@@ -160,7 +184,7 @@ def other_table(batches: list[int], rows: int = 16, length: int = 1024) -> list[
     weights |= {f"l.self_attn.{name}_norm.weight": normal(HEAD_SIZE) for name in ("q", "k")}
     for batch in batches:
         caches = {f"l.{name}": normal(batch, KV_HEADS, length + 64, HEAD_SIZE) for name in ("key", "value")}
-        both = OurAppend(weights, caches), TorchAppend(weights, caches)
+        both = our_append(weights, caches, rows, length), TorchAppend(weights, caches)
         for name, operation in operations(batch, rows, length).items():
             ours, theirs = (seconds([_bound(operation, ops)] * 20) * 1e6 for ops in both)
             lines.append(f"| {name} | {batch} | {rows} | {ours:.1f} | {theirs:.1f} |")

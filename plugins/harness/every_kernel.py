@@ -127,10 +127,6 @@ def ints(*values: int) -> Tensor:
 
 
 def step(dtype: torch.dtype) -> None:
-    tokens, start = ints(*range(40)).view(5, 8), ints(7, 8, 9, 10, 11)
-    kernels.begin_step(tokens, start, ints(3, 0, 1), 3, 11)
-    targets, drafts = ints(*range(9)).view(3, 3), ints(*range(12)).view(3, 4)
-    kernels.end_step(tokens, start, ints(3, 0, 3), 63, targets, ints(2, 0, 1), ints(8, 1, 90), drafts)
     for size in (8, 4096):
         table = normal(50, size, dtype=dtype)
         kernels.embed(table, ints(49, 50, -1, 0).view(2, 2))

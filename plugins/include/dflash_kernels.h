@@ -310,42 +310,6 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);
 
-/* The rows that a step begins with, from what each slot kept. */
-typedef struct
-{
-    int32_t slots;
-    int32_t rows; /* Q, at most block */
-    int32_t block;
-    int32_t step_rows; /* that the step writes to a slot, at most: an idle one starts that far below position 0 */
-    const int32_t* tokens; /* [B, block] contiguous, as all of these */
-    const int32_t* kept_start; /* [B] */
-    const int32_t* row_count; /* [B]; 0: idle */
-    int32_t* token_ids; /* [B, Q] */
-    int32_t* start; /* [B] */
-} dflash_begin_step_params;
-
-DFLASH_API cudaError_t dflash_begin_step(const dflash_begin_step_params* params, cudaStream_t stream);
-
-/* What each slot that is not idle keeps for the next step, and what the host reads. */
-typedef struct
-{
-    int32_t slots;
-    int32_t block;
-    int32_t logit_rows; /* R */
-    int32_t next_rows; /* of next_tokens, at most block */
-    int32_t last_start; /* the largest that is kept */
-    const int32_t* row_count; /* [B]; 0: idle */
-    const int32_t* target_ids; /* [B, R] contiguous, as all of these */
-    const int32_t* accepted; /* [B] */
-    const int32_t* next_start; /* [B] */
-    const int32_t* next_tokens; /* [B, next_rows] */
-    int32_t* tokens; /* [B, block] */
-    int32_t* kept_start; /* [B] */
-    int32_t* decided; /* [B, 1 + R]: accepted, then target_ids */
-} dflash_end_step_params;
-
-DFLASH_API cudaError_t dflash_end_step(const dflash_end_step_params* params, cudaStream_t stream);
-
 /* The flat rows of a step, and their logits, from what the host wrote and what each slot kept.
  *
  * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,

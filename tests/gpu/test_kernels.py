@@ -1,7 +1,7 @@
 """The CUDA kernels against float64 and against the operations they stand for."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import TINY
+from tests.flat_ops import decoding_ops, piece_ops, rowless_ops
+from tests.gpu.slot_ops import SlotOps
 from tests.near_ties import first_difference, is_near_tie, rounding_gap
 from trtllm_dflash import kernels
 from trtllm_dflash.build.planning import plan_engine
@@ -262,7 +264,7 @@ def test_rows_are_appended_in_fp8_as_torch_appends_them(dtype, size, rows):
     qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     qkv[:, 0, -size:] = torch.linspace(-20, 20, size, device="cuda")  # some saturate: 448 * 0.017 is 7.6
     results = []
-    for ops_type in (TorchOps, CudaOps):
+    for ops_type in (TorchOps, SlotOps):
         torch.manual_seed(1)
         caches = {f"l.{n}": torch.randn(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
         out = ops_type(weights, caches).self_attention(layer, qkv, start)
@@ -286,7 +288,7 @@ def test_context_and_block_are_written_in_fp8_in_one_run():
     qkv = torch.randn(slots, 16, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     lengths = start + committed + 16
     results = []
-    for ops_type in (TorchOps, CudaOps):
+    for ops_type in (TorchOps, SlotOps):
         caches = {f"l.{n}": torch.zeros(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
         ops = ops_type(weights, caches)
         context = ops.context_rows(layer, kv, 1, start)
@@ -325,7 +327,7 @@ def test_self_attention_appends_what_torch_appends(dtype, size, normed, rows):
     start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
     qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     results = []
-    for ops_type in (TorchOps, CudaOps):
+    for ops_type in (TorchOps, SlotOps):
         torch.manual_seed(1)
         caches = {
             f"l.{name}": torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda")
@@ -352,7 +354,7 @@ def test_block_attention_writes_committed_context_and_block_in_one_run(dtype, si
     kv = torch.randn(slots, context_rows, layers * 2 * kv_heads * size, dtype=dtype, device="cuda")
     qkv = torch.randn(slots, block, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     results = []
-    for ops_type in (TorchOps, CudaOps):
+    for ops_type in (TorchOps, SlotOps):
         torch.manual_seed(1)
         caches = {
             f"l.{name}": torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda")
@@ -382,7 +384,7 @@ def test_rows_outside_of_the_cache_are_dropped(start):
     layer = AttentionLayer("l.", "rope", 4, kv_heads, size, 1e-6)
     qkv = torch.randn(slots, rows, 8 * size, dtype=torch.bfloat16, device="cuda")
     at = torch.full((slots,), start, dtype=torch.int32, device="cuda")
-    out = CudaOps(weights, caches).self_attention(layer, qkv, at)
+    out = SlotOps(weights, caches).self_attention(layer, qkv, at)
     assert out.isfinite().all()
     if start == -16:
         assert out.eq(0).all()
@@ -401,7 +403,7 @@ def test_context_alone_is_kept_whole():
     kv = torch.randn(slots, rows, 2 * 2 * kv_heads * size, dtype=torch.bfloat16, device="cuda")
     start = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
     kept = []
-    for ops_type in (TorchOps, CudaOps):
+    for ops_type in (TorchOps, SlotOps):
         caches = {
             f"l.{n}": torch.zeros(slots, kv_heads, length, size, dtype=torch.bfloat16, device="cuda")
             for n in ("key", "value")
@@ -646,7 +648,7 @@ def test_the_residual_streams_operations_are_what_torch_computes(dtype, pending,
     x, y = (torch.randn(1, rows, 256, dtype=dtype, device="cuda") for _ in range(2))
     stream = Residual(x, y if pending else None)
     results = []
-    for ops in (TorchOps(weights, {}), CudaOps(weights, {})):
+    for ops in (TorchOps(weights, {}), rowless_ops(weights)):
         before, h = ops.norm_linear_swiglu("norm", "up", stream, 1e-6)
         _, plain = ops.norm_linear("norm", "up", stream, 1e-6)
         after = ops.add_product("down", before, h)
@@ -725,25 +727,7 @@ def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
     assert (near > 1e-6 * x.float().abs()).float().mean() < 1e-2
 
 
-# -- the two ends of a step --------------------------------------------------------------------------------------------
-
-
-def test_a_step_begins_with_what_slots_kept_and_idle_ones_below_zero():
-    tokens = torch.arange(40, dtype=torch.int32, device="cuda").view(5, 8)
-    token_ids, start = kernels.begin_step(tokens, ints([7, 8, 9, 10, 11]), ints([3, 0, 1]), 3, 11)
-    assert token_ids.equal(tokens[:3, :3])
-    assert start.tolist() == [7, -11, 9]
-
-
-def test_a_step_ends_with_what_each_slot_that_took_part_keeps():
-    kept, start = torch.full((4, 8), -1, dtype=torch.int32, device="cuda"), ints([5, 6, 7, 8])
-    targets = torch.arange(9, dtype=torch.int32, device="cuda").view(3, 3)
-    drafts = 100 + torch.arange(12, dtype=torch.int32, device="cuda").view(3, 4)
-    decided = kernels.end_step(kept, start, ints([3, 0, 3]), 63, targets, ints([2, 0, 1]), ints([8, 1, 90]), drafts)
-    assert decided.tolist() == [[2, 0, 1, 2], [0, 3, 4, 5], [1, 6, 7, 8]]
-    assert start.tolist() == [8, 6, 63, 8]  # the second slot is idle, the third at the cache's end
-    assert kept[:, :4].tolist() == [[100, 101, 102, 103], [-1] * 4, [108, 109, 110, 111], [-1] * 4]
-    assert (kept[:, 4:] == -1).all()
+# -- embeddings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -806,9 +790,13 @@ class Tiny:
         """Each prompt into its own slot, in one chunk: the first block and the committed lengths."""
         blocks, starts = [], []
         for slot, prompt in enumerate(self.prompts):
-            last = ints([[len(prompt) - 1]])
-            inputs = StepInputs(ints([prompt]), ints([0]), last[:, 0] + 1, last, self.offsets)
-            ops = ops_type(self.weights, {name: cache[slot : slot + 1] for name, cache in caches.items()})
+            if ops_type is CudaOps:
+                ops, layout = piece_ops(self.weights, caches, slot, 0, prompt)
+                inputs = self.flat_inputs(layout)
+            else:
+                last = ints([[len(prompt) - 1]])
+                inputs = StepInputs(ints([prompt]), ints([0]), last[:, 0] + 1, last, self.offsets)
+                ops = ops_type(self.weights, {name: cache[slot : slot + 1] for name, cache in caches.items()})
             out = self.step(ops, inputs, Drafting.BLOCK)
             blocks.append(out.next_tokens)
             starts.append(out.next_start)
@@ -823,6 +811,18 @@ class Tiny:
         each = ints([list(range(rows))]).expand(slots, -1)
         return StepInputs(tokens, start, ints([rows] * slots), each.contiguous(), self.offsets)
 
+    def flat_inputs(self, layout: kernels.Rows) -> StepInputs:
+        segments = layout.segments
+        return StepInputs(layout.token_ids[None], segments[:, 1], segments[:, 3], layout.logit_rows[None], self.offsets)
+
+    def decode(self, ops_type, caches, tokens, start, drafting):
+        """A step of the slots' rows tokens [B, Q]."""
+        if ops_type is not CudaOps:
+            return self.step(ops_type(self.weights, caches), self.decode_inputs(tokens, start, drafting), drafting)
+        ops, layout = decoding_ops(self.weights, caches, tokens, start)
+        out = self.step(ops, self.flat_inputs(layout), drafting)
+        return replace(out, target_ids=out.target_ids.view(tokens.shape))
+
     @torch.inference_mode()
     def texts(self, ops_type, drafting, count=96):
         """The first count tokens after each prompt, and tokens a step."""
@@ -832,8 +832,7 @@ class Tiny:
         steps = 0
         while min(map(len, texts)) < count:
             tokens = tokens if drafting is Drafting.BLOCK else tokens[:, :1]
-            inputs = self.decode_inputs(tokens.contiguous(), start, drafting)
-            out = self.step(ops_type(self.weights, caches), inputs, drafting)
+            out = self.decode(ops_type, caches, tokens.contiguous(), start, drafting)
             for text, ids, accepted in zip(texts, out.target_ids.tolist(), out.accepted.tolist(), strict=True):
                 if len(text) < count:
                     text += ids[: accepted + 1]
@@ -881,18 +880,12 @@ def test_drafting_resumes_after_steps_that_only_kept_context(tiny):
         caches = tiny.caches()
         tokens, start = tiny.prefill(CudaOps, caches)
         for _ in range(12):
-            out = tiny.step(
-                CudaOps(tiny.weights, caches),
-                tiny.decode_inputs(tokens[:, :1].contiguous(), start, Drafting.CONTEXT),
-                Drafting.CONTEXT,
-            )
+            out = tiny.decode(CudaOps, caches, tokens[:, :1].contiguous(), start, Drafting.CONTEXT)
             tokens, start = out.next_tokens, out.next_start
         committed = 0
         tokens = tokens.expand(-1, tiny.config.block_size).contiguous()  # no drafts yet: the first step makes some
         for step in range(6):
-            out = tiny.step(
-                CudaOps(tiny.weights, caches), tiny.decode_inputs(tokens, start, Drafting.BLOCK), Drafting.BLOCK
-            )
+            out = tiny.decode(CudaOps, caches, tokens, start, Drafting.BLOCK)
             tokens, start = out.next_tokens, out.next_start
             committed += int((out.accepted + 1).sum()) if step else 0
     assert committed / 5 / len(tiny.prompts) > 3
@@ -902,21 +895,20 @@ def test_a_captured_step_replays_what_runs_eagerly(tiny):
     with torch.inference_mode():
         caches = tiny.caches()
         tokens, start = tiny.prefill(CudaOps, caches)
-        inputs = tiny.decode_inputs(tokens.clone(), start.clone(), Drafting.BLOCK)
+        tokens, start = tokens.clone(), start.clone()
         eager_caches = {name: cache.clone() for name, cache in caches.items()}
         warm_caches = {name: cache.clone() for name, cache in caches.items()}
-        tiny.step(CudaOps(tiny.weights, warm_caches), inputs, Drafting.BLOCK)
+        tiny.decode(CudaOps, warm_caches, tokens, start, Drafting.BLOCK)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = tiny.step(CudaOps(tiny.weights, caches), inputs, Drafting.BLOCK)
+            captured = tiny.decode(CudaOps, caches, tokens, start, Drafting.BLOCK)
         for _ in range(4):
-            eager_inputs = tiny.decode_inputs(inputs.token_ids.clone(), inputs.start.clone(), Drafting.BLOCK)
-            eager = tiny.step(CudaOps(tiny.weights, eager_caches), eager_inputs, Drafting.BLOCK)
+            eager = tiny.decode(CudaOps, eager_caches, tokens.clone(), start.clone(), Drafting.BLOCK)
             graph.replay()
             for name in ("target_ids", "accepted", "next_start", "next_tokens"):
                 assert getattr(captured, name).equal(getattr(eager, name)), name
             for slot, used in enumerate(captured.next_start.tolist()):
                 for name, cache in caches.items():
                     assert cache[slot, :, :used].equal(eager_caches[name][slot, :, :used]), name
-            inputs.token_ids.copy_(captured.next_tokens)
-            inputs.start.copy_(captured.next_start)
+            tokens.copy_(captured.next_tokens)
+            start.copy_(captured.next_start)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from tests.checkpoints import make_drafter, make_gpt_oss
+from tests.flat_ops import rowless_ops
 from tests.gpu.test_kernels import HALVES, assert_close
 from tests.gpu.test_kernels import why_not as why_no_kernels
 from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
-from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
-from trtllm_dflash.ops.cuda_ops import CudaOps, moe_kernel
+from trtllm_dflash.ops.cuda_ops import moe_kernel
 from trtllm_dflash.ops.experts import Experts, activate, route
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -194,11 +195,23 @@ def test_a_scale_that_is_not_a_number_spoils_its_experts_rows_alone():
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", [Case(600, hidden=64, columns=32), Case(4, torch.float32, False)], ids=str)
+@pytest.mark.parametrize("case", [Case(4, hidden=1 << 15, columns=32), Case(4, torch.float32, False)], ids=str)
 def test_what_the_kernels_do_not_take_torch_computes(case):
     weights, x, logits = make_kernel_inputs(case)
-    ops, plain = CudaOps(weights, {}), TorchOps(weights, {})
+    assert not moe_kernel(case.layer, Experts.of(weights, case.layer)).takes(x, logits)
+    ops, plain = rowless_ops(weights), TorchOps(weights, {})
     assert ops.moe(case.layer, x[None], logits[None]).equal(plain.moe(case.layer, x[None], logits[None]))
+
+
+@needs_kernels
+def test_more_rows_than_the_kernels_take_are_computed_in_parts():
+    case = Case(1100, hidden=64, columns=32)
+    weights, x, logits = make_kernel_inputs(case)
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    out = rowless_ops(weights).moe(case.layer, x[None], logits[None])[0]
+    for rows in (slice(0, 512), slice(512, 1024), slice(1024, 1100)):
+        assert out[rows].equal(moe(x[rows], logits[rows]))
+    assert_close(out, moe_in_float64(case, weights, x, logits), case.dtype, roundings=3.0)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -216,8 +229,20 @@ def test_a_chunks_attention_has_windows_and_sinks(start, has_sinks, window):
     lengths, name = torch.tensor([start + 100], dtype=torch.int32), "sinks" if has_sinks else None
     wide = [x.float() for x in (q, keys, values)]
     expected = TorchOps({"sinks": sinks}, {}).attention(*wide, lengths, True, window, name)
-    ops = CudaOps({"sinks": sinks.cuda()}, {}, chunk_end=start + 100)
-    actual = ops.attention(q.cuda(), keys.cuda(), values.cuda(), lengths.cuda(), True, window, name)
+    rows, keys, values = q[0].transpose(0, 1).contiguous().cuda(), keys.cuda(), values.cuda()
+    cuts = [[0, start + first, first, min(kernels.MAX_ROWS, 100 - first)] for first in range(0, 100, kernels.MAX_ROWS)]
+    actual = kernels.attend_rows(
+        rows,
+        keys,
+        values,
+        kernels.Pages(torch.zeros(1, 1, dtype=torch.int32, device="cuda"), 400),
+        torch.tensor(cuts, dtype=torch.int32, device="cuda"),
+        kernels.MAX_ROWS,
+        out=torch.empty(1, 100, 8 * 64, dtype=torch.bfloat16, device="cuda"),
+        causal=True,
+        window=window or 0,
+        sinks=sinks.cuda() if has_sinks else None,
+    )
     torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.02, atol=0.02)
 
 

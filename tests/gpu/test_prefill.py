@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.flat_ops import piece_ops
 from tests.gpu.test_cuda import NEAR_TIE, load_tiny, shipped_prompts
 from tests.gpu.test_kernels import HALVES, assert_close, layer_weights, why_not
 from tests.near_ties import assert_only_near_ties_differ
@@ -34,7 +35,10 @@ def test_chunk_after_chunk_equals_attention_under_a_mask(dtype, size, heads):
             qkv = torch.randn(1, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
             start = torch.tensor([first], dtype=torch.int32, device="cuda")
             first += rows
-            ops = ops_type(weights, caches, None, first) if ops_type is CudaOps else ops_type(weights, caches)
+            if ops_type is CudaOps:
+                ops, _ = piece_ops(weights, caches, 0, first - rows, [0] * rows)
+            else:
+                ops = TorchOps(weights, caches)
             outs.append(ops.self_attention(layer, qkv, start))
         results.append(torch.cat(outs, dim=1))
     assert_close(results[1], results[0], dtype, roundings=4)

@@ -10,6 +10,7 @@ from trtllm_dflash.kernels.attention import MAX_ROWS, attend_rows, attention
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import accept, argmax
+from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
@@ -17,7 +18,6 @@ from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
-from trtllm_dflash.kernels.step import begin_step, embed, end_step
 from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
@@ -51,10 +51,8 @@ __all__ = [
     "attend_rows",
     "attention",
     "begin_rows",
-    "begin_step",
     "embed",
     "end_rows",
-    "end_step",
     "find",
     "gpu_name",
     "load",

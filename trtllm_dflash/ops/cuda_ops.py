@@ -1,14 +1,14 @@
-"""`TorchOps` on a GPU, with our CUDA kernels for all but dense products: the fast path in BF16 and FP16."""
+"""`TorchOps` on a GPU by our CUDA kernels, on flat rows over paged caches: the fast path in BF16 and FP16."""
 
 from collections.abc import Mapping
 
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
-from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, dequantize_cache_rows
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -30,6 +30,15 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
     return moe_kernel(layer, experts).takes(x, logits)
 
 
+def append_kernel(layer: AttentionLayer, weights: Mapping[str, Tensor], scales: kernels.Scales) -> kernels.Append:
+    """Makes the kernels' append of a layer's rows; scales are those of its FP8 caches."""
+    cos, sin = weights[layer.rope + ".cos"], weights[layer.rope + ".sin"]
+    if layer.norm_eps is None:
+        return kernels.Append(cos, sin, scales=scales)
+    q_norm, k_norm = (weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
+    return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
+
+
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
     values = matrix.blocks if matrix.weight is None else matrix.weight
     assert values is not None
@@ -37,14 +46,17 @@ def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
 
 
 class CudaOps(TorchOps):
-    """Computes on CUDA. A call whose inputs stay at their addresses may be captured into a CUDA graph.
+    """Computes a step of flat rows: x is [1, N, H] for models, and what is per slot is [G], one for each segment.
 
-    Attention of more rows than a block has (a prompt chunk) is torch's: its fused kernel, where the host knows how far
-    the rows go. A slot whose `start` is so low that its rows end at or below position 0 (-rows, say) is idle: its
-    attention costs nothing, and its caches are not written.
+    The layout of the rows lies on the device. A call whose inputs stay at their addresses may be captured into a CUDA
+    graph.
 
-    Args: as TorchOps, and `chunk_end`: the length of every slot in the call once its rows are appended, where the host
-        knows it.
+    Args: as `TorchOps`, but
+        caches: K/V caches by name, [pages, heads, page rows, D].
+        pages: of every slot.
+        layout: of the step's rows.
+        slots: leading segments that are decoding slots; the others are pieces of prompts.
+        rows: the most that a decoding slot has.
 
     Raises:
         EngineError: the kernels are not built.
@@ -54,12 +66,20 @@ class CudaOps(TorchOps):
         self,
         weights: Mapping[str, Tensor],
         caches: Mapping[str, Tensor],
-        communicator: Communicator | None = None,
-        chunk_end: int | None = None,
+        communicator: Communicator | None,
+        pages: kernels.Pages,
+        layout: kernels.Rows,
+        slots: int,
+        rows: int,
     ) -> None:
         super().__init__(weights, caches, communicator)
-        self._chunk_end = chunk_end
         kernels.load()
+        self._pages = pages
+        self._layout = layout
+        self._decoding = layout.segments[:slots]
+        self._most = rows
+
+    # -- the network -------------------------------------------------------------------------------------------------
 
     def embedding(self, name: str, ids: Tensor) -> Tensor:
         return kernels.embed(self.weights[name + ".weight"], ids)
@@ -129,45 +149,29 @@ class CudaOps(TorchOps):
         return kernels.swiglu(x)
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
+        """Computes as many rows at a time as the kernels take: prompts bring more."""
         compute = moe_kernel(layer, Experts.of(self.weights, layer))
-        rows, scores = x.flatten(0, 1), logits.flatten(0, 1)
-        return compute(rows, scores).view_as(x) if compute.takes(rows, scores) else super().moe(layer, x, logits)
+        rows, scores = (of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (x, logits))
+        if not compute.takes(rows[0], scores[0]):
+            return super().moe(layer, x, logits)
+        out = [compute(*part) for part in zip(rows, scores, strict=True)]
+        return (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
 
-    def attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lengths: Tensor,
-        causal: bool,
-        window: int | None = None,
-        sinks: str | None = None,
-    ) -> Tensor:
-        rows = q.shape[2]
-        if rows <= kernels.MAX_ROWS:
-            return kernels.attention(q, keys, values, lengths, causal, window or 0, self._sinks(sinks))
-        if self._chunk_end is None or not causal:
-            return super().attention(q, keys, values, lengths, causal, window, sinks)
-        if window is not None:
-            first = max(0, self._chunk_end - rows - window + 1)
-            keys, values = keys[:, :, first : self._chunk_end], values[:, :, first : self._chunk_end]
-            return super().attention(q, keys, values, lengths - first, causal, window, sinks)
-        keys, values = keys[:, :, : self._chunk_end], values[:, :, : self._chunk_end]
-        # Called by name: of rows fewer than keys the public function takes no causal mask, and for rows as many it may
-        # choose cuDNN, which compiles a plan for each length. This one's mask ends with the last row and the last key.
-        results = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)
-        out: Tensor = results[0]  # [B, heads, N, D]
-        if sinks is not None:
-            # The sink only adds to the sum that the values were divided by.
-            share = torch.sigmoid(results[1] - self.weights[sinks].float()[:, None])  # [B, heads, N]
-            out = (out.float() * share[..., None]).to(out.dtype)
-        return out.transpose(1, 2).flatten(2)
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x if rows.shape[1] == x.shape[1] else x[:, rows[0]]
+
+    # -- attention ---------------------------------------------------------------------------------------------------
 
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
         keys, values = self._caches(layer)
-        q = self._append(layer)(keys, values, start, layer.heads, qkv)
-        assert q is not None
-        return self._attend(layer, q, start, None, True)
+        out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
+        append = append_kernel(layer, self.weights, self._scales(layer))
+        q = append.rows(keys, values, self._pages, self._layout, layer.heads, qkv[0], out)
+        if len(self._decoding):
+            self._attend(layer, q, self._decoding, self._most, out, causal=True)
+        if len(self._layout.cuts):
+            self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
+        return out[None]
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         # As projected: they are normed and rotated on their way into the cache.
@@ -178,16 +182,49 @@ class CudaOps(TorchOps):
     def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
         keys, values = self._caches(layer)
         k, v = context.tensors
-        self._append(layer)(keys, values, start, layer.heads, context=(k, v))
+        append = append_kernel(layer, self.weights, self._scales(layer))
+        append.context(keys, values, self._pages, self._layout, layer.heads, (k, v))
 
     def block_attention(
         self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
     ) -> Tensor:
         keys, values = self._caches(layer)
-        k, v = context.tensors
-        q = self._append(layer)(keys, values, start, layer.heads, qkv, (k, v), committed)
-        assert q is not None
-        return self._attend(layer, q, start, committed, False)
+        (segments, block, _), (k, v) = qkv.shape, context.tensors
+        append = append_kernel(layer, self.weights, self._scales(layer))
+        q = append.block(keys, values, self._pages, self._layout, layer.heads, qkv, (k, v), committed)
+        out = torch.empty(segments * block, layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
+        self._attend(layer, q, self._layout.segments, block, out, causal=False, added=committed, block=block)
+        return out.view(segments, block, -1)
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        segments: Tensor,
+        rows: int,
+        out: Tensor,
+        causal: bool,
+        added: Tensor | None = None,
+        block: int = 0,
+    ) -> None:
+        """Fills `out` with these segments' attention to a layer's caches. Arguments as in `kernels.attend_rows`."""
+        keys, values = self._caches(layer)
+        window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+        scales = self._scales(layer)
+        kernels.attend_rows(
+            q, keys, values, self._pages, segments, rows, out, causal, window, sinks, scales, added, block
+        )
+
+    def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+        return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
+
+    def _scales(self, layer: AttentionLayer) -> kernels.Scales:
+        """Scales of a layer's FP8 caches; None where the caches have the rows' type."""
+        if self.caches[layer.prefix + "key"].dtype != FP8:
+            return None
+        return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
+
+    # -- choosing tokens ---------------------------------------------------------------------------------------------
 
     def argmax(self, logits: Tensor) -> Tensor:
         best, ids = kernels.argmax(logits)
@@ -199,43 +236,26 @@ class CudaOps(TorchOps):
         winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
         return every[:, 1].gather(0, winner)[0]
 
+    def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
+        """Draws each row's id: logits [1, R, V/tp] -> [1, R]; parameters are a row's, [R], and uniform is [R, 1]."""
+        return super().sample(logits.transpose(0, 1), sampling).transpose(0, 1)
+
     def accept(
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
-        return Acceptance(*kernels.accept(token_ids, target_ids, logit_rows.contiguous(), row_count))
+        accepted, committed, bonus, _ = kernels.accept_rows(self._layout, target_ids[0])
+        return Acceptance(accepted, committed, bonus)
 
-    def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
+    def acceptance(
+        self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
+    ) -> Acceptance[Tensor]:
+        """Makes the outcome of so many accepted drafts [G]; of fewer where a segment has not so many."""
+        first, counts = self._layout.logit_first, self._layout.segments[:, 3]
+        logits = first[1:] - first[:-1]
+        accepted = accepted.minimum((logits - 1).clamp(min=0))
+        index = (first[:-1] + accepted).clamp(max=target_ids.shape[1] - 1)
+        committed = torch.where(counts > 0, counts - logits + accepted + 1, 0)
+        return Acceptance(accepted, committed, target_ids[0, index])
 
-    def _scales(self, layer: AttentionLayer) -> kernels.Scales:
-        """Scales of a layer's FP8 caches; None where the caches have the rows' type."""
-        if self.caches[layer.prefix + "key"].dtype != FP8:
-            return None
-        return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
-
-    def _sinks(self, name: str | None) -> Tensor | None:
-        return None if name is None else self.weights[name]
-
-    def _append(self, layer: AttentionLayer) -> kernels.Append:
-        cos, sin = self.weights[layer.rope + ".cos"], self.weights[layer.rope + ".sin"]
-        scales = self._scales(layer)
-        if layer.norm_eps is None:
-            return kernels.Append(cos, sin, scales=scales)
-        q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
-        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
-
-    def _attend(
-        self, layer: AttentionLayer, q: Tensor, start: Tensor, committed: Tensor | None, causal: bool
-    ) -> Tensor:
-        """Attends from q [B, heads, N, D] to a layer's caches; start [B] + committed [B] rows came before."""
-        (keys, values), scales, rows = self._caches(layer), self._scales(layer), q.shape[2]
-        if rows <= kernels.MAX_ROWS:
-            sinks, window = self._sinks(layer.sinks), layer.window or 0
-            return kernels.attention(q, keys, values, start, causal, window, sinks, committed, rows, scales)
-        if scales is not None:
-            # A prompt's chunk: torch's kernels read 16-bit rows.
-            end = self._chunk_end if self._chunk_end is not None and causal else keys.shape[2]
-            pairs = zip((keys, values), scales, strict=True)
-            keys, values = (dequantize_cache_rows(cache[:, :, :end], scale, q.dtype) for cache, scale in pairs)
-        lengths = start + rows if committed is None else start + committed + rows
-        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
+    def slots(self, start: Tensor) -> Tensor:
+        return self._layout.segments[:, 0]

@@ -20,8 +20,7 @@ from trtllm_dflash.engine.ladder import StepKind
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_ops import takes_experts
-from trtllm_dflash.ops.ragged_cuda_ops import RaggedCudaOps
+from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
 from trtllm_dflash.session.graphs import StepGraphs
@@ -236,8 +235,8 @@ class CudaSession(TorchSession):
     def _page_tables(self) -> kernels.Pages:
         return kernels.Pages(torch.tensor(self._tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
-    def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> RaggedCudaOps:
-        return RaggedCudaOps(self.weights, self.caches, self.communicator, self._pages, layout, slots, rows)
+    def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> CudaOps:
+        return CudaOps(self.weights, self.caches, self.communicator, self._pages, layout, slots, rows)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
