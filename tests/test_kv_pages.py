@@ -240,6 +240,18 @@ def test_two_that_read_the_same_prompt_at_once_share_it_from_then_on():
     assert (pages.used, pages.shared, pages.available) == (4, 2, 16)
 
 
+def test_a_page_is_not_exchanged_for_one_with_fewer_of_the_drafter_s_rows():
+    pages = Pages(Paging(20, 64, 10))
+    ids = list(range(64))
+    plain, drafted = (pages.admit(ids, False, 70) for _ in range(2))
+    assert pages.record(plain, ids, 0) == []
+    assert pages.record(drafted, ids, 60) == []
+    assert pages.used == 4
+    third = pages.admit([*ids[:62], 99, 98], True, 70)
+    assert third.rows == third.drafter_rows == 60
+    assert third.copy == (drafted.nodes[0].page, third.nodes[0].page, 60)
+
+
 def test_the_least_recently_used_ending_is_given_up_first():
     pages = Pages(Paging(6, 64, 6))
     shared = list(range(64))

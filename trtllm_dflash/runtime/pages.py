@@ -223,12 +223,15 @@ class Pages:
             parent.begun.setdefault(node.key, []).append(node)
 
     def _find_or_add(self, node: Node) -> Node:
-        """Adds a page to the full ones; where there is such a page, gives it back and refers to that one instead."""
+        """Adds a page to the full ones; where there is such a page, gives it back and refers to that one instead.
+
+        Not to one whose rows the drafter's caches have fewer of.
+        """
         self.changes += 1
         parent = node.parent
         assert parent is not None
         known = parent.full.setdefault((tuple(node.tokens), node.drafter_rows == self.rows), node)
-        if known is node or node.refs > 1:
+        if known is node or node.refs > 1 or known.drafter_rows < node.drafter_rows:
             return node
         self._refer(known)
         self._unlink(node)
