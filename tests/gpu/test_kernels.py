@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -802,8 +803,8 @@ class Tiny:
             starts.append(out.next_start)
         return torch.cat(blocks), torch.cat(starts)
 
-    @property
-    def offsets(self) -> torch.Tensor:
+    @cached_property
+    def offsets(self) -> torch.Tensor:  # made before a capture, which allows no copy from the host
         return ints([list(range(self.config.block_size))])
 
     def decode_inputs(self, tokens, start, drafting):
