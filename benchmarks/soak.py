@@ -29,8 +29,9 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cost.gpus import GB
-from trtllm_dflash.cost.memory import page_bytes
+from trtllm_dflash.cost.memory import cache_bytes
 from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.errors import DFlashError, QueueFullError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
@@ -212,7 +213,7 @@ def build_engine(folder: Path) -> None:
     pair = {"name": "tiny", "target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
     limits = {"precision": "fp32", "max_batch": SLOTS, "max_seq_len": 768, "page_size": PAGE_ROWS}
     build(BuildSettings.model_validate({**pair, **limits}), folder)
-    gigabytes = (PAGES + 0.5) * page_bytes(read_config(folder), PAGE_ROWS) / GB
+    gigabytes = 1.01 * cache_bytes(read_config(folder), Paging(PAGES, PAGE_ROWS, width=2)) / GB
     build(BuildSettings.model_validate({**pair, **limits, "kv_memory": gigabytes}), folder, force=True)
 
 

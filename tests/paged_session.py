@@ -39,13 +39,30 @@ class PagedSession:
     """
 
     def __init__(
-        self, slots=4, pages=40, page_rows=20, max_seq_len=200, block=4, pieces=3, prompt_rows=96, mixes=True, ahead=1
+        self,
+        slots=4,
+        pages=40,
+        page_rows=20,
+        max_seq_len=200,
+        block=4,
+        pieces=3,
+        prompt_rows=96,
+        mixes=True,
+        ahead=1,
+        window=0,
     ):
         self.config = SimpleNamespace(
             block_size=block, max_batch=slots, max_seq_len=max_seq_len, drafter=object(), sampling=True
         )
         self.limits = StepLimits(pieces, prompt_rows, mixes)
-        self.paging = Paging(pages, page_rows, -(-(max_seq_len + 2 * block) // page_rows))
+        width = -(-(max_seq_len + 2 * block) // page_rows)
+        seen = slots * (-(-(window + (ahead + 2) * block) // page_rows) + 3)
+        window_pages = seen + -(-(ahead + 1) * prompt_rows // page_rows) if window else 0
+        self.paging = Paging(pages, page_rows, width, window, window_pages)
+        self.windowed = [[None] * page_rows for _ in range(window_pages)]  # the target's layers with a window
+        self.window_tables = [{} for _ in range(slots)]
+        self.looks = []  # slot, and the first and last position that the last step saw through the window
+        self.lost = []  # slot and position of rows that a step has to see through the window and did not find
         self.ahead = ahead
         self.choice = SimpleNamespace(labels={})
         self.prepared = None
@@ -66,7 +83,7 @@ class PagedSession:
 
     def run(self, step):
         self.steps.append(step)
-        self.writes = []
+        self.writes, self.looks = [], []
         for slot, index, page in step.pages:
             self.tables[slot][index] = page
         targets = [target for _, target, _ in step.copies]
@@ -75,6 +92,11 @@ class PagedSession:
         for source, target, rows in step.copies:
             for cache in (self.target, self.drafter):
                 cache[target][:rows] = cache[source][:rows]
+        for slot, index, page in step.window_pages:
+            self.window_tables[slot][index] = page
+        assert len({entry[:2] for entry in step.window_pages}) == len(step.window_pages)
+        for source, target, rows in step.window_copies:
+            self.windowed[target][:rows] = self.windowed[source][:rows]
         slots = [slot for slot, _ in step.decode] + [piece.slot for piece in step.pieces]
         assert len(slots) == len(set(slots))
         assert len(step.pieces) <= self.limits.pieces
@@ -94,6 +116,8 @@ class PagedSession:
             self._write(self.target, slot, position, token)
             if step.drafting is not Drafting.OFF:
                 self._write(self.drafter, slot, position, token)
+        if self.paging.window:
+            self._look(slot, start, token_ids)
         sampling = self.sampling[slot]
         assert step.sampled or not sampling.temperature
         first = start + len(token_ids) - logits
@@ -111,6 +135,18 @@ class PagedSession:
             for position in range(start, start + step.block):
                 self._write(self.drafter, slot, position, None)
         return chosen[: accepted + 1]
+
+    def _look(self, slot, start, token_ids):
+        size, table = self.paging.rows, self.window_tables[slot]
+        for position, token in enumerate(token_ids, start):
+            self.windowed[table[position // size]][position % size] = token
+        tokens = self._read(self.target, slot, start + len(token_ids))
+        first = max(0, start + 1 - self.paging.window)
+        self.looks.append((slot, first, len(tokens) - 1))
+        for position in range(first, len(tokens)):
+            page = table.get(position // size)
+            if page is None or self.windowed[page][position % size] != tokens[position]:
+                self.lost.append((slot, position))
 
     def _read(self, cache, slot, rows):
         size = self.paging.rows

@@ -232,6 +232,8 @@ def test_ranks_are_told_what_to_prepare():
             True,
             pages=[(1, 0, 9), (2, 1, 4)],
             copies=[(9, 4, 30)],
+            window_pages=[(1, 0, 3)],
+            window_copies=[(3, 2, 30), (1, 0, 8)],
         ),
         Step([(0, 1)], [], Drafting.OFF, 1, False),
     ):

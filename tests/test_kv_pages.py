@@ -28,11 +28,17 @@ class Written:
 class PagesMachine(RuleBasedStateMachine):
     """Sequences that come, are read and written, and leave, on pages whose rows a model keeps."""
 
+    PAGING = Paging(14, ROWS, 10)
+
     def __init__(self):
         super().__init__()
-        self.pages = Pages(Paging(14, ROWS, 10))
+        self.pages = Pages(self.PAGING)
         self.caches = [[None] * ROWS for _ in range(14)]  # (token, whether the drafter's caches have it), by page
         self.running: list[Written] = []
+
+    def has_room(self, places):
+        """Whether so many places more may be seen."""
+        return True
 
     # -- what a session does -----------------------------------------------------------------------------------------
 
@@ -58,12 +64,14 @@ class PagesMachine(RuleBasedStateMachine):
         tokens = sequence.ids[lease.rows : lease.rows + count]
         sequence.keeps_up = sequence.keeps_up and with_drafter
         for position, token in enumerate(tokens, lease.rows):
-            page = lease.nodes[position // ROWS].page
-            self.caches[page][position % ROWS] = token, with_drafter
+            self.put(lease.nodes[position // ROWS].page, position % ROWS, token, with_drafter)
         if sequence.keeps_up:
             sequence.drafter_rows += len(tokens)
         for place, page in self.pages.record(lease, tokens, sequence.drafter_rows):
             assert lease.nodes[place].page == page
+
+    def put(self, page, row, token, with_drafter):
+        self.caches[page][row] = token, with_drafter
 
     # -- rules -------------------------------------------------------------------------------------------------------
 
@@ -77,6 +85,8 @@ class PagesMachine(RuleBasedStateMachine):
     def admit(self, text, shared, own, drafts, growth):
         ids = text[:shared] + own
         rows = min(len(ids) + growth, 10 * ROWS)
+        if not self.has_room(4):
+            return
         before, available = self.pages.changes, self.pages.available
         lease = self.pages.admit(ids, drafts, rows)
         if lease is None:
@@ -158,6 +168,84 @@ class PagesMachine(RuleBasedStateMachine):
 
 TestPages = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+class WindowedPagesMachine(PagesMachine):
+    """The same where layers with a window have fewer pages of their own."""
+
+    PAGING = Paging(14, ROWS, 10, window=25, window_pages=11)
+
+    def __init__(self):
+        super().__init__()
+        self.windows = self.pages.windows
+        self.window_caches = [[None] * ROWS for _ in range(self.PAGING.window_pages)]
+
+    def has_room(self, places):
+        """There are as many in an engine as its slots may ever see; here that is left to whoever asks for more."""
+        return self.windows.held + places <= self.PAGING.window_pages
+
+    def launch(self, sequence):
+        if sequence.lease.window_copy is not None:
+            source, target, rows = sequence.lease.window_copy
+            self.window_caches[target][:rows] = self.window_caches[source][:rows]
+        super().launch(sequence)
+        lease = sequence.lease
+        for place in lease.seen:
+            node = lease.nodes[place]
+            if (place + 1) * ROWS > lease.rows:
+                others = [other.lease for other in self.running if other is not sequence]
+                assert not any(node is other.nodes[i] for other in others for i in other.seen)
+                first = max(0, lease.rows - place * ROWS)
+                self.window_caches[self.windows.of(node.page)][first:] = [None] * (ROWS - first)
+
+    def write(self, sequence, count, with_drafter):
+        lease, end = sequence.lease, sequence.lease.rows + count
+        if not self.has_room(-(-end // ROWS) - lease.seen.stop):
+            return
+        before = lease.seen
+        assert self.pages.look(lease, lease.rows, end) == range(before.stop, lease.seen.stop)
+        assert lease.seen.start == max(before.start, min(before.stop, max(0, lease.rows - 24) // ROWS))
+        assert lease.seen.stop * ROWS >= end
+        super().write(sequence, count, with_drafter)
+
+    def put(self, page, row, token, with_drafter):
+        super().put(page, row, token, with_drafter)
+        self.window_caches[self.windows.of(page)][row] = token
+
+    @invariant()
+    def every_window_page_is_in_one_place(self):
+        seen = {s.lease.nodes[place].page for s in self.running for place in s.lease.seen}
+        seen |= {s.lease.source.page for s in self.running if s.lease.window_copy is not None}
+        behind, kept = self.windows._behind, set(self.windows._kept)
+        assert sorted([*behind.values(), *self.windows._free]) == list(range(self.PAGING.window_pages))
+        assert self.windows.held == len(seen)
+        assert kept | seen == set(behind)
+        assert not kept & seen
+
+    @invariant()
+    def rows_that_are_seen_are_in_the_window_pages(self):
+        for node in tree(self.pages):
+            if self.windows.has(node.page):
+                rows = self.window_caches[self.windows.of(node.page)]
+                assert rows[: len(node.tokens)] == node.tokens
+        for sequence in self.running:
+            lease = sequence.lease
+            for position in range(max(0, lease.rows - 24), lease.rows):
+                assert position // ROWS in lease.seen
+                page = self.windows.of(lease.nodes[position // ROWS].page)
+                if lease.window_copy is not None and page == lease.window_copy[1]:
+                    page = lease.window_copy[0]
+                assert self.window_caches[page][position % ROWS] == sequence.ids[position]
+
+    def teardown(self):
+        for sequence in self.running:
+            self.pages.release(sequence.lease)
+        self.running = []
+        assert self.windows.held == 0
+
+
+TestWindowedPages = WindowedPagesMachine.TestCase
+TestWindowedPages.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def tree(pages):

@@ -34,7 +34,10 @@ def run(scheduler, steps=5000):
 
 
 def watch(scheduler, session):
-    """Notes the steps that write a page which their slot does not have alone, or a row that the tree knows."""
+    """Notes the steps that write a page which their slot does not have alone, or a row that the tree knows.
+
+    So too those that see a page of a layer with a window which their slot does not hold.
+    """
     wrong, real, rows = [], session.run, session.paging.rows
 
     def run_and_check(step):
@@ -45,6 +48,9 @@ def watch(scheduler, session):
             owners = sum(node in lease.nodes for lease in leases.values())
             if node.page != page or owners != 1 or position < leases[slot].rows:
                 wrong.append((step, slot, position, page))
+        for slot, first, last in session.looks:
+            if first // rows not in leases[slot].seen or last // rows not in leases[slot].seen:
+                wrong.append((step, slot, first, last))
         return outcome
 
     session.run = run_and_check
@@ -63,10 +69,11 @@ def prompts(chance, count):
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("pages", [11, 16, 40])
-def test_replies_do_not_depend_on_pages_and_who_joins_and_leaves(pages, ahead, mixes):
+@pytest.mark.parametrize("window", [0, 30])
+def test_replies_do_not_depend_on_pages_and_who_joins_and_leaves(window, pages, ahead, mixes):
     """Pages run out, prefixes are shared, requests are cancelled: what finishes is what comes of it alone."""
     chance = random.Random(pages + ahead)
-    session = PagedSession(pages=pages, ahead=ahead, mixes=mixes, pieces=3 if mixes else 1)
+    session = PagedSession(pages=pages, ahead=ahead, mixes=mixes, pieces=3 if mixes else 1, window=window)
     scheduler = Scheduler(session, draft_length=AnyLength(), budget=FixedPrefillBudget(70))
     waiting = [
         request(
@@ -97,12 +104,54 @@ def test_replies_do_not_depend_on_pages_and_who_joins_and_leaves(pages, ahead, m
             assert isinstance(sequence.error, CancelledError)
         else:
             assert sequence.completion().token_ids == reply(sequence.prompt_ids, sequence.params)
-    assert wrong == []
+    assert wrong == session.lost == []
+    if window:
+        assert scheduler._slots.pages.windows.held == 0
     statistics = scheduler.statistics
     assert cancelled
     assert statistics.prefix_hits > 5
     assert (statistics.preemptions > 0) == (pages < 40)
     assert statistics.running == statistics.kv_tokens_in_use == statistics.pages_used == 0
+
+
+def test_pages_that_a_window_has_left_are_given_back_while_the_sequence_runs():
+    session = PagedSession(slots=2, pages=60, max_seq_len=600, window=30, ahead=0, prompt_rows=40)
+    scheduler = Scheduler(session)
+    windows = scheduler._slots.pages.windows
+    long = request([1] * 300, 250)
+    scheduler.submit(long)
+    held = []
+    while scheduler.busy:
+        scheduler.step()
+        held.append(windows.held)
+    assert long.token_ids == reply(long.prompt_ids, long.params)
+    assert session.lost == []
+    assert scheduler.statistics.preemptions == 0
+    # 30 rows that are seen, 40 of a piece and 8 that steps write, in pages of 20 begun at both ends; all would be 28.
+    assert max(held) <= 6
+    assert max(held[30:-1]) <= 4
+    assert len({page for step in session.steps for _, _, page in step.window_pages}) <= session.paging.window_pages
+
+
+def test_a_prefix_is_shared_as_long_as_what_its_window_sees_is_there():
+    session = PagedSession(slots=2, pages=200, max_seq_len=400, window=30, ahead=0)
+    scheduler = Scheduler(session)
+    prefix = [*range(1, 46)] * 4  # nine pages
+
+    def ask(*tokens):
+        asked = request([*prefix, *tokens] if tokens[0] != 7 else list(tokens), 100)
+        scheduler.submit(asked)
+        run(scheduler)
+        assert asked.token_ids == reply(asked.prompt_ids, asked.params)
+        return asked.reused
+
+    assert ask(9) == 0
+    assert ask(8) == len(prefix)
+    for i in range(20):
+        ask(7, *[i] * 200)
+    assert ask(6) == 0  # others have taken those pages, though not the pages of all layers
+    assert ask(5) == len(prefix)
+    assert session.lost == []
 
 
 def test_a_step_has_decoding_slots_and_pieces_of_several_prompts():

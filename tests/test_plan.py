@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.memory import page_bytes, plan_memory, weight_bytes
+from trtllm_dflash.cost.memory import cache_bytes, plan_memory, plan_pages, weight_bytes
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -208,7 +209,7 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
         assert words in text
     assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 6%" in text
-    assert "18 of 36 layers see 128 tokens only, yet their caches are linear" in text
+    assert "18 of 36 layers see 128 tokens only, and are counted with every slot's whole length" in text
     assert not list(tmp_path.iterdir())
 
 
@@ -247,8 +248,9 @@ def test_a_plan_says_how_many_conversations_the_pages_hold():
     arguments = ("--gpu", "h200", "--max-batch", 64, "--max-seq-len", 32768, "--kv-memory", 20, "--cache-length", 2000)
     plan = planned(*arguments)
     engine = config(max_batch=64, max_seq_len=32768, kv_memory=20 * 10**9)
-    pages = 20 * 10**9 // page_bytes(engine, 64)
-    assert (plan.pages.count, plan.pages.rows) == (pages, 64)
+    paging, pages = plan_pages(engine), plan.pages.count
+    assert (paging.pages, paging.rows, paging.window) == (pages, plan.pages.rows, 128)
+    assert cache_bytes(engine, paging) <= 20e9 < cache_bytes(engine, replace(paging, pages=pages + 1))
     assert plan.pages.conversations(2000) == pages // 32
     assert plan.pages.conversations(64) == pages
     caches = 64 * (plan.memory.target_cache_per_slot + plan.memory.drafter_cache_per_slot)
@@ -256,8 +258,12 @@ def test_a_plan_says_how_many_conversations_the_pages_hold():
     text = succeeds(*MODEL, *arguments)
     longest = pages // 512
     assert f"{pages:,} pages of 64 tokens" in text
+    assert f"18 of 36 layers see 128 tokens only: they have {paging.window_pages:,} pages of their own" in text
     assert f"{pages // 32} of 2,000 tokens or {longest} of 32,768 tokens; at most 64 have a slot" in text
     assert planned("--gpu", "h200").pages is None
+    few = planned("--gpu", "h200", "--kv-memory", 1, "--max-seq-len", 8192)
+    assert 8192 <= few.largest_seq_len < 64 * few.pages.count  # one sequence that fills the pages
+    assert 8 <= few.largest_batch < 1000
 
 
 def test_every_batch_has_a_plain_step_and_its_best_length_commits_the_most():

@@ -7,7 +7,8 @@ import pytest
 from tests.conftest import TINY
 from tests.virtual_time import Clock
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.cost.memory import page_bytes
+from trtllm_dflash.cost.memory import cache_bytes
+from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.pages import MIN_COPIED_ROWS
@@ -177,7 +178,7 @@ def test_a_reply_may_fill_the_context(llm, ahead):
 
 def test_a_preempted_reply_is_the_same_text(loaded, alone):
     """Caches for one and a half conversations: four at once, all of them with the text and drafts of their own."""
-    tight = with_session(loaded, page_size=64, max_seq_len=400, kv_memory=10 * 2 * page_bytes(loaded.config, 64))
+    tight = with_session(loaded, page_size=64, max_seq_len=400, kv_memory=cache_bytes(loaded.config, Paging(20, 64, 7)))
     scheduler = Scheduler(tight.session, ahead=1)
     sequences = [
         asked(tight, CHATS[i], 300, ignore_eos=True, draft=i != 2, temperature=0.8 * (i == 1), seed=i) for i in range(4)

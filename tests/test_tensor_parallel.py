@@ -17,8 +17,9 @@ from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cost.gpus import GB
-from trtllm_dflash.cost.memory import page_bytes
+from trtllm_dflash.cost.memory import cache_bytes
 from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.pairs.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
@@ -198,7 +199,7 @@ def test_ranks_run_mixed_steps_over_pages_and_preempt_together(prompts, tmp_path
 
     pages = {"page_size": 64, "max_seq_len": 256, "chunk": 64}
     build_tiny(tmp_path / "all", tp=2, **pages)
-    few = 6.5 * page_bytes(read_config(tmp_path / "all"), 64) / GB
+    few = 1.01 * cache_bytes(read_config(tmp_path / "all"), Paging(6, 64, 5)) / GB
     build_tiny(tmp_path / "engine", tp=2, kv_memory=few, **pages)
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     folders = TINY / "target", TINY / "drafter"

@@ -3,7 +3,7 @@
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import is_expert
 from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PublishedGPU, capability
-from trtllm_dflash.cost.memory import computes_all_experts
+from trtllm_dflash.cost.memory import computes_all_experts, plan_pages
 from trtllm_dflash.cost.prediction import ERROR_BOUND, FP8_CACHE_ERROR_BOUND, MIXTURE_ERROR_BOUND, MXFP4_SHARE
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
@@ -111,10 +111,13 @@ def _caches(config: EngineConfig, target: DecoderConfig) -> list[str]:
     notes = []
     sizes = [window for window in target.windows or () if window is not None]
     if sizes:
-        notes.append(
-            f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only, yet their caches are "
-            "linear: they hold every slot's whole length, as the others' do."
+        pages = plan_pages(config).window_pages
+        held = (
+            f": they have {pages:,} pages of their own, which sequences give back as they go on."
+            if pages
+            else ", and are counted with every slot's whole length, as without pages; pages (--kv-memory) hold less."
         )
+        notes.append(f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only{held}")
     if config.kv == "fp8":
         notes.append(
             "Caches: FP8, in half the memory. Attention has the time that it takes with 16 bits (with many rows it "

@@ -19,8 +19,8 @@ from trtllm_dflash.cost.memory import (
     MemoryPlan,
     check_fits,
     computes_all_experts,
+    fits_in,
     plan_adds,
-    plan_memory,
     plan_pages,
     stored_bytes,
 )
@@ -202,7 +202,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
     memory = check_fits(config, gpu.name)
 
     def fits(**changes: int) -> bool:
-        return plan_memory(config.model_copy(update=changes)).total <= gpu.usable_bytes
+        return fits_in(gpu.usable_bytes, config.model_copy(update=changes))
 
     most = _largest(config.max_batch, _MOST_SLOTS, lambda n: fits(max_batch=n))
     longest = _largest(config.max_seq_len, config.target.max_positions, lambda n: fits(max_seq_len=n))

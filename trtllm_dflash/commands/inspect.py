@@ -42,7 +42,10 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
     parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
     parts |= {"scratch (estimate)": memory.scratch, "graphs (of a GPU)": memory.graphs, "total": memory.total}
     if not found.paging.linear:
-        rows["pages"] = f"{found.paging.pages} of {found.paging.rows} tokens, at most {found.paging.width} a slot"
+        paging = found.paging
+        rows["pages"] = f"{paging.pages} of {paging.rows} tokens, at most {paging.width} a slot"
+        if paging.window:
+            rows["pages"] += f"; {paging.window_pages} of layers that see {paging.window} tokens"
     rows["memory per GPU"] = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in parts.items())
     for name, text in rows.items():
         click.echo(f"{name:<18} {text}")

@@ -53,6 +53,14 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
     )
 
 
+def fits_in(room: int, config: EngineConfig) -> bool:
+    """Whether so many bytes hold an engine, and its pages one sequence."""
+    try:
+        return plan_memory(config).total <= room
+    except EngineError:  # the pages do not
+        return False
+
+
 def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
     """Checks that an engine fits a GPU; returns its memory plan.
 
@@ -77,7 +85,7 @@ def _advice(config: EngineConfig, room: int) -> str:
     """Names the knobs that would make an engine fit, each alone, with its largest value (lengths in tenths)."""
 
     def fits(**changes: int) -> bool:
-        return plan_memory(config.model_copy(update=changes)).total <= room
+        return fits_in(room, config.model_copy(update=changes))
 
     most = bisect_left(range(1, config.max_batch), True, key=lambda n: not fits(max_batch=n))
     tenth = -(-config.max_seq_len // 10)
@@ -161,16 +169,24 @@ def cache_shapes(config: EngineConfig, paging: Paging | None = None) -> dict[str
     if config.drafter is not None:
         models.append((PREFIX, config.drafter))
     shapes: dict[str, tuple[int, int, int, int]] = {}
+    windowed = windowed_caches(config, paging)
     for prefix, model in models:
         has_sink_keys = model is config.target and config.has_sink_keys
         shape = (
-            paging.pages,
             units_per_rank(model.kv_heads, config.tp),
             paging.rows + int(has_sink_keys),
             model.head_size + SINK_SIZE * int(has_sink_keys),
         )
-        shapes |= {f"{prefix}layers.{i}.{kind}": shape for i in range(model.layers) for kind in ("key", "value")}
+        names = [f"{prefix}layers.{i}.{kind}" for i in range(model.layers) for kind in ("key", "value")]
+        shapes |= {name: (paging.window_pages if name in windowed else paging.pages, *shape) for name in names}
     return shapes
+
+
+def windowed_caches(config: EngineConfig, paging: Paging) -> set[str]:
+    """Names the caches that have pages of their own: those of layers with a window."""
+    windows = config.target.windows if paging.window else None
+    windowed = [i for i, window in enumerate(windows or ()) if window]
+    return {f"model.layers.{i}.{kind}" for i in windowed for kind in ("key", "value")}
 
 
 def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
@@ -188,22 +204,40 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
     if width == 1:
         return linear_paging(config)
     most = config.max_batch * width
+    window, window_pages = _window_pages(config, rows)
+    if window_pages >= most:
+        window = window_pages = 0
     if config.kv_memory is None:
-        return Paging(most, rows, width)
-    pages = config.kv_memory // page_bytes(config, rows)
+        return Paging(most, rows, width, window, window_pages)
+    apart = cache_bytes(config, Paging(0, rows, width, window, window_pages))
+    each = cache_bytes(config, Paging(1, rows, width, window, 0))
+    pages = max(0, config.kv_memory - apart) // each
     if pages < width:
         raise EngineError(
             f"--kv-memory {gigabytes(config.kv_memory)} holds {pages * rows} tokens, fewer than one sequence of "
-            f"{config.max_seq_len}; give it at least {gigabytes(width * page_bytes(config, rows))}, or a smaller "
-            "--max-seq-len"
+            f"{config.max_seq_len}; give it at least {gigabytes(apart + width * each)}, or a smaller --max-seq-len"
         )
-    return Paging(min(pages, most), rows, width)
+    return Paging(min(pages, most), rows, width, window, window_pages)
 
 
-def page_bytes(config: EngineConfig, rows: int) -> int:
-    """Bytes of a page of so many rows in all of a rank's caches."""
-    shapes = cache_shapes(config, Paging(1, rows, 2)).values()
-    return sum(map(prod, shapes)) * config.cache_dtype.itemsize
+def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:
+    """Counts the pages that layers with a window need, however long the sequences: the largest window, and pages.
+
+    A slot's are those that its rows see, and those that the steps under way and the next one write. As many more are
+    for prompts that begin with what others have left.
+    """
+    window = max((window for window in config.target.windows or () if window is not None), default=0)
+    if not window:
+        return 0, 0
+    steps = 2  # under way, and the next one
+    each = -(-(window + (steps + 1) * config.block_size) // rows) + 3  # begun at both ends, and one to copy from
+    read = -(-steps * max(config.chunk, PAGE_ROWS) // rows)
+    return window, 2 * (config.max_batch * each + read)
+
+
+def cache_bytes(config: EngineConfig, paging: Paging) -> int:
+    """Bytes of a rank's caches of these pages."""
+    return sum(map(prod, cache_shapes(config, paging).values())) * config.cache_dtype.itemsize
 
 
 def _scratch(config: EngineConfig) -> int:

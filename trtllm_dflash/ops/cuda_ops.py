@@ -57,6 +57,7 @@ class CudaOps(TorchOps):
         layout: of the step's rows.
         slots: leading segments that are decoding slots; the others are pieces of prompts.
         rows: the most that a decoding slot has.
+        window_pages: of every slot in layers with a window; None: the same.
 
     Raises:
         EngineError: the kernels are not built.
@@ -71,10 +72,12 @@ class CudaOps(TorchOps):
         layout: kernels.Rows,
         slots: int,
         rows: int,
+        window_pages: kernels.Pages | None = None,
     ) -> None:
         super().__init__(weights, caches, communicator)
         kernels.load()
         self._pages = pages
+        self._window_pages = window_pages or pages
         self._layout = layout
         self._decoding = layout.segments[:slots]
         self._most = rows
@@ -166,7 +169,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         append = append_kernel(layer, self.weights, self._scales(layer))
-        q = append.rows(keys, values, self._pages, self._layout, layer.heads, qkv[0], out)
+        q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv[0], out)
         if len(self._decoding):
             self._attend(layer, q, self._decoding, self._most, out, causal=True)
         if len(self._layout.cuts):
@@ -183,7 +186,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         k, v = context.tensors
         append = append_kernel(layer, self.weights, self._scales(layer))
-        append.context(keys, values, self._pages, self._layout, layer.heads, (k, v))
+        append.context(keys, values, self._pages_of(layer), self._layout, layer.heads, (k, v))
 
     def block_attention(
         self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
@@ -191,7 +194,7 @@ class CudaOps(TorchOps):
         keys, values = self._caches(layer)
         (segments, block, _), (k, v) = qkv.shape, context.tensors
         append = append_kernel(layer, self.weights, self._scales(layer))
-        q = append.block(keys, values, self._pages, self._layout, layer.heads, qkv, (k, v), committed)
+        q = append.block(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv, (k, v), committed)
         out = torch.empty(segments * block, layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         self._attend(layer, q, self._layout.segments, block, out, causal=False, added=committed, block=block)
         return out.view(segments, block, -1)
@@ -210,10 +213,11 @@ class CudaOps(TorchOps):
         """Fills `out` with these segments' attention to a layer's caches. Arguments as in `kernels.attend_rows`."""
         keys, values = self._caches(layer)
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
-        scales = self._scales(layer)
-        kernels.attend_rows(
-            q, keys, values, self._pages, segments, rows, out, causal, window, sinks, scales, added, block
-        )
+        pages, scales = self._pages_of(layer), self._scales(layer)
+        kernels.attend_rows(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales, added, block)
+
+    def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:
+        return self._window_pages if layer.window else self._pages
 
     def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]

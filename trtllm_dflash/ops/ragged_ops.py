@@ -28,6 +28,11 @@ class Segment:
     count: int  # rows
     logits: int  # of its last rows: all of a decoding slot's, one of a piece's
     pages: Sequence[int]  # the slot's, by position
+    window_pages: Sequence[int]  # of layers with a window
+
+    def pages_of(self, layer: AttentionLayer) -> Sequence[int]:
+        """The slot's pages in a layer's caches."""
+        return self.window_pages if layer.window else self.pages
 
 
 @dataclass(frozen=True)
@@ -160,19 +165,20 @@ class RaggedOps(TorchOps):
             while done < rows.shape[1]:
                 page, at = divmod(start + done, size)
                 count = min(size - at, rows.shape[1] - done)
-                cache[segment.pages[page], :, at : at + count] = rows[:, done : done + count]
+                cache[segment.pages_of(layer)[page], :, at : at + count] = rows[:, done : done + count]
                 done += count
 
     def _attend(self, layer: AttentionLayer, segment: Segment, q: Tensor, length: int, causal: bool) -> Tensor:
         """Attends from q [1, heads, n, D], a slot's last rows, to its first `length` rows: [1, n, heads*D]."""
-        keys, values = (self._rows(layer.prefix + kind, segment, length, q.dtype) for kind in ("key", "value"))
+        keys, values = (self._rows(layer, kind, segment, length, q.dtype) for kind in ("key", "value"))
         lengths = self._lengths.setdefault(length, torch.tensor([length], dtype=torch.int32))
         return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
 
-    def _rows(self, name: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:
-        """Takes a slot's first `length` rows of a cache: [1, heads, length, D]."""
+    def _rows(self, layer: AttentionLayer, kind: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:
+        """Takes a slot's first `length` rows of a cache: [1, heads, length, D]; scratch before a layer's window."""
+        name = layer.prefix + kind
         cache = self.caches[name]
-        pages = segment.pages[: -(-length // self._layout.page_rows)]
+        pages = segment.pages_of(layer)[: -(-length // self._layout.page_rows)]
         if len(pages) == 1:
             rows = cache[pages[0], :, :length]
         else:

@@ -9,6 +9,7 @@ import heapq
 from dataclasses import dataclass
 
 from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.runtime.windows import Windows
 
 #: Shorter shared prefixes are not worth a copy: a prompt has a template's first words in common with any other.
 MIN_COPIED_ROWS = 16
@@ -53,6 +54,8 @@ class Lease:
         drafter_rows: how many of them the drafter's caches hold too.
         copy: page from, page to and rows, of a copy that must be made before the sequence's first step.
         source: the page that it comes from, which stays as it is until `Pages.copied`.
+        window_copy: the same copy in layers with a window, where they have pages of their own.
+        seen: places whose pages those layers have: from the first that the next row sees, to where steps may write.
     """
 
     nodes: list[Node]
@@ -60,6 +63,8 @@ class Lease:
     drafter_rows: int
     copy: tuple[int, int, int] | None = None
     source: Node | None = None
+    window_copy: tuple[int, int, int] | None = None
+    seen: range = range(0)
 
 
 class Pages:
@@ -75,6 +80,7 @@ class Pages:
     """
 
     def __init__(self, paging: Paging) -> None:
+        self._paging = paging
         self.total = paging.pages
         self.rows = paging.rows
         self.used = 0
@@ -83,6 +89,7 @@ class Pages:
         self._root = Node(-1)
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of pages without leases: the first goes first
         self.changes = 0
+        self.windows = Windows(paging) if paging.window else None
 
     @property
     def available(self) -> int:
@@ -117,6 +124,13 @@ class Pages:
             self._refer(source)
         for _ in range(new):
             nodes.append(self._take())
+        if self.windows is not None:
+            shared = lease.rows // self.rows
+            self._see(lease, range(self.windows.first_seen(shared), shared))
+            if source is not None:  # first, or its window page might be taken for the other
+                window = self.windows.hold(source.page)
+                self._see(lease, range(lease.seen.start, shared + 1))
+                lease.window_copy = window, self.windows.of(nodes[shared].page), copied
         if source is not None:
             self._copy(lease, source, nodes[lease.rows // self.rows], copied)
         return lease
@@ -127,11 +141,31 @@ class Pages:
         lease.nodes.append(node)
         return len(lease.nodes) - 1, node.page
 
+    def look(self, lease: Lease, rows: int, end: int) -> range:
+        """Gives a sequence pages of layers with a window, and takes back those that it sees no more.
+
+        There always are enough.
+
+        Args:
+            rows: the position of the first row that is yet to be computed.
+            end: rows that its steps may write.
+
+        Returns:
+            Places of new ones.
+        """
+        before = lease.seen
+        last = max(before.stop, min(-(-end // self.rows), len(lease.nodes)))
+        first = max(before.start, min(self._paging.first_seen(rows), before.stop))
+        self._see(lease, range(first, last))
+        return range(before.stop, last)
+
     def copied(self, lease: Lease) -> None:
         """Lets go of the page that a lease's first rows were copied from."""
         if lease.source is not None:
+            if lease.window_copy is not None and self.windows is not None:
+                self.windows.let_go(lease.source.page)
             self._release(lease.source)
-        lease.copy = lease.source = None
+        lease.copy = lease.source = lease.window_copy = None
 
     def record(self, lease: Lease, tokens: list[int], drafter_rows: int) -> list[tuple[int, int]]:
         """Notes the tokens of the sequence's next rows, which its steps have written.
@@ -157,7 +191,7 @@ class Pages:
             node.drafter_rows = max(0, min(drafter_rows - place * self.rows, len(node.tokens)))
             self._link(node, lease.nodes[place - 1] if place else self._root)
             if len(node.tokens) == self.rows:
-                lease.nodes[place] = self._find_or_add(node)
+                lease.nodes[place] = self._find_or_add(node, place in lease.seen)
                 if lease.nodes[place] is not node:
                     exchanged.append((place, lease.nodes[place].page))
         return exchanged
@@ -165,6 +199,7 @@ class Pages:
     def release(self, lease: Lease) -> None:
         """Takes a sequence's pages back, and keeps their rows for prompts that begin so."""
         self.copied(lease)
+        self._see(lease, range(0))
         for node in reversed(lease.nodes):
             self._release(node)
         lease.nodes = []
@@ -194,8 +229,13 @@ class Pages:
             nodes.append(child)
             node = child
             at += self.rows
+        if self.windows is not None:
+            del nodes[self.windows.seen_prefix([node.page for node in nodes]) :]
+            node, at = nodes[-1] if nodes else self._root, len(nodes) * self.rows
         best, rows = None, MIN_COPIED_ROWS - 1
         for child in node.begun.get(tuple(ids[at : at + MIN_COPIED_ROWS]), ()):
+            if self.windows is not None and not self.windows.has(child.page):
+                continue
             limit = min(most - at, child.drafter_rows if drafts else len(child.tokens))
             if limit > rows and child.tokens[: rows + 1] == ids[at : at + rows + 1]:
                 best, rows = child, _shared_rows(child.tokens, ids, at, rows + 1, limit)
@@ -222,10 +262,13 @@ class Pages:
             node.key = tuple(node.tokens[:MIN_COPIED_ROWS])
             parent.begun.setdefault(node.key, []).append(node)
 
-    def _find_or_add(self, node: Node) -> Node:
+    def _find_or_add(self, node: Node, seen: bool) -> Node:
         """Adds a page to the full ones; where there is such a page, gives it back and refers to that one instead.
 
         Not to one whose rows the drafter's caches have fewer of.
+
+        Args:
+            seen: whether the sequence sees it in layers with a window, which have pages of their own.
         """
         self.changes += 1
         parent = node.parent
@@ -234,6 +277,8 @@ class Pages:
         if known is node or node.refs > 1 or known.drafter_rows < node.drafter_rows:
             return node
         self._refer(known)
+        if self.windows is not None:
+            self.windows.exchange(node.page, known.page, seen)
         self._unlink(node)
         self._free.append(node.page)
         self.used -= 1
@@ -301,7 +346,21 @@ class Pages:
             self._free.append(page)
         node = Node(self._free.pop())
         self._refer(node)
+        if self.windows is not None:
+            self.windows.forget(node.page)
         return node
+
+    def _see(self, lease: Lease, seen: range) -> None:
+        """Gives a sequence the pages of layers with a window at these places, and takes back those at others."""
+        if self.windows is None:
+            return
+        for place in lease.seen:
+            if place not in seen:
+                self.windows.let_go(lease.nodes[place].page)
+        for place in seen:
+            if place not in lease.seen:
+                self.windows.hold(lease.nodes[place].page)
+        lease.seen = seen
 
 
 class LinearPages(Pages):

@@ -225,6 +225,8 @@ class Scheduler:
                     self._slots.grow(stay)
                 else:
                     self._preempt(max(self._slots, key=_RANK))
+            if not stay.over:
+                self._slots.look(stay, stay.rows)
 
     def _preempt(self, stay: Stay) -> None:
         """Puts a sequence back into the queue, to be computed again from its prompt and the tokens so far."""
@@ -291,6 +293,8 @@ class Scheduler:
 
     def _run(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
+        for stay, count in pieces:
+            self._slots.look(stay, stay.launched + count)
         step = Step(
             decode=batch.rows,
             pieces=[_piece(stay, count) for stay, count in pieces],
@@ -299,10 +303,11 @@ class Scheduler:
             sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
             pages=self._slots.table_changes,
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
+            window_pages=self._slots.window_changes,
+            window_copies=[stay.lease.window_copy for stay, _ in pieces if stay.lease.window_copy is not None],
         )
         outcome = self._session.run(step)
-        if step.pages:
-            self._slots.table_changes = []
+        self._slots.begin_changes()
         if batch.stays:
             self._decoded += 1
             if batch.drafts and batch.block != block:

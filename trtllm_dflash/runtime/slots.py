@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trtllm_dflash.engine.paging import Paging
@@ -52,11 +52,13 @@ class Slots:
 
     Attributes:
         table_changes: slot, place and page, of pages that slots have got and no step knows yet.
+        window_changes: likewise, of layers with a window, where they have pages of their own.
     """
 
     def __init__(self, count: int, paging: Paging, margin: int) -> None:
         assert paging.pages >= paging.width, "one sequence alone must fit"
         self.table_changes: list[tuple[int, int, int]] = []
+        self.window_changes: list[tuple[int, int, int]] = []
         self.pages = Pages(paging)
         self._linear = LinearPages(paging) if paging.linear else None
         if self._linear is not None:
@@ -99,11 +101,23 @@ class Slots:
         self._update(stay)
         if linear is None:
             self.table_changes += [(slot, place, node.page) for place, node in enumerate(lease.nodes)]
+            self._show(stay, lease.seen)
         return stay
+
+    def look(self, stay: Stay, rows: int) -> None:
+        """Gives a slot the pages of layers with a window for a step behind so many rows, and takes others back."""
+        if self.pages.windows is not None:
+            self._show(stay, self.pages.look(stay.lease, stay.rows, rows + self._margin))
+            self._update(stay)
+
+    def begin_changes(self) -> None:
+        """Begins new lists of changes: a step knows those so far."""
+        if self.table_changes or self.window_changes:
+            self.table_changes, self.window_changes = [], []
 
     def needs_page(self, stay: Stay) -> bool:
         """Whether a slot's next step may write past its pages."""
-        return stay.rows > stay.enough
+        return stay.rows > self._enough(len(stay.lease.nodes))
 
     def grow(self, stay: Stay) -> None:
         """Gives a slot one more of the pages that are available."""
@@ -115,7 +129,9 @@ class Slots:
         lease = stay.lease
         tokens = stay.sequence.tokens(lease.rows, stay.rows)
         drafter_rows = lease.rows + len(tokens) if stay.drafter_rows is None else stay.drafter_rows
-        self.table_changes += [(stay.slot, *change) for change in self.pages.record(lease, tokens, drafter_rows)]
+        exchanged = self.pages.record(lease, tokens, drafter_rows)
+        self.table_changes += [(stay.slot, *change) for change in exchanged]
+        self._show(stay, [place for place, _ in exchanged if place in lease.seen])
 
     def leave(self, stay: Stay, forget: bool = False) -> None:
         """Frees a slot; its rows stay, for later prompts that begin with them, or are forgotten."""
@@ -126,9 +142,21 @@ class Slots:
             self.pages.release(stay.lease)
         stay.over = True
         self.table_changes = [change for change in self.table_changes if change[0] != stay.slot]
+        self.window_changes = [change for change in self.window_changes if change[0] != stay.slot]
         del self._stays[stay.sequence]
         insort(self._free, stay.slot)
 
+    def _show(self, stay: Stay, places: Iterable[int]) -> None:
+        """Notes the pages of layers with a window that a slot has at these places."""
+        windows, nodes = self.pages.windows, stay.lease.nodes
+        if windows is not None:
+            self.window_changes += [(stay.slot, place, windows.of(nodes[place].page)) for place in places]
+
     def _update(self, stay: Stay) -> None:
-        pages = len(stay.lease.nodes)
-        stay.enough = math.inf if pages == self._paging.width else pages * self._paging.rows - self._margin
+        stay.enough = self._enough(len(stay.lease.nodes))
+        if self.pages.windows is not None:
+            stay.enough = min(stay.enough, self._enough(stay.lease.seen.stop))
+
+    def _enough(self, pages: int) -> float:
+        """Counts the rows up to which the first so many pages are all that a step writes to."""
+        return math.inf if pages == self._paging.width else pages * self._paging.rows - self._margin

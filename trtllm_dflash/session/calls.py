@@ -44,6 +44,8 @@ class Step:
     sampled: bool  # False: all of them are greedy
     pages: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index in its table, page
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # page from, page to, its first rows
+    window_pages: list[tuple[int, int, int]] = field(default_factory=list)  # likewise, of layers with a window, where
+    window_copies: list[tuple[int, int, int]] = field(default_factory=list)  # they have pages of their own
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def words_of(call: Call) -> Iterator[int]:
         yield from (0, call.source, call.target, call.rows)
     elif isinstance(call, Step):
         yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled)
-        for run in (call.decode, call.pages, call.copies):
+        for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies):
             yield len(run)
             for numbers in run:
                 yield from numbers
@@ -133,11 +135,14 @@ def _step_of(words: list[int]) -> Step:
     drafting, block, sampled = words[:3]
     at = 3
     runs: list[list[int]] = []
-    for size in (2, 3, 3):
+    for size in (2, 3, 3, 3, 3):
         end = at + 1 + words[at] * size
         runs.append(words[at + 1 : end])
         at = end
-    decode, pages, copies = runs
+    decode, *changes = runs
+    pages, copies, window_pages, window_copies = (
+        list(zip(run[::3], run[1::3], run[2::3], strict=True)) for run in changes
+    )
     pieces = []
     while at < len(words):
         slot, start, last = words[at : at + 3]
@@ -151,8 +156,10 @@ def _step_of(words: list[int]) -> Step:
         drafting=_DRAFTING[drafting],
         block=block,
         sampled=bool(sampled),
-        pages=list(zip(pages[::3], pages[1::3], pages[2::3], strict=True)),
-        copies=list(zip(copies[::3], copies[1::3], copies[2::3], strict=True)),
+        pages=pages,
+        copies=copies,
+        window_pages=window_pages,
+        window_copies=window_copies,
     )
 
 

@@ -65,9 +65,11 @@ class CudaSession(TorchSession):
         super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
         if self.library is not None:
             self.communicator.share_memory(device)
-            self._page_copies = self._copies_of_pages()
+            self._page_copies = self._copies_of_pages(windowed=False)
+            self._window_copies = self._copies_of_pages(windowed=True) if self.paging.window else self._page_copies
         self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
-        self._pages = self._page_tables()
+        self._pages = self._page_tables(self._tables)
+        self._window_pages = self._page_tables(self._window_tables) if self.paging.window else self._pages
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
@@ -175,10 +177,12 @@ class CudaSession(TorchSession):
         return min(kind.all_rows - sum(count for _, count in call.decode), self.limits.prompt_rows)
 
     def _run_step(self, call: Step) -> Tensor:
-        if call.pages:
-            kernels.set_pages(self._pages.table, self._int32([list(given) for given in call.pages]))
-        for source, target, rows in call.copies:
-            self._page_copies(source, target, rows)
+        for pages, changes in ((self._pages, call.pages), (self._window_pages, call.window_pages)):
+            if changes:
+                kernels.set_pages(pages.table, self._int32([list(given) for given in changes]))
+        for copy, changes in ((self._page_copies, call.copies), (self._window_copies, call.window_copies)):
+            for source, target, rows in changes:
+                copy(source, target, rows)
         for piece in call.pieces:
             if self._sampling[piece.slot] != piece.sampling:
                 self._slots.set_sampling(piece.slot, piece.sampling)
@@ -229,14 +233,17 @@ class CudaSession(TorchSession):
             width=kind.rows,
         )
 
-    def _copies_of_pages(self) -> kernels.PageCopies:
-        return kernels.PageCopies(self.caches.values())
+    def _copies_of_pages(self, windowed: bool) -> kernels.PageCopies:
+        """Makes the copies of all caches' pages, or of those of layers with a window that have pages of their own."""
+        caches = {name: cache for name, cache in self.caches.items() if (name in self._windowed) == windowed}
+        return kernels.PageCopies(caches.values())
 
-    def _page_tables(self) -> kernels.Pages:
-        return kernels.Pages(torch.tensor(self._tables, dtype=torch.int32, device=self.device), self.paging.rows)
+    def _page_tables(self, tables: list[list[int]]) -> kernels.Pages:
+        return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
     def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> CudaOps:
-        return CudaOps(self.weights, self.caches, self.communicator, self._pages, layout, slots, rows)
+        every = self.weights, self.caches, self.communicator
+        return CudaOps(*every, self._pages, layout, slots, rows, self._window_pages)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import torch
 
-from trtllm_dflash.cost.memory import plan_pages
+from trtllm_dflash.cost.memory import plan_pages, windowed_caches
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES
 from trtllm_dflash.models import build_target
@@ -57,9 +57,12 @@ class TorchSession(Session):
         drafter = Drafter(config.drafter) if config.drafter else None
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
+        self._windowed = windowed_caches(config, self.paging)
         # Of each slot, by position. Whoever gives pages says so with the steps; until then each has its share of all.
-        width, pages = self.paging.width, self.paging.pages
-        self._tables = [[(slot * width + i) % pages for i in range(width)] for slot in range(config.max_batch)]
+        slots, width = range(config.max_batch), self.paging.width
+        self._tables = [[(slot * width + i) % self.paging.pages for i in range(width)] for slot in slots]
+        own = self.paging.window_pages // config.max_batch
+        self._window_tables = [[slot * own + i % own for i in range(width)] for slot in slots] if own else self._tables
 
     @property
     def choice(self) -> Choice:
@@ -78,11 +81,10 @@ class TorchSession(Session):
     # -- flat rows ---------------------------------------------------------------------------------------------------
 
     def _run_step(self, call: Step) -> Tensor:
-        for slot, index, page in call.pages:
-            self._tables[slot][index] = page
-        for source, target, rows in call.copies:
-            for cache in self.caches.values():
-                cache[target, :, :rows] = cache[source, :, :rows]
+        for tables, changes in ((self._tables, call.pages), (self._window_tables, call.window_pages)):
+            for slot, index, page in changes:
+                tables[slot][index] = page
+        self._copy_pages(call)
         for piece in call.pieces:
             self._slots.set_sampling(piece.slot, piece.sampling)
         layout = Layout(list(self._segments(call)), self.paging.rows)
@@ -101,12 +103,18 @@ class TorchSession(Session):
         self._slots.tokens[layout.slots, : out.next_tokens.shape[1]] = out.next_tokens
         return torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
 
+    def _copy_pages(self, call: Step) -> None:
+        """Copies pages' first rows in the caches whose pages they are."""
+        for name, cache in self.caches.items():
+            for source, target, rows in call.window_copies if name in self._windowed else call.copies:
+                cache[target, :, :rows] = cache[source, :, :rows]
+
     def _segments(self, call: Step) -> Iterator[Segment]:
         starts = self._slots.start.tolist()
-        for slot, count in call.decode:
-            yield Segment(slot, starts[slot], count, count, self._tables[slot])
-        for piece in call.pieces:
-            yield Segment(piece.slot, piece.start, len(piece.token_ids), 1, self._tables[piece.slot])
+        runs = [(slot, starts[slot], count, count) for slot, count in call.decode]
+        runs += [(piece.slot, piece.start, len(piece.token_ids), 1) for piece in call.pieces]
+        for slot, start, count, logits in runs:
+            yield Segment(slot, start, count, logits, self._tables[slot], self._window_tables[slot])
 
     def _row_sampling(self, layout: Layout) -> SamplingInputs[Tensor]:
         """Makes the sampling inputs of each logit row: [R], and its number [R, 1]."""

@@ -1,0 +1,101 @@
+"""Layers with a window give their pages back while a sequence runs, and its text stays what it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.checkpoints import make_drafter, make_gpt_oss
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.cost.memory import cache_bytes, cache_shapes, plan_memory, plan_pages
+from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.torch_session import TorchSession
+
+PREFIX = [1 + 7 * i % 120 for i in range(120)]
+PROMPTS = [[*PREFIX, 3], [*PREFIX, 5, 6], [*PREFIX[:90], 9, 9], [4, 5, 6], [*PREFIX, 3]]
+TOKENS = 150
+
+
+@pytest.fixture(scope="module")
+def solo(tmp_path_factory):
+    """A small gpt-oss, every other layer of which sees 16 tokens, over caches of one page."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    target = make_gpt_oss(folder / "target", window=16)
+    drafter = make_drafter(folder / "drafter", target)
+    with LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_batch=3, max_seq_len=400) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(solo):
+    return [solo.generate([prompt], params(i))[0].token_ids for i, prompt in enumerate(PROMPTS)]
+
+
+def params(i):
+    return SamplingParams(max_tokens=TOKENS, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+
+
+def paged(solo, **changes):
+    """The same engine over pages, of 16 unless it is said."""
+    config = solo.config.model_copy(update={"page_size": 16, "chunk": 64, **changes})
+    return LLM(TorchSession(config, solo.session.weights, solo.session.device), solo.codec)
+
+
+def run(scheduler, sequences):
+    """Runs them all, the last one after the others; returns the most pages that windows saw."""
+    *first, last = sequences
+    held = [0]
+    for batch in (first, [last]):
+        for sequence in batch:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+            held.append(scheduler._slots.pages.windows.held)
+    return max(held)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("few", [True, False], ids=["few pages", "all pages"])
+@pytest.mark.parametrize("rows", [16, 32])  # of a page; of the larger ones parts are copied
+def test_texts_are_those_of_each_request_alone(solo, alone, rows, few, ahead):
+    paging = plan_pages(paged(solo, page_size=rows).config)
+    memory = cache_bytes(solo.config, replace(paging, pages=480 // rows))
+    llm = paged(solo, page_size=rows, kv_memory=memory if few else None)
+    assert llm.session.paging.pages == (480 // rows if few else 3 * paging.width)
+    assert llm.session.paging.window == 16
+    scheduler = Scheduler(llm.session, ahead=ahead, budget=FixedPrefillBudget(40))
+    sequences = [llm.intake.sequence(prompt, params(i)) for i, prompt in enumerate(PROMPTS)]
+    run(scheduler, sequences)
+    assert [sequence.token_ids for sequence in sequences] == alone
+    assert scheduler.statistics.prefix_hits > 0
+    assert (scheduler.statistics.preemptions > 0) == few
+    assert scheduler.statistics.pages_used == scheduler._slots.pages.windows.held == 0
+
+
+def test_acceptance_is_as_over_one_page(solo):
+    llm = paged(solo)
+    sequences = [llm.intake.sequence(PROMPTS[0], params(0)) for _ in range(2)]
+    run(Scheduler(llm.session), sequences)
+    expected = solo.generate([PROMPTS[0]], params(0))[0].accepted_per_step
+    assert [sequence.accepted_per_step for sequence in sequences] == [expected] * 2
+
+
+def test_a_long_sequence_holds_what_its_window_sees(solo):
+    llm = paged(solo)
+    scheduler = Scheduler(llm.session, budget=FixedPrefillBudget(40))
+    sequence = llm.intake.sequence([*PREFIX, *PREFIX], params(0))
+    # 390 rows are 25 pages: it has those of 16 rows that are seen, 64 of a piece, and 24 that steps write.
+    assert run(scheduler, [sequence]) <= 8
+    assert len(sequence.token_ids) == TOKENS
+
+
+def test_layers_with_a_window_have_fewer_pages(solo):
+    llm = paged(solo)
+    paging = plan_pages(llm.config)
+    shapes = {name: cache.shape[0] for name, cache in llm.session.caches.items()}
+    assert shapes == {name: shape[0] for name, shape in cache_shapes(llm.config, paging).items()}
+    windowed = [f"model.layers.{i}.{kind}" for i in (0, 2) for kind in ("key", "value")]
+    assert {name for name, pages in shapes.items() if pages == paging.window_pages} == set(windowed)
+    assert paging.window_pages < paging.pages
+    memory = plan_memory(llm.config)
+    assert memory.target_cache + memory.drafter_cache == sum(c.numel() * 4 for c in llm.session.caches.values())
