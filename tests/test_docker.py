@@ -138,7 +138,8 @@ def test_every_metric_of_the_dashboard_is_one_that_the_server_has():
     statistics = Statistics(computes=Choice("torch", "cpu", "fp32", "torch", "torch", "none", "").labels)
     statistics.requests["completed"] += 1
     statistics.steps["decode"] += 1
-    statistics.count_drafts(drafted=1, accepted=1, tokens=2)
+    statistics.verified[1, 1] += 1
+    statistics.recent.append(2)
     samples = statistics.samples()
     known = {sample.name for sample in samples}
     triton = {"nv_inference_request_success", "nv_inference_request_failure"}  # its own, in every release

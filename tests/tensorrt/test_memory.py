@@ -73,7 +73,10 @@ def test_ranks_share_weights_and_caches() -> None:
 
 def test_graphs_are_those_of_every_step_that_may_be_prepared_of_the_torch_backend_alone() -> None:
     config = make_config(max_batch=8)
-    drafted, plain = 2 * 4 * (1 + 3 + 7), 2 * 4
+    # Greedy and sampled. That decode: 1, 2, 4 and 8 slots, with every length. Beside 64, 256 and 512 prompt rows: 0, 2
+    # and 8 slots with blocks of 4, 6, 8 and 16 rows, and none; and one step that verifies the last drafts.
+    mixed = {(slots, rows, prompt) for slots in (0, 2, 8) for rows in (1, 4, 6, 8, 16) for prompt in (64, 256, 512)}
+    drafted, plain = 2 * (4 * (1 + 3 + 7) + len(mixed) + 1), 2 * (4 + 9)
     assert plan_memory(config).graphs == drafted * (36 + 5) * GRAPH_LAYER
     assert plan_memory(config.model_copy(update={"drafter": None, "block_size": 1})).graphs == plain * 36 * GRAPH_LAYER
     assert plan_memory(config.model_copy(update={"backend": "tensorrt", "gpu": "sm90"})).graphs == 0
@@ -122,8 +125,8 @@ def test_a_plan_of_gpt_oss_keeps_its_experts_as_the_gpu_multiplies_them() -> Non
         "sm103": numbers // 32,  # NVFP4: a scale for 16, not for 32
         "sm89": numbers * 2 - numbers * 17 // 32,  # BF16
     }
-    # Every row goes through every expert, but in TensorRT's mixture layer.
-    assert plan("tensorrt", "sm103").scratch == stored.scratch < plan("tensorrt", "sm120").scratch
+    # Every row goes through every expert, but in TensorRT's mixture layer. It has no rows of both kinds in a step.
+    assert plan("tensorrt", "sm103").scratch < stored.scratch < plan("tensorrt", "sm120").scratch
     # A row for the sink's key, and an eighth of a head's 64 dimensions.
     row = 36 * 2 * 64 * 2 * 8  # layers, K and V, dimensions, bytes, slots
     rows = stored.target_cache // row

@@ -229,12 +229,6 @@ class Sequence:
                 return count
         return len(ids)
 
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Counts a decoding step's drafts, and those that became part of the reply."""
-        self.drafted += drafted
-        self.accepted += accepted
-        self.accepted_per_step.append(accepted)
-
     def take_update(self) -> Update | None:
         """Takes the tokens and text since the last update; None if there are none."""
         if self.error is not None:

@@ -62,6 +62,8 @@ class CudaSession(TorchSession):
     ) -> None:
         self.library, self._why = find_kernels(config, kernels, torch.cuda.get_device_capability(device))
         is_ours = self.library is not None
+        if config.kv_memory is not None and not is_ours:
+            raise EngineError(f"--kv-memory: caches in pages need our CUDA kernels ({self._why}); build without it")
         super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
         if self.library is not None:
             self.communicator.share_memory(device)
