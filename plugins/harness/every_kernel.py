@@ -189,10 +189,6 @@ def choices(dtype: torch.dtype) -> None:
     for size in (1, 7, 2048, 4097, 32000):
         kernels.argmax(normal(2, 3, size, dtype=dtype))
         kernels.argmax(normal(2, 3, size, dtype=torch.float32))
-    for rows in (1, 2, 32, 33, 64):
-        ids = torch.randint(0, 2, (5, rows), dtype=torch.int32, device="cuda")
-        each = ints(*range(rows)).expand(5, -1).contiguous()
-        kernels.accept(ids, ids.clone(), each, ints(1, rows, rows, 1, rows))
 
 
 def append(dtype: torch.dtype) -> None:

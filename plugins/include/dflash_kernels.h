@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 10
+#define DFLASH_ABI_VERSION 11
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -286,26 +286,21 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_argmax(const dflash_argmax_params* params, cudaStream_t stream);
 
-/* What a verify pass decided: compares each draft with the target's choice one row before it.
+/* What a verify pass decided: compares each draft of a segment with the target's choice one row before it.
  *
- * With segments, these are the call's slots, tokens and logits are flat, and a segment's logits are those of its last
- * rows. An idle one gets zeros. */
+ * A segment's logits are those of its last rows. Committed are its rows up to the last accepted draft. An idle one gets
+ * zeros. */
 typedef struct
 {
-    int32_t slots; /* B; with segments G */
-    int32_t rows; /* Q */
-    int32_t logit_row_count; /* R */
-    const int32_t* token_ids; /* [B, Q] contiguous, as all of these; with segments [N] */
-    const int32_t* target_ids; /* [B, R]; with segments [R] */
-    const int32_t* logit_rows; /* [B, R]; not read with segments, as row_count and start */
-    const int32_t* row_count; /* [B] */
-    const int32_t* start; /* [B]; with next_start only */
-    int32_t* accepted; /* [B] */
-    int32_t* committed; /* [B] */
-    int32_t* bonus; /* [B] */
-    int32_t* next_start; /* [B]: start + committed; or null */
-    const int32_t* segments; /* [G, 4], or null */
+    int32_t segment_count; /* G */
+    const int32_t* segments; /* [G, 4] contiguous, as all of these */
     const int32_t* logit_first; /* [G + 1]: each segment's first logit, and their number */
+    const int32_t* token_ids; /* [N] */
+    const int32_t* target_ids; /* [R] */
+    int32_t* accepted; /* [G] */
+    int32_t* committed; /* [G] */
+    int32_t* bonus; /* [G] */
+    int32_t* next_start; /* [G]: start + committed */
 } dflash_accept_params;
 
 DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);

@@ -123,7 +123,7 @@ __device__ __forceinline__ int count_equal(int count, IsEqual is_equal)
 }
 
 // One warp a segment.
-__global__ void accept_rows_kernel(dflash_accept_params const p)
+__global__ void accept_kernel(dflash_accept_params const p)
 {
     begin();
     int const index = blockIdx.x;
@@ -140,38 +140,7 @@ __global__ void accept_rows_kernel(dflash_accept_params const p)
         p.accepted[index] = is_idle ? 0 : accepted;
         p.committed[index] = committed;
         p.bonus[index] = is_idle ? 0 : targets[accepted];
-        if (p.next_start)
-        {
-            p.next_start[index] = is_idle ? 0 : segment.y + committed;
-        }
-    }
-}
-
-// One warp a slot.
-__global__ void accept_kernel(dflash_accept_params const p)
-{
-    begin();
-    int const slot = blockIdx.x;
-    int32_t const* tokens = p.token_ids + int64_t{slot} * p.rows;
-    int32_t const* targets = p.target_ids + int64_t{slot} * p.logit_row_count;
-    int32_t const* logit_rows = p.logit_rows + int64_t{slot} * p.logit_row_count;
-    int const row_count = min(p.row_count[slot], p.rows);
-    int const accepted = count_equal(p.logit_row_count - 1,
-        [&](int i)
-        {
-            int const draft = logit_rows[i] + 1;
-            return draft < row_count && tokens[draft] == targets[i];
-        });
-    if (threadIdx.x == 0)
-    {
-        int const committed = logit_rows[accepted] + 1;
-        p.accepted[slot] = accepted;
-        p.committed[slot] = committed;
-        p.bonus[slot] = targets[accepted];
-        if (p.next_start)
-        {
-            p.next_start[slot] = p.start[slot] + committed;
-        }
+        p.next_start[index] = is_idle ? 0 : segment.y + committed;
     }
 }
 
@@ -200,15 +169,9 @@ extern "C" cudaError_t dflash_argmax(dflash_argmax_params const* p, cudaStream_t
 
 extern "C" cudaError_t dflash_accept(dflash_accept_params const* p, cudaStream_t stream)
 {
-    bool const is_flat = p->segments;
-    if (is_flat ? !p->logit_first : p->logit_row_count < 1 || (p->next_start && !p->start))
-    {
-        return cudaErrorInvalidValue;
-    }
-    if (p->slots == 0)
+    if (p->segment_count == 0)
     {
         return cudaSuccess;
     }
-    auto const kernel = is_flat ? dflash::accept_rows_kernel : dflash::accept_kernel;
-    return dflash::launch_kernel(kernel, dim3(p->slots), 32, 0, stream, *p);
+    return dflash::launch_kernel(dflash::accept_kernel, dim3(p->segment_count), 32, 0, stream, *p);
 }

@@ -689,31 +689,6 @@ def test_argmax_is_the_lowest_id_among_equals(dtype, size):
     assert kernels.argmax(torch.full((1, 1, size), -torch.inf, device="cuda"))[1].item() == 0
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 31, 32, 33, 64])
-def test_acceptance_equals_torch(rows):
-    slots = 200
-    generator = torch.Generator().manual_seed(rows)
-    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator, dtype=torch.int32)  # noqa: E731
-    token_ids, target_ids = draw(0, 2, slots, rows), draw(0, 2, slots, rows)
-    runs = draw(0, rows + 1, slots)
-    for slot, run in enumerate(runs.tolist()):  # runs of every length
-        token_ids[slot, 1 : run + 1] = target_ids[slot, :run][: rows - 1]
-    row_count = draw(1, rows + 1, slots)
-    logit_rows = torch.arange(rows, dtype=torch.int32).expand(slots, -1).contiguous()
-    ops = TorchOps({}, {})
-    expected = ops.accept(token_ids, target_ids, logit_rows, row_count)
-    found = kernels.accept(token_ids.cuda(), target_ids.cuda(), logit_rows.cuda(), row_count.cuda())
-    for x, y in zip(found, (expected.accepted, expected.committed, expected.bonus), strict=True):
-        assert x.cpu().equal(y)
-
-
-def test_a_prefill_chunk_commits_its_real_rows():
-    ids = torch.zeros(1, 50, dtype=torch.int32, device="cuda")
-    last = torch.tensor([[41]], dtype=torch.int32, device="cuda")
-    found = kernels.accept(ids, torch.full_like(last, 7), last, last[:, 0] + 1)
-    assert [x.item() for x in found] == [0, 42, 7]
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", [8, 1000, 2880, 4096, 12288, 32768])
 def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):

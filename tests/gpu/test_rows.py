@@ -174,6 +174,24 @@ def test_drafts_are_accepted_while_they_equal_the_targets_choices(layout):
     for row in said["logit_rows"]:
         following = said["token_ids"][row + 1] if row + 1 < len(said["token_ids"]) else 0
         targets.append(following if choose.random() < 0.8 else 1000)
+    found = kernels.accept_rows(rows, ints(targets))
+    assert torch.stack(found, dim=1).tolist() == expected_acceptance(said, targets)
+
+
+@pytest.mark.parametrize("most", [1, 2, 16, 31, 32, 33, 64])
+def test_runs_of_every_length_are_accepted(most):
+    choose = random.Random(most)
+    layout = Layout([Decode(slot, most) for slot in range(2 * most)], block=most)
+    targets: list[int] = []
+    for slot, tokens in enumerate(layout.tokens):
+        run = slot % most
+        targets += tokens[1 : run + 1] + [choose.randrange(1000) for _ in range(most - run)]
+    found = kernels.accept_rows(layout.begin(), ints(targets))
+    assert torch.stack(found, dim=1).tolist() == expected_acceptance(layout.expected(), targets)
+
+
+def expected_acceptance(said: dict[str, list], targets: list[int]) -> list[list[int]]:
+    """Computes accepted, committed, bonus and next start of each segment."""
     expected = []
     for index, (_, start, first, count) in enumerate(said["segments"]):
         own = targets[said["logit_first"][index] : said["logit_first"][index + 1]]
@@ -184,8 +202,7 @@ def test_drafts_are_accepted_while_they_equal_the_targets_choices(layout):
         accepted = next((i for i, draft in enumerate(drafts) if draft != own[i]), len(drafts))
         committed = count - len(own) + accepted + 1
         expected.append([accepted, committed, own[accepted], start + committed])
-    found = kernels.accept_rows(rows, ints(targets))
-    assert torch.stack(found, dim=1).tolist() == expected
+    return expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

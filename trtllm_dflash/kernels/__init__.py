@@ -9,7 +9,7 @@ from trtllm_dflash.kernels.append import Append
 from trtllm_dflash.kernels.attention import MAX_ROWS, attend_rows, attention
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
-from trtllm_dflash.kernels.choose import accept, argmax
+from trtllm_dflash.kernels.choose import argmax
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
@@ -44,7 +44,6 @@ __all__ = [
     "Routing",
     "Rows",
     "Scales",
-    "accept",
     "accept_rows",
     "add_rms_norm",
     "argmax",

@@ -1,4 +1,4 @@
-"""The choice of tokens from logits, and how many drafts it accepts."""
+"""The choice of tokens from logits."""
 
 import torch
 
@@ -9,13 +9,6 @@ Tensor = torch.Tensor
 
 
 ArgmaxParams = structure("dflash_argmax_params", ints="dtype rows size", pointers="logits ids best", longs="row_stride")
-
-
-AcceptParams = structure(
-    "dflash_accept_params",
-    ints="slots rows logit_row_count",
-    pointers="token_ids target_ids logit_rows row_count start accepted committed bonus next_start segments logit_first",
-)
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,27 +27,3 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     )
     run("dflash_argmax", params, stream())
     return best, ids
-
-
-def accept(
-    token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `Ops.accept`: accepted, committed and bonus, int32 [B] each."""
-    slots, rows = token_ids.shape
-    check(target_ids.shape == logit_rows.shape, "one choice a logit row")
-    inputs = {"token_ids": token_ids, "target_ids": target_ids, "logit_rows": logit_rows, "row_count": row_count}
-    for name, x in inputs.items():
-        check(x.dtype == torch.int32 and x.is_contiguous() and x.shape[0] == slots, f"{name} must be int32")
-    out = torch.empty(3, slots, dtype=torch.int32, device=token_ids.device)
-    addresses = {name: x.data_ptr() for name, x in inputs.items()}
-    params = AcceptParams(
-        slots=slots,
-        rows=rows,
-        logit_row_count=target_ids.shape[1],
-        accepted=out[0].data_ptr(),
-        committed=out[1].data_ptr(),
-        bonus=out[2].data_ptr(),
-        **addresses,
-    )
-    run("dflash_accept", params, stream())
-    return out[0], out[1], out[2]

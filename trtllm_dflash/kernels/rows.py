@@ -6,7 +6,6 @@ import torch
 
 from trtllm_dflash.kernels.attention import MAX_ROWS
 from trtllm_dflash.kernels.checks import address, check, check_ints
-from trtllm_dflash.kernels.choose import AcceptParams
 from trtllm_dflash.kernels.library import run, stream, structure
 
 Tensor = torch.Tensor
@@ -17,6 +16,13 @@ BeginRowsParams = structure(
     ints="segment_count decode_segments rows logit_row_count cut_count cut_rows block",
     pointers="words tokens kept_start segments row_segment token_ids logit_first logit_rows logit_slot logit_position",
     pointers_="cuts seeds logit_uniform",
+)
+
+
+AcceptParams = structure(
+    "dflash_accept_params",
+    ints="segment_count",
+    pointers="segments logit_first token_ids target_ids accepted committed bonus next_start",
 )
 
 
@@ -129,16 +135,15 @@ def accept_rows(rows: Rows, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor,
         4, segments, dtype=torch.int32, device=target_ids.device
     ).unbind()
     params = AcceptParams(
-        slots=segments,
-        logit_row_count=target_ids.numel(),
+        segment_count=segments,
+        segments=rows.segments.data_ptr(),
+        logit_first=rows.logit_first.data_ptr(),
         token_ids=rows.token_ids.data_ptr(),
         target_ids=target_ids.data_ptr(),
         accepted=accepted.data_ptr(),
         committed=committed.data_ptr(),
         bonus=bonus.data_ptr(),
         next_start=next_start.data_ptr(),
-        segments=rows.segments.data_ptr(),
-        logit_first=rows.logit_first.data_ptr(),
     )
     run("dflash_accept", params, stream())
     return accepted, committed, bonus, next_start
