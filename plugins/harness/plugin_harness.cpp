@@ -10,11 +10,13 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -37,6 +39,7 @@ struct Case
     bool has_norms;
     bool has_sinks;
     bool is_in_place;
+    int page_rows = 0; // 0: linear caches
 };
 
 [[noreturn]] void fail(std::string const& what)
@@ -373,12 +376,12 @@ PluginTensorDesc described(std::vector<int64_t> const& dims, DataType type)
 IPluginV3* created(IPluginCreatorV3One& creator, Case const& c, int index)
 {
     int32_t const numbers[] = {c.heads, c.kv_heads, c.size, c.context_rows == 0, c.window, c.has_norms, c.has_sinks,
-        c.context_rows ? index : -1};
-    char const* const names[]
-        = {"heads", "kv_heads", "head_size", "causal", "window", "has_norms", "has_sinks", "context_index"};
+        c.context_rows ? index : -1, c.page_rows};
+    char const* const names[] = {
+        "heads", "kv_heads", "head_size", "causal", "window", "has_norms", "has_sinks", "context_index", "page_rows"};
     float const eps = static_cast<float>(kEps);
     std::vector<PluginField> fields;
-    for (int i = 0; i < 8; ++i)
+    for (size_t i = 0; i < std::size(names); ++i)
     {
         fields.emplace_back(names[i], &numbers[i], PluginFieldType::kINT32, 1);
     }
@@ -411,22 +414,22 @@ void check_output_shapes(IPluginCreatorV3One& creator)
         "the shapes of the caches");
 }
 
-void run(IPluginCreatorV3One& creator, Case const& c)
+// -- a case -----------------------------------------------------------------------------------------------------------
+
+Inputs inputs_of(Case const& c)
 {
     Inputs in{};
     in.slots = 3;
-    in.length = 400;
+    in.length = c.page_rows ? (400 + c.page_rows - 1) / c.page_rows * c.page_rows : 400;
     in.positions = 512;
     in.layers = 3;
     in.index = 1;
     in.start = {0, 65, 300};
     in.committed = {1, (c.context_rows + 1) / 2, c.context_rows};
-    int64_t const width = int64_t(c.heads + 2 * c.kv_heads) * c.size;
-    int64_t const context_width = int64_t(in.layers) * 2 * c.kv_heads * c.size;
-    in.qkv = random_bits(in.slots * c.rows * width, c.type);
+    in.qkv = random_bits(size_t(in.slots) * c.rows * (c.heads + 2 * c.kv_heads) * c.size, c.type);
     in.keys = random_bits(size_t(in.slots) * c.kv_heads * in.length * c.size, c.type);
     in.values = random_bits(in.keys.size(), c.type);
-    in.context = random_bits(in.slots * c.context_rows * context_width, c.type);
+    in.context = random_bits(size_t(in.slots) * c.context_rows * in.layers * 2 * c.kv_heads * c.size, c.type);
     in.q_norm = random_bits(c.size, c.type);
     in.k_norm = random_bits(c.size, c.type);
     for (int i = 0; i < in.positions * c.size / 2; ++i)
@@ -438,106 +441,254 @@ void run(IPluginCreatorV3One& creator, Case const& c)
     {
         in.sinks.push_back(0.5f * static_cast<float>(i % 5));
     }
+    return in;
+}
 
-    std::vector<PluginTensorDesc> descs;
-    std::vector<Buffer> buffers;
-    auto const add = [&](auto const& values, std::vector<int64_t> const& dims, DataType type)
+// Where the rows of linear caches [B, S] lie in those that the plugin is given: of slots, or of pages.
+struct Layout
+{
+    int count; // slots, or pages: the first and the last are nobody's
+    int rows; // of one
+    int width; // of the table
+    std::vector<int32_t> table; // [B, width]; past a slot's length no page that there is
+};
+
+Layout layout_of(Case const& c, Inputs const& in)
+{
+    if (c.page_rows == 0)
     {
-        buffers.push_back(on_device(values));
-        descs.push_back(described(dims, type));
-    };
-    std::vector<int64_t> const cache{in.slots, c.kv_heads, in.length, c.size};
-    add(in.qkv, {in.slots, c.rows, width}, c.type);
-    add(in.start, {in.slots}, DataType::kINT32);
-    add(in.keys, cache, c.type);
-    add(in.values, cache, c.type);
-    add(in.cos, {in.positions, c.size / 2}, c.type);
-    add(in.sin, {in.positions, c.size / 2}, c.type);
+        return {in.slots, in.length, 1, {0, 1, 2}};
+    }
+    int const width = in.length / c.page_rows;
+    Layout layout{in.slots * width + 2, c.page_rows, width, std::vector<int32_t>(in.slots * width, -1)};
+    std::vector<int32_t> pages(in.slots * width);
+    std::iota(pages.begin(), pages.end(), 1);
+    std::shuffle(pages.begin(), pages.end(), generator);
+    for (int b = 0; b < in.slots; ++b)
+    {
+        int const length = in.start[b] + (c.context_rows ? in.committed[b] : 0) + c.rows;
+        for (int nth = 0; nth * c.page_rows < length; ++nth)
+        {
+            layout.table[b * width + nth] = pages[b * width + nth];
+        }
+    }
+    return layout;
+}
+
+// Calls copy(linear, placed, size) for each head's row that has a place: where its numbers begin in both.
+template <typename Copy>
+void for_rows(Case const& c, Inputs const& in, Layout const& layout, Copy copy)
+{
+    for (int b = 0; b < in.slots; ++b)
+    {
+        for (int position = 0; position < in.length; ++position)
+        {
+            int32_t const page = layout.table[b * layout.width + position / layout.rows];
+            for (int h = 0; h < c.kv_heads && page >= 0; ++h)
+            {
+                size_t const linear = (size_t(b) * c.kv_heads + h) * in.length + position;
+                size_t const placed = (size_t(page) * c.kv_heads + h) * layout.rows + position % layout.rows;
+                copy(linear * c.size, placed * c.size, size_t(c.size));
+            }
+        }
+    }
+}
+
+// A cache as the plugin is given it: what is nobody's are other numbers.
+Bits placed(Case const& c, Inputs const& in, Layout const& layout, Bits const& linear)
+{
+    Bits cache = random_bits(size_t(layout.count) * c.kv_heads * layout.rows * c.size, c.type);
+    for_rows(c, in, layout,
+        [&](size_t from, size_t to, size_t size) { std::copy_n(linear.begin() + from, size, cache.begin() + to); });
+    return cache;
+}
+
+// An input of the plugin.
+struct Tensor
+{
+    PluginTensorDesc desc;
+    std::vector<uint8_t> bytes;
+};
+
+template <typename T>
+Tensor tensor(std::vector<T> const& values, std::vector<int64_t> const& dims, DataType type)
+{
+    auto const* bytes = reinterpret_cast<uint8_t const*>(values.data());
+    return {described(dims, type), {bytes, bytes + values.size() * sizeof(T)}};
+}
+
+std::vector<Tensor> tensors_of(Case const& c, Inputs const& in, Layout const& layout)
+{
+    std::vector<int64_t> const cache{layout.count, c.kv_heads, layout.rows, c.size};
+    std::vector<Tensor> tensors{tensor(in.qkv, {in.slots, c.rows, int64_t(c.heads + 2 * c.kv_heads) * c.size}, c.type),
+        tensor(in.start, {in.slots}, DataType::kINT32), tensor(placed(c, in, layout, in.keys), cache, c.type),
+        tensor(placed(c, in, layout, in.values), cache, c.type), tensor(in.cos, {in.positions, c.size / 2}, c.type),
+        tensor(in.sin, {in.positions, c.size / 2}, c.type)};
     if (c.has_norms)
     {
-        add(in.q_norm, {c.size}, c.type);
-        add(in.k_norm, {c.size}, c.type);
+        tensors.push_back(tensor(in.q_norm, {c.size}, c.type));
+        tensors.push_back(tensor(in.k_norm, {c.size}, c.type));
     }
     if (c.has_sinks)
     {
-        add(in.sinks, {c.heads}, DataType::kFLOAT);
+        tensors.push_back(tensor(in.sinks, {c.heads}, DataType::kFLOAT));
     }
     if (c.context_rows)
     {
-        add(in.context, {in.slots, c.context_rows, context_width}, c.type);
-        add(in.committed, {in.slots}, DataType::kINT32);
+        int64_t const width = int64_t(in.layers) * 2 * c.kv_heads * c.size;
+        tensors.push_back(tensor(in.context, {in.slots, c.context_rows, width}, c.type));
+        tensors.push_back(tensor(in.committed, {in.slots}, DataType::kINT32));
     }
-    int32_t const inputs = static_cast<int32_t>(descs.size());
-    size_t const out_size = size_t(in.slots) * c.rows * c.heads * c.size;
-    Buffer const out = poisoned(out_size * 2);
-    Buffer const other_keys = poisoned(in.keys.size() * 2);
-    Buffer const other_values = poisoned(in.keys.size() * 2);
-    std::vector<PluginTensorDesc> const out_descs{
-        described({in.slots, c.rows, int64_t(c.heads) * c.size}, c.type), descs[2], descs[3]};
-
-    // Build: the creator's plugin says what it takes; then a second one is made of what the first serializes.
-    std::unique_ptr<IPluginV3> const built(created(creator, c, in.index));
-    require(built != nullptr, "no plugin was created");
-    auto* const build = static_cast<IPluginV3OneBuild*>(built->getCapabilityInterface(PluginCapabilityType::kBUILD));
-    auto* const saved
-        = static_cast<IPluginV3OneRuntime*>(built->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
-    std::vector<DynamicPluginTensorDesc> dynamic;
-    for (std::vector<PluginTensorDesc> const& each : {descs, out_descs})
+    if (c.page_rows)
     {
-        for (auto const& desc : each)
-        {
-            dynamic.push_back({desc, desc.dims, desc.dims, desc.dims});
-        }
+        tensors.push_back(tensor(layout.table, {in.slots, layout.width}, DataType::kINT32));
     }
+    return tensors;
+}
+
+template <typename Capability>
+Capability& capability_of(IPluginV3& plugin, PluginCapabilityType type)
+{
+    return *static_cast<Capability*>(plugin.getCapabilityInterface(type));
+}
+
+// All that a case gives the plugin.
+struct Call
+{
+    Case c;
+    Inputs in;
+    Layout layout;
+    std::vector<Tensor> tensors;
+    std::vector<PluginTensorDesc> descs;
+    std::vector<PluginTensorDesc> out_descs;
+
+    explicit Call(Case const& from)
+        : c(from)
+        , in(inputs_of(c))
+        , layout(layout_of(c, in))
+        , tensors(tensors_of(c, in, layout))
+    {
+        for (auto const& each : tensors)
+        {
+            descs.push_back(each.desc);
+        }
+        out_descs = {described({in.slots, c.rows, int64_t(c.heads) * c.size}, c.type), descs[2], descs[3]};
+    }
+
+    int32_t inputs() const
+    {
+        return static_cast<int32_t>(descs.size());
+    }
+
+    // Of inputs, then of outputs, as they are while a network is built.
+    std::vector<DynamicPluginTensorDesc> dynamic() const
+    {
+        std::vector<DynamicPluginTensorDesc> all;
+        for (std::vector<PluginTensorDesc> const& each : {descs, out_descs})
+        {
+            for (auto const& desc : each)
+            {
+                all.push_back({desc, desc.dims, desc.dims, desc.dims});
+            }
+        }
+        return all;
+    }
+};
+
+// Asks a plugin what TensorRT asks while it builds.
+void check_build(IPluginV3& plugin, Call const& call)
+{
+    auto& build = capability_of<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD);
+    int32_t const inputs = call.inputs();
+    std::vector<DynamicPluginTensorDesc> dynamic = call.dynamic();
     for (int32_t i = 0; i < inputs + 3; ++i)
     {
-        require(build->supportsFormatCombination(i, dynamic.data(), inputs, 3), "a format is refused");
+        require(build.supportsFormatCombination(i, dynamic.data(), inputs, 3), "a format is refused");
         DataType const type = dynamic[i].desc.type;
         dynamic[i].desc.type = DataType::kINT8;
-        require(!build->supportsFormatCombination(i, dynamic.data(), inputs, 3), "INT8 is accepted");
+        require(!build.supportsFormatCombination(i, dynamic.data(), inputs, 3), "INT8 is accepted");
         dynamic[i].desc.type = type;
     }
     std::vector<DataType> types;
-    for (auto const& desc : descs)
+    for (auto const& desc : call.descs)
     {
         types.push_back(desc.type);
     }
     DataType out_types[3];
-    require(build->getNbOutputs() == 3 && build->getOutputDataTypes(out_types, 3, types.data(), inputs) == 0
-            && out_types[0] == c.type && out_types[1] == c.type,
+    require(build.getNbOutputs() == 3 && build.getOutputDataTypes(out_types, 3, types.data(), inputs) == 0
+            && out_types[0] == call.c.type && out_types[1] == call.c.type,
         "output types");
-    require(build->configurePlugin(dynamic.data(), inputs, dynamic.data() + inputs, 3) == 0, "configurePlugin");
-    require(build->configurePlugin(dynamic.data(), inputs - 1, dynamic.data() + inputs, 3) != 0, "an input too few");
-    size_t const scratch = build->getWorkspaceSize(dynamic.data(), inputs, dynamic.data() + inputs, 3);
-    require(scratch > 0, "getWorkspaceSize");
+    require(build.configurePlugin(dynamic.data(), inputs, dynamic.data() + inputs, 3) == 0, "configurePlugin");
+    require(build.configurePlugin(dynamic.data(), inputs - 1, dynamic.data() + inputs, 3) != 0, "an input too few");
+}
 
-    std::unique_ptr<IPluginV3> const loaded(
-        creator.createPlugin("layer", saved->getFieldsToSerialize(), TensorRTPhase::kRUNTIME));
-    require(loaded != nullptr, "what was serialized makes no plugin");
-    auto* const prototype
-        = static_cast<IPluginV3OneRuntime*>(loaded->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
-    std::unique_ptr<IPluginV3> const attached(prototype->attachToContext(nullptr));
-    auto* const runtime
-        = static_cast<IPluginV3OneRuntime*>(attached->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
-    require(runtime->onShapeChange(descs.data(), inputs, out_descs.data(), 3) == 0, "onShapeChange");
-
-    std::vector<void const*> in_at;
-    for (auto const& buffer : buffers)
+// Asks a plugin in an execution context for shapes: takes the call's, and no others.
+void check_shapes(IPluginV3& attached, Call const& call)
+{
+    auto& runtime = capability_of<IPluginV3OneRuntime>(attached, PluginCapabilityType::kRUNTIME);
+    auto const takes = [&](std::vector<PluginTensorDesc> const& descs)
+    { return runtime.onShapeChange(descs.data(), call.inputs(), call.out_descs.data(), 3) == 0; };
+    require(takes(call.descs), "onShapeChange");
+    for (int32_t i : {2, call.inputs() - 1}) // keys; the last, which a page table is
     {
-        in_at.push_back(buffer.get());
+        for (int32_t d = 0; d < call.descs[i].dims.nbDims - 1; ++d)
+        {
+            std::vector<PluginTensorDesc> other = call.descs;
+            ++other[i].dims.d[d];
+            require(!takes(other), "input " + std::to_string(i) + " of another shape is accepted");
+        }
     }
-    void* const present_keys = c.is_in_place ? buffers[2].get() : other_keys.get();
-    void* const present_values = c.is_in_place ? buffers[3].get() : other_values.get();
+}
+
+// Makes a plugin of what another serializes, and its clone in an execution context, as TensorRT does of a plan.
+std::unique_ptr<IPluginV3> loaded(IPluginCreatorV3One& creator, IPluginV3& built)
+{
+    auto& saved = capability_of<IPluginV3OneRuntime>(built, PluginCapabilityType::kRUNTIME);
+    std::unique_ptr<IPluginV3> const plugin(
+        creator.createPlugin("layer", saved.getFieldsToSerialize(), TensorRTPhase::kRUNTIME));
+    require(plugin != nullptr, "what was serialized makes no plugin");
+    auto& prototype = capability_of<IPluginV3OneRuntime>(*plugin, PluginCapabilityType::kRUNTIME);
+    return std::unique_ptr<IPluginV3>(prototype.attachToContext(nullptr));
+}
+
+// -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+struct Found
+{
+    Bits out;
+    Bits keys; // as they lie
+    Bits values;
+};
+
+// Runs enqueue twice: as it is, and captured, as a session does: the same rows are written over themselves.
+Found enqueued(IPluginV3& attached, Call const& call, size_t scratch)
+{
+    auto& runtime = capability_of<IPluginV3OneRuntime>(attached, PluginCapabilityType::kRUNTIME);
+    std::vector<Buffer> buffers;
+    std::vector<void const*> in_at;
+    for (auto const& each : call.tensors)
+    {
+        buffers.push_back(on_device(each.bytes));
+        in_at.push_back(buffers.back().get());
+    }
+    size_t const out_size = size_t(call.in.slots) * call.c.rows * call.c.heads * call.c.size;
+    size_t const cache_bytes = call.tensors[2].bytes.size();
+    Buffer const out = poisoned(out_size * 2);
+    Buffer const other_keys = poisoned(cache_bytes);
+    Buffer const other_values = poisoned(cache_bytes);
+    void* const present_keys = call.c.is_in_place ? buffers[2].get() : other_keys.get();
+    void* const present_values = call.c.is_in_place ? buffers[3].get() : other_values.get();
     void* const out_at[] = {out.get(), present_keys, present_values};
     Buffer const workspace = poisoned(scratch);
     cudaStream_t stream;
     check(cudaStreamCreate(&stream), "cudaStreamCreate");
     auto const enqueue = [&]()
-    { return runtime->enqueue(descs.data(), out_descs.data(), in_at.data(), out_at, workspace.get(), stream); };
+    {
+        return runtime.enqueue(call.descs.data(), call.out_descs.data(), in_at.data(), out_at, workspace.get(), stream);
+    };
     require(enqueue() == 0, "enqueue");
     check(cudaStreamSynchronize(stream), "enqueue's kernels");
 
-    // Captured, as a session does: the same rows are written over themselves.
     cudaGraph_t graph;
     cudaGraphExec_t executable;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
@@ -552,12 +703,35 @@ void run(IPluginCreatorV3One& creator, Case const& c)
     check(cudaGraphExecDestroy(executable), "destroy");
     check(cudaGraphDestroy(graph), "destroy");
     check(cudaStreamDestroy(stream), "destroy");
+    return {eager, on_host(present_keys, cache_bytes / 2), on_host(present_values, cache_bytes / 2)};
+}
 
+// A cache as a linear one, in which rows that have no place are as before; what is nobody's must be so too.
+Bits gathered(Call const& call, Tensor const& given, Bits const& linear, Bits cache)
+{
+    Bits before(cache.size());
+    std::memcpy(before.data(), given.bytes.data(), given.bytes.size());
+    Bits found = linear;
+    for_rows(call.c, call.in, call.layout,
+        [&](size_t to, size_t from, size_t size)
+        {
+            std::copy_n(cache.begin() + from, size, found.begin() + to);
+            std::copy_n(before.begin() + from, size, cache.begin() + from);
+        });
+    require(cache == before, "a row that is nobody's was touched");
+    return found;
+}
+
+// The relative error of attention.
+double compared(Call const& call, Found const& found)
+{
+    Case const& c = call.c;
+    Inputs const& in = call.in;
     Expected const expected = computed(c, in);
     double const tolerance = c.type == DataType::kHALF ? 2e-3 : 1.6e-2;
-    double const error = compared(decoded(eager, c.type), expected.out, tolerance, "attention");
-    Bits const keys = on_host(present_keys, in.keys.size());
-    Bits const values = on_host(present_values, in.keys.size());
+    double const error = compared(decoded(found.out, c.type), expected.out, tolerance, "attention");
+    Bits const keys = gathered(call, call.tensors[2], in.keys, found.keys);
+    Bits const values = gathered(call, call.tensors[3], in.values, found.values);
     compared(decoded(keys, c.type), expected.keys, tolerance, "keys");
     for (size_t i = 0; i < keys.size(); ++i)
     {
@@ -567,6 +741,26 @@ void run(IPluginCreatorV3One& creator, Case const& c)
         require(is_written || (keys[i] == in.keys[i] && values[i] == in.values[i]), "a row was touched");
         require(values[i] == encoded(expected.values[i], c.type), "a value was not copied");
     }
+    return error;
+}
+
+void check_case(IPluginCreatorV3One& creator, Case const& c, bool has_gpu)
+{
+    Call const call(c);
+    std::unique_ptr<IPluginV3> const built(created(creator, c, call.in.index));
+    require(built != nullptr, "no plugin was created");
+    check_build(*built, call);
+    std::unique_ptr<IPluginV3> const attached = loaded(creator, *built);
+    check_shapes(*attached, call);
+    if (!has_gpu)
+    {
+        return;
+    }
+    auto& build = capability_of<IPluginV3OneBuild>(*built, PluginCapabilityType::kBUILD);
+    std::vector<DynamicPluginTensorDesc> const dynamic = call.dynamic();
+    size_t const scratch = build.getWorkspaceSize(dynamic.data(), call.inputs(), dynamic.data() + call.inputs(), 3);
+    require(scratch > 0, "getWorkspaceSize");
+    double const error = compared(call, enqueued(*attached, call, scratch));
     std::printf("%-44s relative error %.1e, workspace %zu KB\n", c.name, error, scratch >> 10);
 }
 
@@ -584,7 +778,7 @@ int main(int count, char** arguments)
     auto* const creator = static_cast<IPluginCreatorV3One*>(get_creators(creators)[0]);
     require(creators == 1 && std::string(creator->getPluginName()) == "DFlashBlockAttention"
             && std::string(creator->getPluginVersion()) == "1" && std::string(creator->getPluginNamespace()) == "dflash"
-            && creator->getFieldNames()->nbFields == 9,
+            && creator->getFieldNames()->nbFields == 10,
         "the creator is another");
     int32_t const wrong = 5;
     PluginField const field("heads", &wrong, PluginFieldType::kINT32, 1);
@@ -593,11 +787,7 @@ int main(int count, char** arguments)
 
     check_output_shapes(*creator);
     int gpus = 0;
-    if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
-    {
-        std::printf("no GPU: the plugin was created, not run\n");
-        return 0;
-    }
+    bool const has_gpu = cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0;
     constexpr DataType kBf16 = DataType::kBF16;
     constexpr DataType kHalf = DataType::kHALF;
     Case const cases[] = {
@@ -612,10 +802,21 @@ int main(int count, char** arguments)
         {"draft, FP16, 70 context rows", kHalf, 8, 4, 64, 16, 70, 0, true, false, true},
         {"draft, window", kBf16, 8, 2, 64, 16, 16, 100, true, false, true},
         {"draft, present elsewhere than past", kBf16, 8, 2, 128, 16, 16, 0, true, false, false},
+        {"verify, pages of 64", kBf16, 32, 8, 128, 16, 0, 0, true, false, true, 64},
+        {"verify, pages of 128, window and sinks", kHalf, 16, 2, 64, 10, 0, 128, false, true, true, 128},
+        {"verify, a page of 407 a slot", kBf16, 8, 2, 128, 16, 0, 0, true, false, true, 407},
+        {"a chunk of 90 rows, pages of 64", kBf16, 8, 2, 64, 90, 0, 0, true, false, true, 64},
+        {"draft, 16 context rows, pages of 64", kBf16, 8, 2, 128, 16, 16, 0, true, false, true, 64},
+        {"draft, pages of 128, present elsewhere", kHalf, 8, 4, 64, 16, 70, 0, true, false, false, 128},
     };
     for (auto const& each : cases)
     {
-        run(*creator, each);
+        check_case(*creator, each, has_gpu);
+    }
+    if (!has_gpu)
+    {
+        std::printf("no GPU: %zu plugins were created, not run\n", std::size(cases));
+        return 0;
     }
     std::printf("all %zu cases equal float64\n", std::size(cases));
     return 0;

@@ -311,8 +311,8 @@ DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStr
  * then pieces of prompts, whose tokens the host gives. A segment's logits are those of its last rows. What is past the
  * last row, logit or cut is padding.
  *
- * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10 without
- * its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's. */
+ * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10
+ * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's. */
 typedef struct
 {
     int32_t segment_count; /* G */

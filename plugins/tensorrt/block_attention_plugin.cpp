@@ -19,7 +19,8 @@ enum Input : int32_t
     kPastValue,
     kCos,
     kSin,
-    kAlwaysThere
+    kAlwaysThere,
+    kMostInputs = kAlwaysThere + 6
 };
 
 enum Output : int32_t
@@ -30,8 +31,10 @@ enum Output : int32_t
     kOutputs
 };
 
+constexpr int64_t kPageTile = 64; // rows of which a page has a whole number, where a slot has several
+
 // Every setting by name; `settings` may be null where only names are asked for.
-std::array<PluginField, 9> fields_of(BlockAttentionSettings const* s)
+BlockAttentionFields fields_of(BlockAttentionSettings const* s)
 {
     auto const number = [&](char const* name, int32_t const BlockAttentionSettings::* member)
     { return PluginField(name, s ? &(s->*member) : nullptr, PluginFieldType::kINT32, 1); };
@@ -39,6 +42,7 @@ std::array<PluginField, 9> fields_of(BlockAttentionSettings const* s)
     return {number("heads", &S::heads), number("kv_heads", &S::kv_heads), number("head_size", &S::head_size),
         number("causal", &S::causal), number("window", &S::window), number("has_norms", &S::has_norms),
         number("has_sinks", &S::has_sinks), number("context_index", &S::context_index),
+        number("page_rows", &S::page_rows),
         PluginField("norm_eps", s ? &s->norm_eps : nullptr, PluginFieldType::kFLOAT32, 1)};
 }
 
@@ -57,7 +61,7 @@ bool read_fields(PluginFieldCollection const& from, BlockAttentionSettings& to)
         }
         std::memcpy(const_cast<void*>(found->data), field.data, sizeof(int32_t));
     }
-    return to.heads > 0 && to.kv_heads > 0 && to.heads % to.kv_heads == 0 && to.window >= 0
+    return to.heads > 0 && to.kv_heads > 0 && to.heads % to.kv_heads == 0 && to.window >= 0 && to.page_rows >= 0
         && (to.head_size == 64 || to.head_size == 128);
 }
 
@@ -139,10 +143,15 @@ int32_t BlockAttentionPlugin::context_at() const
                                         : -1;
 }
 
+int32_t BlockAttentionPlugin::table_at() const
+{
+    return settings_.page_rows > 0 ? input_count() - 1 : -1;
+}
+
 int32_t BlockAttentionPlugin::input_count() const
 {
     return kAlwaysThere + 2 * (settings_.has_norms != 0) + (settings_.has_sinks != 0)
-        + 2 * (settings_.context_index >= 0);
+        + 2 * (settings_.context_index >= 0) + (settings_.page_rows > 0);
 }
 
 // -- build ------------------------------------------------------------------------------------------------------------
@@ -151,7 +160,7 @@ int32_t BlockAttentionPlugin::configurePlugin(
     DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*, int32_t outputs) noexcept
 {
     bool const is_right = inputs == input_count() && outputs == kOutputs && in[kQkv].desc.dims.nbDims == 3
-        && in[kPastKey].desc.dims.nbDims == 4;
+        && in[kPastKey].desc.dims.nbDims == 4 && (table_at() < 0 || in[table_at()].desc.dims.nbDims == 2);
     return is_right ? 0 : -1;
 }
 
@@ -192,7 +201,7 @@ bool BlockAttentionPlugin::supportsFormatCombination(
         return false;
     }
     DataType const type = in_out[position].desc.type;
-    if (position == kStart || (context_at() >= 0 && position == context_at() + 1))
+    if (position == kStart || position == table_at() || (context_at() >= 0 && position == context_at() + 1))
     {
         return type == DataType::kINT32;
     }
@@ -229,8 +238,15 @@ dflash_attention_params BlockAttentionPlugin::attention(PluginTensorDesc const* 
     p.q_slot_stride = int64_t{p.rows} * p.heads * size;
     p.q_row_stride = p.heads * size;
     p.q_head_stride = size;
-    p.cache_slot_stride = int64_t{p.kv_heads} * p.cache_rows * size;
-    p.cache_head_stride = p.cache_rows * size;
+    p.cache_slot_stride = int64_t{p.kv_heads} * cache.d[2] * size;
+    p.cache_head_stride = cache.d[2] * size;
+    if (table_at() >= 0)
+    {
+        p.page_table_stride = in[table_at()].dims.d[1];
+        p.page_rows = settings_.page_rows;
+        p.pages = static_cast<int32_t>(cache.d[0]);
+        p.cache_rows = static_cast<int32_t>(p.page_table_stride) * p.page_rows;
+    }
     return p;
 }
 
@@ -243,8 +259,8 @@ size_t BlockAttentionPlugin::getWorkspaceSize(
     {
         return 0;
     }
-    PluginTensorDesc largest[kAlwaysThere];
-    for (int32_t i = 0; i < kAlwaysThere; ++i)
+    PluginTensorDesc largest[kMostInputs];
+    for (int32_t i = 0; i < inputs; ++i)
     {
         largest[i] = in[i].desc;
         largest[i].dims = in[i].max;
@@ -271,13 +287,10 @@ bool BlockAttentionPlugin::has_shapes(PluginTensorDesc const* in, int32_t inputs
 {
     BlockAttentionSettings const& s = settings_;
     Dims const& qkv = in[kQkv].dims;
-    Dims const& key = in[kPastKey].dims;
-    Dims const& value = in[kPastValue].dims;
     Dims const& cos = in[kCos].dims;
-    bool is_right = inputs == input_count() && qkv.nbDims == 3 && key.nbDims == 4 && cos.nbDims == 2
-        && qkv.d[2] == int64_t{s.heads + 2 * s.kv_heads} * s.head_size && key.d[0] == qkv.d[0] && key.d[1] == s.kv_heads
-        && key.d[3] == s.head_size && cos.d[1] * 2 == s.head_size && volume(key) == volume(value)
-        && volume(cos) == volume(in[kSin].dims) && volume(in[kStart].dims) == qkv.d[0];
+    bool is_right = inputs == input_count() && qkv.nbDims == 3 && cos.nbDims == 2
+        && qkv.d[2] == int64_t{s.heads + 2 * s.kv_heads} * s.head_size && cos.d[1] * 2 == s.head_size
+        && volume(cos) == volume(in[kSin].dims) && volume(in[kStart].dims) == qkv.d[0] && has_cache_shapes(in);
     if (is_right && context_at() >= 0)
     {
         Dims const& context = in[context_at()].dims;
@@ -286,6 +299,25 @@ bool BlockAttentionPlugin::has_shapes(PluginTensorDesc const* in, int32_t inputs
             && context.d[2] / layer > s.context_index && volume(in[context_at() + 1].dims) == qkv.d[0];
     }
     return is_right;
+}
+
+bool BlockAttentionPlugin::has_cache_shapes(PluginTensorDesc const* in) const
+{
+    int64_t const slots = in[kQkv].dims.d[0];
+    Dims const& key = in[kPastKey].dims;
+    if (key.nbDims != 4 || key.d[1] != settings_.kv_heads || key.d[3] != settings_.head_size
+        || volume(key) != volume(in[kPastValue].dims))
+    {
+        return false;
+    }
+    if (table_at() < 0)
+    {
+        return key.d[0] == slots;
+    }
+    Dims const& table = in[table_at()].dims;
+    int64_t const rows = settings_.page_rows;
+    return table.nbDims == 2 && table.d[0] == slots && key.d[0] > 0 && key.d[2] == rows
+        && (rows % kPageTile == 0 || table.d[1] == 1);
 }
 
 int32_t BlockAttentionPlugin::onShapeChange(
@@ -361,6 +393,13 @@ int32_t BlockAttentionPlugin::enqueue(PluginTensorDesc const* in, PluginTensorDe
     append.values = outputs[kPresentValue];
     append.cache_slot_stride = p.cache_slot_stride;
     append.cache_head_stride = p.cache_head_stride;
+    if (table_at() >= 0)
+    {
+        p.page_table = static_cast<int32_t const*>(inputs[table_at()]);
+        append.page_table = p.page_table;
+        append.page_table_stride = p.page_table_stride;
+        append.page_rows = p.page_rows;
+    }
     cudaError_t error = dflash_append(&append, stream);
     if (error != cudaSuccess)
     {

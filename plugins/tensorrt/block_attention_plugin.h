@@ -1,4 +1,5 @@
-// TensorRT plugin "DFlashBlockAttention": a layer's norm of heads, RoPE, append and attention over the cache.
+// TensorRT plugin "DFlashBlockAttention": a layer's norm of heads, RoPE, append and attention over the cache, linear
+// or in pages.
 #pragma once
 
 #include "dflash_kernels.h"
@@ -25,8 +26,11 @@ struct BlockAttentionSettings
     int32_t has_norms = 0; // with inputs q_norm and k_norm
     int32_t has_sinks = 0; // with input sinks
     int32_t context_index = -1; // a drafter's layer: its place in input context; -1: without that input
+    int32_t page_rows = 0; // of a page, with input page_table; 0: caches are a run of rows a slot
     float norm_eps = 0.f;
 };
+
+using BlockAttentionFields = std::array<nvinfer1::PluginField, 10>;
 
 // Inputs, in this order (B slots, N rows, S cache length, D head size):
 //   qkv         [B, N, (heads + 2 kv_heads) * D]   what the rows' projection gave
@@ -38,6 +42,9 @@ struct BlockAttentionSettings
 //   sinks       [heads] float                      with has_sinks
 //   context     [B, Q, layers * 2 * kv_heads * D]  with context_index: K, then V, of each layer
 //   committed   [B] int32                          with context_index: how many of the Q rows become permanent
+//   page_table  [B, width] int32                   with page_rows: where each slot's pages lie
+// With page_rows the past is [pages, kv_heads, page_rows, D], and S is width * page_rows: position p of slot b is row
+// p % page_rows of page page_table[b, p / page_rows]. page_rows is a multiple of 64, or width is 1.
 // Outputs:
 //   attention   [B, N, heads * D]
 //   present_key, present_value                     as past: bind them to the same addresses
@@ -87,12 +94,14 @@ private:
     int32_t norms_at() const;
     int32_t sinks_at() const;
     int32_t context_at() const;
+    int32_t table_at() const;
     int32_t input_count() const;
     bool has_shapes(nvinfer1::PluginTensorDesc const* in, int32_t inputs) const;
+    bool has_cache_shapes(nvinfer1::PluginTensorDesc const* in) const;
     dflash_attention_params attention(nvinfer1::PluginTensorDesc const* in) const;
 
     BlockAttentionSettings const settings_;
-    std::array<nvinfer1::PluginField, 9> fields_;
+    BlockAttentionFields fields_;
     nvinfer1::PluginFieldCollection serialized_;
 };
 
@@ -109,7 +118,7 @@ public:
     nvinfer1::AsciiChar const* getPluginNamespace() const noexcept override;
 
 private:
-    std::array<nvinfer1::PluginField, 9> fields_;
+    BlockAttentionFields fields_;
     nvinfer1::PluginFieldCollection names_;
 };
 
