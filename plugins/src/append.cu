@@ -56,8 +56,7 @@ struct Head
     // Of half a head, for both halves.
     static __device__ __forceinline__ Numbers load_half(T const* half)
     {
-        return load_vector<uint32_t, kPairs>(
-            reinterpret_cast<uint32_t const*>(half) + lane() % (kLanes / 2) * kPairs);
+        return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(half) + lane() % (kLanes / 2) * kPairs);
     }
 
     static __device__ __forceinline__ void store_zeros(T* head)
