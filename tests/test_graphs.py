@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.engine.ladder import StepKind, draft_lengths, step_kinds
+from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -238,3 +238,32 @@ def test_ranks_are_told_what_to_prepare():
         Step([(0, 1)], [], Drafting.OFF, 1, False),
     ):
         assert call_of(list(words_of(call))) == call
+
+
+@pytest.mark.parametrize("chunk", [32, 64, 100, 128, 200, 256, 512])
+@pytest.mark.parametrize("lengths", [(), (0,), (7,), LENGTHS])
+def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
+    """Of any number of slots, rows, pieces and prompt rows that a GPU's session says it takes."""
+    slots = 8
+    config = loaded.config.model_copy(update={"chunk": chunk, "max_batch": slots})
+    graphs = StepGraphs(config, lambda kind: kind, chunk)
+    graphs.prepare(Prepare(lengths, sampled=True), lambda *_: None)
+    blocks = [length + 1 for length in lengths] or [1]
+    drafting = {1: [Drafting.CONTEXT, Drafting.OFF] if lengths else [Drafting.OFF]}
+    for running in (0, 1, 3, slots - 1):
+        for rows in blocks:
+            for block in blocks:
+                for kind in drafting.get(block, [Drafting.BLOCK]):
+                    for pieces in range(1, min(most_pieces(chunk), slots - running) + 1):
+                        for tokens in {pieces, chunk}:
+                            counts = [1] * (pieces - 1) + [tokens - pieces + 1]
+                            read = [Piece(running + i, 0, [5] * count, True) for i, count in enumerate(counts)]
+                            step = Step([(i, rows) for i in range(running)], read, kind, block, sampled=rows % 2 == 0)
+                            assert graphs.find_flat(step)[0].pieces >= pieces
+
+
+def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):
+    config = loaded.config.model_copy(update={"drafter": None, "block_size": 1})
+    session = Idle(config, loaded.session.weights, loaded.session.device)
+    assert set(measure(session)) == {(1, 0), (3, 0)}
+    assert {kind.drafting for _, kind in session.asked} == {Drafting.OFF}

@@ -413,6 +413,42 @@ def test_a_slot_is_not_given_while_rows_are_to_be_copied_from_it():
     assert pages.is_free(0)
 
 
+def test_rows_that_were_never_copied_are_not_believed():
+    """The one that was to have them is cancelled before its first step."""
+    pages = linear()
+    read(pages, 0, list(range(100)))
+    waiting = pages.admit_to(2, [*range(100), 5], True)
+    assert waiting.copy == (0, 2, 100)
+    pages.release(waiting)
+    later = pages.admit_to(2, [*range(100), 6], True)
+    assert later.copy == (0, 2, 100)
+
+
+def test_a_whole_page_is_not_copied_and_none_is_lost():
+    """Two read the same text; the second's page stays apart, for it has more of the drafter's rows."""
+    pages, text = Pages(Paging(24, 64, 8)), list(range(1000, 1064))
+    first, second = (pages.admit(text[:1], False, 128) for _ in range(2))
+    assert first is not None and second is not None
+    pages.record(first, text, 30)
+    pages.record(second, text, 40)
+    assert second.nodes[0] is not first.nodes[0]
+    pages.release(first)
+    others = [lease for i in range(1, pages.available + 1) if (lease := pages.admit([i], False, 64)) is not None]
+    for lease in others:  # the first one's page is theirs now
+        pages.release(lease)
+    for i in range(3):
+        follower = pages.admit([*text, *[5 + i] * 20], False, 192)
+        assert follower is not None
+        assert follower.copy is None or follower.copy[2] < 64
+        pages.copied(follower)
+        pages.record(follower, [*text, *[5 + i] * 20][follower.rows :], 0)
+        pages.release(follower)
+    pages.release(second)
+    assert pages.used == 0
+    taken = [pages.admit([100 + i], False, 64) for i in range(24)]
+    assert all(lease is not None for lease in taken)
+
+
 def test_forgotten_rows_are_not_found():
     pages = linear()
     pages.forget(read(pages, 0, list(range(100))))

@@ -32,7 +32,7 @@ class StepKind:
     @property
     def pieces(self) -> int:
         """Pieces of prompts, at most."""
-        return min(PIECES, self.prompt_rows // _ROWS_A_PIECE)
+        return _pieces(self.prompt_rows)
 
     @property
     def segments(self) -> int:
@@ -58,6 +58,15 @@ def batch_sizes(most: int) -> list[int]:
 def draft_lengths(block_size: int) -> list[int]:
     """Lists the draft lengths of a drafter with this block size, its whole block among them."""
     return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})
+
+
+def most_pieces(chunk: int) -> int:
+    """Counts the pieces of prompts that the largest steps have, of engines with such a chunk."""
+    return _pieces(prompt_sizes(chunk)[-1])
+
+
+def _pieces(prompt_rows: int) -> int:
+    return min(PIECES, prompt_rows // _ROWS_A_PIECE)
 
 
 def prompt_sizes(chunk: int) -> list[int]:

@@ -236,7 +236,8 @@ class Pages:
         for child in node.begun.get(tuple(ids[at : at + MIN_COPIED_ROWS]), ()):
             if self.windows is not None and not self.windows.has(child.page):
                 continue
-            limit = min(most - at, child.drafter_rows if drafts else len(child.tokens))
+            # Not a whole page: it would be full before a step has written to it, and never come into the tree.
+            limit = min(most - at, self.rows - 1, child.drafter_rows if drafts else len(child.tokens))
             if limit > rows and child.tokens[: rows + 1] == ids[at : at + rows + 1]:
                 best, rows = child, _shared_rows(child.tokens, ids, at, rows + 1, limit)
         return nodes, best, rows if best is not None else 0
@@ -389,6 +390,12 @@ class LinearPages(Pages):
             self._refer(source)
             self._copy(lease, source, node, copied)
         return lease
+
+    def release(self, lease: Lease) -> None:
+        node, is_empty = lease.nodes[0], lease.copy is not None
+        super().release(lease)
+        if is_empty:  # the copy that its first rows come from was never made
+            self._cut(node, 0)
 
     def forget(self, lease: Lease) -> None:
         node = lease.nodes[0]

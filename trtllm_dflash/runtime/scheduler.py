@@ -184,6 +184,8 @@ class Scheduler:
             if self._will_share(sequence):
                 late.append(self._queue.pop())
                 continue
+            if len(late) >= self._slots.total - len(self._slots):
+                break  # those slots are theirs
             stay = self._slots.admit(sequence, self._draft and sequence.draft)
             if stay is None:
                 self._refused = sequence, changes
@@ -197,10 +199,11 @@ class Scheduler:
             self._queue.push(sequence)
 
     def _will_share(self, sequence: Sequence) -> bool:
-        """Whether a prompt has whole pages in common with one that is being read, which are not read yet."""
+        """Whether a prompt has whole pages in common with one that is read before it, which are not read yet."""
         page, ids = self._slots.pages.rows, sequence.prompt_ids
         for stay in self._slots:
-            if stay.rows >= stay.prompt:
+            lacks_drafter_rows = sequence.draft and stay.drafter_rows is not None
+            if stay.rows >= stay.prompt or stay.rank > sequence.rank or lacks_drafter_rows:
                 continue
             others = stay.sequence.prompt_ids
             wanted = stay.rows // page * page + page  # the next one's end
@@ -269,15 +272,12 @@ class Scheduler:
         return True
 
     def _may_all_have_ended(self, batch: _Batch) -> bool:
-        """Whether the steps under way may end all sequences: one more would be for nothing, and others would wait.
-
-        With several it is seldom so, and not looked for.
-        """
+        """Whether the steps under way may well end the only sequence: one more would but delay the next."""
         if len(batch.stays) > 1 or not self._launched:
             return False
         sequence = batch.stays[0].sequence
         under_way = sum(batch is launched.batch for launched in self._launched)
-        return sequence.room - len(sequence.token_ids) <= under_way * max(batch.block, 1)
+        return sequence.room - len(sequence.token_ids) <= under_way * max(batch.block // 2, 1)
 
     def _pieces(self, batch: _Batch) -> list[tuple[Stay, int]]:
         """Chooses the pieces of prompts of a step with these decoding slots."""

@@ -52,19 +52,17 @@ def measure_mixed(session: Session) -> MixedStepTimes:
     session.prepare(Prepare(tuple(lengths) if config.drafter is not None else (), sampled=False))
     times = {}
     few = {lengths[0], *lengths[3:4], *lengths[5:6], lengths[-1]}
-    for slots in sorted({max(1, config.max_batch // 4), config.max_batch}):
+    for slots in {*batch_sizes(config.max_batch)[-3:-2], config.max_batch}:
         decoding = range(slots - 1)  # the last slot reads
         for slot in decoding:
             session.run(_first(slot, min(_POSITION, config.max_seq_len - 1), config)).read()
         for drafts in few:
             drafting = _drafting(drafts, config)
-            for tokens in (0, *prompt_sizes(config.chunk)):
+            for tokens in prompt_sizes(config.chunk):
                 ids = [0] * min(tokens, session.limits.prompt_rows, config.max_seq_len - 1)
-                pieces = [Piece(slots - 1, 0, ids, True)] if ids else []
                 rows = [(slot, drafts + 1) for slot in decoding]
-                if rows or pieces:
-                    step = Step(rows, pieces, drafting, drafts + 1, sampled=False)
-                    times[slots, drafts, tokens] = _seconds(session, step)
+                step = Step(rows, [Piece(slots - 1, 0, ids, True)], drafting, drafts + 1, sampled=False)
+                times[slots, drafts, len(ids)] = _seconds(session, step)
     return times
 
 
@@ -96,15 +94,14 @@ def measure(session: Session) -> StepTimes:
     position = min(_POSITION, config.max_seq_len - 1)
     times = {}
     lengths = draft_lengths(config.block_size)
-    session.prepare(Prepare(tuple(lengths), sampled=False))
+    session.prepare(Prepare(tuple(lengths) if config.drafter is not None else (), sampled=False))
     # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
     for slots in sizes:
         for slot in range(slots):
-            piece = Piece(slot, position, [0], last=True)
-            session.run(Step([], [piece], Drafting.CONTEXT, 1, sampled=False)).read()
+            session.run(_first(slot, position, config)).read()
         for drafts in lengths:
-            drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT
+            drafting = _drafting(drafts, config)
             step = Step([(slot, drafts + 1) for slot in range(slots)], [], drafting, drafts + 1, sampled=False)
             times[slots, drafts] = _seconds(session, step)
     return times

@@ -16,7 +16,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import EngineConfig, Progress
-from trtllm_dflash.engine.ladder import StepKind
+from trtllm_dflash.engine.ladder import StepKind, most_pieces
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
@@ -24,6 +24,7 @@ from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
 from trtllm_dflash.session.graphs import StepGraphs
+from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
@@ -168,6 +169,12 @@ class CudaSession(TorchSession):
         return _Graph(graph, words, decided)
 
     # -- flat rows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> StepLimits:
+        limits = super().limits
+        # No more than the largest steps are captured for.
+        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk))) if self._flat else limits
 
     def prompt_room(self, call: Step) -> int:
         if not self._flat:

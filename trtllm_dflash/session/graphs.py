@@ -44,7 +44,11 @@ class StepGraphs(Generic[Graph]):
 
     def _serves(self, kind: StepKind) -> bool:
         """Whether a plain step beside prompts has one in which the drafter keeps up: it does for both."""
-        return bool(kind.pieces) and replace(kind, drafting=Drafting.CONTEXT) in self._graphs
+        return (
+            kind.pieces > 0
+            and kind.drafting is Drafting.OFF
+            and replace(kind, drafting=Drafting.CONTEXT) in self._graphs
+        )
 
     def prepare(self, call: Prepare, progress: Progress) -> None:
         """Captures the missing kinds. The largest first: the smaller ones then reuse its memory."""
