@@ -8,8 +8,8 @@ from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.checkpoint.quantized import cache_format
 from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import Backend
-from trtllm_dflash.engine.paging import PAGE_ROWS
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.kernels import PAGE_TILE
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.weights import Precision
 
@@ -78,8 +78,8 @@ def page_limits(page_size: int | None, kv_memory: float | None, backend: Backend
         if asked is not None and backend == "tensorrt":
             raise SettingsError(f"{name} {asked:g}: TensorRT's own layers keep one page a slot; use --backend torch")
     if page_size is not None:
-        if page_size < max_seq_len and page_size % PAGE_ROWS:
-            raise SettingsError(f"--page-size {page_size}: choose a multiple of {PAGE_ROWS}")
+        if page_size < max_seq_len and page_size % PAGE_TILE:
+            raise SettingsError(f"--page-size {page_size}: choose a multiple of {PAGE_TILE}")
         limits["page_size"] = page_size
     if kv_memory is not None:
         limits["kv_memory"] = int(kv_memory * GB)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.kernels import PAGE_TILE
 
 #: Rows of a page where nothing else was asked for: what our kernels read at a time.
-PAGE_ROWS = 64
+PAGE_ROWS = PAGE_TILE
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,12 @@ class Layout:
         return list(accumulate((segment.count for segment in self.segments), initial=0))
 
     @cached_property
+    def runs(self) -> list[tuple[Segment, slice]]:
+        """Each segment and its rows."""
+        ends = zip(self.segments, self.first_rows, self.first_rows[1:], strict=False)
+        return [(segment, slice(first, end)) for segment, first, end in ends]
+
+    @cached_property
     def first_logits(self) -> list[int]:
         """Each segment's first logit row, and the number of logit rows."""
         return list(accumulate((segment.logits for segment in self.segments), initial=0))
@@ -119,8 +125,7 @@ class RaggedOps(TorchOps):
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
         q, k, v = self._split_qkv(layer, qkv, self._layout.positions)
         out = []
-        for segment, first in zip(self._layout.segments, self._layout.first_rows, strict=False):
-            rows = slice(first, first + segment.count)
+        for segment, rows in self._layout.runs:
             self._append(layer, segment, segment.start, k[0, :, rows], v[0, :, rows])
             out.append(self._attend(layer, segment, q[:, :, rows], segment.start + segment.count, causal=True))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
@@ -132,8 +137,7 @@ class RaggedOps(TorchOps):
 
     def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
         k, v = context.tensors
-        for segment, first in zip(self._layout.segments, self._layout.first_rows, strict=False):
-            rows = slice(first, first + segment.count)
+        for segment, rows in self._layout.runs:
             self._append(layer, segment, segment.start, k[0, :, rows], v[0, :, rows])
 
     def block_attention(

@@ -10,10 +10,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
-
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.runtime.auto import count_or_auto
 
 #: Steps between two tries of the next longer length, without which a drafter that has become good is never noticed.
 PROBE_STEPS = 64
@@ -28,17 +26,8 @@ PRIOR, PRIOR_TRIES = 0.8, 4.0
 StepTimes = dict[tuple[int, int], float]
 
 
-def _read_choice(value: object) -> object:
-    """Parses a number from text, as a flag and a deployed model's configuration give it."""
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    if value == "auto" or (type(value) is int and value >= 0):
-        return value
-    raise PydanticCustomError("draft_length", "choose auto, or a number of tokens")
-
-
 #: Tokens to draft a step, or "auto" for what the load makes best: a field of settings, read from texts too.
-DraftLengthChoice = Annotated[int | Literal["auto"], BeforeValidator(_read_choice)]
+DraftLengthChoice = Annotated[int | Literal["auto"], count_or_auto("draft_length", 0)]
 
 
 def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:

@@ -8,24 +8,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
+from trtllm_dflash.runtime.auto import count_or_auto
 
 #: Fewer tokens of a prompt are not read at a time, unless they are its last or the budget is less than two pieces.
 MIN_PIECE = 64
 
 
-def _read_choice(value: object) -> object:
-    """Parses a number from text, as a flag and a deployed model's configuration give it."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value == "auto" or (type(value) is int and value > 0):
-        return value
-    raise PydanticCustomError("prefill_tokens", "choose auto, or a number of tokens")
-
-
 #: Prompt tokens a step, or "auto" for what the replies' pace allows: a field of settings, read from texts too.
-PrefillTokensChoice = Annotated[int | Literal["auto"], BeforeValidator(_read_choice)]
+PrefillTokensChoice = Annotated[int | Literal["auto"], count_or_auto("prefill_tokens", 1)]
 
 #: Seconds of a step by decoding slots, drafts of each, and prompt tokens.
 MixedStepTimes = dict[tuple[int, int, int], float]

@@ -48,8 +48,7 @@ def decoding_times(times: MixedStepTimes) -> StepTimes:
 def measure_mixed(session: Session) -> MixedStepTimes:
     """Times steps that read prompts beside few and many slots, with few and many drafts; seconds, medians."""
     config = session.config
-    lengths = draft_lengths(config.block_size) if config.drafter is not None else [0]
-    session.prepare(Prepare(tuple(lengths) if config.drafter is not None else (), sampled=False))
+    lengths = _prepared_lengths(session)
     times = {}
     few = {lengths[0], *lengths[3:4], *lengths[5:6], lengths[-1]}
     for slots in {*batch_sizes(config.max_batch)[-3:-2], config.max_batch}:
@@ -64,6 +63,14 @@ def measure_mixed(session: Session) -> MixedStepTimes:
                 step = Step(rows, [Piece(slots - 1, 0, ids, True)], drafting, drafts + 1, sampled=False)
                 times[slots, drafts, len(ids)] = _seconds(session, step)
     return times
+
+
+def _prepared_lengths(session: Session) -> list[int]:
+    """Prepares the steps of all draft lengths, 0 alone without a drafter; returns these."""
+    config = session.config
+    lengths = draft_lengths(config.block_size) if config.drafter is not None else [0]
+    session.prepare(Prepare(tuple(lengths) if config.drafter is not None else (), sampled=False))
+    return lengths
 
 
 def _first(slot: int, position: int, config: EngineConfig) -> Step:
@@ -93,8 +100,7 @@ def measure(session: Session) -> StepTimes:
     config = session.config
     position = min(_POSITION, config.max_seq_len - 1)
     times = {}
-    lengths = draft_lengths(config.block_size)
-    session.prepare(Prepare(tuple(lengths) if config.drafter is not None else (), sampled=False))
+    lengths = _prepared_lengths(session)
     # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
     for slots in sizes:
