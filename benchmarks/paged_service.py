@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loads", default="prompts,capacity,prefix")
     parser.add_argument("--simulate-acceptance", type=float, default=6.49, metavar="TOKENS")
     parser.add_argument("--draft-length", type=int, default=7, help="of capacity and prefix")
+    parser.add_argument("--chunk", type=int, default=2048, help="of prompts")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--kv-memory", type=float, default=60.0, help="GB, of capacity")
     parser.add_argument("--clients", default="16,96,64", help="of the three loads")
@@ -195,7 +196,7 @@ class Bench:
         return found
 
     def prompts(self, clients: int) -> dict[str, Any]:
-        found = self.run(clients, 4096, 256)
+        found = self.run(clients, 4096, 256, chunk=self.options.chunk)
         allowed = self.rates.gemm / found["operations_a_row"]
         read = found["requests"] * 4096 / self.options.seconds
         p50, p99 = found["itl_ms"]

@@ -62,7 +62,8 @@ def compare(builder: Any, layer: MoELayer, weights: dict[str, Tensor], capabilit
     y.name = "y"
     network.mark_output(y)
     (found,) = evaluate([network], [{"x": x, "l": logits}])
-    torch.testing.assert_close(found["y"], expected, atol=2e-5, rtol=2e-5)
+    # Sums are in another order: their rounding is that of the largest terms.
+    torch.testing.assert_close(found["y"], expected, atol=2e-6 * float(expected.abs().max()), rtol=2e-5)
     return ops
 
 
