@@ -5,7 +5,9 @@ Three loads, each with clients that send a request, read the reply to its end an
 - `prompts`: long prompts and short replies. Prompt tokens a second, as a share of what the GPU's GEMM rate allows for
   prompts alone; and the time between two pieces of a reply, 99th percentile over median.
 - `capacity`: conversations at once in so many GB of caches, though the engine takes far longer ones.
-- `prefix`: prompts that begin alike: time to the first token, from each client's second request on.
+- `prefix`: prompts that begin alike: time to the first token.
+
+Figures are of what comes after a warm-up, in which each client has sent its first request.
 
 Acceptance is imposed: how many drafts survive is drawn, not measured.
 """
@@ -18,7 +20,6 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--loads", default="prompts,capacity,prefix")
     parser.add_argument("--simulate-acceptance", type=float, default=6.49, metavar="TOKENS")
-    parser.add_argument("--draft-length", type=int, default=7, help="of capacity and prefix")
+    parser.add_argument("--draft-length", type=int, default=7, help="of capacity")
     parser.add_argument("--chunk", type=int, default=2048, help="of prompts")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--warm-up", type=float, default=3.0, metavar="SECONDS", help="before: they all begin at once")
     parser.add_argument("--kv-memory", type=float, default=60.0, help="GB, of capacity")
     parser.add_argument("--clients", default="16,96,64", help="of the three loads")
     parser.add_argument("--device", default="cuda")
@@ -61,7 +63,6 @@ class Client:
     """Sends requests one after the other until time is up."""
 
     load: "Load"
-    number: int
     begun: float = 0.0
     times: list[float] = field(default_factory=list)  # of the reply's updates
 
@@ -80,14 +81,15 @@ class Client:
             load.leave()
             return
         self.times.append(now)
-        if now <= load.end:
+        counts = load.begin <= now <= load.end
+        if counts:
             load.tokens += len(update.token_ids)
-        if len(self.times) == 1:
-            load.first.append((self.number, now - self.begun))
+        if len(self.times) == 1 and self.begun >= load.begin:
+            load.first.append(now - self.begun)
         if update.completion is None:
             return
-        load.gaps += [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-        load.replies += now <= load.end
+        load.gaps += [b - a for a, b in zip(self.times, self.times[1:], strict=False) if a >= load.begin]
+        load.replies += counts
         if now < load.end:
             self.send()
         else:
@@ -102,7 +104,7 @@ class Load:
         self._rng, self._vocabulary = random.Random(1), vocabulary
         self._own, self._shared = prompt_tokens - shared, self._random(shared)
         self.sent = self.tokens = self.replies = 0
-        self.first: list[tuple[int, float]] = []  # client, and seconds to the first token, in order
+        self.first: list[float] = []  # seconds to the first token
         self.gaps: list[float] = []
         self.errors: list[str] = []
 
@@ -112,39 +114,30 @@ class Load:
     def _random(self, count: int) -> list[int]:
         return [self._rng.randrange(self._vocabulary) for _ in range(count)]
 
-    def _after_the_first(self) -> Iterator[float]:
-        """Times to the first token of each client's later requests."""
-        seen: set[int] = set()
-        for number, seconds in self.first:
-            if number in seen:
-                yield seconds
-            seen.add(number)
-
     def leave(self) -> None:
         self._left -= 1
         if not self._left:
             self._done.set()
 
-    def run(self, clients: int, seconds: float) -> dict[str, Any]:
-        """Runs the loop for so many seconds, and to the end of what was begun."""
+    def run(self, clients: int, warm_up: float, seconds: float) -> dict[str, Any]:
+        """Runs the loop, the last so many seconds of which count, and to the end of what was begun."""
         self._left, self._done = clients, threading.Event()
-        self.end = time.perf_counter() + seconds
+        self.begin = time.perf_counter() + warm_up
+        self.end = self.begin + seconds
         most = 0
-        for number in range(clients):
-            Client(self, number).send()
+        for _ in range(clients):
+            Client(self).send()
         while not self._done.wait(0.02):
             most = max(most, self.service.statistics().running)
         if self.errors:
             raise SystemExit(f"error: a request failed: {self.errors[0]}")
-        firsts = sorted(seconds for _, seconds in self.first)
-        later = sorted(self._after_the_first())
+        firsts = sorted(self.first)
         return {
             "clients": clients,
             "most_running": most,
             "requests": self.replies,
             "tokens_per_second": round(self.tokens / seconds, 1),
             "ttft_ms": [round(quantile(firsts, q) * 1e3, 1) for q in (0.5, 0.99)],
-            "ttft_ms_from_the_second_request_on": [round(quantile(later, q) * 1e3, 1) for q in (0.5, 0.99)],
             "itl_ms": [round(quantile(sorted(self.gaps), q) * 1e3, 2) for q in (0.5, 0.99)],
         }
 
@@ -181,7 +174,7 @@ class Bench:
         service = llm.service(ServiceSettings(draft_length=draft_length, max_queue=4 * clients))
         try:
             load = Load(service, config.target.vocab_size, prompt, output, shared)
-            found = load.run(clients, self.options.seconds)
+            found = load.run(clients, self.options.warm_up, self.options.seconds)
             counted = service.statistics()
             found |= {
                 "operations_a_row": 2 * multiplied(config),
@@ -219,7 +212,7 @@ class Bench:
 
     def prefix(self, clients: int) -> dict[str, Any]:
         """Prompts of 2,032 tokens that share 2,000."""
-        return self.run(clients, 2032, 256, shared=2000, draft_length=self.options.draft_length)
+        return self.run(clients, 2032, 256, shared=2000)
 
 
 def main() -> None:
