@@ -70,7 +70,7 @@ run()
 run memcheck memcheck
 run synccheck synccheck
 # Slow where blocks have much shared memory: a process for each group of kernels, side by side.
-for group in step norms choices append sums experts attention products; do
+for group in step norms choices append sums experts prompts attention products; do
     run racecheck "racecheck-$group" --group "$group" &
 done
 wait

@@ -50,7 +50,7 @@ DIVERGENT = """\
 RAN = "every group of kernels ran"
 
 #: racecheck runs over one group of kernels at a time.
-GROUPS = ("step", "norms", "choices", "append", "sums", "experts", "attention", "products")
+GROUPS = ("step", "norms", "choices", "append", "sums", "experts", "prompts", "attention", "products")
 RACECHECKS = [f"racecheck-{group}" for group in GROUPS]
 
 STUBS = {

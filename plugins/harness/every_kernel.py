@@ -375,6 +375,46 @@ def attend_flat(
     )
 
 
+def prompts(dtype: torch.dtype) -> None:
+    """Few items and several a block; tiles in one page and in two; groups that do not fill an item; a window, sinks."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    for size in kernels.HEAD_SIZES:
+        for page_rows in (64, 192, 128, 1100):
+            attend_prompts(dtype, size, [(700, 300), (0, 0), (63, 1), (64, 130)], 4, page_rows)
+        attend_prompts(dtype, size, [(700, 90), (0, 33)], 5, 64, window=100, has_sinks=True)
+        attend_prompts(dtype, size, [(0, 5)] * torch.cuda.get_device_properties(0).multi_processor_count, 8, 64)
+
+
+def attend_prompts(
+    dtype: torch.dtype,
+    size: int,
+    runs: list[tuple[int, int]],
+    group: int,
+    page_rows: int,
+    window: int = 0,
+    has_sinks: bool = False,
+) -> None:
+    """One call over prompts of (start, count), padding rows, and caches in pages."""
+    kv_heads, slots = 2, len(runs)
+    heads = group * kv_heads
+    ends = list(accumulate((count for _, count in runs), initial=0))
+    segments = ints(*(x for slot, (start, count) in enumerate(runs) for x in (slot, start, ends[slot], count)))
+    table = random_table(slots, -(-max(map(sum, runs)) // page_rows))
+    keys, values = make_caches((table.numel(), kv_heads, page_rows, size), dtype, None)
+    q = normal(ends[-1] + 3, heads, size, dtype=dtype)
+    kernels.attend_prompts(
+        q,
+        keys,
+        values,
+        kernels.Pages(table, page_rows),
+        segments.view(-1, 4),
+        torch.empty(len(q), heads * size, dtype=dtype, device="cuda"),
+        window,
+        normal(heads, dtype=torch.float32) if has_sinks else None,
+    )
+
+
 def products(dtype: torch.dtype) -> None:
     """Shares of a granule to several passes; runs of inputs that do not fill all warps; rings that go round."""
     if torch.cuda.get_device_capability()[0] not in SKINNY_GPUS:
@@ -396,7 +436,7 @@ def products(dtype: torch.dtype) -> None:
 
 
 #: Those that a tool may end come last.
-GROUPS = (step, norms, choices, append, sums, experts, attention, products)
+GROUPS = (step, norms, choices, append, sums, experts, prompts, attention, products)
 
 
 if __name__ == "__main__":

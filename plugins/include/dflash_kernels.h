@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 11
+#define DFLASH_ABI_VERSION 12
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -97,6 +97,10 @@ DFLASH_API cudaError_t dflash_attention_workspace(const dflash_attention_params*
 /* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */
 DFLASH_API cudaError_t dflash_attention(
     const dflash_attention_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
+
+/* The same of many rows of prompts, on Hopper (elsewhere cudaErrorNotSupported): causal, of segments of any number of
+ * rows over pages without scales. `rows` is N here, the flat rows of q; `added` and `block` are not taken. */
+DFLASH_API cudaError_t dflash_attend_prompts(const dflash_attention_params* params, cudaStream_t stream);
 
 /* From projected rows to the caches: norm of heads, RoPE, append; and normed, rotated queries.
  *

@@ -31,6 +31,32 @@ struct FlushingExp2
     }
 };
 
+// Logits of 8 N keys, the first of them first_key, become -inf where a row does not see the key: it sees those from its
+// first to the one before its past.
+template <int N>
+__device__ __forceinline__ void hide_keys(
+    float (&logits)[N][4], int first_key, int const (&first)[2], int const (&past)[2])
+{
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+    {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+        {
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+            {
+                int const key = first_key + n * 8 + lane % 4 * 2 + c;
+                if (key < first[r] || key >= past[r])
+                {
+                    logits[n][2 * r + c] = -INFINITY;
+                }
+            }
+        }
+    }
+}
+
 // Keys that query rows see: those up to their own where attention is causal, and at most a window of them. The block's
 // own rows are a slot's last keys.
 struct Mask
@@ -48,27 +74,16 @@ struct Mask
         int const first_of_all = p.window > 0 ? length - p.window : 0;
         if (first_key + kTile > past_of_all || first_key < first_of_all)
         {
-            int const lane = threadIdx.x % 32;
+            int first[2];
+            int past[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r)
             {
                 int const position = length - segment.rows + rows[r];
-                int const past = p.causal ? position + 1 : length;
-                int const first = p.window > 0 ? position - p.window + 1 : 0;
-#pragma unroll
-                for (int n = 0; n < N; ++n)
-                {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                    {
-                        int const key = first_key + own_key + n * 8 + lane % 4 * 2 + c;
-                        if (key < first || key >= past)
-                        {
-                            logits[n][2 * r + c] = -INFINITY;
-                        }
-                    }
-                }
+                past[r] = p.causal ? position + 1 : length;
+                first[r] = p.window > 0 ? position - p.window + 1 : 0;
             }
+            hide_keys(logits, first_key + own_key, first, past);
         }
     }
 };
@@ -134,6 +149,14 @@ struct OnlineSoftmax
     __device__ __forceinline__ void advance(float const (&logits)[N][4], float scale, float (&out)[M][4])
     {
         float decay[2];
+        advance(logits, scale, decay);
+        scale_rows(out, decay);
+    }
+
+    // The same; what is left of the output so far.
+    template <int N>
+    __device__ __forceinline__ void advance(float const (&logits)[N][4], float scale, float (&decay)[2])
+    {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
@@ -147,7 +170,6 @@ struct OnlineSoftmax
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
             decay[r] = raise(r, top, scale);
         }
-        scale_rows(out, decay);
     }
 
     // Makes weights of a fragment's logits, and sums them.

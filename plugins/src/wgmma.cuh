@@ -37,16 +37,29 @@ __device__ __forceinline__ void commit_products()
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until all are done; x is what they gave.
-template <int N>
+// Until all are done but the last kPending groups; x is what they gave.
+template <int kPending = 0, int N>
 __device__ __forceinline__ void wait_for_products(float (&x)[N][4])
 {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #pragma unroll
     for (auto& fragment : x)
     {
         asm volatile("" : "+f"(fragment[0]), "+f"(fragment[1]), "+f"(fragment[2]), "+f"(fragment[3])::"memory");
     }
+}
+
+// Gives registers of this warpgroup back, and takes what others gave back. By all of its warps.
+template <int kRegisters>
+__device__ __forceinline__ void release_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 #define DFLASH_FRAGMENT(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
@@ -78,6 +91,28 @@ __device__ __forceinline__ void multiply_add(float (&c)[8][4], uint64_t a, uint6
                      ", %32, %33, 1, 1, 1, 0, 0;"
             : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4)
             : "l"(a), "l"(b)
+            : "memory");
+    }
+}
+
+// c [64, 128] = a [64, 16] b [128, 16]^T, or += where it adds
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[16][4], uint64_t a, uint64_t b, bool adds)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+                     DFLASH_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0; }"
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
+            : "l"(a), "l"(b), "r"(static_cast<int>(adds))
+            : "memory");
+    }
+    else
+    {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                     DFLASH_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0; }"
+            : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
+            : "l"(a), "l"(b), "r"(static_cast<int>(adds))
             : "memory");
     }
 }

@@ -6,7 +6,7 @@ all may be captured into a CUDA graph. What they compute, and where they round, 
 
 from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_SHARED, AllReduce
 from trtllm_dflash.kernels.append import Append
-from trtllm_dflash.kernels.attention import MAX_ROWS, attend_rows, attention
+from trtllm_dflash.kernels.attention import MAX_ROWS, attend_prompts, attend_rows, attention, takes_prompts
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
@@ -47,6 +47,7 @@ __all__ = [
     "accept_rows",
     "add_rms_norm",
     "argmax",
+    "attend_prompts",
     "attend_rows",
     "attention",
     "begin_rows",
@@ -62,6 +63,7 @@ __all__ = [
     "set_pages",
     "skinny_gemm",
     "swiglu",
+    "takes_prompts",
     "takes_quantize",
     "takes_skinny",
     "why_unsupported",

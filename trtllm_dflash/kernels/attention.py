@@ -1,18 +1,25 @@
-"""Attention of a short block of rows over a long cache."""
+"""Attention over caches: of a short block of rows to a long one, and of many rows of prompts."""
 
 import ctypes
+import functools
 
 import torch
 
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, HEAD_SIZES, address, check, check_ints
-from trtllm_dflash.kernels.library import run, stream, structure
+from trtllm_dflash.kernels.library import load, run, stream, structure
 from trtllm_dflash.kernels.pages import Pages, page_members
 
 Tensor = torch.Tensor
 
 #: Rows a slot that attention takes: a block. For more, kernels that share keys among rows are faster.
 MAX_ROWS = 32
+
+#: Of `attend_prompts`: rows of a prompt times heads, in an item of its work.
+_ITEM_ROWS = 128
+#: Items for each of the GPU's processors, at least and at most: it divides no item, so that with fewer some idle, and
+#: for more it has no place.
+_ITEMS_A_PROCESSOR = (0.75, 64)
 
 
 AttentionParams = structure(
@@ -54,6 +61,7 @@ def attention(
     slots, heads, rows, size = q.shape
     check(len(keys) == slots, f"caches of {len(keys)} slots for {slots}")
     check_ints(slots, lengths=lengths, added=added)
+    check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
     params = _params(q.transpose(1, 2), keys, values, rows, causal, window, sinks, scales)
     out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
     params.slots, params.cache_rows, params.length_offset = slots, keys.shape[2], offset
@@ -89,20 +97,72 @@ def attend_rows(
         added, block: with a block, segment g's rows are q's from g * block on, and come after its start + added[g]
             keys. Idle segments get zeros.
     """
-    count, heads, size = q.shape
+    check_ints(len(segments), added=added)
+    check(block in (0, rows) and (not block or len(q) == block * len(segments)), f"{len(q)} rows in blocks of {block}")
+    check(rows <= MAX_ROWS, f"{rows} rows a segment; at most {MAX_ROWS}")
+    params = _flat_params(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales)
+    params.added, params.block = address(added), block
+    _run(params, q.device)
+    return out
+
+
+def takes_prompts(q: Tensor, keys: Tensor, rows: int) -> bool:
+    """Whether `attend_prompts` computes the attention of so many prompt rows among q, and sooner than in cuts."""
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return False
+    has_code = any(architecture.startswith("90a") for architecture in load().architectures)
+    least, most = (items * _processors(q.device) * _ITEM_ROWS for items in _ITEMS_A_PROCESSOR)
+    count, heads, _ = q.shape
+    return has_code and keys.dtype == q.dtype and rows * heads >= least and count * heads <= most
+
+
+def attend_prompts(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Pages,
+    segments: Tensor,
+    out: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Computes `attend_rows`, causal, of segments with any number of rows, together at most N; for Hopper GPUs."""
+    check(out.data_ptr() % 16 == 0, "out must be aligned to 16 bytes")
+    params = _flat_params(q, keys, values, pages, segments, len(q), out, True, window, sinks, None)
+    run("dflash_attend_prompts", params, stream())
+    return out
+
+
+def _flat_params(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Pages,
+    segments: Tensor,
+    rows: int,
+    out: Tensor,
+    causal: bool,
+    window: int,
+    sinks: Tensor | None,
+    scales: Scales,
+) -> ctypes.Structure:
+    """Checks and gathers what calls on flat rows q [N, Hq, D] have."""
+    _, heads, size = q.shape
     is_right = segments.dtype == torch.int32 and segments.shape[1:] == (4,) and segments.is_contiguous()
     check(is_right and segments.data_ptr() % 16 == 0, "segments must be int32 [G, 4]")
-    check_ints(len(segments), added=added)
-    check(block in (0, rows) and (not block or count == block * len(segments)), f"{count} rows in blocks of {block}")
     fits = out.dtype == q.dtype and out.is_contiguous() and out.numel() == q.numel() and out.shape[-1] == heads * size
     check(fits, f"out {tuple(out.shape)} of rows {tuple(q.shape)}")
     params = _params(q, keys, values, rows, causal, window, sinks, scales)
     for name, value in page_members(pages, keys).items():
         setattr(params, name, value)
-    params.slots, params.pages, params.block = len(segments), len(keys), block
-    params.segments, params.added, params.out = segments.data_ptr(), address(added), out.data_ptr()
-    _run(params, q.device)
-    return out
+    params.slots, params.pages = len(segments), len(keys)
+    params.segments, params.out = segments.data_ptr(), out.data_ptr()
+    return params
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _params(
@@ -119,7 +179,6 @@ def _params(
     heads, size = q.shape[-2:]
     check(q.dtype in HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
     check(size in HEAD_SIZES, f"head size {size}; known: {HEAD_SIZES}")
-    check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
     is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1])
     check(q.stride(-1) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
     check_caches(keys, values, len(keys), size, q.dtype, scales)

@@ -173,8 +173,19 @@ class CudaOps(TorchOps):
         if len(self._decoding):
             self._attend(layer, q, self._decoding, self._most, out, causal=True)
         if len(self._layout.cuts):
-            self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
+            self._attend_prompts(layer, q, out)
         return out[None]
+
+    def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
+        """Fills `out` with the attention of pieces of prompts: in cuts, where they are too few for whole items."""
+        keys, values = self._caches(layer)
+        slots = len(self._decoding)
+        if not kernels.takes_prompts(q, keys, len(q) - slots * self._most):
+            self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
+            return
+        window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+        pieces = self._layout.segments[slots:]
+        kernels.attend_prompts(q, keys, values, self._pages_of(layer), pieces, out, window, sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         # As projected: they are normed and rotated on their way into the cache.
