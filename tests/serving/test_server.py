@@ -293,6 +293,37 @@ def test_a_model_that_does_not_load_is_named_with_the_cause(tmp_path, triton):
         Server(slow, ANYWHERE, log=log, patience=1).__enter__()
 
 
+def once(marker: Path, code: str) -> str:
+    """Code that a model runs when it loads for the first time."""
+    return f"if not os.path.exists({str(marker)!r}): open({str(marker)!r}, 'w').close(); {code}"
+
+
+#: Stops the model's process for longer than Triton takes it for alive; it goes on, and Triton waits for its end.
+STALL = (
+    "import subprocess; subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}']); os.kill(os.getpid(), 19)"
+)
+ABORT = "os.kill(os.getppid(), 6)"  # Triton's process
+
+
+@pytest.mark.parametrize("code", [STALL, ABORT], ids=["stalls", "aborts"])
+def test_a_model_that_triton_gives_up_while_it_loads_is_loaded_once_more(code, tmp_path, triton, caplog):
+    models = make_repository(tmp_path / "models", initialize=once(tmp_path / "loaded", code))
+    with Server(models, ANYWHERE, log=tmp_path / "log", patience=PATIENCE) as running:
+        assert "successfully loaded 'echo'" in running.log.read_text()
+    assert [record.getMessage() for record in caplog.records if record.name == server_module.__name__] == [
+        "Triton gave up a model that was loading: it is started once more"
+    ]
+    assert ("is not healthy" in (tmp_path / "log").read_text()) == (code is STALL)
+
+
+def test_a_triton_that_aborts_at_every_start_is_an_error(tmp_path, triton):
+    starts = tmp_path / "starts"
+    models = make_repository(tmp_path / "models", initialize=f"open({str(starts)!r}, 'a').write('1'); {ABORT}")
+    with pytest.raises(EngineError, match=r"Triton ended while it started \(killed by SIGABRT\)"):
+        Server(models, ANYWHERE, log=tmp_path / "log", patience=PATIENCE).__enter__()
+    assert starts.read_text() == "111"
+
+
 @pytest.mark.parametrize(
     ("line", "cause"),
     [

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import http.client
 import json
+import logging
 import os
 import re
 import secrets
@@ -24,12 +25,14 @@ from typing import IO
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
 from trtllm_dflash.serving.log import said_at_load
+from trtllm_dflash.serving.stalls import Stalls
 from trtllm_dflash.serving.triton import STUB, find_triton
 from trtllm_dflash.session.ranks import RANK_VARIABLES, find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 GRACE = 5  # seconds that running requests get when the server is told to end
 
+_STARTS = 3  # where Triton gives up a model that loads
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "trtllm-dflash-"
 _MARK = "TRTLLM_DFLASH_SERVER"  # in the environment of every process of a server, with the server's own name
@@ -205,12 +208,18 @@ class Server:
         return said_at_load(self._read_log(self.log).decode(errors="replace"))
 
     def __enter__(self) -> "Server":
-        try:
-            self._start()
-            self._wait_until_ready()
-        except BaseException as error:
-            self._end(error)
-            raise
+        for left in reversed(range(_STARTS)):
+            stalls = Stalls(lambda: [process.pid for process in self._processes()])
+            try:
+                self._start()
+                self._wait_until_ready(stalls)
+                break
+            except BaseException as error:
+                again = left > 0 and isinstance(error, EngineError) and self._stalled(stalls)
+                self._end(None if again else error)
+                if not again:
+                    raise
+            logging.getLogger(__name__).warning("Triton gave up a model that was loading: it is started once more")
         return self
 
     def __exit__(
@@ -272,7 +281,11 @@ class Server:
         parts = [*(f"rank{rank}" for rank in range(1, self.tp)), "mpiexec"] if self.tp > 1 else []
         return [self.log, *map(self._log_of, parts)]
 
-    def _wait_until_ready(self) -> None:
+    def _stalled(self, stalls: Stalls) -> bool:
+        log = b"".join(map(self._read_log, self._logs()))
+        return self._process is not None and stalls.explain(self._process.returncode, log)
+
+    def _wait_until_ready(self, stalls: Stalls) -> None:
         models = sum((folder / "config.pbtxt").is_file() for folder in self.repository.iterdir())
         begin = time.monotonic()
         while not self._ready():
@@ -282,6 +295,7 @@ class Server:
                 raise EngineError(f"Triton is not ready after {self.patience:g} s; its log: {self.log}")
             loaded = len(re.findall(rb'"successfully loaded \'', self._read_log(self.log)))
             self.progress("loading", loaded, models)
+            stalls.look()
             time.sleep(_PAUSE)
         self.progress("loading", models, models)
         self._members = [process for process in self._processes() if process.what and process.pid != self.pid]
