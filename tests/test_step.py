@@ -1,9 +1,12 @@
 """Acceptance, splicing and the caches' arithmetic, against plain Python."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 ops = TorchOps({}, {})
@@ -88,3 +91,30 @@ def test_attention_sees_exactly_the_rows_it_may(data):
                 scores = q[slot, head, row] @ k[slot, head // 2, :seen].T / 8**0.5
                 expected = scores.softmax(-1) @ v[slot, head // 2, :seen]
                 torch.testing.assert_close(out[slot, row, head * 8 : head * 8 + 8], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_eps", [1e-6, None])
+def test_heads_are_normed_and_rotated_to_the_bit_as_torchs_own_operations_would(norm_eps, dtype):
+    slots, rows, heads, kv_heads, size = 2, 5, 6, 2, 32
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, generator=generator).to(dtype)
+    weights = {f"x.self_attn.{which}_norm.weight": torch.rand(size, generator=generator).to(dtype) for which in "qk"}
+    angles = torch.rand(40, size // 2, generator=generator) * 7
+    weights |= {"rope.cos": angles.cos().to(dtype), "rope.sin": angles.sin().to(dtype)}
+    positions = torch.tensor([[3, 4, 5, 6, 7], [31, 32, 33, 34, 35]], dtype=torch.int32)
+    layer = AttentionLayer("x.", "rope", heads, kv_heads, size, norm_eps)
+    q, k, v = TorchOps(weights, {})._split_qkv(layer, qkv, positions)
+
+    def expected(which: str, part: torch.Tensor) -> torch.Tensor:
+        x = part.unflatten(-1, (-1, size)).transpose(1, 2)
+        if norm_eps is not None:
+            x = F.rms_norm(x.float(), (size,), None, norm_eps).to(dtype) * weights[f"x.self_attn.{which}_norm.weight"]
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = (weights[f"rope.{table}"][positions][:, None] for table in ("cos", "sin"))
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    ends = heads * size, (heads + kv_heads) * size
+    assert q.equal(expected("q", qkv[..., : ends[0]]))
+    assert k.equal(expected("k", qkv[..., ends[0] : ends[1]]))
+    assert v.equal(qkv[..., ends[1] :].unflatten(-1, (-1, size)).transpose(1, 2))

@@ -14,7 +14,7 @@ import torch
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
-from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.ops.torch_ops import TorchOps, attention_mask
 
 Tensor = torch.Tensor
 
@@ -53,12 +53,6 @@ class Layout:
         return list(accumulate((segment.count for segment in self.segments), initial=0))
 
     @cached_property
-    def runs(self) -> list[tuple[Segment, slice]]:
-        """Each segment and its rows."""
-        ends = zip(self.segments, self.first_rows, self.first_rows[1:], strict=False)
-        return [(segment, slice(first, end)) for segment, first, end in ends]
-
-    @cached_property
     def first_logits(self) -> list[int]:
         """Each segment's first logit row, and the number of logit rows."""
         return list(accumulate((segment.logits for segment in self.segments), initial=0))
@@ -94,9 +88,15 @@ class Layout:
         """Logit rows of each segment: [G]."""
         return _int32([s.logits for s in self.segments])
 
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Splits x [1, heads, N, D] by segment."""
+        return x.split([segment.count for segment in self.segments], dim=2) if len(self.segments) > 1 else (x,)
+
     def by_segment(self, values: Tensor) -> Tensor:
         """Gathers values [1, R] of logit rows by segment: [G, most of any]; what follows its own is scratch."""
         most = max(segment.logits for segment in self.segments)
+        if most * len(self.segments) == values.shape[1]:
+            return values.view(-1, most)
         index = _int32(self.first_logits[:-1])[:, None] + torch.arange(most)
         return values[0][index.clamp(max=values.shape[1] - 1)]
 
@@ -118,16 +118,16 @@ class RaggedOps(TorchOps):
     ) -> None:
         super().__init__(weights, caches, communicator)
         self._layout = layout
-        self._lengths: dict[int, Tensor] = {}  # [1] each: one tensor a length, for masks are kept by it
+        self._masks: dict[tuple[int, int, bool, int | None], Tensor] = {}  # by rows, length, causal and window
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
-        q, k, v = self._split_qkv(layer, qkv, self._layout.positions)
+        parts = (self._layout.split(x) for x in self._split_qkv(layer, qkv, self._layout.positions))
         out = []
-        for segment, rows in self._layout.runs:
-            self._append(layer, segment, segment.start, k[0, :, rows], v[0, :, rows])
-            out.append(self._attend(layer, segment, q[:, :, rows], segment.start + segment.count, causal=True))
+        for segment, q, k, v in zip(self._layout.segments, *parts, strict=True):
+            self._append(layer, segment, segment.start, k, v)
+            out.append(self._attend(layer, segment, q, segment.start + segment.count, causal=True))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
@@ -136,27 +136,30 @@ class RaggedOps(TorchOps):
         return Context((self.rope(layer.rope, self._norm_heads(layer, "k", k), self._layout.positions), v), index)
 
     def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
-        k, v = context.tensors
-        for segment, rows in self._layout.runs:
-            self._append(layer, segment, segment.start, k[0, :, rows], v[0, :, rows])
+        parts = (self._layout.split(x) for x in context.tensors)
+        for segment, k, v in zip(self._layout.segments, *parts, strict=True):
+            self._append(layer, segment, segment.start, k, v)
 
     def block_attention(
         self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
     ) -> Tensor:
-        q, k, v = self._split_qkv(layer, qkv, self.positions(self.block_start(start, committed), qkv))
-        context_k, context_v = context.tensors
+        block = self._split_qkv(layer, qkv, self.positions(self.block_start(start, committed), qkv))
         final = self._once(("committed",), committed, committed.tolist)
+        blocks = (x.split(1) for x in block)
+        contexts = (self._layout.split(x) for x in context.tensors)
         out = []
-        for g, (segment, first) in enumerate(zip(self._layout.segments, self._layout.first_rows, strict=False)):
-            rows, at = slice(first, first + final[g]), segment.start + final[g]
-            self._append(layer, segment, segment.start, context_k[0, :, rows], context_v[0, :, rows])
-            self._append(layer, segment, at, k[g], v[g])
-            out.append(self._attend(layer, segment, q[g : g + 1], at + qkv.shape[1], causal=False))
+        for segment, count, q, k, v, *rows in zip(self._layout.segments, final, *blocks, *contexts, strict=True):
+            before = segment.start + count
+            context_k, context_v = (x[:, :, :count] for x in rows)
+            self._append(layer, segment, segment.start, context_k, context_v)
+            self._append(layer, segment, before, k, v)
+            out.append(self._attend(layer, segment, q, before + qkv.shape[1], causal=False))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _append(self, layer: AttentionLayer, segment: Segment, start: int, k: Tensor, v: Tensor) -> None:
-        """Writes k and v [heads, n, D] into a slot's pages, from position start on."""
-        for kind, rows in (("key", k), ("value", v)):
+        """Writes k and v [1, heads, n, D] into a slot's pages, from position start on."""
+        pages, size, count = segment.pages_of(layer), self._layout.page_rows, k.shape[2]
+        for kind, rows in (("key", k[0]), ("value", v[0])):
             name = layer.prefix + kind
             cache = self.caches[name]
             if cache.dtype == FP8:
@@ -165,18 +168,23 @@ class RaggedOps(TorchOps):
                     quantize_cache_rows(rows, self.weights[name + ".scale"]).view(torch.uint8),
                     cache.view(torch.uint8),
                 )
-            size, done = self._layout.page_rows, 0
-            while done < rows.shape[1]:
-                page, at = divmod(start + done, size)
-                count = min(size - at, rows.shape[1] - done)
-                cache[segment.pages_of(layer)[page], :, at : at + count] = rows[:, done : done + count]
-                done += count
+            at = start
+            while at < start + count:
+                page, first = divmod(at, size)
+                end = min(size, first + start + count - at)
+                cache[pages[page]][:, first:end] = rows[:, at - start : at - start + end - first]
+                at += end - first
 
     def _attend(self, layer: AttentionLayer, segment: Segment, q: Tensor, length: int, causal: bool) -> Tensor:
         """Attends from q [1, heads, n, D], a slot's last rows, to its first `length` rows: [1, n, heads*D]."""
         keys, values = (self._rows(layer, kind, segment, length, q.dtype) for kind in ("key", "value"))
-        lengths = self._lengths.setdefault(length, torch.tensor([length], dtype=torch.int32))
-        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
+        mask, kind = None, (q.shape[2], length, causal, layer.window)
+        if (causal and q.shape[2] > 1) or layer.window is not None:
+            mask = self._masks.get(kind)
+            if mask is None:
+                rows, _, *sees = kind
+                mask = self._masks[kind] = attention_mask(rows, _int32([length]), length, *sees, q.dtype)
+        return self.masked_attention(q, keys, values, mask, layer.sinks)
 
     def _rows(self, layer: AttentionLayer, kind: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:
         """Takes a slot's first `length` rows of a cache: [1, heads, length, D]; scratch before a layer's window."""
@@ -184,7 +192,7 @@ class RaggedOps(TorchOps):
         cache = self.caches[name]
         pages = segment.pages_of(layer)[: -(-length // self._layout.page_rows)]
         if len(pages) == 1:
-            rows = cache[pages[0], :, :length]
+            rows = cache[pages[0]][:, :length]
         else:
             rows = torch.cat([cache[page] for page in pages], dim=1)[:, :length]
         return (rows if cache.dtype != FP8 else dequantize_cache_rows(rows, self.weights[name + ".scale"], dtype))[None]
@@ -199,14 +207,15 @@ class RaggedOps(TorchOps):
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
         tokens, chosen = token_ids[0].tolist(), target_ids[0].tolist()
-        accepted = []
+        outcomes = []
         for segment, end, first in zip(
             self._layout.segments, self._layout.first_rows[1:], self._layout.first_logits, strict=False
         ):
             drafts = tokens[end - segment.logits + 1 : end]
             equal = (draft == choice for draft, choice in zip(drafts, chosen[first:], strict=False))
-            accepted.append(next((i for i, same in enumerate(equal) if not same), len(drafts)))
-        return self.acceptance(_int32(accepted), target_ids, logit_rows, row_count)
+            accepted = next((i for i, same in enumerate(equal) if not same), len(drafts))
+            outcomes.append((accepted, segment.count - segment.logits + accepted + 1, chosen[first + accepted]))
+        return Acceptance(*_int32(list(zip(*outcomes, strict=True))).unbind())
 
     def acceptance(
         self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
@@ -221,5 +230,5 @@ class RaggedOps(TorchOps):
         return self._layout.slots
 
 
-def _int32(values: list[int]) -> Tensor:
+def _int32(values: list[int] | list[tuple[int, ...]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)

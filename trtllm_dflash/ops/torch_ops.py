@@ -1,12 +1,13 @@
 """`Ops` computed by PyTorch, on CPU or CUDA, in FP32, BF16 or FP16: the numerical reference and the default backend."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.ops.base import Acceptance, MoELayer, Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, MoELayer, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
 from trtllm_dflash.ops.fp8 import (
@@ -20,6 +21,9 @@ from trtllm_dflash.ops.fp8 import (
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 
 Tensor = torch.Tensor
+
+#: Rows up to which the CPU's GEMM, on one thread, is faster with the weight as its left operand.
+_WEIGHT_FIRST_ROWS = 9
 
 
 class TorchOps(Ops[Tensor]):
@@ -59,10 +63,13 @@ class TorchOps(Ops[Tensor]):
         if not isinstance(weight, Tensor):
             y = self.quantized_product(x, weight)
             return y if bias is None else y + bias
-        if x.is_cuda or slots * rows == 1 or x.dtype != torch.float32:
+        count = slots * rows
+        if x.is_cuda or count == 1 or x.dtype != torch.float32:
             return F.linear(x, weight, bias)
-        # The weight as the left operand: the CPU's GEMM then repacks the few rows and not the weight. A step of 16 rows
-        # takes a third less time on two threads, a tenth less on one.
+        if count > _WEIGHT_FIRST_ROWS and torch.get_num_threads() == 1:
+            return F.linear(x, weight, bias)
+        # The weight as the left operand: the CPU's GEMM then repacks the few rows and not the weight. On two threads 16
+        # rows take a third less time; on one, 2 rows half, 8 rows a fifth less, and 15 rows twice as much.
         y = torch.mm(weight, x.flatten(0, 1).t()).t().view(slots, rows, -1)
         return y if bias is None else y + bias
 
@@ -85,6 +92,8 @@ class TorchOps(Ops[Tensor]):
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
+        if not x.is_cuda:
+            return _normed(x, eps).mul_(weight)
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, eps)
         return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
@@ -101,12 +110,25 @@ class TorchOps(Ops[Tensor]):
 
     def rope(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self._once(("rope", name), positions, lambda: self._rotation(name, positions))
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        # [a, b] -> [a * cos - b * sin, b * cos + a * sin], the first half's signs in the sines.
+        return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
     def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Looks up cos and sin at positions [B, N], each [B, 1, N, D/2]."""
-        return self.weights[name + ".cos"][positions].unsqueeze(1), self.weights[name + ".sin"][positions].unsqueeze(1)
+        """Looks up both halves' cos, and their sin with its sign, at positions [B, N], each [B, 1, N, D]."""
+        cos, sin = (self.weights[f"{name}.{table}"][positions].unsqueeze(1) for table in ("cos", "sin"))
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+    def _split_qkv(self, layer: AttentionLayer, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if qkv.is_cuda:
+            return super()._split_qkv(layer, qkv, positions)
+        both = self.split_heads(qkv, 0, layer.heads + layer.kv_heads, layer.head_size)  # queries and keys at once
+        v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
+        if layer.norm_eps is not None:
+            both = _normed(both, layer.norm_eps)
+            for which, heads in zip("qk", both.split([layer.heads, layer.kv_heads], dim=1), strict=True):
+                heads.mul_(self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"])
+        q, k = self.rope(layer.rope, both, positions).split([layer.heads, layer.kv_heads], dim=1)
+        return q, k, v
 
     def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
         cache = self.caches[name]
@@ -146,29 +168,26 @@ class TorchOps(Ops[Tensor]):
         # On CPU the longest sequence bounds the work; on CUDA reading it back would stop the device.
         bound = keys.shape[2] if keys.is_cuda else int(lengths.max())
         rows = q.shape[2]
-        mask = self._once(
-            ("mask", id(lengths), rows, causal, window),
-            lengths,
-            lambda: self._attention_mask(rows, lengths, bound, causal, window),
-        )
-        keys, values = keys[:, :, :bound], values[:, :, :bound]
+        mask = None
+        if lengths.is_cuda or len(lengths) > 1 or (causal and rows > 1) or window is not None:
+            mask = self._once(
+                ("mask", rows, causal, window),
+                lengths,
+                lambda: attention_mask(rows, lengths, bound, causal, window, q.dtype),
+            )
+        return self.masked_attention(q, keys[:, :, :bound], values[:, :, :bound], mask, sinks)
+
+    def masked_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: str | None
+    ) -> Tensor:
+        """Attends to all of these keys but those that a mask hides: q [B, heads, N, D] -> [B, N, heads*D].
+
+        mask, in q's type, is added to the scores [B, heads, N, S]; sinks as in `attention`.
+        """
         if sinks is not None:
             return self._attention_with_sinks(q, keys, values, mask, self.weights[sinks])
         out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=q.shape[1] != keys.shape[1])
         return out.transpose(1, 2).flatten(2)
-
-    @staticmethod
-    def _attention_mask(rows: int, lengths: Tensor, bound: int, causal: bool, window: int | None) -> Tensor | None:
-        """Makes the mask [B, 1, rows, bound], true where a row sees a key; None where every row sees every key."""
-        if not lengths.is_cuda and lengths.shape[0] == 1 and not (causal and rows > 1) and window is None:
-            return None
-        key = torch.arange(bound, device=lengths.device)
-        position = lengths[:, None] - rows + torch.arange(rows, device=lengths.device)  # [B, rows]
-        last = position if causal else lengths[:, None] - 1
-        mask = key <= last[:, None, :, None]
-        if window is not None:
-            mask = mask & (key > position[:, None, :, None] - window)
-        return mask.expand(-1, -1, rows, -1)
 
     @staticmethod
     def _attention_with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
@@ -178,7 +197,7 @@ class TorchOps(Ops[Tensor]):
         grouped = q.reshape(slots, keys.shape[1], -1, size)
         scores = (grouped @ keys.transpose(2, 3)).view(slots, heads, rows, -1).float() * size**-0.5
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
+            scores = scores + mask
         sink = sinks.float().view(1, -1, 1, 1).expand(slots, -1, rows, -1)
         probs = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1].to(values.dtype)
         out = probs.reshape(slots, keys.shape[1], -1, keys.shape[2]) @ values
@@ -186,7 +205,7 @@ class TorchOps(Ops[Tensor]):
 
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         compute = in_tiles if x.is_cuda else one_by_one
@@ -316,6 +335,40 @@ class TorchOps(Ops[Tensor]):
 
     def column(self, ids: Tensor) -> Tensor:
         return ids[:, None]
+
+
+def attention_mask(
+    rows: int, lengths: Tensor, bound: int, causal: bool, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Makes the mask [B, 1, rows, bound] of the last rows of lengths [B]: 0 where a row sees a key, else -inf."""
+    key = torch.arange(bound, device=lengths.device)
+    position = lengths[:, None] - rows + torch.arange(rows, device=lengths.device)  # [B, rows]
+    last = position if causal else lengths[:, None] - 1
+    seen = key <= last[:, None, :, None]
+    if window is not None:
+        seen = seen & (key > position[:, None, :, None] - window)
+    # Not true and false: attention would make these numbers of them in every layer.
+    return (
+        torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        .masked_fill_(~seen, -torch.inf)
+        .expand(-1, -1, rows, -1)
+    )
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """Computes x / sqrt(mean(x^2) + eps) over the last dimension, in FP32 inside; returns it in x's type.
+
+    To the bit as torch's `rms_norm` on a CPU, which makes tensors of its numbers anew each time.
+    """
+    if x.dtype != torch.float32:
+        return _normed(x.float(), eps).to(x.dtype)
+    mean = (x * x).sum(dim=-1, keepdim=True).div_(_scalar(x.shape[-1]))
+    return x * mean.add_(_scalar(eps)).rsqrt_()
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def _offsets(count: int, like: Tensor) -> Tensor:

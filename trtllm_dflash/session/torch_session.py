@@ -99,8 +99,8 @@ class TorchSession(Session):
             sampling=self._row_sampling(layout) if call.sampled else None,
         )
         out = self._step(RaggedOps(self.weights, self.caches, self.communicator, layout), inputs, call.drafting)
-        self._slots.start[layout.slots] = out.next_start.clamp(max=self.config.max_seq_len - 1)
-        self._slots.tokens[layout.slots, : out.next_tokens.shape[1]] = out.next_tokens
+        self._slots.start.index_copy_(0, layout.slots, out.next_start.clamp(max=self.config.max_seq_len - 1))
+        self._slots.tokens[:, : out.next_tokens.shape[1]].index_copy_(0, layout.slots, out.next_tokens)
         return torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
 
     def _copy_pages(self, call: Step) -> None:
