@@ -256,6 +256,18 @@ def test_a_shared_prefix_is_given_by_reference_and_acceptance_is_as_without():
     assert lengths[0] == lengths[1]
 
 
+def test_a_reply_says_how_many_pages_it_had_and_how_many_it_shared():
+    scheduler = Scheduler(PagedSession(page_rows=20))
+    first, second = request(range(1, 46)), request([*range(1, 46), 7])
+    for sequence in (first, second):
+        scheduler.submit(sequence)
+        run(scheduler)
+    assert first.completion().pages >= 4  # for 45 and 20 rows
+    assert first.completion().shared_pages == 0
+    assert second.completion().shared_pages == 2  # and 5 rows of a third, copied
+    assert second.completion().pages >= 4
+
+
 def test_a_deadline_passes_for_one_that_waits_for_pages():
     clock = Clock()
     session = PagedSession(slots=4, pages=11)

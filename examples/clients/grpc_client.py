@@ -18,9 +18,11 @@ text = InferInput("text_input", [1, 1], "BYTES")
 text.set_data_from_numpy(np.array([[arguments.prompt.encode()]], dtype=object))
 max_tokens = InferInput("max_tokens", [1, 1], "INT32")
 max_tokens.set_data_from_numpy(np.array([[arguments.max_tokens]], dtype=np.int32))
+without_prompt = InferInput("exclude_input_in_output", [1, 1], "BOOL")
+without_prompt.set_data_from_numpy(np.array([[True]]))
 
 with InferenceServerClient(arguments.url) as client:
-    result = client.infer("tensorrt_llm_bls", [text, max_tokens])
+    result = client.infer("tensorrt_llm_bls", [text, max_tokens, without_prompt])
 
 print(result.as_numpy("text_output").item().decode())
 drafted, accepted = (result.as_numpy(f"total_{kind}_tokens").item() for kind in ("draft", "accepted_draft"))

@@ -4,6 +4,7 @@ import json
 import os
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,12 +118,26 @@ def served_engine(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(triton, served_engine, tmp_path_factory) -> Iterator[Running]:
-    """The server, with the models that `deploy` makes of that engine, on the CPU."""
+    """The server, with the models that `deploy` makes of that engine, on the CPU. Replies leave out the prompt."""
+    folder = tmp_path_factory.mktemp("server")
+    with _running(served_engine, folder, draft_length=15, exclude_input_in_output=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def unary_server(triton, served_engine, tmp_path_factory) -> Iterator[Running]:
+    """The same engine, deployed --unary, with no place to wait."""
+    folder = tmp_path_factory.mktemp("unary")
+    with _running(served_engine, folder, draft_length=15, decoupled=False, max_queue=0) as running:
+        yield running
+
+
+@contextmanager
+def _running(engine: Path, folder: Path, **settings: object) -> Iterator[Running]:
     from trtllm_dflash.serving.repository import DeploySettings, deploy
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models' processes take it from here
-    folder = tmp_path_factory.mktemp("server")
-    deploy(served_engine, folder / "repository", DeploySettings(device="cpu", draft_length=15))
+    deploy(engine, folder / "repository", DeploySettings.model_validate({"device": "cpu", **settings}))
     with Server(folder / "repository", ANYWHERE, log=folder / "triton.log", patience=PATIENCE) as running:
         at = running.endpoints
-        yield Running(at.http, at.grpc, at.metrics, served_engine, running.repository, running.pid, running.log)
+        yield Running(at.http, at.grpc, at.metrics, engine, running.repository, running.pid, running.log)

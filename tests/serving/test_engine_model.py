@@ -101,6 +101,9 @@ class Request:
     def parameters(self):
         return "{}"
 
+    def request_id(self):
+        return ""
+
 
 def request(length, **more):
     number = lambda value: np.array([[value]], np.int32)  # noqa: E731

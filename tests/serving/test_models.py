@@ -13,11 +13,9 @@ import pytest
 from tritonclient import grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from tests.serving.conftest import ANYWHERE, COMPLETED
+from tests.serving.conftest import COMPLETED
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.serving.repository import DeploySettings, deploy
-from trtllm_dflash.serving.server import Server
 
 pytestmark = pytest.mark.slow
 
@@ -231,6 +229,11 @@ def test_a_filter_without_a_temperature_samples(client, tiny):
     assert client.unary("tensorrt_llm_bls", top_p=0.9, **asked)["text_output"] == expected.text
 
 
+def test_temperature_one_alone_is_greedy_as_it_is_to_nvidias_clients(client, tiny):
+    reply = client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=20, temperature=1.0)
+    assert reply["text_output"] == alone(tiny, CHAT, max_tokens=20).text
+
+
 def test_the_prompt_leads_the_reply_where_it_is_asked_for(client, tiny):
     text = alone(tiny, CHAT, max_tokens=10).text
     reply = client.unary("tensorrt_llm_bls", text_input=CHAT, max_tokens=10, exclude_input_in_output=False)
@@ -407,20 +410,17 @@ def test_a_unary_call_whose_client_is_gone_frees_its_slot(client, server):
 
 
 @pytest.fixture(scope="module")
-def unary_client(triton, served_engine, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unary")
-    deploy(served_engine, folder / "repository", DeploySettings(device="cpu", decoupled=False, max_queue=0))
-    with Server(folder / "repository", ANYWHERE, log=folder / "triton.log", patience=PATIENCE) as running:
-        yield Client(running.endpoints.grpc, running.endpoints.http)
+def unary_client(unary_server):
+    return Client(unary_server.grpc_url, unary_server.http_url)
 
 
 def test_deployed_unary_every_model_answers_once(unary_client, tiny):
     expected = alone(tiny, CHAT, max_tokens=20)
     ids = tiny.encode(CHAT)
     for model in ("ensemble", "tensorrt_llm_bls"):
-        assert unary_client.unary(model, text_input=CHAT, max_tokens=20)["text_output"] == expected.text
+        assert unary_client.unary(model, text_input=CHAT, max_tokens=20)["text_output"] == CHAT + expected.text
     asked = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 20}
-    assert unary_client.unary("tensorrt_llm", **asked)["output_ids"] == expected.token_ids
+    assert unary_client.unary("tensorrt_llm", **asked)["output_ids"] == ids + expected.token_ids
     with pytest.raises(InferenceServerException, match="streaming: this repository was deployed --unary"):
         unary_client.unary("tensorrt_llm", streaming=True, **asked)
     with pytest.raises(InferenceServerException, match="stream: "):

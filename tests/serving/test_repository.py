@@ -19,10 +19,12 @@ end_id INT32 1; pad_id INT32 1; top_k INT32 1; min_tokens INT32 1; beam_width IN
 top_p FP32 1; temperature FP32 1; length_penalty FP32 1; repetition_penalty FP32 1; presence_penalty FP32 1
 frequency_penalty FP32 1; seed UINT64 1; stream BOOL 1; return_log_probs BOOL 1; return_context_logits BOOL 1
 return_generation_logits BOOL 1; return_perf_metrics BOOL 1; return_num_input_tokens BOOL 1
-return_num_output_tokens BOOL 1
+return_num_output_tokens BOOL 1; embedding_bias_words STRING -1; embedding_bias_weights FP32 -1
 """
+BLS_INPUTS = "num_draft_tokens INT32 1; use_draft_logits BOOL 1"
 STATISTICS = """
 cum_log_probs FP32 1; output_log_probs FP32 -1,-1; sequence_index INT32 1; batch_index INT32 1
+kv_cache_alloc_new_blocks INT32 1; kv_cache_reused_blocks INT32 1; kv_cache_alloc_total_blocks INT32 1
 acceptance_rate FP32 1; total_accepted_draft_tokens INT32 1; total_draft_tokens INT32 1; num_input_tokens INT32 1
 num_output_tokens INT32 1; arrival_time_ns INT64 1; first_scheduled_time_ns INT64 1; first_token_time_ns INT64 1
 last_token_time_ns INT64 1
@@ -34,7 +36,16 @@ temperature FP32 1; runtime_top_k INT32 1; runtime_top_p FP32 1; seed UINT64 1; 
 exclude_input_in_output BOOL 1; length_penalty FP32 1; repetition_penalty FP32 1; presence_penalty FP32 1
 frequency_penalty FP32 1; min_tokens INT32 1; num_return_sequences INT32 1; return_log_probs BOOL 1
 return_context_logits BOOL 1; return_generation_logits BOOL 1; return_perf_metrics BOOL 1
-return_num_input_tokens BOOL 1; return_num_output_tokens BOOL 1
+return_num_input_tokens BOOL 1; return_num_output_tokens BOOL 1; decoder_input_ids INT32 -1
+draft_input_ids INT32 -1
+"""
+PREPROCESSING_INPUTS = """
+QUERY STRING 1 required; REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT STRING -1; STOP_WORDS_DICT STRING -1
+EMBEDDING_BIAS_WORDS STRING -1; EMBEDDING_BIAS_WEIGHTS FP32 -1; END_ID INT32 1; PAD_ID INT32 1
+"""
+PREPROCESSING_OUTPUTS = """
+INPUT_ID INT32 -1; REQUEST_INPUT_LEN INT32 1; DECODER_INPUT_ID INT32 -1; REQUEST_DECODER_INPUT_LEN INT32 1
+BAD_WORDS_IDS INT32 2,-1; STOP_WORDS_IDS INT32 2,-1; REQUEST_OUTPUT_LEN INT32 1; OUT_END_ID INT32 1; OUT_PAD_ID INT32 1
 """
 
 
@@ -77,6 +88,9 @@ def test_clients_of_tensorrt_llm_find_their_names_types_and_shapes(repository):
     assert table("text_output STRING -1" + STATISTICS) <= declared(ensemble.output)
     assert table(ENGINE_INPUTS) <= declared(engine.input)
     assert table("output_ids INT32 -1,-1; sequence_length INT32 -1" + STATISTICS) <= declared(engine.output)
+    preprocessing = config(repository, "preprocessing")
+    assert table(PREPROCESSING_INPUTS) <= declared(preprocessing.input)
+    assert table(PREPROCESSING_OUTPUTS) <= declared(preprocessing.output)
 
 
 def test_what_is_required_is_what_clients_know(repository):
@@ -85,9 +99,13 @@ def test_what_is_required_is_what_clients_know(repository):
         assert required == {row for row in table(known) if not row[3]}
 
 
+def test_an_unstreamed_reply_begins_with_its_prompt_by_default_as_in_tensorrt_llm(repository):
+    assert config(repository, "tensorrt_llm").parameters["exclude_input_in_output"].string_value == "false"
+
+
 def test_bls_has_the_interface_of_the_ensemble(repository):
     ensemble, bls = config(repository, "ensemble"), config(repository, "tensorrt_llm_bls")
-    assert declared(ensemble.input) == declared(bls.input)
+    assert declared(ensemble.input) | table(BLS_INPUTS) == declared(bls.input)
     assert declared(ensemble.output) == declared(bls.output)
 
 
@@ -129,7 +147,7 @@ def test_settings_reach_the_engine(tiny_engine):
         max_queue=3,
         draft=False,
         draft_length=7,
-        exclude_input_in_output=False,
+        exclude_input_in_output=True,
     )
     text = render(tiny_engine, settings)["tensorrt_llm/config.pbtxt"]
     parameters = text_format.Parse(text, ModelConfig()).parameters
@@ -144,7 +162,7 @@ def test_settings_reach_the_engine(tiny_engine):
         "itl_slack": "0.5",
         "prefill_share": "0.25",
         "max_queue": "3",
-        "exclude_input_in_output": "false",
+        "exclude_input_in_output": "true",
         "decoupled": "true",
     }
 

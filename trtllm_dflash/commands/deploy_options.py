@@ -36,7 +36,8 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--exclude-input-in-output/--include-input-in-output",
             default=None,
-            help="Whether a reply leaves out its prompt.  [default: --exclude-input-in-output]",
+            help="Whether an unstreamed reply leaves out its prompt, where the request does not say.  "
+            "[default: --include-input-in-output, as in TensorRT-LLM]",
         ),
     )
     for option in reversed(options):

@@ -71,6 +71,8 @@ class Completion:
         token_ids: the reply's tokens, the one that ended it included.
         prompt_tokens: length of the prompt.
         reused_tokens: of those, the ones whose K/V rows an earlier request had left in the caches.
+        pages: of the caches that it had at its end.
+        shared_pages: of those, the ones that it began with, full of an earlier request's rows.
         steps: decoding steps, the prefill not counted.
         accepted_per_step: drafts of each that became part of the reply.
         drafted_tokens: drafts that were verified for it.
@@ -82,6 +84,8 @@ class Completion:
     token_ids: list[int]
     prompt_tokens: int
     reused_tokens: int
+    pages: int
+    shared_pages: int
     steps: int
     accepted_per_step: list[int]
     drafted_tokens: int
@@ -158,6 +162,7 @@ class Sequence:
         deadline: of its last token, on the scheduler's clock.
         arrival: its place among all requests, in order of arrival; -1 before it is queued.
         reused: prompt tokens whose K/V rows an earlier request had left.
+        pages, shared_pages: as in `Completion`.
         accepted_per_step: drafts of each decoding step that became part of the reply.
     """
 
@@ -171,6 +176,8 @@ class Sequence:
     deadline: float | None = None
     arrival: int = -1
     reused: int = 0
+    pages: int = 0
+    shared_pages: int = 0
     token_ids: list[int] = field(default_factory=list)
     accepted_per_step: list[int] = field(default_factory=list)
     drafted: int = 0
@@ -255,6 +262,8 @@ class Sequence:
             token_ids=list(self.token_ids),
             prompt_tokens=len(self.prompt_ids),
             reused_tokens=self.reused,
+            pages=self.pages,
+            shared_pages=self.shared_pages,
             steps=len(self.accepted_per_step),
             accepted_per_step=list(self.accepted_per_step),
             drafted_tokens=self.drafted,

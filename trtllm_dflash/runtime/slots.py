@@ -97,6 +97,7 @@ class Slots:
         if lease is None:
             return None
         self._free.remove(slot)
+        sequence.shared_pages = 0 if linear is not None else lease.rows // self._paging.rows
         drafter_rows = None if lease.drafter_rows == lease.rows else lease.drafter_rows
         stay = Stay(slot, sequence, prompt, lease, drafts, lease.rows, lease.rows, drafter_rows)
         self._stays[sequence] = stay
@@ -137,6 +138,7 @@ class Slots:
 
     def leave(self, stay: Stay, forget: bool = False) -> None:
         """Frees a slot; its rows stay, for later prompts that begin with them, or are forgotten."""
+        stay.sequence.pages = len(stay.lease.nodes)
         if forget:
             self.pages.forget(stay.lease)
         else:

@@ -15,6 +15,14 @@ from trtllm_dflash.serving.outbox import Outbox
 from trtllm_dflash.serving.parameters import TEXT_NAMES, Fields, Tensors
 from trtllm_dflash.serving.tensors import FINAL, error_response, parameter, read_tensors, response
 
+#: Inputs of `preprocessing`, by their names here.
+_TEXT_INPUTS = {
+    "text_input": "QUERY",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+}
+#: Inputs that no other model has.
+_OWN_INPUTS = ("num_draft_tokens", "use_draft_logits")
 _INNER_NAMES = {text: name for name, text in TEXT_NAMES.items() if name not in ("input_ids", "prompt")}
 
 
@@ -23,7 +31,7 @@ class Call:
     """A request on its way through the other models.
 
     Attributes:
-        outputs: names of the requested tensors.
+        outputs: names of the requested tensors, in the order of the model's configuration.
         key: its name in the engine, once it has one.
         gone: set when its client has gone.
     """
@@ -42,6 +50,7 @@ class BLSModel:
         """Starts as many threads as the engine takes requests, and some for requests that it will refuse."""
         config = json.loads(arguments["model_config"])
         self._decoupled = parameter(config, "decoupled") == "true"
+        self._outputs = [output["name"] for output in config["output"]]
         self._workers = ThreadPoolExecutor(int(parameter(config, "requests")), "dflash-call")
         self._stoppers = ThreadPoolExecutor(1, "dflash-stop")
         self._outbox = Outbox()
@@ -51,7 +60,9 @@ class BLSModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                call = Call(read_tensors(request), sender, list(request.requested_output_names()))
+                requested = set(request.requested_output_names())
+                outputs = [name for name in self._outputs if name in requested]
+                call = Call(read_tensors(request), sender, outputs)
                 self._outbox.put(partial(self._outbox.watch, sender, partial(self._cancel, call)))
                 self._workers.submit(self._answer, call)
             except Exception as error:  # one request's fault is no other's
@@ -80,22 +91,29 @@ class BLSModel:
         fields = Fields(call.tensors)
         if fields.scalar("stream", False):
             raise fields.refusal("stream", "tensorrt_llm_bls answers once; use ensemble to stream")
-        prompt = inner.infer(
-            "preprocessing", {"QUERY": call.tensors["text_input"]}, ["INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_KEY"]
-        )
+        if fields.scalar("use_draft_logits", False):
+            raise fields.refusal("use_draft_logits", "not supported: drafts are accepted by their tokens; leave it out")
+        texts = {_TEXT_INPUTS[name]: tensor for name, tensor in call.tensors.items() if name in _TEXT_INPUTS}
+        prompt = inner.infer("preprocessing", texts, ["INPUT_ID", "REQUEST_INPUT_LEN", "REQUEST_KEY"])
         call.key = int(prompt["REQUEST_KEY"].item())
-        tensors = {_INNER_NAMES.get(name, name): tensor for name, tensor in call.tensors.items()}
+        tensors = {
+            _INNER_NAMES.get(name, name): tensor
+            for name, tensor in call.tensors.items()
+            if name not in _TEXT_INPUTS and name not in _OWN_INPUTS
+        }
         tensors |= {
-            "prompt": tensors.pop("text_input"),
+            "prompt": call.tensors["text_input"],
             "input_ids": prompt["INPUT_ID"],
             "input_lengths": prompt["REQUEST_INPUT_LEN"],
             "request_key": prompt["REQUEST_KEY"],
         }
+        if "num_draft_tokens" in call.tensors:  # how many are made is the scheduler's choice, as for every request
+            tensors.setdefault("draft", call.tensors["num_draft_tokens"] > 0)
         if call.gone.is_set():
             raise CancelledError("the request was cancelled")
         outputs = [name for name in call.outputs if name != "text_output"]
         found = inner.infer(inner.ENGINE_MODEL, tensors, ["output_text", *outputs], self._decoupled)
-        return {**found, "text_output": found["output_text"]}
+        return {**found, "text_output": found["output_text"].reshape(-1)}  # [1], as from `postprocessing`
 
     def _cancel(self, call: Call) -> None:
         """Cancels a request; called again until it is answered, since the engine may not have it yet."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.errors import DFlashError, RequestError
+from trtllm_dflash.errors import CancelledError, DFlashError, RequestError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Update
 from trtllm_dflash.runtime.service import Ticket
@@ -23,7 +23,7 @@ from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.serving.log import log_to_triton
 from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
-from trtllm_dflash.serving.outputs import Response
+from trtllm_dflash.serving.outputs import OUTPUTS, Response
 from trtllm_dflash.serving.parameters import TEXT_NAMES, EngineRequest, Fields, parse_request
 from trtllm_dflash.serving.tensors import (
     FINAL,
@@ -43,17 +43,24 @@ class Reply:
 
     Attributes:
         key: with which another model of the repository may end it; 0: none does.
-        outputs: names of the requested tensors.
+        outputs: names of the requested tensors, in the order of the model's configuration.
+        request_id: the client's own name for it, with which it may stop it; "" is none.
         coded: its errors begin with their code.
         tokens: of the reply, so far.
+        token_ids, text: the reply so far, where it is not streamed: what a client gets that stops it.
+        stopped: by its client, who gets a last response then, not an error.
     """
 
     asked: EngineRequest
     sender: Any
-    outputs: set[str]
+    outputs: list[str]
     key: int
+    request_id: str
     coded: bool
     tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    stopped: bool = False
     begun: bool = False
     ticket: Ticket | None = None
     cancelled: bool = False
@@ -112,13 +119,16 @@ class EngineModel:
         tensors = read_tensors(request)
         key = int(tensors["request_key"].item()) if "request_key" in tensors else 0
         if "stop" in tensors and tensors["stop"].any():
-            if not key:
-                raise RequestError("stop: not supported; cancel the stream, or the call, that the request came with")
-            self._outbox.put(lambda: self._stop(key, sender))
+            name = request.request_id()
+            if not key and not name:
+                raise RequestError("it names no request; give it the request id of the one to stop", "stop")
+            self._outbox.put(lambda: self._stop(key, sender) if key else self._stop_named(name, sender))
             return
         fields = Fields(tensors, TEXT_NAMES if "prompt" in tensors else None)
         asked = parse_request(fields, self._decoupled, self._echo)
-        reply = Reply(asked, sender, set(request.requested_output_names()), key, wants_codes(request))
+        requested = set(request.requested_output_names())
+        outputs = [name for name in OUTPUTS if name in requested]
+        reply = Reply(asked, sender, outputs, key, request.request_id(), wants_codes(request))
         self._outbox.put(lambda: self._begin(reply))
         try:
             ticket = self._service.submit(
@@ -174,6 +184,13 @@ class EngineModel:
             self._cancel(reply)
         sender.send(response({"request_key": np.array([[key]], np.int64)}, ["request_key"]), flags=FINAL)
 
+    def _stop_named(self, name: str, sender: Any) -> None:
+        for reply in self._replies:
+            if reply.request_id == name:
+                reply.stopped = True
+                self._cancel(reply)
+        sender.send(response({}, []), flags=FINAL)
+
     def _send_updates(self) -> None:
         """Sends one response a reply, of all the steps since the last: sending may take longer than a step."""
         joined: dict[Reply, Update] = {}
@@ -191,7 +208,10 @@ class EngineModel:
         self._begin(reply)
         ended = update.completion is not None or update.error is not None
         reply.tokens += len(update.token_ids)
-        if update.error is not None:
+        if not reply.asked.streaming:
+            reply.token_ids += update.token_ids
+            reply.text += update.text
+        if update.error is not None and not (reply.stopped and isinstance(update.error, CancelledError)):
             reply.sender.send(error_response(update.error, reply.coded), flags=FINAL)
         elif ended or reply.asked.streaming:
             outputs = self._response(reply, update).outputs(reply.outputs)
@@ -217,11 +237,10 @@ class EngineModel:
         asked, done = reply.asked, update.completion
         ids, text = update.token_ids, update.text
         if not asked.streaming:
-            assert done is not None
-            ids, text = done.token_ids, done.text or ""
+            ids, text = (reply.token_ids, reply.text) if done is None else (done.token_ids, done.text or "")
             if asked.echo:
                 ids, text = asked.prompt_ids + ids, self._prompt_text(asked) + text
-        return Response(asked, update, ids, text, reply.tokens, reply.key)
+        return Response(asked, update, ids, text, reply.tokens, reply.key, stopped=update.error is not None)
 
     def _prompt_text(self, asked: EngineRequest) -> str:
         if asked.prompt is not None or self._llm.codec is None:

@@ -1,4 +1,4 @@
-"""The output tensors of `tensorrt_llm`: of one response, those that were requested and no others."""
+"""The output tensors of `tensorrt_llm`: of one response, those that were requested and no others, in a fixed order."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_dflash.runtime.request import Times, Update
+from trtllm_dflash.runtime.request import Completion, Times, Update
 from trtllm_dflash.serving.parameters import EngineRequest, Tensors
 from trtllm_dflash.serving.tensors import string_tensor
 
@@ -28,6 +28,7 @@ class Response:
         token_ids, text: of the steps since the response before, or of the whole reply where it is not streamed.
         tokens: of the reply so far.
         key: of the request, for the other models.
+        stopped: it is the last one, since the client stopped the request.
     """
 
     asked: EngineRequest
@@ -36,10 +37,11 @@ class Response:
     text: str
     tokens: int
     key: int
+    stopped: bool = False
 
     def outputs(self, names: Iterable[str]) -> Tensors:
         """Makes the outputs of these names, each [1, ...]."""
-        return {name: _OUTPUTS[name](self) for name in names}
+        return {name: OUTPUTS[name](self) for name in names}
 
 
 def _int32(value: int) -> Array:
@@ -54,7 +56,19 @@ def _acceptance_rate(response: Response) -> Array:
 
 def _finish_reason(response: Response) -> Array:
     done = response.update.completion
+    if response.stopped:
+        return string_tensor(["cancelled"])
     return _NO_TEXT if done is None else string_tensor([done.finish_reason])
+
+
+def _pages(read: Callable[[Completion], int]) -> Callable[[Response], Array]:
+    """Makes the output of a number of the caches' pages; 0 where it is not known yet, or not requested."""
+
+    def output(response: Response) -> Array:
+        done = response.update.completion
+        return _int32(read(done)) if done is not None and response.asked.perf else _INT32_ZERO
+
+    return output
 
 
 def _time(read: Callable[[Times], int]) -> Callable[[Response], Array]:
@@ -67,24 +81,28 @@ def _time(read: Callable[[Times], int]) -> Callable[[Response], Array]:
     return output
 
 
-_OUTPUTS: dict[str, Callable[[Response], Array]] = {
+#: In the order of the model's configuration: clients look for the first tensor of a response, and find `output_ids`.
+OUTPUTS: dict[str, Callable[[Response], Array]] = {
     "output_ids": lambda response: np.array([[response.token_ids]], np.int32),
     "sequence_length": lambda response: _int32(len(response.token_ids)),
-    "output_text": lambda response: string_tensor([response.text]),
-    "finish_reason": _finish_reason,
+    # Log probabilities are refused where they are asked for; clients that read them nonetheless find zeros.
+    "cum_log_probs": lambda response: _FP32_ZERO,
+    "output_log_probs": lambda response: np.zeros((1, 1, len(response.token_ids)), np.float32),
+    "batch_index": lambda response: _INT32_ZERO,
+    "sequence_index": lambda response: _INT32_ZERO,
+    "kv_cache_alloc_new_blocks": _pages(lambda done: done.pages - done.shared_pages),
+    "kv_cache_reused_blocks": _pages(lambda done: done.shared_pages),
+    "kv_cache_alloc_total_blocks": _pages(lambda done: done.pages),
+    "arrival_time_ns": _time(lambda times: times.arrival_ns),
+    "first_scheduled_time_ns": _time(lambda times: times.first_scheduled_ns),
+    "first_token_time_ns": _time(lambda times: times.first_token_ns),
+    "last_token_time_ns": _time(lambda times: times.last_token_ns),
     "acceptance_rate": _acceptance_rate,
     "total_accepted_draft_tokens": lambda response: _int32(response.update.accepted_tokens),
     "total_draft_tokens": lambda response: _int32(response.update.drafted_tokens),
     "num_input_tokens": lambda response: _int32(len(response.asked.prompt_ids)),
     "num_output_tokens": lambda response: _int32(response.tokens),
-    "sequence_index": lambda response: _INT32_ZERO,
-    "batch_index": lambda response: _INT32_ZERO,
-    # Log probabilities are refused where they are asked for; clients that read them nonetheless find zeros.
-    "cum_log_probs": lambda response: _FP32_ZERO,
-    "output_log_probs": lambda response: np.zeros((1, 1, len(response.token_ids)), np.float32),
+    "output_text": lambda response: string_tensor([response.text]),
+    "finish_reason": _finish_reason,
     "request_key": lambda response: np.array([[response.key]], np.int64),
-    "arrival_time_ns": _time(lambda times: times.arrival_ns),
-    "first_scheduled_time_ns": _time(lambda times: times.first_scheduled_ns),
-    "first_token_time_ns": _time(lambda times: times.first_token_ns),
-    "last_token_time_ns": _time(lambda times: times.last_token_ns),
 }

@@ -160,10 +160,13 @@ def parse_request(fields: Fields, decoupled: bool, echo: bool) -> EngineRequest:
         value = fields.scalar(field, neutral[0])
         if value not in neutral:
             expected = " or ".join(str(number).lower() for number in neutral)
-            raise fields.refusal(field, f"{value:g} is not supported; leave it out, or at {expected}")
+            given = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            raise fields.refusal(field, f"{given} is not supported; leave it out, or at {expected}")
     for field in ("bad_words", "bad_words_list"):
         if fields.texts(field) if field == "bad_words" else fields.token_runs(field):
             raise fields.refusal(field, "not supported; leave it out")
+    if len(fields.row("decoder_input_ids")) > 1:  # one is what `preprocessing` gives for every model
+        raise fields.refusal("decoder_input_ids", "not supported: this model has no encoder; leave it out")
     streaming = fields.scalar("streaming", False)
     if streaming and not decoupled:
         raise fields.refusal("streaming", "this repository was deployed --unary; deploy it --decoupled to stream")
@@ -195,8 +198,8 @@ def _sampling_params(fields: Fields) -> SamplingParams:
     stop_ids = () if end_id == -1 else (end_id,)
     runs = fields.token_runs("stop_words_list")
     stops = fields.texts("stop_words")
-    _check_stops(fields, "stop_words", stops, "characters")
-    _check_stops(fields, "stop_words_list", runs, "tokens")
+    check_stops(fields, "stop_words", stops, "characters")
+    check_stops(fields, "stop_words_list", runs, "tokens")
     temperature, top_k, top_p = _filters(fields)
     values = {
         "max_tokens": fields.scalar("request_output_len"),
@@ -224,17 +227,20 @@ def _filters(fields: Fields) -> tuple[float, int, float]:
     """Reads temperature, top-k and top-p; those left out or 0 mean what they mean to TensorRT-LLM's clients.
 
     Nothing given is greedy. Top-k or top-p alone sample at temperature 1. Top-p 0 is no filter beside a top-k, and
-    greedy without one.
+    greedy without one. Temperature 1 alone is greedy: NVIDIA's clients send it with every request.
     """
     top_k, top_p = fields.scalar("runtime_top_k", 0), fields.scalar("runtime_top_p")
     sampled = top_k > 1 or (top_k == 0 and top_p is not None)
-    temperature = fields.scalar("temperature", 1.0 if sampled else 0.0)
+    temperature = fields.scalar("temperature", 1.0)
+    if not sampled and temperature == 1:
+        temperature = 0.0
     if top_p == 0:
         return temperature, top_k or 1, 1.0
     return temperature, top_k, 1.0 if top_p is None else top_p
 
 
-def _check_stops(fields: Fields, field: str, stops: "list[str] | list[tuple[int, ...]]", unit: str) -> None:
+def check_stops(fields: Fields, field: str, stops: "list[str] | list[tuple[int, ...]]", unit: str) -> None:
+    """Refuses texts, or runs of tokens, that are too many or too long to search a reply for."""
     if len(stops) > MOST_STOPS:
         raise fields.refusal(field, f"{len(stops)} of them; at most {MOST_STOPS} are taken")
     longest = max(map(len, stops), default=0)

@@ -45,10 +45,10 @@ class PostprocessingModel:
             if "REQUEST_KEY" in tensors:
                 self._stop_if_cancelled(request, fields.scalar("REQUEST_KEY"))
             if "OUTPUT_TEXT" in tensors:
-                output = tensors["OUTPUT_TEXT"]
+                output = tensors["OUTPUT_TEXT"]  # [1, 1]
             else:
                 output = string_tensor(self._decode(fields, tensors["TOKENS_BATCH"][0], tensors["SEQUENCE_LENGTH"][0]))
-            return response({"OUTPUT": output}, ["OUTPUT"])
+            return response({"OUTPUT": output.reshape(-1)}, ["OUTPUT"])  # [N], as TensorRT-LLM's clients read it
         except inner.InnerError as error:
             return error.response
         except Exception as error:  # one request's fault is no other's

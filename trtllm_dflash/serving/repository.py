@@ -27,7 +27,8 @@ class DeploySettings(ServiceSettings):
             is `tensorrt_llm_bls`. False: all answer once.
         device: cpu, cuda or auto.
         kernels: auto, or torch for no CUDA kernels of ours; see `LLM.load`.
-        exclude_input_in_output: a reply does not begin with its prompt; a request may say otherwise.
+        exclude_input_in_output: a reply that comes as a whole does not begin with its prompt; a request may say
+            otherwise. False as in TensorRT-LLM, whose clients take the prompt off.
     """
 
     model_config = ConfigDict(strict=True)
@@ -35,7 +36,7 @@ class DeploySettings(ServiceSettings):
     decoupled: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch"] = "auto"
-    exclude_input_in_output: bool = True
+    exclude_input_in_output: bool = False
 
 
 def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, force: bool = False) -> None:

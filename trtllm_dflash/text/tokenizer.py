@@ -69,6 +69,22 @@ class TextCodec:
         """Encodes a raw text, with the special tokens that the tokenizer adds itself."""
         return self._encode(text, special=True)
 
+    def encode_words(self, text: str) -> list[int]:
+        """Encodes a text that is no prompt: without the special tokens that the tokenizer adds to one."""
+        return self._encode(text, special=False)
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a text."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills up a batch; the end's where the tokenizer has none of its own."""
+        token: int | None = self._tokenizer.pad_token_id
+        return self.end_id if token is None else token
+
     def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Encodes a conversation through the chat template. Arguments and errors as in `chat_text`."""
         if self._harmony is not None:
