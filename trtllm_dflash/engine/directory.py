@@ -1,11 +1,13 @@
 """An engine directory: written aside and renamed, checked when loaded."""
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -45,12 +47,20 @@ def plan_file(rank: int) -> str:
 
 @contextmanager
 def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
-    """Makes a folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it."""
+    """Makes a folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it.
+
+    What a process that was killed has left goes when the next one writes to the same path.
+    """
     path = Path(os.path.abspath(path))  # "." has no name
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
+    _remove_abandoned(path)
+    lock = None
     try:
         aside.mkdir(parents=True)
+        lock = os.open(aside, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks: there nobody removes what is left
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield aside
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -67,7 +77,38 @@ def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
         reason = getattr(error, "strerror", None) or error
         raise EngineError(f"{path}: the {what} cannot be written: {reason} (--output)") from error
     finally:
+        if lock is not None:
+            os.close(lock)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes folders that were written aside, or replaced, for `path` by processes that are gone.
+
+    A process in another container has a number that nobody has here: so its folder's lock is asked for, too.
+    """
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
+        pid, kind = folder.name.rsplit(".", 2)[-2:]
+        # A replaced engine is the only one where its process died before the new one had its name.
+        if not pid.isdecimal() or _runs(int(pid)) or not (kind == "partial" or (kind == "old" and path.exists())):
+            continue
+        with suppress(OSError):  # it is another user's, or locked
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def is_engine(path: Path) -> bool:
