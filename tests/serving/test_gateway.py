@@ -451,7 +451,9 @@ def test_the_servers_errors_are_openais(tiny_engine, stream, code, text, status,
             with pytest.raises(openai.APIError, match=re.escape(shown)):
                 chunks.extend(api.chat.completions.create(model="tiny", messages=SUM, stream=True))
             lines = Reply(url, "/v1/chat/completions", json.dumps({"model": "tiny", "messages": SUM, "stream": True}))
-            assert list(json.loads(lines.text.split("\n\n")[-2].removeprefix("data: "))) == ["error"]
+            *_, error, done, _ = lines.text.split("\n\n")
+            assert list(json.loads(error.removeprefix("data: "))) == ["error"]
+            assert done == "data: [DONE]"
 
 
 def test_a_server_that_breaks_off_without_a_reason_is_an_error(tiny_engine):

@@ -4,16 +4,11 @@ import http.client
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,18 +17,15 @@ import pytest
 from tests.conftest import build_tiny, refusal
 from tests.processes import start
 from tests.serving.conftest import ANYWHERE
+from tests.serving.runs import serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.serving import server as server_module
 from trtllm_dflash.serving import triton as triton_module
 from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.server import Endpoints, Server, find_cause
 from trtllm_dflash.serving.triton import Triton, find_triton
 
 pytestmark = pytest.mark.slow
-
-SERVE = [sys.executable, "-m", "trtllm_dflash", "serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pass") -> Path:
@@ -59,91 +51,6 @@ def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pas
 def hang(begun: Path) -> str:
     """Code that never ends, and makes a file when it is reached."""
     return f"open({str(begun)!r}, 'w').close(); time.sleep(100_000)"
-
-
-class Run:
-    """One `trtllm-dflash serve`, and all that descends from it."""
-
-    def __init__(self, *arguments: object, ignored: Iterable[int] = ()) -> None:
-        self.folder = Path(tempfile.mkdtemp())  # its temporary files; the mark of its processes, too
-        self.mark = f"TMPDIR={self.folder}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
-        self.printed = b""
-        self.servers: set[str] = set()  # the names of the servers that it started
-        self.process = start([*SERVE, *arguments], ignored, env=environment)
-
-    def line(self) -> str:
-        """The next line that it prints."""
-        assert self.process.stdout is not None
-        while b"\n" not in self.printed:
-            assert select.select([self.process.stdout], [], [], PATIENCE)[0], "it says nothing"
-            more = os.read(self.process.stdout.fileno(), 4096)
-            assert more, f"it ended: {self.ends()}"
-            self.printed += more
-        self.processes()
-        line, _, self.printed = self.printed.partition(b"\n")
-        return line.decode()
-
-    def ends(self) -> tuple[int, str]:
-        """Its exit code and what it said on standard error."""
-        _, errors = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, errors
-
-    def processes(self) -> dict[int, list[str]]:
-        """The living processes that it started, and their command lines."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    words = (entry / "cmdline").read_text().split("\0")
-                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                        found[int(entry.name)] = words
-                        self.servers.update(re.findall("trtllm-dflash-[0-9a-f]{8}", " ".join(words)))
-        return found
-
-    def pid_of(self, word: str) -> int:
-        """The process with this in its command line; of several, the last."""
-        pids: list[int] = []
-
-        def found() -> list[int]:
-            pids[:] = [pid for pid, words in self.processes().items() if any(word in part for part in words)]
-            return pids
-
-        wait_until(found, f"a process has {word} in its command line")
-        return pids[-1]
-
-    def log(self) -> str:
-        """Triton's log, which is kept where something failed."""
-        (file,) = self.folder.glob("*/server.log")
-        return file.read_text()
-
-    def leaves_nothing(self) -> bool:
-        """Whether its processes, its shared memory and its temporary files are gone, but for logs."""
-        files = {file for file in self.folder.rglob("*") if file.is_file() and "server.log" not in file.name}
-        return not self.processes() and not self.shared_memory() and not files
-
-    def shared_memory(self) -> list[Path]:
-        kept = " ".join(folder.name for folder in self.folder.iterdir())
-        self.servers.update(re.findall("trtllm-dflash-[0-9a-f]{8}", kept))
-        assert self.servers, "no server was seen"
-        return [file for name in self.servers for file in SHARED_MEMORY.glob(f"{name}*")]
-
-
-@contextmanager
-def serve(*arguments: object, ignored: Iterable[int] = ()) -> Iterator[Run]:
-    run = Run(*arguments, ignored=ignored)
-    try:
-        yield run
-    finally:
-        run.process.kill()
-        for pid in run.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait(PATIENCE)
-        shutil.rmtree(run.folder)
-        for stream in (run.process.stdout, run.process.stderr):
-            assert stream is not None
-            stream.close()
 
 
 def get(url: str, path: str | None = None) -> tuple[int, bytes]:
@@ -408,20 +315,9 @@ def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(tmp_path, triton):
 def test_a_model_that_hangs_is_killed(tmp_path, triton):
     stuck = make_repository(tmp_path / "models", finalize=hang(tmp_path / "ends"))
     with Server(stuck, ANYWHERE, patience=PATIENCE, grace=1) as running:
-        assert running._processes()
+        pid = running.pid
     assert (tmp_path / "ends").exists()
-    assert not running._processes()
-
-
-def test_a_killed_serve_takes_the_server_with_it(quick, tmp_path):
-    with serve(*quick, "--log", tmp_path / "log") as run:
-        run.line()
-        run.process.kill()
-        run.process.wait(PATIENCE)
-        wait_until(lambda: not run.processes(), "the server ended")
-        assert run.shared_memory()
-        server_module._remove_orphaned_memory()  # as the next server does
-        assert not run.shared_memory()
+    assert not Path("/proc", str(pid)).exists()
 
 
 @pytest.mark.parametrize(
@@ -456,18 +352,6 @@ def test_when_the_gateway_dies_serve_ends(triton):
         gateway._thread.join(PATIENCE)
         with pytest.raises(EngineError, match="the OpenAI gateway has ended"):
             gateway.check()
-
-
-def test_shared_memory_of_the_living_is_left_alone():
-    name = f"trtllm-dflash-{uuid.uuid4().hex[:8]}"
-    file = SHARED_MEMORY / f"{name}-tensors"
-    with server_module._claim_memory(name):
-        file.touch()
-        server_module._remove_orphaned_memory()
-        assert file.exists()
-    server_module._remove_orphaned_memory()
-    assert not file.exists()
-    assert not (SHARED_MEMORY / f"{name}.lock").exists()
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------

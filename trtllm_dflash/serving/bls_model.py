@@ -11,6 +11,7 @@ from typing import Any
 
 from trtllm_dflash.errors import CancelledError, RequestError
 from trtllm_dflash.serving import inner
+from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.outbox import Outbox
 from trtllm_dflash.serving.parameters import TEXT_NAMES, Fields, Tensors
 from trtllm_dflash.serving.tensors import FINAL, error_response, parameter, read_tensors, response
@@ -48,6 +49,7 @@ class BLSModel:
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Starts as many threads as the engine takes requests, and some for requests that it will refuse."""
+        hold_lifeline()
         config = json.loads(arguments["model_config"])
         self._decoupled = parameter(config, "decoupled") == "true"
         self._outputs = [output["name"] for output in config["output"]]

@@ -20,6 +20,7 @@ from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Update
 from trtllm_dflash.runtime.service import Ticket
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.log import log_to_triton
 from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
@@ -71,6 +72,7 @@ class EngineModel:
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads the engine that the model's configuration names."""
+        hold_lifeline()
         config = json.loads(arguments["model_config"])
         engine = Path(parameter(config, "engine"))
         self._decoupled = parameter(config, "decoupled") == "true"

@@ -1,6 +1,7 @@
 """Runs a program that ends when its parent does. Run as a file: python -I -S launch.py LOG PROGRAM [WORD ...]
 
-It runs without site-packages, and so starts in a few milliseconds.
+It is killed: Triton, asked to end while it streams, can hang for ever, and its clients with it. This runs without
+site-packages, and so starts in a few milliseconds.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ def launch(log: str, words: list[str]) -> None:
     """Replaces this process by the program; its output is appended to the log."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # our starter held them back
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended just before
         sys.exit(1)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -255,6 +255,7 @@ def parse(kind: type[_R], body: bytes) -> _R:
         raise ApiError(400, f"{param}: {reason}" if param else f"the body: {reason}", param) from None
 
 
+_DONE = b"data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 # -- replies ---------------------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ class ReplyForm:
         events = self._chunk({"delta": {}} if self.chat else {"text": ""}, finish_reason)
         if self.include_usage:
             events += _event({**self._head, "choices": [], "usage": usage.body()})
-        return events + b"data: [DONE]\n\n"
+        return events + _DONE
 
     def _chunk(self, said: dict[str, object], finish_reason: str | None) -> bytes:
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
@@ -340,8 +341,8 @@ class ReplyForm:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Makes the event of an error after a stream has begun; nothing follows it."""
-    return _event(error.body())
+    """Makes the last events of a stream that an error ends after it has begun."""
+    return _event(error.body()) + _DONE
 
 
 def _event(body: dict[str, object]) -> bytes:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.serving import inner
+from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.parameters import Fields
 from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, string_tensor
 
@@ -23,6 +24,7 @@ class PostprocessingModel:
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads nothing: within the ensemble the text is made already, and a tokenizer takes 200 MB."""
+        hold_lifeline()
         config = json.loads(arguments["model_config"])
         self._engine = Path(parameter(config, "engine"))
         self._decoupled = parameter(config, "decoupled") == "true"

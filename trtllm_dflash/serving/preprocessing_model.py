@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.intake import Intake
+from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.parameters import Fields, Tensors, check_stops
 from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, wants_codes
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -42,6 +43,7 @@ class PreprocessingModel:
 
     def initialize(self, arguments: dict[str, str]) -> None:
         """Loads the engine's tokenizer."""
+        hold_lifeline()
         engine = Path(parameter(json.loads(arguments["model_config"]), "engine"))
         config = read_config(engine)
         self._codec = TextCodec.load(engine, config.chat_arguments)

@@ -1,7 +1,6 @@
 """`serve`: an engine behind Triton and, with an OpenAI port, the gateway, until one of them ends."""
 
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.repository import DeploySettings, deploy, render
 from trtllm_dflash.serving.server import GRACE, RANK_MODEL, Endpoints, Server
 from trtllm_dflash.serving.triton import EXTRA
@@ -79,14 +79,19 @@ def serving(
     app = _gateway_app(engine, endpoints, api_key) if endpoints.openai_port is not None else None
     with ExitStack() as stack:
         if repository is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trtllm-dflash-"))
-            repository = Path(folder) / "repository"
+            claim = Claim()
+            stack.callback(claim.release)
+            repository = claim.folder / "repository"
             deploy(engine, repository, settings)
         else:
             _check_repository(repository, engine)
         server = stack.enter_context(Server(repository, endpoints, config.tp, log, progress))
         gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
-        yield Serving(server, gateway)
+        try:
+            yield Serving(server, gateway)
+        except EngineError:
+            server.kill()  # before the gateway ends, whose clients may wait for what hangs
+            raise
 
 
 def _check_repository(repository: Path, engine: Path) -> None:

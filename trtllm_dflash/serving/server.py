@@ -1,41 +1,35 @@
 """A running Triton server: its ranks, its models' processes, its ports; started, watched and ended together."""
 
 import errno
-import fcntl
 import http.client
 import json
 import logging
-import os
 import re
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
+from trtllm_dflash.serving.claim import SHARED_MEMORY, Claim, remove_orphans
 from trtllm_dflash.serving.log import said_at_load
+from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
-from trtllm_dflash.serving.triton import STUB, find_triton
-from trtllm_dflash.session.ranks import RANK_VARIABLES, find_launcher
+from trtllm_dflash.serving.triton import find_triton
+from trtllm_dflash.session.ranks import find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 GRACE = 5  # seconds that running requests get when the server is told to end
 
 _STARTS = 3  # where Triton gives up a model that loads
-_SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "trtllm-dflash-"
-_MARK = "TRTLLM_DFLASH_SERVER"  # in the environment of every process of a server, with the server's own name
+
 # Bytes of shared memory that each model's process begins with: enough for hundreds of requests. It need not grow under
 # load, where Triton's Python backend is known to crash; and four models fit in Docker's default of 64 MB.
 _MODEL_MEMORY = 8 << 20
@@ -131,18 +125,6 @@ class Endpoints:
             raise SettingsError(f"{flag} {port}: {error.strerror}") from None
 
 
-@dataclass(frozen=True)
-class _Process:
-    pid: int
-    started: str  # the kernel's clock, so that a later process with the same number is not taken for it
-    what: str  # for a reader; empty where nobody but us knows it
-
-    @property
-    def alive(self) -> bool:
-        state, started = _state(self.pid)
-        return started == self.started and state not in "ZX"
-
-
 class Server:
     """Triton on a model repository; with tp > 1 one server process a rank, joined through MPI.
 
@@ -179,14 +161,12 @@ class Server:
         self.progress = progress
         self.patience = patience
         self.grace = grace
-        self._name = f"{_PREFIX}{secrets.token_hex(4)}"
         self._log = log
         self._offsets: dict[Path, int] = {}  # how long each log was before
-        self._folder: Path | None = None
-        self._memory: IO[bytes] | None = None
+        self._claim: Claim | None = None
         self._mpi_memory: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
-        self._members: list[_Process] = []
+        self._members: list[Process] = []
 
     @property
     def pid(self) -> int:
@@ -199,8 +179,8 @@ class Server:
         """Rank 0's log. Those of other ranks, and of the launcher, are beside it."""
         if self._log is not None:
             return self._log.absolute()
-        assert self._folder is not None
-        return self._folder / "server.log"
+        assert self._claim is not None
+        return self._claim.folder / "server.log"
 
     @property
     def said_at_load(self) -> list[str]:
@@ -209,7 +189,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         for left in reversed(range(_STARTS)):
-            stalls = Stalls(lambda: [process.pid for process in self._processes()])
+            stalls = Stalls(self._pids)
             try:
                 self._start()
                 self._wait_until_ready(stalls)
@@ -232,21 +212,20 @@ class Server:
     def _start(self) -> None:
         triton = find_triton()
         self.endpoints = self.endpoints.chosen()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-"))
+        remove_orphans()
+        claim = self._claim = Claim()
         try:
             self.log.open("ab").close()
         except OSError as error:
             raise SettingsError(f"--log {self.log}: {error.strerror}") from None
         self._offsets = {log: log.stat().st_size for log in self._logs() if log.exists()}
-        _remove_orphaned_memory()
-        self._memory = _claim_memory(self._name)
-        words, environment = triton.prepare(self._folder)
-        environment[_MARK] = self._name
+        words, environment = triton.prepare(claim.folder)
+        environment |= claim.environment
         common = [
             *words,
             f"--model-repository={self.repository}",
             "--disable-auto-complete-config",  # it would start every model's process twice
-            f"--backend-config=python,shm-region-prefix-name={self._name}-",
+            f"--backend-config=python,shm-region-prefix-name={claim.name}-",
             f"--backend-config=python,shm-default-byte-size={_MODEL_MEMORY}",
             f"--exit-timeout-secs={self.grace}",
         ]
@@ -285,6 +264,9 @@ class Server:
         log = b"".join(map(self._read_log, self._logs()))
         return self._process is not None and stalls.explain(self._process.returncode, log)
 
+    def _pids(self) -> list[int]:
+        return [] if self._claim is None else [process.pid for process in find_processes(self._claim.name)]
+
     def _wait_until_ready(self, stalls: Stalls) -> None:
         models = sum((folder / "config.pbtxt").is_file() for folder in self.repository.iterdir())
         begin = time.monotonic()
@@ -298,7 +280,8 @@ class Server:
             stalls.look()
             time.sleep(_PAUSE)
         self.progress("loading", models, models)
-        self._members = [process for process in self._processes() if process.what and process.pid != self.pid]
+        assert self._claim is not None
+        self._members = [it for it in find_processes(self._claim.name) if it.what and it.pid != self.pid]
         if self.tp > 1:
             self._mpi_memory = {file for member in self._members for file in _mpi_memory(member.pid)}
         self.check()
@@ -352,23 +335,12 @@ class Server:
             self.check()
             time.sleep(_PAUSE)
 
-    def _processes(self) -> list[_Process]:
-        """Finds all processes of this server, also those whose parent has gone."""
-        mark = f"{_MARK}={self._name}"
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            with suppress(OSError):  # it ends as we look
-                environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                if mark in environment:
-                    state, started = _state(int(entry.name))
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    if state not in "ZX":
-                        found.append(_Process(int(entry.name), started, _describe(words, environment)))
-        return found
-
     # -- ending ------------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """Ends all its processes at once; whoever waits for a reply sees the connection end."""
+        assert self._claim is not None
+        kill_processes(self._claim.name)
 
     def _end(self, error: BaseException | None) -> None:
         """Ends the server: running requests get a few seconds, then it is killed. A second Ctrl-C kills it at once."""
@@ -379,32 +351,12 @@ class Server:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(self.grace + _PATIENCE)
         finally:
-            self._kill()
-            self._clean_up(keep_log=failed)
-
-    def _kill(self) -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while self._process is not None and (left := self._processes()) and time.monotonic() < deadline:
-            for process in left:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            self._process.poll()
-            time.sleep(_PAUSE / 10)
-
-    def _clean_up(self, keep_log: bool) -> None:
-        if self._memory is not None:
-            _remove_memory(self._name)
-            self._memory.close()
-        for file in self._mpi_memory:
-            file.unlink(missing_ok=True)
-        for entry in self._folder.iterdir() if self._folder is not None else ():
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif not keep_log:
-                entry.unlink(missing_ok=True)
-        if self._folder is not None:
-            with suppress(OSError):  # it holds logs
-                self._folder.rmdir()
+            if self._claim is not None:
+                self._claim.release(keep_files=failed)
+            if self._process is not None:
+                self._process.wait(_PATIENCE)
+            for file in self._mpi_memory:
+                file.unlink(missing_ok=True)
 
 
 def find_cause(log: str) -> str | None:
@@ -441,54 +393,9 @@ def _ending(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _state(pid: int) -> tuple[str, str]:
-    """Reads a process's state and starting time; Z (a zombie) where there is none."""
-    try:
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
-    except OSError:
-        return "Z", ""
-    return rest[0], rest[19]
-
-
-def _describe(words: list[str], environment: list[str]) -> str:
-    """Names a process of a server for messages: its model or rank."""
-    ranks = [value for name, _, value in (entry.partition("=") for entry in environment) if name in RANK_VARIABLES]
-    rank = f" of rank {ranks[0]}" if ranks else ""
-    program = Path(words[0]).name
-    if program == "tritonserver":
-        return f"Triton{rank}"
-    if program == STUB:  # its first word is MODEL/VERSION/model.py
-        return f"the process of model {Path(words[1]).parents[1].name}{rank}"
-    return ""
-
-
-# -- shared memory ---------------------------------------------------------------------------------------------------
-# Triton's Python models exchange tensors through files in /dev/shm, and leave them there when they are killed. A
-# server's own have its name, and a lock beside them is held as long as the process that must remove them lives.
-
-
-def _claim_memory(name: str) -> IO[bytes]:
-    lock = (_SHARED_MEMORY / f"{name}.lock").open("wb")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-def _remove_memory(name: str) -> None:
-    for file in (*_SHARED_MEMORY.glob(f"{name}-*"), _SHARED_MEMORY / f"{name}.lock"):
-        file.unlink(missing_ok=True)
-
-
-def _remove_orphaned_memory() -> None:
-    """Removes shared memory of servers whose parent was killed."""
-    for file in _SHARED_MEMORY.glob(f"{_PREFIX}*.lock"):
-        with suppress(OSError), file.open("rb") as lock:  # another user's, or removed just now
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_memory(file.stem)
-
-
 def _mpi_memory(pid: int) -> set[Path]:
     """Finds the shared memory of MPICH's ranks on one host, which a killed rank leaves behind."""
     with suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        return {Path(path) for path in re.findall(rf"({_SHARED_MEMORY}/mpich_shm_\w+)", maps)}
+        return {Path(path) for path in re.findall(rf"({SHARED_MEMORY}/mpich_shm_\w+)", maps)}
     return set()

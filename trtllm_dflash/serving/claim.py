@@ -1,0 +1,84 @@
+"""A server's name, and what bears it: processes, shared memory, a folder. What a killed server left, the next removes.
+
+Triton's Python models exchange tensors through files in /dev/shm, and leave them there when they are killed. A server's
+own have its name, and a lock beside them is held as long as the process that must remove them lives.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from trtllm_dflash.serving.lifeline import FOLDER, Lifeline
+from trtllm_dflash.serving.processes import MARK, kill_processes
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_PREFIX = "trtllm-dflash-"
+
+
+class Claim:
+    """A name that is this process's until it is released, or until the process ends.
+
+    Attributes:
+        name: begins the names of files in shared memory, and is in the environment of the processes.
+        folder: a temporary folder of its own.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"{_PREFIX}{secrets.token_hex(4)}"
+        self._lock = _lock_of(self.name).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self._lock.write(bytes(self.folder))
+        self._lock.flush()
+        self._lifeline = Lifeline(self.folder)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the processes that bear the name, and are killed when this one ends."""
+        return {MARK: self.name, FOLDER: str(self.folder)}
+
+    def release(self, keep_files: bool = False) -> None:
+        """Kills the processes that bear the name, and removes what else does.
+
+        Args:
+            keep_files: those in the folder stay, but not what is in folders of it.
+        """
+        kill_processes(self.name)
+        self._lifeline.close()
+        for entry in self.folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif not keep_files or not entry.is_file():
+                entry.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds files that stay
+            self.folder.rmdir()
+        _remove_memory(self.name)
+        self._lock.close()
+
+
+def remove_orphans() -> None:
+    """Removes what servers left whose own process was killed."""
+    for file in SHARED_MEMORY.glob(f"{_PREFIX}*.lock"):
+        with suppress(OSError), file.open("rb") as lock:  # removed just now, or locked
+            if os.fstat(lock.fileno()).st_uid != os.getuid():
+                continue  # what it says is another user's word
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            name, folder = file.stem, Path(lock.read().decode(errors="surrogateescape"))
+            kill_processes(name)
+            if folder.name.startswith(f"{name}-"):
+                shutil.rmtree(folder, ignore_errors=True)
+            _remove_memory(name)
+
+
+def _lock_of(name: str) -> Path:
+    return SHARED_MEMORY / f"{name}.lock"
+
+
+def _remove_memory(name: str) -> None:
+    for file in (*SHARED_MEMORY.glob(f"{name}-*"), _lock_of(name)):
+        file.unlink(missing_ok=True)
