@@ -115,7 +115,7 @@ def test_compose_starts_each_image_as_its_dockerfile_does(name):
     assert service["command"] == json.loads(last(dockerfile, "CMD"))
     assert {int(port.split(":")[-1]) for port in service["ports"]} == PORTS
     assert {int(port) for port in last(dockerfile, "EXPOSE").split()} == PORTS
-    assert shlex.split(service["stop_grace_period"]) == ["30s"]
+    assert shlex.split(service["stop_grace_period"]) == ["45s"]
     assert service["shm_size"]
 
 

@@ -44,6 +44,13 @@ class QueueFullError(RequestError):
     """The queue of requests is full: try again later, or elsewhere."""
 
 
+class ShutdownError(RequestError):
+    """The server is ending: it takes no more requests, and ends those that take too long."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"shutdown: {reason}")
+
+
 class DeadlineError(RequestError):
     """A request's deadline passed before its last token."""
 

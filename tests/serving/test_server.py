@@ -81,7 +81,7 @@ def quick(served_engine, echo) -> list[object]:
 # -- the engine's own models -----------------------------------------------------------------------------------------
 
 
-def test_serve_prints_its_endpoints_once_they_answer_and_ctrl_c_ends_it_amid_a_reply(triton, served_engine):
+def test_serve_prints_its_endpoints_once_they_answer_and_a_second_ctrl_c_ends_it_amid_a_reply(triton, served_engine):
     import tritonclient.grpc
 
     with serve("--engine", served_engine, "--device", "cpu", "--openai-port", 0, "--json") as run:
@@ -103,9 +103,14 @@ def test_serve_prints_its_endpoints_once_they_answer_and_ctrl_c_ends_it_amid_a_r
         stream = http.client.HTTPConnection(urlsplit(at["http"]).netloc, timeout=PATIENCE)
         body = {"text_input": "Count.", "max_tokens": 2000, "ignore_eos": True, "draft": False, "stream": True}
         stream.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(body))
-        assert stream.getresponse().readline().startswith(b"data:")
+        reply = stream.getresponse()
+        assert reply.readline().startswith(b"data:")
+        run.process.send_signal(signal.SIGINT)
+        wait_until(lambda: get(at["openai"] + "/models")[0] == 503, "no new request is taken")
         run.process.send_signal(signal.SIGINT)
         assert run.ends() == (130, "")
+        with pytest.raises(http.client.IncompleteRead):
+            reply.read()
         wait_until(run.leaves_nothing, "nothing of it is left")
         assert not Path(at["log"]).parent.exists()
 
@@ -296,7 +301,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(tmp_path, triton):
         "from pathlib import Path\n"
         "from trtllm_dflash.serving.server import Endpoints, Server\n"
         "ports = Endpoints(http_port=0, grpc_port=0, metrics_port=0)\n"
-        "with Server(Path(sys.argv[1]), ports, grace=100_000) as running:\n"
+        "with Server(Path(sys.argv[1]), ports, drain_seconds=100_000) as running:\n"
         "    print(running.pid, flush=True)\n"
         "    running.wait()\n"
     )
@@ -314,7 +319,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(tmp_path, triton):
 
 def test_a_model_that_hangs_is_killed(tmp_path, triton):
     stuck = make_repository(tmp_path / "models", finalize=hang(tmp_path / "ends"))
-    with Server(stuck, ANYWHERE, patience=PATIENCE, grace=1) as running:
+    with Server(stuck, ANYWHERE, patience=PATIENCE, drain_seconds=1) as running:
         pid = running.pid
     assert (tmp_path / "ends").exists()
     assert not Path("/proc", str(pid)).exists()

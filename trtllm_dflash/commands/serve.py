@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 )
 @click.option("--repository", type=click.Path(path_type=Path), help="A model repository that `deploy` wrote.")
 @click.option("--log", type=click.Path(path_type=Path), help="File that Triton's log is added to.")
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(0),
+    default=30.0,
+    help="What running requests get at the end; then they get an error.  [default: 30]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the endpoints as one line of JSON.")
 @deploy_options
 def serve(
@@ -42,6 +48,7 @@ def serve(
     openai_api_key_file: Path | None,
     repository: Path | None,
     log: Path | None,
+    drain_seconds: float,
     as_json: bool,
     no_draft: bool,
     **flags: Any,
@@ -67,7 +74,16 @@ def serve(
         with ExitStack() as stack:
             with progress_bar() as progress:
                 running = stack.enter_context(
-                    serving(engine, settings, endpoints, repository=repository, api_key=key, log=log, progress=progress)
+                    serving(
+                        engine,
+                        settings,
+                        endpoints,
+                        repository=repository,
+                        api_key=key,
+                        log=log,
+                        progress=progress,
+                        drain_seconds=drain_seconds,
+                    )
                 )
             _show_endpoints(engine, running, as_json)
             running.wait()

@@ -14,6 +14,7 @@ from trtllm_dflash.errors import (
     EngineError,
     QueueFullError,
     RequestError,
+    ShutdownError,
 )
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, check_draft_length
 from trtllm_dflash.runtime.intake import Intake, Prompt
@@ -87,6 +88,7 @@ class Service:
         self._cancelled: list[Ticket] = []
         self._taken = 0  # requests that have not ended
         self._closing = False
+        self._drain: tuple[float, float] | None = None  # seconds that requests are given, and when they are over
         self._tickets: dict[Sequence, Ticket] = {}  # the thread's own
         self._thread = threading.Thread(target=self._run, name="dflash-steps", daemon=True)
         self._thread.start()
@@ -111,7 +113,8 @@ class Service:
 
         Raises:
             RequestError: the engine cannot serve it; a QueueFullError if too many wait.
-            EngineError: the service has failed or is closed.
+            ShutdownError: the service is draining.
+            EngineError: it has failed or is closed.
         """
         if priority < 0:
             raise RequestError(f"{priority}; 1 is the most urgent, 0 none in particular", "priority")
@@ -123,6 +126,8 @@ class Service:
         with self._changed:
             if self._closing or self.failure is not None:
                 raise EngineError(self.failure or "the service is closed")
+            if self._drain is not None:
+                raise ShutdownError("the server takes no more requests")
             if self._taken >= self._most:
                 self._scheduler.statistics.requests["refused"] += 1
                 slots = self._config.max_batch
@@ -141,6 +146,16 @@ class Service:
                 return
             self._cancelled.append(ticket)
             self._changed.notify()
+
+    def drain(self, seconds: float) -> None:
+        """Takes no more requests from now on; those that are left after `seconds` are ended with a ShutdownError."""
+        with self._changed:
+            self._drain = seconds, self._clock() + seconds
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request that was taken has ended."""
+        return self._taken == 0
 
     def statistics(self) -> Statistics:
         """Returns the counts so far; they go on changing."""
@@ -171,6 +186,7 @@ class Service:
     def _serve(self) -> None:
         failures, ended = 0, self._scheduler.statistics.requests
         while self._take_in():
+            self._end_drained()
             failed_before, completed_before = ended["failed"], ended["completed"]
             changed = self._scheduler.step()
             self._report(changed)
@@ -197,6 +213,13 @@ class Service:
         for ticket in cancelled:
             self._scheduler.cancel(ticket.sequence, CancelledError("the request was cancelled"))
         return not closing
+
+    def _end_drained(self) -> None:
+        """Ends all requests once the time that `drain` gave them is over."""
+        if self._drain is not None and self._clock() >= self._drain[1]:
+            error = ShutdownError(f"the reply was not complete after {self._drain[0]:g} s (--drain-seconds)")
+            for sequence in self._tickets:
+                self._scheduler.cancel(sequence, error)
 
     def _report(self, changed: list[Sequence]) -> None:
         for sequence in changed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trtllm_dflash.errors import CancelledError, DeadlineError
+from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
 from trtllm_dflash.runtime.request import Sequence
 
 #: Drafted steps that the acceptance length is the mean of.
@@ -104,7 +104,7 @@ class Statistics:
     def count_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has ended, by its finish reason or error."""
         if sequence.error is not None:
-            kinds: dict[type, str] = {CancelledError: "cancelled", DeadlineError: "expired"}
+            kinds: dict[type, str] = {CancelledError: "cancelled", ShutdownError: "cancelled", DeadlineError: "expired"}
             self.requests[kinds.get(type(sequence.error), "failed")] += 1
             return
         self.requests["completed"] += 1

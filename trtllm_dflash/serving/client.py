@@ -1,5 +1,6 @@
 """A client of a served engine: token ids in, pieces of the reply out, over Triton gRPC."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from trtllm_dflash.errors import (
     EngineError,
     QueueFullError,
     RequestError,
+    ShutdownError,
 )
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.parameters import CODED_ERRORS
@@ -97,9 +99,11 @@ class TritonClient:
     def __init__(self, url: str) -> None:
         self._url = url
         self._grpc = InferenceServerClient(url, channel_args=_CHANNEL)
+        self._closed = False
 
     async def close(self) -> None:
-        """Ends the channel, and every stream on it."""
+        """Ends the channel, and every stream on it with a ShutdownError."""
+        self._closed = True
         await self._grpc.close()
 
     async def ready(self, timeout: float = 5.0) -> bool:
@@ -116,9 +120,13 @@ class TritonClient:
 
         Raises:
             RequestError, QueueFullError, DeadlineError, CancelledError: from the server.
+            ShutdownError: from the server, or this client was closed.
             UnavailableError: no server answers, or it went away.
             EngineError: the server failed.
         """
+
+        if self._closed:
+            raise ShutdownError("the server takes no more requests")
 
         async def once() -> AsyncIterator[dict[str, object]]:
             yield {
@@ -146,6 +154,10 @@ class TritonClient:
                 yield piece
         except grpc.aio.AioRpcError as error:
             raise self._meaning(error) from None
+        except asyncio.CancelledError:
+            if not self._closed:  # it is the caller's task that is cancelled
+                raise
+            raise ShutdownError("the server ended before the reply was complete") from None
         finally:
             responses.cancel()  # does nothing to a stream that has ended
         if refusal is not None:
@@ -173,7 +185,9 @@ def _refusal(text: str) -> DFlashError:
         return RequestError(rest)
     if code == "CANCELLED":
         return CancelledError(rest)
-    if code == "UNAVAILABLE":  # Triton has no code for a deadline, so the message says it
+    if code == "UNAVAILABLE":  # Triton has one code for all of these, so the message says which
+        if rest.startswith("shutdown: "):
+            return ShutdownError(rest.removeprefix("shutdown: "))
         return DeadlineError(rest) if "deadline" in rest else QueueFullError(rest)
     return EngineError(rest if code == "INTERNAL" else text)
 

@@ -2,9 +2,11 @@
 
 import gc
 import json
+import math
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import Update
 from trtllm_dflash.runtime.service import Ticket
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.serving.drain import DrainListener
 from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.log import log_to_triton
 from trtllm_dflash.serving.metrics import Metrics
@@ -36,6 +39,9 @@ from trtllm_dflash.serving.tensors import (
 )
 from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.threads import limit_threads
+
+#: Without a request, until a drained engine says so: what it answered passes through other models and Triton.
+_SETTLED_SECONDS = 0.5
 
 
 @dataclass(eq=False)
@@ -91,6 +97,9 @@ class EngineModel:
         self._metrics = Metrics(lambda: self._service.statistics().samples(), pb_utils)
         self._replies: set[Reply] = set()
         self._by_key: dict[int, Reply] = {}
+        self._drain = DrainListener()
+        self._draining = False
+        self._busy = 0.0  # when a request was last on its way; infinite once it is reported that none will be
         self._outbox = Outbox(self._look_around)
 
     def open(self, engine: Path, device: str, kernels: Kernels) -> LLM:
@@ -230,9 +239,24 @@ class EngineModel:
 
     def _look_around(self) -> None:
         self._metrics.advance()
+        self._follow_drain()
         if self._service.failure is not None and not self._replies:
             # Triton has no way for a model to say that it is ill; that its process has ended is seen and acted upon.
             end_process(self._service.failure)
+
+    def _follow_drain(self) -> None:
+        """Drains the service once that is ordered, and reports when no request is on its way any more."""
+        now = time.monotonic()
+        if self._replies or not self._service.idle:
+            self._busy = now
+        if not self._draining:
+            seconds = self._drain.seconds()
+            if seconds is not None:
+                self._service.drain(seconds)
+                self._draining = True
+        elif now - self._busy >= _SETTLED_SECONDS:
+            self._busy = math.inf
+            self._drain.report_done()
 
     def _response(self, reply: Reply, update: Update) -> Response:
         """Makes a response: of the steps since the one before where the reply is streamed, else of the whole."""

@@ -32,11 +32,13 @@ from trtllm_dflash.errors import (
     LongPromptError,
     QueueFullError,
     RequestError,
+    ShutdownError,
 )
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving import openai_schema as schema
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
+from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.openai_schema import ApiError
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -50,6 +52,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is wha
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _TOKENIZER_THREADS = 2
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
+_AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
 
 # Names in the server's messages, as OpenAI's clients know them.
 _PARAMS = {
@@ -91,23 +94,29 @@ class GatewaySettings(BaseModel):
     timeout: PositiveFloat = 600.0
 
 
-def create_app(settings: GatewaySettings) -> FastAPI:
+def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
     """Makes the gateway as an ASGI application. Triton need not run yet.
+
+    Args:
+        gate: by default one that stays open.
 
     Raises:
         EngineError: the engine directory is not sound, or has no tokenizer.
         SettingsError: a setting contradicts the engine.
     """
     gateway = Gateway(settings)
+    gate = gate or Gate()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway.open()
+        loop = asyncio.get_running_loop()
+        gate.on_shut(lambda: asyncio.run_coroutine_threadsafe(gateway.end_replies(), loop))
         yield
         await gateway.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(_Door, api_key=settings.api_key)
+    app.add_middleware(_Door, api_key=settings.api_key, gate=gate)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _broken)
@@ -170,9 +179,13 @@ class Gateway:
         self._triton = TritonClient(self._settings.triton_url)
         self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenize")
 
-    async def close(self) -> None:
-        """Ends every reply, and the connection to Triton."""
+    async def end_replies(self) -> None:
+        """Ends every reply with an error, and the connection to Triton."""
         await self._triton.close()
+
+    async def close(self) -> None:
+        """Ends every reply, and what made them."""
+        await self.end_replies()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
@@ -357,6 +370,8 @@ def _as_api_error(error: Exception, job: _Job) -> ApiError:
         return ApiError(429, str(error), code="queue_full", headers=again)
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error), code="deadline_exceeded")
+    if isinstance(error, ShutdownError):
+        return ApiError(503, str(error), code="shutdown", headers=again)
     if isinstance(error, CancelledError):
         return ApiError(503, "the server cancelled the request", code="cancelled", headers=again)
     if isinstance(error, UnavailableError):
@@ -413,10 +428,11 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T], othe
 
 
 class _Door:
-    """Middleware that gives each request an id, and checks its API key."""
+    """Middleware that gives each request an id, checks its API key, and refuses it where the gate is closed."""
 
-    def __init__(self, app: ASGIApp, api_key: SecretStr | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: SecretStr | None, gate: Gate) -> None:
         self._app = app
+        self._gate = gate
         self._key = None if api_key is None else api_key.get_secret_value().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -436,6 +452,11 @@ class _Door:
             error = ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", _CHALLENGE
             )
+            await _refusal(error)(scope, receive, send_with_id)
+        elif not self._gate.open:
+            # The connection ends with the reply, so that the client's next request may find another server.
+            ending = str(ShutdownError("the server takes no more requests"))
+            error = ApiError(503, ending, code="shutdown", headers=_AGAIN_ELSEWHERE)
             await _refusal(error)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.claim import Claim
+from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.repository import DeploySettings, deploy, render
-from trtllm_dflash.serving.server import GRACE, RANK_MODEL, Endpoints, Server
+from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Endpoints, Server
 from trtllm_dflash.serving.triton import EXTRA
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _PAUSE = 0.1  # seconds between two looks at what runs
+_FLUSH_SECONDS = 2  # for clients to read the ends of their replies
 
 
 class Serving:
@@ -58,6 +60,7 @@ def serving(
     api_key: str | None = None,
     log: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
+    drain_seconds: float = DRAIN_SECONDS,
 ) -> Iterator[Serving]:
     """Serves an engine from the moment when it is ready until the context is left, and leaves no process behind.
 
@@ -69,6 +72,7 @@ def serving(
         api_key: required of the gateway's clients.
         log: a file for Triton's log.
         progress: called with the number of models that are ready.
+        drain_seconds: that running requests get when the context is left, unless by an EngineError.
 
     Raises:
         EngineError: the engine cannot be served.
@@ -76,7 +80,8 @@ def serving(
     """
     config = read_config(engine)
     endpoints = endpoints.chosen()
-    app = _gateway_app(engine, endpoints, api_key) if endpoints.openai_port is not None else None
+    gate = Gate()
+    app = _gateway_app(engine, endpoints, api_key, gate) if endpoints.openai_port is not None else None
     with ExitStack() as stack:
         if repository is None:
             claim = Claim()
@@ -85,13 +90,20 @@ def serving(
             deploy(engine, repository, settings)
         else:
             _check_repository(repository, engine)
-        server = stack.enter_context(Server(repository, endpoints, config.tp, log, progress))
+        server = Server(repository, endpoints, config.tp, log, progress, drain_seconds=drain_seconds)
+        stack.enter_context(server)
         gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
         try:
             yield Serving(server, gateway)
         except EngineError:
             server.kill()  # before the gateway ends, whose clients may wait for what hangs
             raise
+        finally:
+            gate.close()
+            try:
+                server.drain()
+            finally:
+                gate.shut()
 
 
 def _check_repository(repository: Path, engine: Path) -> None:
@@ -106,7 +118,7 @@ def _check_repository(repository: Path, engine: Path) -> None:
         )
 
 
-def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None) -> "FastAPI":
+def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, gate: Gate) -> "FastAPI":
     try:
         import uvicorn  # noqa: F401
 
@@ -114,7 +126,7 @@ def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None) -> "Fa
     except ImportError as error:
         raise EngineError(f"--openai-port needs {error.name}: {EXTRA}") from None
     values: dict[str, Any] = {"engine": engine, "triton_url": endpoints.grpc, "api_key": api_key}
-    return create_app(GatewaySettings.model_validate(values))
+    return create_app(GatewaySettings.model_validate(values), gate)
 
 
 class GatewayThread:
@@ -125,7 +137,7 @@ class GatewayThread:
 
         self._endpoints = endpoints
         configuration = uvicorn.Config(
-            app, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE
+            app, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=2 * _FLUSH_SECONDS
         )
         self._server = uvicorn.Server(configuration)
         self._thread = threading.Thread(target=self._run, name="openai-gateway", daemon=True)
@@ -167,6 +179,9 @@ class GatewayThread:
     def _stop(self) -> None:
         self._server.should_exit = True
         try:
-            self._thread.join(2 * GRACE)
+            self._thread.join(_FLUSH_SECONDS)
+            for connection in list(self._server.server_state.connections):  # of clients that do not read
+                connection.loop.call_soon_threadsafe(connection.transport.abort)
+            self._thread.join(_FLUSH_SECONDS)
         finally:
             self._socket.close()

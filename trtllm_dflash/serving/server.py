@@ -4,6 +4,7 @@ import errno
 import http.client
 import json
 import logging
+import math
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ from types import TracebackType
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
 from trtllm_dflash.serving.claim import SHARED_MEMORY, Claim, remove_orphans
+from trtllm_dflash.serving.drain import DrainOrder
 from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
@@ -26,14 +28,14 @@ from trtllm_dflash.serving.triton import find_triton
 from trtllm_dflash.session.ranks import find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
-GRACE = 5  # seconds that running requests get when the server is told to end
+DRAIN_SECONDS = 30.0  # that running requests get when the server is told to end
 
 _STARTS = 3  # where Triton gives up a model that loads
 
 # Bytes of shared memory that each model's process begins with: enough for hundreds of requests. It need not grow under
 # load, where Triton's Python backend is known to crash; and four models fit in Docker's default of 64 MB.
 _MODEL_MEMORY = 8 << 20
-_PATIENCE = 10.0  # seconds to end, beyond GRACE, before it is killed
+_PATIENCE = 10.0  # seconds to end, beyond those, before it is killed
 _PAUSE = 0.1  # seconds between two looks at a server
 
 
@@ -138,7 +140,7 @@ class Server:
         log: a file for the server's log, appended to; by default a temporary one, kept only where the server failed.
         progress: told ("loading", models ready, models) while they load.
         patience: seconds until the models must be ready; None waits as long as the server lives.
-        grace: seconds that running requests, and models that end, get when the server is told to end.
+        drain_seconds: that running requests get when the server is told to end.
 
     Raises:
         SettingsError: a port is taken.
@@ -153,20 +155,21 @@ class Server:
         log: Path | None = None,
         progress: Callable[[str, int, int], None] = lambda *_: None,
         patience: float | None = None,
-        grace: int = GRACE,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         self.repository = repository.absolute()
         self.endpoints = endpoints
         self.tp = tp
         self.progress = progress
         self.patience = patience
-        self.grace = grace
+        self.drain_seconds = drain_seconds
         self._log = log
         self._offsets: dict[Path, int] = {}  # how long each log was before
         self._claim: Claim | None = None
         self._mpi_memory: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._members: list[Process] = []
+        self._told = False  # to end
 
     @property
     def pid(self) -> int:
@@ -227,7 +230,7 @@ class Server:
             "--disable-auto-complete-config",  # it would start every model's process twice
             f"--backend-config=python,shm-region-prefix-name={claim.name}-",
             f"--backend-config=python,shm-default-byte-size={_MODEL_MEMORY}",
-            f"--exit-timeout-secs={self.grace}",
+            f"--exit-timeout-secs={math.ceil(self.drain_seconds)}",
         ]
         at = self.endpoints
         first = [f"--http-address={at.address}", f"--http-port={at.http_port}"]
@@ -340,16 +343,41 @@ class Server:
     def kill(self) -> None:
         """Ends all its processes at once; whoever waits for a reply sees the connection end."""
         assert self._claim is not None
+        self._told = True
         kill_processes(self._claim.name)
 
+    def drain(self) -> None:
+        """Refuses new requests, and waits until those that run have ended: for `drain_seconds`, then with an error.
+
+        Models that are not ours are Triton's to drain, which crashes where that takes longer.
+        """
+        assert self._claim is not None and self._process is not None
+        if self._told:
+            return
+        self._told = True
+        order = DrainOrder(self._claim.folder)
+        ours = order.is_heard
+        if ours:
+            order.give(self.drain_seconds)
+        else:
+            self._process.terminate()
+        end = time.monotonic() + self.drain_seconds + _PATIENCE
+        while not (ours and order.is_done) and time.monotonic() < end:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PAUSE)
+                return
+            if ours and not all(member.alive for member in self._members):
+                return
+
     def _end(self, error: BaseException | None) -> None:
-        """Ends the server: running requests get a few seconds, then it is killed. A second Ctrl-C kills it at once."""
+        """Ends the server: running requests get some seconds, then it is killed. A second Ctrl-C kills it at once.
+
+        It is killed in any case: Triton takes seconds to end by itself, and has nothing to keep.
+        """
         failed = isinstance(error, DFlashError)
         try:
-            if self._process is not None and not failed:
-                self._process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(self.grace + _PATIENCE)
+            if self._members and not failed:
+                self.drain()
         finally:
             if self._claim is not None:
                 self._claim.release(keep_files=failed)

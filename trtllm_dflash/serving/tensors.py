@@ -8,7 +8,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from numpy.typing import NDArray
 
-from trtllm_dflash.errors import CancelledError, DeadlineError, DFlashError, QueueFullError, RequestError
+from trtllm_dflash.errors import (
+    CancelledError,
+    DeadlineError,
+    DFlashError,
+    QueueFullError,
+    RequestError,
+    ShutdownError,
+)
 from trtllm_dflash.serving.parameters import CODED_ERRORS, Tensors
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -17,6 +24,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _CODES = {
     QueueFullError: "UNAVAILABLE",
     DeadlineError: "UNAVAILABLE",  # Triton has no code for a deadline
+    ShutdownError: "UNAVAILABLE",
     CancelledError: "CANCELLED",
     RequestError: "INVALID_ARG",  # after those that are of its kind
 }
