@@ -24,6 +24,7 @@ def test_a_long_reply_holds_what_its_window_sees_and_is_the_same_text(tmp_path: 
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     texts = []
     with LLM.from_pretrained(target, drafter, precision="bf16", device="cuda", max_batch=4, max_seq_len=2000) as made:
+        assert isinstance(made.session, CudaSession)
         for rows in (64, 4096):  # of a page; the latter: one a slot
             config = made.config.model_copy(update={"page_size": rows})
             llm = LLM(CudaSession(config, made.session.weights, made.session.device), made.codec)
