@@ -5,8 +5,6 @@ python benchmarks/scheduling.py --slots 64 --output benchmarks/results/schedulin
 
 import argparse
 import json
-import os
-import platform
 import random
 import shlex
 import statistics
@@ -16,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
@@ -47,8 +46,8 @@ class Answers:
     def prepare(self, call: Prepare) -> None:
         """Does nothing."""
 
-    def prompt_room(self, step: Step) -> int:
-        return sum(len(piece.token_ids) for piece in step.pieces)
+    def prompt_room(self, step: Step, pieces: list[int]) -> int:
+        return sum(pieces)
 
     def run(self, step: Step) -> Any:
         """Answers with as many tokens as a step may give."""
@@ -113,7 +112,8 @@ def main() -> None:
             rows.append(row)
     result = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
+        "versions": versions(),
         "steps": rows,
     }
     text = json.dumps(result, indent=1)

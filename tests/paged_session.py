@@ -78,8 +78,8 @@ class PagedSession:
     def prepare(self, call):
         self.prepared = call
 
-    def prompt_room(self, step):
-        return sum(len(piece.token_ids) for piece in step.pieces)
+    def prompt_room(self, step, pieces):
+        return sum(pieces)
 
     def run(self, step):
         self.steps.append(step)

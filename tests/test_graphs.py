@@ -56,7 +56,7 @@ class CapturedFlat(Captured):
         super().__init__(config.model_copy(update={"page_size": 64, "chunk": 100}), weights, device, flat=True)
 
     def _run_step(self, call):
-        kind, _ = self._graphs.find_flat(call)
+        kind, _ = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces])
         counts = [count for _, count in call.decode]
         assert kind.slots >= len(counts)
         assert kind.rows >= max(counts, default=0)
@@ -257,9 +257,8 @@ def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
                     for pieces in range(1, min(most_pieces(chunk), slots - running) + 1):
                         for tokens in {pieces, chunk}:
                             counts = [1] * (pieces - 1) + [tokens - pieces + 1]
-                            read = [Piece(running + i, 0, [5] * count, True) for i, count in enumerate(counts)]
-                            step = Step([(i, rows) for i in range(running)], read, kind, block, sampled=rows % 2 == 0)
-                            assert graphs.find_flat(step)[0].pieces >= pieces
+                            step = Step([(i, rows) for i in range(running)], [], kind, block, sampled=rows % 2 == 0)
+                            assert graphs.find_flat(step, counts)[0].pieces >= pieces
 
 
 def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.paged_session import PagedSession, reply, request
 from tests.virtual_time import Clock
-from trtllm_dflash.errors import CancelledError, DeadlineError
+from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -314,6 +314,47 @@ def test_a_step_that_fails_fails_its_requests_and_its_pages_come_back(ahead, mon
     scheduler.submit(after)
     run(scheduler)
     assert after.token_ids == reply(after.prompt_ids, after.params)
+
+
+def test_a_choice_of_pieces_that_fails_fails_the_requests_that_it_is_for(monkeypatch):
+    session = PagedSession(slots=3, pages=20)
+    scheduler = Scheduler(session)
+    failing = [request([1] * 10, 30), request([2] * 60, 5)]
+    scheduler.submit(failing[0])
+    scheduler.step()
+    scheduler.submit(failing[1])
+
+    def fails(step, pieces):
+        monkeypatch.undo()
+        raise RuntimeError("on fire")
+
+    monkeypatch.setattr(session, "prompt_room", fails)
+    run(scheduler)
+    assert all("on fire" in str(sequence.error) for sequence in failing)
+    assert scheduler.statistics.pages_used == 0
+    after = request([2] * 60, 5)
+    scheduler.submit(after)
+    run(scheduler)
+    assert after.token_ids == reply(after.prompt_ids, after.params)
+
+
+def test_a_fault_at_admission_loses_nobody(monkeypatch):
+    """Not even one that waits to share the pages of a prompt that is being read."""
+    session = PagedSession(slots=8, pages=200, max_seq_len=400, prompt_rows=64)
+    scheduler = Scheduler(session)
+    first, alike, other = (request([*prompt, 8], 3) for prompt in ([7] * 200, [7] * 200, [5] * 30))
+    scheduler.submit(first)
+    scheduler.step()
+
+    def fails(sequence, drafts):
+        raise RuntimeError("on fire")
+
+    monkeypatch.setattr(scheduler._slots, "admit", fails)
+    scheduler.submit(alike)
+    scheduler.submit(other)
+    with pytest.raises(RuntimeError, match="on fire"):
+        scheduler.step()
+    assert set(scheduler.fail_all(EngineError("over"))) == {first, alike, other}
 
 
 def test_prompts_that_come_together_and_begin_alike_are_read_once():

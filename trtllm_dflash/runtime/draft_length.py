@@ -5,6 +5,7 @@ With few slots a long block is nearly free; with many, its rows cost more than t
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
@@ -85,6 +86,7 @@ class AdaptiveDraftLength(DraftLength):
         # Counts of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
         self._tries = [PRIOR_TRIES] * longest
         self._accepted = [PRIOR * PRIOR_TRIES] * longest
+        self._new: Counter[tuple[int, int]] = Counter()  # observed since the last look
         self._steps = 0
         self._best: dict[int, int] = {}  # by number of slots, until the next look at what was observed
 
@@ -98,6 +100,7 @@ class AdaptiveDraftLength(DraftLength):
             self._best.clear()
         best = self._best.get(slots)
         if best is None:
+            self._look()
             committed = self._committed()
             best = max(self._lengths, key=lambda drafts: committed[drafts] / self._seconds(slots, drafts))
             self._best[slots] = best
@@ -106,16 +109,17 @@ class AdaptiveDraftLength(DraftLength):
             return longer[0] if longer else best
         return best
 
-    def rate(self, slots: int, drafts: int) -> float:
-        """Predicts tokens a second of so many slots with so many drafts each."""
-        return slots * self._committed()[drafts] / self._seconds(slots, drafts)
-
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
+        self._new.update(verified)
+
+    def _look(self) -> None:
+        """Adds what was observed since the last look to what is remembered."""
         reached = [0] * (len(self._tries) + 1)  # sequences whose drafts before a position were all accepted
         right = [0] * (len(self._tries) + 1)  # those whose draft there was, too
-        for (drafted, accepted), count in verified.items():
+        for (drafted, accepted), count in self._new.items():
             reached[min(drafted, accepted + 1)] += count
             right[accepted] += count
+        self._new.clear()
         tries = hits = 0
         for i in range(len(self._tries) - 1, -1, -1):
             tries += reached[i + 1]

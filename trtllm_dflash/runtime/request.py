@@ -163,6 +163,7 @@ class Sequence:
         arrival: its place among all requests, in order of arrival; -1 before it is queued.
         reused: prompt tokens whose K/V rows an earlier request had left.
         pages, shared_pages: as in `Completion`.
+        left: tokens that the reply may still get; 0 once it has ended.
         accepted_per_step: drafts of each decoding step that became part of the reply.
     """
 
@@ -179,6 +180,7 @@ class Sequence:
     pages: int = 0
     shared_pages: int = 0
     token_ids: list[int] = field(default_factory=list)
+    left: int = field(init=False)
     accepted_per_step: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -189,6 +191,7 @@ class Sequence:
     _has_stops: bool = False
 
     def __post_init__(self) -> None:
+        self.left = self.room - len(self.token_ids)
         self._has_stops = bool(self.params.stop or self.params.stop_token_sequences)
 
     @property
@@ -208,31 +211,34 @@ class Sequence:
 
     def commit(self, ids: list[int], now_ns: int) -> int:
         """Appends a step's final tokens, up to and with the one that ends the sequence; returns their number."""
-        times = self.times
-        times.last_token_ns = now_ns
-        if not times.first_token_ns:
-            times.first_token_ns = now_ns
+        if not self.token_ids:
+            self.times.first_token_ns = now_ns
         count = len(ids)
-        if len(self.token_ids) + count >= self.room or self._has_stops or not self.end_token_ids.isdisjoint(ids):
-            return self._commit_until_end(ids)
+        left = self.left - count
+        if left <= 0 or self._has_stops or not self.end_token_ids.isdisjoint(ids):
+            return self._commit_until_end(ids, now_ns)
+        self.left = left
         self.token_ids += ids
         if self.text is not None:
             for token in ids:
                 self.text.push(token)
         return count
 
-    def _commit_until_end(self, ids: list[int]) -> int:
+    def _commit_until_end(self, ids: list[int], now_ns: int) -> int:
         for count, token in enumerate(ids, start=1):
             self.token_ids.append(token)
+            self.left -= 1
             ended = token in self.end_token_ids or self._ends_with_stop_sequence()
             if self.text is not None:
                 self.text.push(token)
                 ended = ended or self.text.stopped
-            if ended or len(self.token_ids) == self.room:
+            if ended or not self.left:
                 if self.text is not None:
                     self.text.finish()
                     ended = ended or self.text.stopped
                 self.finish_reason = "stop" if ended else "length"
+                self.left = 0
+                self.times.last_token_ns = now_ns
                 return count
         return len(ids)
 

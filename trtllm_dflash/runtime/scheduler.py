@@ -7,13 +7,14 @@ sequence is known one step late, and its tokens of that step are dropped.
 
 import time
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
+from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget, divide
 from trtllm_dflash.runtime.queue import Queue
@@ -27,22 +28,11 @@ from trtllm_dflash.step import Drafting
 _RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The decoding slots of a step. It serves for all steps until a slot joins or leaves, or verifies other rows."""
-
-    stays: list[Stay]
-    rows: list[tuple[int, int]]  # slot, and rows that it verifies
-    drafts: bool  # whether any of them drafts
-    block: int  # rows that those verify; 0: not all the same
-    sampled: bool
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Launched:
     """A step that was launched and not yet read: its decoding slots come first."""
 
-    batch: _Batch
+    batch: Batch
     pieces: list[tuple[Stay, int]]  # and the tokens of each
     outcome: Outcome
     drafting: Drafting
@@ -90,7 +80,7 @@ class Scheduler:
         self._prefilling: list[Stay] = []  # in order of rank
         self._running: list[Stay] = []  # without those that the steps under way will end
         self._short: list[Stay] = []  # need pages before their next step
-        self._batch: _Batch | None = None  # of `_running`; None: it has changed
+        self._batch: Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[_Launched] = deque()
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
@@ -176,27 +166,33 @@ class Scheduler:
 
         One whose prompt begins like another's that is being read waits until it can share those pages.
         """
-        late = []
-        while self._queue:
-            sequence, changes = self._queue.first(), self._slots.pages.changes
-            if self._refused == (sequence, changes):
-                break
-            if self._will_share(sequence):
-                late.append(self._queue.pop())
-                continue
-            if len(late) >= self._slots.total - len(self._slots):
-                break  # those slots are theirs
-            stay = self._slots.admit(sequence, self._draft and sequence.draft)
-            if stay is None:
-                self._refused = sequence, changes
-                break
-            self._queue.pop()
-            self.statistics.kv_tokens_in_use += stay.rows
-            insort(self._prefilling, stay, key=_RANK)
-            if not sequence.times.first_scheduled_ns:
-                self._count_prompt(stay)
-        for sequence in late:
-            self._queue.push(sequence)
+        late: list[Sequence] = []
+        try:
+            while self._queue:
+                sequence, changes = self._queue.first(), self._slots.pages.changes
+                if self._refused == (sequence, changes):
+                    break
+                if self._will_share(sequence):
+                    late.append(self._queue.pop())
+                    continue
+                if len(late) >= self._slots.total - len(self._slots):
+                    break  # those slots are theirs
+                stay = self._slots.admit(sequence, self._draft and sequence.draft)
+                if stay is None:
+                    self._refused = sequence, changes
+                    break
+                self._queue.pop()
+                self._begin(stay)
+        finally:
+            for sequence in late:
+                self._queue.push(sequence)
+
+    def _begin(self, stay: Stay) -> None:
+        """Counts a sequence that has got a slot, and lets its prompt be read."""
+        self.statistics.kv_tokens_in_use += stay.rows
+        insort(self._prefilling, stay, key=_RANK)
+        if not stay.sequence.times.first_scheduled_ns:
+            self._count_prompt(stay)
 
     def _will_share(self, sequence: Sequence) -> bool:
         """Whether a prompt has whole pages in common with one that is read before it, which are not read yet."""
@@ -223,13 +219,8 @@ class Scheduler:
         """Gives running sequences the pages that their next step may write to; the last in rank wait again for them."""
         short, self._short = self._short, []
         for stay in short:
-            while not stay.over and self._slots.needs_page(stay):
-                if self._slots.pages.available:
-                    self._slots.grow(stay)
-                else:
-                    self._preempt(max(self._slots, key=_RANK))
-            if not stay.over:
-                self._slots.look(stay, stay.rows)
+            while not (stay.over or self._slots.grow(stay)):
+                self._preempt(max(self._slots, key=_RANK))
 
     def _preempt(self, stay: Stay) -> None:
         """Puts a sequence back into the queue, to be computed again from its prompt and the tokens so far."""
@@ -250,48 +241,50 @@ class Scheduler:
     def _launch(self) -> bool:
         batch = self._batch
         if batch is None:
-            batch = self._batch = _batch_of(self._running)
-        pieces: list[tuple[Stay, int]] = []
-        if self._prefilling:
-            if self._limits.mixes:
-                pieces = self._pieces(batch)
-            elif not batch.stays or self._credit >= 1:
-                pieces = self._pieces(_NOBODY)
-            if batch.stays and not self._limits.mixes:
-                self._credit += self._share - bool(pieces)
-        if pieces and not self._limits.mixes:
-            batch = _NOBODY
-        if not pieces and (not batch.stays or self._may_all_have_ended(batch)):
-            return False
+            batch = self._batch = Batch.of(self._running)
+        reading, pieces = self._prefilling[: self._limits.pieces], []
         try:
+            if reading:
+                batch, pieces = self._choose(batch, reading)
+                reading = [stay for stay, _ in pieces]
+            if not pieces and (not batch.stays or self._may_all_have_ended(batch)):
+                return False
             self._run(batch, pieces)
         except Exception as error:
-            for stay in [*batch.stays, *(stay for stay, _ in pieces)]:
+            for stay in [*batch.stays, *reading]:
                 self._fail(stay, error)
             return False
         return True
 
-    def _may_all_have_ended(self, batch: _Batch) -> bool:
+    def _choose(self, batch: Batch, reading: list[Stay]) -> tuple[Batch, list[tuple[Stay, int]]]:
+        """Chooses a step's decoding slots and pieces of prompts; either, where the session does not mix them."""
+        if self._limits.mixes:
+            return batch, self._pieces(batch, reading)
+        pieces = self._pieces(NOBODY, reading) if not batch.stays or self._credit >= 1 else []
+        if batch.stays:
+            self._credit += self._share - bool(pieces)
+        return (NOBODY if pieces else batch), pieces
+
+    def _may_all_have_ended(self, batch: Batch) -> bool:
         """Whether the steps under way may well end the only sequence: one more would but delay the next."""
         if len(batch.stays) > 1 or not self._launched:
             return False
         sequence = batch.stays[0].sequence
         under_way = sum(batch is launched.batch for launched in self._launched)
-        return sequence.room - len(sequence.token_ids) <= under_way * max(batch.block // 2, 1)
+        return sequence.left <= under_way * max(batch.block // 2, 1)
 
-    def _pieces(self, batch: _Batch) -> list[tuple[Stay, int]]:
-        """Chooses the pieces of prompts of a step with these decoding slots."""
-        waiting = self._prefilling
+    def _pieces(self, batch: Batch, waiting: list[Stay]) -> list[tuple[Stay, int]]:
+        """Chooses how many tokens of these prompts a step with these decoding slots reads."""
         drafts = max(batch.block - 1, 0)
-        budget = self._budget.choose(len(batch.stays), drafts, len(waiting), self._limits.prompt_rows)
-        pieces = _divided(budget, waiting[: self._limits.pieces])
+        budget = self._budget.choose(len(batch.stays), drafts, len(self._prefilling), self._limits.prompt_rows)
+        pieces = _divided(budget, waiting)
         # What the step computes in any case is not wasted on rows of nobody.
         drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT if self._draft else Drafting.OFF
-        like = Step(batch.rows, [_piece(*each) for each in pieces], drafting, max(batch.block, 1), batch.sampled)
-        room = self._session.prompt_room(like)
+        like = Step(batch.rows, [], drafting, max(batch.block, 1), batch.sampled)
+        room = self._session.prompt_room(like, [count for _, count in pieces])
         return _divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
 
-    def _run(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
+    def _run(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
@@ -324,7 +317,7 @@ class Scheduler:
                 self._join(stay)
         self._count_step(batch, pieces)
 
-    def _count_step(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> None:
+    def _count_step(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
         kind = "mixed" if pieces and batch.stays else "prefill" if pieces else "decode"
         self.statistics.steps[kind] += 1
         if pieces:
@@ -332,11 +325,11 @@ class Scheduler:
 
     def _join(self, stay: Stay) -> None:
         """Adds a sequence to the decoding ones, unless its prompt's last step ends it for certain."""
-        if stay.sequence.room - len(stay.sequence.token_ids) > 1:
+        if stay.sequence.left > 1:
             self._running.append(stay)
             self._batch = None
 
-    def _choose_block(self, batch: _Batch, pieces: list[tuple[Stay, int]]) -> tuple[Drafting, int]:
+    def _choose_block(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> tuple[Drafting, int]:
         """Chooses whether a step drafts, and the rows of the block."""
         if not self._draft:
             return Drafting.OFF, 1
@@ -349,7 +342,7 @@ class Scheduler:
             drafts = self._draft_length.choose(self._slots_computed(batch, begin))
         return (Drafting.BLOCK if drafts else Drafting.CONTEXT), drafts + 1
 
-    def _slots_computed(self, batch: _Batch, begin: list[Stay]) -> int:
+    def _slots_computed(self, batch: Batch, begin: list[Stay]) -> int:
         """Counts the slots that a step of the running sequences, and of those that begin to decode, computes."""
         if self._limits.mixes:
             return len(batch.stays) + len(begin)
@@ -376,15 +369,15 @@ class Scheduler:
     def _settle(self, launched: _Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. It is run for every step and slot: no line that is not needed."""
         batch, under_way = launched.batch, self._decoded - launched.number
-        verified: list[tuple[int, int]] = []
-        total = rows = 0
-        recent, changed = self.statistics.recent, self._changed
-        for stay, (_, count), ids in zip(batch.stays, batch.rows, committed, strict=False):
+        verified: defaultdict[int, list[int]] = defaultdict(list)  # by drafts: how many of them were accepted, of each
+        recent: list[int] = []
+        changed, total, rows = self._changed, 0, 0
+        if not wrote_drafter:
+            _note_drafter_rows(batch.stays)
+        for stay, drafted, ids in zip(batch.stays, batch.drafted, committed, strict=False):
             if stay.over:
                 continue  # this step was launched before that was known
             sequence = stay.sequence
-            if not wrote_drafter and stay.drafter_rows is None:
-                stay.drafter_rows = stay.rows
             new = len(ids)
             try:
                 taken = sequence.commit(ids, now)
@@ -394,38 +387,40 @@ class Scheduler:
             stay.rows += new
             rows += new
             total += taken
-            accepted = min(new - 1, taken)
+            accepted = taken - 1 if taken == new else taken  # the last is the bonus token, unless a draft was the end
             sequence.accepted_per_step.append(accepted)
-            if count > 1:
-                sequence.drafted += count - 1
+            if drafted:
+                sequence.drafted += drafted
                 sequence.accepted += accepted
-                verified.append((count - 1, accepted))
+                verified[drafted].append(accepted)
                 recent.append(taken)
             changed.append(sequence)
-            if sequence.finish_reason is not None:
-                self._finish(stay)
-            elif sequence.room - len(sequence.token_ids) <= under_way:
+            if sequence.left <= under_way:
                 self._retire(stay)
             elif stay.rows > stay.enough:
                 self._short.append(stay)
-        self.statistics.committed_tokens += total
-        self.statistics.kv_tokens_in_use += rows
+        statistics = self.statistics
+        statistics.committed_tokens += total
+        statistics.kv_tokens_in_use += rows
         if verified:
-            counts = Counter(verified)
-            self.statistics.verified.update(counts)
+            counts = {(drafts, n): k for drafts, kept in verified.items() for n, k in Counter(kept).items()}
+            statistics.recent.extend(recent)
+            statistics.verified.update(counts)
             self._draft_length.observe(counts)
 
     def _retire(self, stay: Stay) -> None:
-        """Takes a sequence out of the decoding ones, as the steps under way end it for certain: each adds a token."""
-        if stay in self._running:
+        """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""
+        if stay.sequence.finish_reason is not None:
+            self._finish(stay)
+        elif stay in self._running:
             self._running.remove(stay)
             self._batch = None
 
     def _settle_piece(
         self, stay: Stay, count: int, ids: list[int], launched: _Launched, wrote_drafter: bool, now: int
     ) -> None:
-        if not wrote_drafter and stay.drafter_rows is None:
-            stay.drafter_rows = stay.rows
+        if not wrote_drafter:
+            _note_drafter_rows([stay])
         stay.rows += count
         self.statistics.kv_tokens_in_use += count
         try:
@@ -438,9 +433,7 @@ class Scheduler:
             return
         sequence = stay.sequence
         self._changed.append(sequence)
-        if sequence.finish_reason is not None:
-            self._finish(stay)
-        elif sequence.room - len(sequence.token_ids) <= self._decoded - launched.number:
+        if sequence.left <= self._decoded - launched.number:
             self._retire(stay)
 
     def _finish(self, stay: Stay) -> None:
@@ -461,19 +454,11 @@ class Scheduler:
         self._leave(stay, forget=True)
 
 
-def _batch_of(stays: list[Stay]) -> _Batch:
-    rows = [(stay.slot, stay.block if stay.drafts else 1) for stay in stays]
-    blocks = {stay.block for stay in stays if stay.drafts}
-    return _Batch(
-        stays=list(stays),
-        rows=rows,
-        drafts=bool(blocks),
-        block=blocks.pop() if len(blocks) == 1 else 0,
-        sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
-    )
-
-
-_NOBODY = _batch_of([])
+def _note_drafter_rows(stays: list[Stay]) -> None:
+    """Notes that the drafter's caches have the rows so far, and not those of a step that it had no part in."""
+    for stay in stays:
+        if stay.drafter_rows is None:
+            stay.drafter_rows = stay.rows
 
 
 def _divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:

@@ -118,14 +118,18 @@ class Slots:
         if self.table_changes or self.window_changes:
             self.table_changes, self.window_changes = [], []
 
-    def needs_page(self, stay: Stay) -> bool:
-        """Whether a slot's next step may write past its pages."""
-        return stay.rows > self._enough(len(stay.lease.nodes))
-
-    def grow(self, stay: Stay) -> None:
-        """Gives a slot one more of the pages that are available."""
-        self.table_changes.append((stay.slot, *self.pages.grow(stay.lease)))
-        self._update(stay)
+    def grow(self, stay: Stay) -> bool:
+        """Gives a slot the pages that its next step may write to; False: no more are available."""
+        pages, lease = self.pages, stay.lease
+        enough = self._enough(len(lease.nodes))
+        while stay.rows > enough:
+            if not pages.available:
+                return False
+            self.table_changes.append((stay.slot, *pages.grow(lease)))
+            enough = self._enough(len(lease.nodes))
+        stay.enough = enough
+        self.look(stay, stay.rows)
+        return True
 
     def record(self, stay: Stay) -> None:
         """Lets other prompts know the rows that a slot has."""

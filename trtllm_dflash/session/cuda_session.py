@@ -176,13 +176,13 @@ class CudaSession(TorchSession):
         # No more than the largest steps are captured for.
         return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk))) if self._flat else limits
 
-    def prompt_room(self, call: Step) -> int:
+    def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
-            return super().prompt_room(call)
+            return super().prompt_room(call, pieces)
         try:
-            kind, _ = self._graphs.find_flat(call)
+            kind, _ = self._graphs.find_flat(call, pieces)
         except EngineError:  # said where it is run
-            return super().prompt_room(call)
+            return super().prompt_room(call, pieces)
         return min(kind.all_rows - sum(count for _, count in call.decode), self.limits.prompt_rows)
 
     def _run_step(self, call: Step) -> Tensor:
@@ -196,7 +196,7 @@ class CudaSession(TorchSession):
             if self._sampling[piece.slot] != piece.sampling:
                 self._slots.set_sampling(piece.slot, piece.sampling)
                 self._sampling[piece.slot] = piece.sampling
-        kind, captured = self._graphs.find_flat(call)
+        kind, captured = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces])
         self._replay(captured, _words_of(call, kind))
         slots = len(call.decode)
         if slots == kind.slots:

@@ -68,13 +68,16 @@ class StepGraphs(Generic[Graph]):
         """
         return self._find((len(call.row_counts), max(call.row_counts), call.block, call.drafting, call.sampled, 0, 0))
 
-    def find_flat(self, call: Step) -> tuple[StepKind, Graph]:
-        """Finds the smallest kind that a step of flat rows fits in, and its graph. Errors as in `find`."""
+    def find_flat(self, call: Step, pieces: list[int]) -> tuple[StepKind, Graph]:
+        """Finds the smallest kind that a step fits in, with pieces of so many rows, and its graph. Errors as in `find`.
+
+        The step's own pieces do not count.
+        """
         counts = [count for _, count in call.decode]
-        rows, pieces = max(counts, default=0), len(call.pieces)
         # Without pieces the rows of all are no matter: each slot then has place for as many as any.
-        all_rows = sum(counts) + sum(len(piece.token_ids) for piece in call.pieces) if pieces else 0
-        return self._find((len(counts), rows, call.block, call.drafting, call.sampled, all_rows, pieces))
+        all_rows = sum(counts) + sum(pieces) if pieces else 0
+        rows = max(counts, default=0)
+        return self._find((len(counts), rows, call.block, call.drafting, call.sampled, all_rows, len(pieces)))
 
     def _find(self, asked: _Asked) -> tuple[StepKind, Graph]:
         kind = self._found.get(asked)

@@ -110,9 +110,9 @@ class Session(ABC):
         """The steps that `run` takes."""
         return StepLimits(pieces=1, prompt_rows=self.config.chunk, mixes=False)
 
-    def prompt_room(self, call: Step) -> int:
-        """Counts the prompt rows that a step like this one takes in the time that it takes."""
-        return sum(len(piece.token_ids) for piece in call.pieces)
+    def prompt_room(self, call: Step, pieces: list[int]) -> int:
+        """Counts the prompt rows that a step like this one takes, with pieces of so many rows, in the same time."""
+        return sum(pieces)
 
     def run(self, call: Step) -> Outcome:
         """Runs a step: its outcome has the decoding slots first, then the pieces. Errors as in `prefill`.

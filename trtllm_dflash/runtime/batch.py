@@ -1,0 +1,35 @@
+"""The decoding slots of a step."""
+
+from dataclasses import dataclass
+
+from trtllm_dflash.runtime.slots import Stay
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The decoding slots of a step. It serves for all steps until a slot joins or leaves, or verifies other rows."""
+
+    stays: list[Stay]
+    rows: list[tuple[int, int]]  # slot, and rows that it verifies
+    drafted: list[int]  # drafts of each among those rows
+    drafts: bool  # whether any of them drafts
+    block: int  # rows that those verify; 0: not all the same
+    sampled: bool
+
+    @classmethod
+    def of(cls, stays: list[Stay]) -> "Batch":
+        """Makes the batch of these sequences, with the rows that the next step can verify of each."""
+        counts = [stay.block if stay.drafts else 1 for stay in stays]
+        blocks = {stay.block for stay in stays if stay.drafts}
+        return cls(
+            stays=list(stays),
+            rows=[(stay.slot, count) for stay, count in zip(stays, counts, strict=True)],
+            drafted=[count - 1 for count in counts],
+            drafts=bool(blocks),
+            block=blocks.pop() if len(blocks) == 1 else 0,
+            sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
+        )
+
+
+#: Of no slots.
+NOBODY = Batch.of([])
