@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 import trtllm_dflash
 from trtllm_dflash import SamplingParams
+from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -78,7 +78,8 @@ def main() -> None:
                     rates[arm][clients] = asyncio.run(throughput(url, prompts, clients, arm == "drafted"))
     result: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
+        "versions": versions(),
         "draft_length": arguments.draft_length,
         "tokens_per_second": {arm: {str(n): round(rate, 1) for n, rate in by.items()} for arm, by in rates.items()},
         "over_one_client": {arm: {str(n): round(by[n] / by[1], 2) for n in by} for arm, by in rates.items()},

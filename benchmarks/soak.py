@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import shlex
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cost.gpus import GB
@@ -266,7 +266,8 @@ def main() -> None:
     totals = {name: sum(life[-1][name] for life in lives if life) for name in ("preemptions", "prefix_hits")}
     result = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
+        "versions": versions(),
         "clients": arguments.clients,
         "slots": SLOTS,
         "pages": PAGES,
