@@ -14,6 +14,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import MOST_FAILURES, Service
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.runtime.slots import Slots
 from trtllm_dflash.text.stream import TextStream
 
 #: Step times are not measured for a fixed length.
@@ -225,6 +226,21 @@ def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):
     assert "a bug" in service.failure
     with pytest.raises(EngineError, match="a bug"):
         Client(service, CHATS[0])
+
+
+def test_a_fault_in_freeing_slots_leaves_nobody_waiting(llm, monkeypatch):
+    """It is there again when the service gives up, and frees all slots."""
+    service = llm.service(WHOLE_BLOCK)
+    clients = [Client(service, CHATS[i], 6 if i == 0 else 900, ignore_eos=True) for i in range(6)]
+    clients[1].first()
+
+    def fails(self, stay, forget=False):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Slots, "leave", fails)
+    ends = [client.wait()[-1] for client in clients]
+    assert all("a bug" in str(end.error) for end in ends[1:])
+    assert "a bug" in service.failure
 
 
 def test_a_client_whose_callback_raises_harms_no_other(service):

@@ -197,7 +197,7 @@ class Service:
                 causes = [str(s.error) for s in changed if isinstance(s.error, EngineError)]
                 self._give_up(f"the engine failed: {causes[0]}")
                 return
-        self._report(self._scheduler.fail_all(EngineError("the service is closing")))
+        self._end_all(EngineError("the service is closing"))
 
     def _take_in(self) -> bool:
         """Takes in new requests and cancellations, and waits for one when idle; False: the service is to end."""
@@ -244,8 +244,18 @@ class Service:
         for ticket in arrived:
             self._tickets[ticket.sequence] = ticket
             self._scheduler.submit(ticket.sequence)
-        error: DFlashError = EngineError(failure)
-        self._report(self._scheduler.fail_all(error))
+        self._end_all(EngineError(failure))
+
+    def _end_all(self, error: DFlashError) -> None:
+        """Ends every request with an error, those too that a fault of the scheduler keeps it from ending."""
+        try:
+            self._report(self._scheduler.fail_all(error))
+        except Exception:
+            traceback.print_exc()
+        for sequence in self._tickets:
+            if not sequence.done:
+                sequence.error = error
+        self._report(list(self._tickets))
 
 
 def _choose_budget(
