@@ -19,12 +19,14 @@ from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import library, norm
+from trtllm_dflash.models.decoder import Features
 from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
 pytestmark = pytest.mark.slow
 
@@ -285,3 +287,16 @@ def test_under_tensor_parallelism_a_product_is_summed_over_the_ranks_before_the_
     found = rowless_ops({"a.weight": weight}, communicator).add_product("a", x, 3 * x)
     assert calls == [(None, None)]
     assert found.x is x and found.pending.equal(6 * x)
+
+
+def test_a_steps_next_start_is_what_the_kernel_that_accepts_has_found(monkeypatch):
+    accepted = torch.arange(8, dtype=torch.int32).view(4, 2).unbind()
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    monkeypatch.setattr(kernels, "accept_rows", lambda rows, target_ids: accepted)
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    monkeypatch.setattr(kernels, "argmax", lambda logits: (logits, ids))
+    hidden = torch.zeros(1, 2, 4)
+    target = SimpleNamespace(forward=lambda *_: Features(hidden, []), logits=lambda ops, rows: rows)
+    inputs = StepInputs(ids, start=ids[0], row_count=ids[0], logit_rows=ids, block_offsets=ids)
+    out = DraftVerifyStep(target, None)(rowless_ops({}), inputs, Drafting.OFF)
+    assert out.next_start is accepted[3]

@@ -83,7 +83,9 @@ class DraftVerifyStep:
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
         target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
         verdict = self._accept(ops, inputs, target_ids)
-        next_start = ops.block_start(inputs.start, verdict.committed)
+        next_start = verdict.next_start
+        if next_start is None:
+            next_start = ops.block_start(inputs.start, verdict.committed)
         next_tokens = ops.column(verdict.bonus)
         if drafter:
             context = drafter.context(ops, features.taps, inputs.start)

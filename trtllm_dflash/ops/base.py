@@ -33,6 +33,7 @@ class Acceptance(Generic[T]):
     accepted: T  # [B] leading drafts that equal the target's own choice
     committed: T  # [B] rows of this call whose tokens are now final
     bonus: T  # [B] the target's choice after the last of them
+    next_start: T | None = None  # [B] start + committed, where a backend has it at once
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,7 @@ class CudaOps(TorchOps):
     def accept(
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
-        accepted, committed, bonus, _ = kernels.accept_rows(self._layout, target_ids[0])
-        return Acceptance(accepted, committed, bonus)
+        return Acceptance(*kernels.accept_rows(self._layout, target_ids[0]))
 
     def acceptance(
         self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
