@@ -114,7 +114,7 @@ def main() -> None:
     options = arguments()
     batches = [int(part) for part in options.batch.split(",")]
     bench = Bench(options, batches)
-    times = measure(bench.session)
+    times = measure(bench.session, draft_lengths(bench.config.block_size))
     lengths = draft_lengths(bench.config.block_size)
     print(
         f"{torch.cuda.get_device_name()}, {options.shape}, {bench.length} cached tokens, acceptance imposed: "

@@ -16,7 +16,7 @@ from trtllm_dflash.runtime import service
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
-from trtllm_dflash.runtime.step_times import FILE, step_times
+from trtllm_dflash.runtime.step_times import FILE, decoding_times, step_times
 from trtllm_dflash.serving.repository import DeploySettings
 
 LENGTHS = draft_lengths(16)
@@ -143,16 +143,32 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
     # A clock on which a row takes a second, however busy this machine is.
     monkeypatch.setattr(llm.session, "run", counted)
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.time", SimpleNamespace(perf_counter=lambda: float(rows)))
-    found = step_times(llm.session, tmp_path)
+    found = step_times(llm.session, tmp_path, LENGTHS)
     assert found == {(slots, drafts, 0): slots * (drafts + 1) for slots in (1, 3) for drafts in LENGTHS}
-    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session: {(1, 0): 1.0})
-    assert step_times(llm.session, tmp_path) == found
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths: {(1, 0): 1.0})
+    assert step_times(llm.session, tmp_path, LENGTHS) == found
     kept = json.loads((tmp_path / FILE).read_text())
     kept["machine"]["device"] = "another"
     (tmp_path / FILE).write_text(json.dumps(kept))
-    assert step_times(llm.session, tmp_path) == {(1, 0, 0): 1.0}
+    assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
     (tmp_path / FILE).write_text("{")
-    assert step_times(llm.session, tmp_path) == {(1, 0, 0): 1.0}
+    assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
+
+
+def test_step_times_that_are_not_kept_yet_are_measured_alone(llm, tmp_path, monkeypatch):
+    measured = []
+
+    def measure(session, lengths):
+        measured.append(list(lengths))
+        return {(1, drafts): 1.0 + len(measured) for drafts in lengths or [0]}
+
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", measure)
+    for lengths in ([7], [], [0, 7], [7, 0], []):
+        found = step_times(llm.session, tmp_path, lengths)
+        assert set(decoding_times(found, lengths or [0])) == {(1, drafts) for drafts in lengths or [0]}
+    assert measured == [[7], [], [0]]
+    assert step_times(llm.session, tmp_path, []) == {(1, 0, 0): 3.0}  # not those of a drafter that keeps up
+    assert set(decoding_times(step_times(llm.session, tmp_path, [7]), [7])) == {(1, 7)}
 
 
 def test_a_length_that_the_engine_cannot_draft_is_refused(llm):
@@ -180,7 +196,7 @@ def test_a_length_is_read_from_a_text_as_from_a_number(kind):
 )
 def test_a_service_logs_once_how_much_it_drafts_and_why(llm, settings, says, caplog, monkeypatch):
     measured = {(slots, drafts, 0): seconds for (slots, drafts), seconds in times(1 / 128).items()}
-    monkeypatch.setattr(service, "step_times", lambda session, folder: measured)
+    monkeypatch.setattr(service, "step_times", lambda session, folder, lengths: measured)
     with caplog.at_level("INFO", "trtllm_dflash"):
         llm.service(ServiceSettings(**settings)).close()
     lines = [record.getMessage() for record in caplog.records if "draft length" in record.getMessage()]

@@ -182,9 +182,15 @@ def test_preparation_tells_how_far_it_is(idle):
 
 
 def test_measuring_steps_prepares_them_first(idle):
-    measure(idle.session)
+    measure(idle.session, LENGTHS)
     assert {kind.drafting for _, kind in idle.session.asked} == {Drafting.CONTEXT, Drafting.BLOCK}
     assert not any(kind.sampled for kind in idle.session.captures)
+
+
+def test_where_nothing_is_drafted_plain_steps_alone_are_timed_and_captured(idle):
+    assert set(measure(idle.session, [])) == {(1, 0), (3, 0)}
+    assert {kind.drafting for _, kind in idle.session.asked} == {Drafting.OFF}
+    assert {kind.drafting for kind in idle.session.captures} == {Drafting.OFF}
 
 
 def test_a_step_that_was_not_prepared_for_is_refused(idle):
@@ -264,5 +270,5 @@ def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
 def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):
     config = loaded.config.model_copy(update={"drafter": None, "block_size": 1})
     session = Idle(config, loaded.session.weights, loaded.session.device)
-    assert set(measure(session)) == {(1, 0), (3, 0)}
+    assert set(measure(session, ())) == {(1, 0), (3, 0)}
     assert {kind.drafting for _, kind in session.asked} == {Drafting.OFF}

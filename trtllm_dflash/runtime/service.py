@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.ladder import draft_lengths
 from trtllm_dflash.errors import (
     CancelledError,
     DFlashError,
@@ -78,7 +80,8 @@ class Service:
         self._intake = intake
         self._after_step = after_step
         self._clock = clock
-        times = cache(lambda: step_times(session, folder))
+        lengths = _lengths(self._config, settings)
+        times = cache(lambda: step_times(session, folder, lengths))
         length = _choose_draft_length(session, settings, times)
         budget = _choose_budget(session, settings, times)
         self._scheduler = Scheduler(session, settings.draft, length, budget, settings.prefill_share, clock=clock)
@@ -271,6 +274,13 @@ def _choose_budget(
     return AutoPrefillBudget(times(), settings.itl_slack)
 
 
+def _lengths(config: EngineConfig, settings: ServiceSettings) -> list[int]:
+    """Lists the draft lengths that the settings let the service choose from; none where it does not draft at all."""
+    if config.drafter is None or not settings.draft:
+        return []
+    return draft_lengths(config.block_size) if settings.draft_length == "auto" else [settings.draft_length]
+
+
 def _choose_draft_length(
     session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes]
 ) -> DraftLength:
@@ -281,7 +291,7 @@ def _choose_draft_length(
     if config.drafter is None or not settings.draft:
         chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
     elif settings.draft_length == "auto":
-        chosen = AdaptiveDraftLength(decoding_times(times()))
+        chosen = AdaptiveDraftLength(decoding_times(times(), _lengths(config, settings)))
         why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
     else:
         chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"

@@ -4,12 +4,12 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths, prompt_sizes
+from trtllm_dflash.engine.ladder import batch_sizes, prompt_sizes
 from trtllm_dflash.runtime.draft_length import StepTimes
 from trtllm_dflash.runtime.prefill_budget import MixedStepTimes
 from trtllm_dflash.session.calls import Piece, Prepare, Step
@@ -23,62 +23,84 @@ _ROUNDS = 2
 _STEPS = 2  # in a round
 
 
-def step_times(session: Session, folder: Path | None) -> MixedStepTimes:
+def step_times(session: Session, folder: Path | None, lengths: Sequence[int]) -> MixedStepTimes:
     """Finds the engine's step times on this machine: kept in its directory, or else measured now and kept there.
 
-    Measuring writes over the caches' rows.
+    Measuring captures and runs the steps that it times, and no others; it writes over the caches' rows.
+
+    Args:
+        folder: the engine's directory, where there is one.
+        lengths: of drafts, as in `Prepare`: none at all for steps that have nothing of the drafter.
     """
-    machine = _machine(session)
-    kept = _read(folder / FILE, machine) if folder is not None else None
-    if kept is not None:
-        return kept
-    times = {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session).items()}
+    machine, kind = _machine(session), "drafting" if lengths else "plain"
+    kept = _read(folder / FILE, machine) if folder is not None else {}
+    times = kept.get(kind, {})
+    missing = [drafts for drafts in lengths if all(drafts != known for _, known, _ in times)]
+    if times and not missing:
+        return times
+    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing).items()}
     if session.limits.mixes and session.device.type == "cuda":
-        times |= measure_mixed(session)
+        times |= measure_mixed(session, missing)
     if folder is not None:
-        _write(folder / FILE, machine, times)
+        _write(folder / FILE, machine, {**kept, kind: times})
     return times
 
 
-def decoding_times(times: MixedStepTimes) -> StepTimes:
-    """Takes the times of steps that decode alone."""
-    return {(slots, drafts): seconds for (slots, drafts, tokens), seconds in times.items() if not tokens}
+def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
+    """Takes the times of steps that decode alone, with these draft lengths."""
+    return {
+        (slots, drafts): seconds
+        for (slots, drafts, tokens), seconds in times.items()
+        if not tokens and drafts in lengths
+    }
 
 
-def measure_mixed(session: Session) -> MixedStepTimes:
-    """Times steps that read prompts beside few and many slots, with few and many drafts; seconds, medians."""
+def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
+    """Times each number of slots with each draft length (as in `step_times`); seconds, the median of a few rounds."""
     config = session.config
-    lengths = _prepared_lengths(session)
+    position = min(_POSITION, config.max_seq_len - 1)
+    session.prepare(Prepare(tuple(lengths), sampled=False))
     times = {}
-    few = {lengths[0], *lengths[3:4], *lengths[5:6], lengths[-1]}
+    # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
+    sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
+    for slots in sizes:
+        for slot in range(slots):
+            session.run(_first(slot, position, lengths)).read()
+        for drafts in lengths or [0]:
+            rows = [(slot, drafts + 1) for slot in range(slots)]
+            times[slots, drafts] = _seconds(
+                session, Step(rows, [], _drafting(drafts, lengths), drafts + 1, sampled=False)
+            )
+    return times
+
+
+def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
+    """Times steps that read prompts beside few and many slots, with few and many drafts of `lengths`, as `measure`."""
+    config = session.config
+    session.prepare(Prepare(tuple(lengths), sampled=False))
+    times = {}
+    every = list(lengths) or [0]
+    few = {every[0], *every[3:4], *every[5:6], every[-1]}
     for slots in {*batch_sizes(config.max_batch)[-3:-2], config.max_batch}:
         decoding = range(slots - 1)  # the last slot reads
         for slot in decoding:
-            session.run(_first(slot, min(_POSITION, config.max_seq_len - 1), config)).read()
+            session.run(_first(slot, min(_POSITION, config.max_seq_len - 1), lengths)).read()
         for drafts in few:
-            drafting = _drafting(drafts, config)
             for tokens in prompt_sizes(config.chunk):
                 ids = [0] * min(tokens, session.limits.prompt_rows, config.max_seq_len - 1)
                 rows = [(slot, drafts + 1) for slot in decoding]
-                step = Step(rows, [Piece(slots - 1, 0, ids, True)], drafting, drafts + 1, sampled=False)
+                piece = Piece(slots - 1, 0, ids, True)
+                step = Step(rows, [piece], _drafting(drafts, lengths), drafts + 1, sampled=False)
                 times[slots, drafts, len(ids)] = _seconds(session, step)
     return times
 
 
-def _prepared_lengths(session: Session) -> list[int]:
-    """Prepares the steps of all draft lengths, 0 alone without a drafter; returns these."""
-    config = session.config
-    lengths = draft_lengths(config.block_size) if config.drafter is not None else [0]
-    session.prepare(Prepare(tuple(lengths) if config.drafter is not None else (), sampled=False))
-    return lengths
+def _first(slot: int, position: int, lengths: Sequence[int]) -> Step:
+    return Step([], [Piece(slot, position, [0], True)], _drafting(0, lengths), 1, sampled=False)
 
 
-def _first(slot: int, position: int, config: EngineConfig) -> Step:
-    return Step([], [Piece(slot, position, [0], True)], _drafting(0, config), 1, sampled=False)
-
-
-def _drafting(drafts: int, config: EngineConfig) -> Drafting:
-    if config.drafter is None:
+def _drafting(drafts: int, lengths: Sequence[int]) -> Drafting:
+    if not lengths:
         return Drafting.OFF
     return Drafting.BLOCK if drafts else Drafting.CONTEXT
 
@@ -95,24 +117,6 @@ def _seconds(session: Session, step: Step) -> float:
     return statistics.median(rounds[1:])
 
 
-def measure(session: Session) -> StepTimes:
-    """Times each number of slots with each draft length; seconds, the median of a few rounds."""
-    config = session.config
-    position = min(_POSITION, config.max_seq_len - 1)
-    times = {}
-    lengths = _prepared_lengths(session)
-    # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
-    sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
-    for slots in sizes:
-        for slot in range(slots):
-            session.run(_first(slot, position, config)).read()
-        for drafts in lengths:
-            drafting = _drafting(drafts, config)
-            step = Step([(slot, drafts + 1) for slot in range(slots)], [], drafting, drafts + 1, sampled=False)
-            times[slots, drafts] = _seconds(session, step)
-    return times
-
-
 def _machine(session: Session) -> dict[str, str]:
     """Describes what the times depend on besides the engine: the kernels' presence and version among it."""
     device = session.device
@@ -127,20 +131,22 @@ def _machine(session: Session) -> dict[str, str]:
     }
 
 
-def _read(file: Path, machine: dict[str, str]) -> MixedStepTimes | None:
-    """Reads the kept times; None where there are none of this machine."""
+def _read(file: Path, machine: dict[str, str]) -> dict[str, MixedStepTimes]:
+    """Reads the kept times of steps that draft, and of plain ones; none where there are none of this machine."""
     try:
         kept = json.loads(file.read_text())
         if kept["machine"] != machine:
-            return None
-        rows = kept["times"]
-        return {(int(slots), int(drafts), int(tokens)): float(seconds) for slots, drafts, tokens, seconds in rows}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+            return {}
+        return {
+            kind: {(int(slots), int(drafts), int(tokens)): float(seconds) for slots, drafts, tokens, seconds in rows}
+            for kind, rows in kept["times"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
-def _write(file: Path, machine: dict[str, str], times: MixedStepTimes) -> None:
-    rows = [[*key, seconds] for key, seconds in times.items()]
+def _write(file: Path, machine: dict[str, str], times: dict[str, MixedStepTimes]) -> None:
+    rows = {kind: [[*key, seconds] for key, seconds in of.items()] for kind, of in times.items()}
     aside = file.with_name(f".{file.name}")
     try:
         aside.write_text(json.dumps({"machine": machine, "times": rows}))
