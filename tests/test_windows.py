@@ -1,6 +1,7 @@
 """Layers with a window give their pages back while a sequence runs, and its text stays what it is."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -13,14 +14,14 @@ from trtllm_dflash.session.torch_session import TorchSession
 
 PREFIX = [1 + 7 * i % 120 for i in range(120)]
 PROMPTS = [[*PREFIX, 3], [*PREFIX, 5, 6], [*PREFIX[:90], 9, 9], [4, 5, 6], [*PREFIX, 3]]
-TOKENS = 150
+TOKENS = 90
 
 
 @pytest.fixture(scope="module")
 def solo(tmp_path_factory):
     """A small gpt-oss, every other layer of which sees 16 tokens, over caches of one page."""
     folder = tmp_path_factory.mktemp("gpt-oss")
-    target = make_gpt_oss(folder / "target", window=16)
+    target = make_gpt_oss(folder / "target", window=16, mxfp4=False)
     drafter = make_drafter(folder / "drafter", target)
     with LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_batch=3, max_seq_len=400) as llm:
         yield llm
@@ -31,8 +32,8 @@ def alone(solo):
     return [solo.generate([prompt], params(i))[0].token_ids for i, prompt in enumerate(PROMPTS)]
 
 
-def params(i):
-    return SamplingParams(max_tokens=TOKENS, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+def params(i, tokens=TOKENS):
+    return SamplingParams(max_tokens=tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
 
 
 def paged(solo, **changes):
@@ -54,14 +55,19 @@ def run(scheduler, sequences):
     return max(held)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("few", [True, False], ids=["few pages", "all pages"])
-@pytest.mark.parametrize("rows", [16, 32])  # of a page; of the larger ones parts are copied
+#: Rows of a page (of the larger ones parts are copied), whether pages are few, and steps ahead: in `make check` two.
+PAGES = [(16, True, 1), (32, False, 0)]
+PAGES += [case for case in product((16, 32), (True, False), (0, 1)) if case not in PAGES]
+
+
+@pytest.mark.parametrize(
+    ("rows", "few", "ahead"), [*PAGES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in PAGES[2:])]
+)
 def test_texts_are_those_of_each_request_alone(solo, alone, rows, few, ahead):
     paging = plan_pages(paged(solo, page_size=rows).config)
-    memory = cache_bytes(solo.config, replace(paging, pages=480 // rows))
+    memory = cache_bytes(solo.config, replace(paging, pages=416 // rows))
     llm = paged(solo, page_size=rows, kv_memory=memory if few else None)
-    assert llm.session.paging.pages == (480 // rows if few else 3 * paging.width)
+    assert llm.session.paging.pages == (416 // rows if few else 3 * paging.width)
     assert llm.session.paging.window == 16
     scheduler = Scheduler(llm.session, ahead=ahead, budget=FixedPrefillBudget(40))
     sequences = [llm.intake.sequence(prompt, params(i)) for i, prompt in enumerate(PROMPTS)]
@@ -83,10 +89,10 @@ def test_acceptance_is_as_over_one_page(solo):
 def test_a_long_sequence_holds_what_its_window_sees(solo):
     llm = paged(solo)
     scheduler = Scheduler(llm.session, budget=FixedPrefillBudget(40))
-    sequence = llm.intake.sequence([*PREFIX, *PREFIX], params(0))
+    sequence = llm.intake.sequence([*PREFIX, *PREFIX], params(0, 150))
     # 390 rows are 25 pages: it has those of 16 rows that are seen, 64 of a piece, and 24 that steps write.
     assert run(scheduler, [sequence]) <= 8
-    assert len(sequence.token_ids) == TOKENS
+    assert len(sequence.token_ids) == 150
 
 
 def test_layers_with_a_window_have_fewer_pages(solo):
