@@ -1,5 +1,6 @@
 """Steps of flat rows: decoding slots and pieces of prompts together, over pages, give what each request gives alone."""
 
+import functools
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
 
 CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(2).values() for text in kind][:6]
-TOKENS = 40
+TOKENS = 24
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,25 @@ def solo():
         str(TINY / "target"), str(TINY / "drafter"), precision="fp32", device="cpu", max_seq_len=1800
     ) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(solo):
+    """What each request gives alone, decoded once: drafted or not, greedy or some of them sampled."""
+
+    @functools.cache
+    def get(draft, sampled):
+        prompts = [solo.intake.encode(text) for text in CHATS]
+        return solo.generate(prompts, params(sampled), draft=draft)
+
+    return get
+
+
+def params(sampled):
+    return [
+        SamplingParams(max_tokens=TOKENS, temperature=0.8 if sampled and i % 2 else 0.0, seed=i, ignore_eos=True)
+        for i in range(len(CHATS))
+    ]
 
 
 class Drive:
@@ -103,21 +123,17 @@ def session_of(solo, page_size, **changes):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("page_size", [None, 16, 100])
 @pytest.mark.parametrize("drafting", [Drafting.BLOCK, Drafting.OFF], ids=lambda d: d.value)
-def test_mixed_steps_give_what_each_request_gives_alone(solo, page_size, sampled, drafting):
+def test_mixed_steps_give_what_each_request_gives_alone(solo, alone, page_size, sampled, drafting):
     prompts = [solo.intake.encode(text) for text in CHATS]
-    params = [
-        SamplingParams(max_tokens=TOKENS, temperature=0.8 if sampled and i % 2 else 0.0, seed=i, ignore_eos=True)
-        for i in range(len(CHATS))
-    ]
-    expected = solo.generate(prompts, params, draft=drafting is Drafting.BLOCK)
+    expected = alone(drafting is Drafting.BLOCK, sampled)
     session = session_of(solo, page_size)
-    drive = Drive(session, prompts, params, random.Random(3), drafting)
+    drive = Drive(session, prompts, params(sampled), random.Random(3), drafting)
     assert drive.run() == [reply.token_ids for reply in expected]
     if drafting is Drafting.BLOCK:
         # Wrong context rows do not change the text; they lower acceptance.
         found = [n for accepted in drive.accepted for n in accepted]
-        alone = [n for reply in expected for n in reply.accepted_per_step]
-        assert sum(found) / len(found) > 0.85 * sum(alone) / len(alone)
+        known = [n for reply in expected for n in reply.accepted_per_step]
+        assert sum(found) / len(found) > 0.85 * sum(known) / len(known)
 
 
 def test_pages_are_copied_before_the_rows_of_their_step(solo):

@@ -166,6 +166,7 @@ def test_no_step_is_wasted_on_a_plain_reply_that_ends_by_its_length(llm, steps):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_reply_may_fill_the_context(llm, ahead):
+    llm = with_session(llm, flat=llm.session.limits.mixes, max_seq_len=256)
     prompt = list(range(1, llm.config.max_seq_len - 20))
     scheduler = Scheduler(llm.session, ahead=ahead)
     sequences = [asked(llm, prompt, 100, ignore_eos=True), asked(llm, CHATS[0], 60)]
@@ -178,10 +179,12 @@ def test_a_reply_may_fill_the_context(llm, ahead):
 
 def test_a_preempted_reply_is_the_same_text(loaded, alone):
     """Caches for one and a half conversations: four at once, all of them with the text and drafts of their own."""
-    tight = with_session(loaded, page_size=64, max_seq_len=400, kv_memory=cache_bytes(loaded.config, Paging(20, 64, 7)))
+    tight = with_session(
+        loaded, page_size=16, max_seq_len=160, kv_memory=cache_bytes(loaded.config, Paging(15, 16, 10))
+    )
     scheduler = Scheduler(tight.session, ahead=1)
     sequences = [
-        asked(tight, CHATS[i], 300, ignore_eos=True, draft=i != 2, temperature=0.8 * (i == 1), seed=i) for i in range(4)
+        asked(tight, CHATS[i], 80, ignore_eos=True, draft=i != 2, temperature=0.8 * (i == 1), seed=i) for i in range(4)
     ]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -197,7 +200,7 @@ def test_a_preempted_reply_is_the_same_text(loaded, alone):
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
 def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(linear, monkeypatch, share):
-    """A prompt of 1,500 tokens takes its share of the steps and no more, from its arrival to its last chunk."""
+    """A prompt of 15 chunks takes its share of the steps and no more, from its arrival to its last chunk."""
     llm, steps = linear, note_steps(linear, monkeypatch)
     scheduler = Scheduler(llm.session, prefill_share=share)
     streams = [asked(llm, chat, 1000, ignore_eos=True, draft=False) for chat in CHATS[:2]]
@@ -205,14 +208,14 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(linear, mo
         scheduler.submit(stream)
     while not all(stream.token_ids for stream in streams):
         scheduler.step()
-    long = asked(llm, [7 + i % 300 for i in range(1500)], 1)
+    long = asked(llm, [7 + i % 300 for i in range(470)], 1)
     scheduler.submit(long)
     del steps[:]
     before = [len(stream.accepted_per_step) for stream in streams]
     while not long.done:
         scheduler.step()
     kinds = "".join("p" if step.pieces else "d" for step in steps)
-    chunks = -(-1500 // 32)
+    chunks = 15
     assert kinds.count("p") == chunks
     assert abs(len(kinds) - chunks / share) <= 1 / share
     longest_wait = max(len(run) for run in kinds.split("d"))
