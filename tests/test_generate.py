@@ -280,7 +280,10 @@ def endless_reply(tiny_engine, ignored=()):
     return start([*words, "--no-draft"], ignored, bufsize=0, start_new_session=True)
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "error: interrupted"), (signal.SIGTERM, "")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGINT, "error: interrupted"), pytest.param(signal.SIGTERM, "", marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_a_reply_with_at_most_one_line_and_its_number(number, said, tiny_engine):
     process = endless_reply(tiny_engine)
     assert process.stdout.read(1) != ""
@@ -291,6 +294,7 @@ def test_a_signal_ends_a_reply_with_at_most_one_line_and_its_number(number, said
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.slow
 def test_a_script_s_background_job_does_not_hear_ctrl_c_and_ends_by_sigterm(tiny_engine):
     process = endless_reply(tiny_engine, ignored=[signal.SIGINT, signal.SIGHUP])
     assert process.stdout.read(1) != ""

@@ -324,7 +324,10 @@ def is_alive(process: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_ctrl_c_is_handed_on_and_nothing_stays(fake_vllm, number):
     process = launch_vllm(fake_vllm)
     said = process.stdout.readline().split()
@@ -337,6 +340,7 @@ def test_ctrl_c_is_handed_on_and_nothing_stays(fake_vllm, number):
     wait_until(lambda: not is_alive(worker), "the worker is gone")
 
 
+@pytest.mark.slow
 def test_a_signal_that_it_was_started_deaf_to_is_not_handed_on(fake_vllm):
     """Ctrl-C on a script's terminal, and the terminal's end under nohup, are not for what runs in the background."""
     process = launch_vllm(fake_vllm, ignored=[signal.SIGINT, signal.SIGHUP])
