@@ -39,9 +39,10 @@ from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import DeploySettings, deploy
 from trtllm_dflash.serving.serve import serving
-from trtllm_dflash.serving.server import RANK_MODEL, Endpoints
+from trtllm_dflash.serving.server import RANK_MODEL
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.sweep.dataset import Dataset, Message, Sample, read_dataset
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, Target, Traffic, Traits, run_load

@@ -21,9 +21,9 @@ from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import serving
-from trtllm_dflash.serving.server import Endpoints
 from trtllm_dflash.text.tokenizer import TextCodec
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"

@@ -35,9 +35,9 @@ from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.errors import DFlashError, QueueFullError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.serving.client import TokenRequest, TritonClient
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import Serving, serving
-from trtllm_dflash.serving.server import Endpoints
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 TEXTS = [text for kind in read_prompts(4).values() for text in kind]

@@ -18,9 +18,9 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.pairs.prompts import PROMPTS
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import DeploySettings
 from trtllm_dflash.serving.serve import serving
-from trtllm_dflash.serving.server import Endpoints
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 MAX_TOKENS, REQUESTS, TURNS = 128, 64, 2

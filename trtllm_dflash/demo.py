@@ -116,9 +116,9 @@ def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, kernels:
     in one batch.
     """
     try:
+        from trtllm_dflash.serving.endpoints import Endpoints
         from trtllm_dflash.serving.repository import DeploySettings
         from trtllm_dflash.serving.serve import serving
-        from trtllm_dflash.serving.server import Endpoints
     except ImportError as error:
         raise EngineError(f"the demo needs {error.name}: pip install 'trtllm-dflash[serving]'") from None
     console = Console(quiet=not show)

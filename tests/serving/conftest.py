@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import build_tiny
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.serving.server import Endpoints, Server
+from trtllm_dflash.serving.endpoints import Endpoints
+from trtllm_dflash.serving.server import Server
 from trtllm_dflash.serving.triton import find_triton
 
 COMPLETED = 'dflash_requests_total{outcome="completed"}'

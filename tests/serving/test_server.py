@@ -21,8 +21,9 @@ from tests.serving.runs import serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving import triton as triton_module
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import deploy
-from trtllm_dflash.serving.server import Endpoints, Server, find_cause
+from trtllm_dflash.serving.server import Server, find_cause
 from trtllm_dflash.serving.triton import Triton, find_triton
 
 pytestmark = pytest.mark.slow
@@ -152,19 +153,39 @@ def test_ports_and_hosts_that_cannot_be_are_refused():
     with pytest.raises(SettingsError, match=r"port 9 is given twice \(--http-port, --openai-port\)"):
         Endpoints(http_port=9, openai_port=9).chosen()
     with pytest.raises(SettingsError, match=r"--host 192\.0\.2\.1: not an address of this machine"):
-        Endpoints(host="192.0.2.1").chosen()
+        Endpoints(host="192.0.2.1", openai_port=0).chosen()
     with pytest.raises(SettingsError, match=r"--host nowhere\.invalid: not an IPv4 address"):
         Endpoints(host="nowhere.invalid").chosen()
+    with pytest.raises(SettingsError, match=r"--host 0\.0\.0\.0: nothing would listen there; give it --openai-port"):
+        Endpoints(host="0.0.0.0").chosen()
+    with pytest.raises(SettingsError, match=r"--expose-triton: only this machine reaches --host 127\.0\.0\.1"):
+        Endpoints(expose_triton=True).chosen()
 
 
-def test_the_host_is_where_every_endpoint_listens_and_others_are_warned_of(quick):
+TRITONS = ("http", "grpc", "metrics")
+
+
+def test_the_host_is_the_openai_apis_and_triton_stays_on_loopback(quick):
     with serve(*quick, "--host", "0.0.0.0", "--openai-port", 0) as run:
         at = json.loads(run.line())
-        assert all(reachable("127.0.0.2", at[name]) for name in ("http", "grpc", "metrics", "openai"))
+        assert {name: reachable("127.0.0.2", at[name]) for name in (*TRITONS, "openai")} == {
+            **dict.fromkeys(TRITONS, False),
+            "openai": True,
+        }
+        assert all(reachable("127.0.0.1", at[name]) for name in TRITONS)
+        run.process.terminate()
+        assert run.ends() == (143, "")
+        wait_until(run.leaves_nothing, "nothing of it is left")
+
+
+def test_triton_listens_at_the_host_where_it_is_exposed_with_one_line_of_the_risks(quick):
+    with serve(*quick, "--host", "0.0.0.0", "--expose-triton") as run:
+        at = json.loads(run.line())
+        assert all(reachable("127.0.0.2", at[name]) for name in TRITONS)
         run.process.terminate()
         code, errors = run.ends()
         assert code == 143
-        assert errors.startswith("warning: at --host 0.0.0.0 anyone who reaches this machine can use Triton")
+        assert errors.startswith("warning: --expose-triton: whoever reaches 0.0.0.0 can use Triton without a key")
         assert errors.count("\n") == 1
         wait_until(run.leaves_nothing, "nothing of it is left")
 
@@ -299,7 +320,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(tmp_path, triton):
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from trtllm_dflash.serving.server import Endpoints, Server\n"
+        "from trtllm_dflash.serving.endpoints import Endpoints\n"
+        "from trtllm_dflash.serving.server import Server\n"
         "ports = Endpoints(http_port=0, grpc_port=0, metrics_port=0)\n"
         "with Server(Path(sys.argv[1]), ports, drain_seconds=100_000) as running:\n"
         "    print(running.pid, flush=True)\n"

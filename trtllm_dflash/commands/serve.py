@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,13 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.signals import is_heard
 
 if TYPE_CHECKING:
+    from trtllm_dflash.serving.endpoints import Endpoints
     from trtllm_dflash.serving.serve import Serving
-    from trtllm_dflash.serving.server import Endpoints
 
 
 @click.command()
 @click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
-@click.option("--host", default="127.0.0.1", help="Address to listen at.  [default: 127.0.0.1, this machine only]")
+@click.option("--host", default="127.0.0.1", help="Address of the OpenAI API.  [default: 127.0.0.1, this machine only]")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.  [default: 8000]")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, help="0: any free one.  [default: 8001]")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, help="Prometheus.  [default: 8002]")
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
     "--openai-api-key-file",
     type=click.Path(path_type=Path),
     help=f"File with the key that clients of the OpenAI API must send. {VARIABLE} may hold the key instead.",
+)
+@click.option(
+    "--expose-triton",
+    is_flag=True,
+    help="Triton and its metrics listen at --host too. They have no key: whoever reaches them can fill the memory, and "
+    "end a Triton with known holes.",
 )
 @click.option("--repository", type=click.Path(path_type=Path), help="A model repository that `deploy` wrote.")
 @click.option("--log", type=click.Path(path_type=Path), help="File that Triton's log is added to.")
@@ -54,17 +61,20 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve an engine with Triton, until Ctrl-C."""
+    from trtllm_dflash.serving.endpoints import Endpoints
     from trtllm_dflash.serving.serve import serving
-    from trtllm_dflash.serving.server import Endpoints
 
-    at = {name: flags.pop(name) for name in ("host", "http_port", "grpc_port", "metrics_port", "openai_port")}
-    endpoints = Endpoints(**at)
+    endpoints = Endpoints(**{field.name: flags.pop(field.name) for field in fields(Endpoints)})
     fixed = list(given({"no_draft": no_draft or None, **flags}))
     if repository is not None and fixed:
         raise SettingsError(f"{flag_of(fixed[0])}: --repository has its own settings; give this to deploy")
     key = _read_key(endpoints, openai_api_key_file)
-    if not endpoints.local:
-        click.echo(f"warning: at --host {endpoints.host} anyone who reaches this machine can use Triton", err=True)
+    if endpoints.expose_triton and not endpoints.local:
+        click.echo(
+            f"warning: --expose-triton: whoever reaches {endpoints.host} can use Triton without a key, fill its "
+            "memory, and end one that is older than 25.07 with a single request",
+            err=True,
+        )
     if is_heard(signal.SIGHUP):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
     settings = deploy_settings(no_draft, flags)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.claim import Claim
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.repository import DeploySettings, deploy, render
-from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Endpoints, Server
+from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
 from trtllm_dflash.serving.triton import EXTRA
 
 if TYPE_CHECKING:

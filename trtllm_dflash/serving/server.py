@@ -1,19 +1,16 @@
 """A running Triton server: its ranks, its models' processes, its ports; started, watched and ended together."""
 
-import errno
 import http.client
 import json
 import logging
 import math
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
@@ -21,10 +18,11 @@ from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
 from trtllm_dflash.serving.claim import SHARED_MEMORY, Claim, remove_orphans
 from trtllm_dflash.serving.drain import DrainOrder
+from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
-from trtllm_dflash.serving.triton import find_triton
+from trtllm_dflash.serving.triton import find_triton, shut_off
 from trtllm_dflash.session.ranks import find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
@@ -37,94 +35,6 @@ _STARTS = 3  # where Triton gives up a model that loads
 _MODEL_MEMORY = 8 << 20
 _PATIENCE = 10.0  # seconds to end, beyond those, before it is killed
 _PAUSE = 0.1  # seconds between two looks at a server
-
-
-@dataclass(frozen=True)
-class Endpoints:
-    """The host and ports of a server. Port 0 means any free one; `chosen` names it."""
-
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    openai_port: int | None = None
-
-    @property
-    def http(self) -> str:
-        return f"http://{self.reachable}:{self.http_port}"
-
-    @property
-    def grpc(self) -> str:
-        return f"{self.reachable}:{self.grpc_port}"
-
-    @property
-    def metrics(self) -> str:
-        return f"http://{self.reachable}:{self.metrics_port}/metrics"
-
-    @property
-    def openai(self) -> str | None:
-        return None if self.openai_port is None else f"http://{self.reachable}:{self.openai_port}/v1"
-
-    @property
-    def reachable(self) -> str:
-        """An address of this host at which a client on it reaches the server."""
-        return "127.0.0.1" if self.address == "0.0.0.0" else self.address
-
-    @property
-    def address(self) -> str:
-        """The host as an IPv4 address, as Triton takes it.
-
-        Raises:
-            SettingsError: it has none.
-        """
-        try:
-            return socket.gethostbyname(self.host)
-        except OSError:
-            raise SettingsError(f"--host {self.host}: not an IPv4 address or a name of one") from None
-
-    @property
-    def local(self) -> bool:
-        """Whether only this machine can reach it."""
-        return self.address.startswith("127.")
-
-    def chosen(self) -> "Endpoints":
-        """Chooses every port that is 0, and checks that all were free a moment ago.
-
-        Raises:
-            SettingsError: a port is taken, or the host is not this machine's.
-        """
-        names = [field.name for field in fields(self) if field.name.endswith("_port")]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        flags = {name: "--" + name.replace("_", "-") for name in given}
-        for port in given.values():
-            twins = [flags[name] for name in given if port and given[name] == port]
-            if len(twins) > 1:
-                raise SettingsError(f"port {port} is given twice ({', '.join(twins)})")
-        sockets: list[socket.socket] = []  # held until all are chosen, so that no two are the same
-        try:
-            for name, port in given.items():
-                sockets.append(self._bind(port, flags[name]))
-                given[name] = sockets[-1].getsockname()[1]
-        finally:
-            for held in sockets:
-                held.close()
-        return Endpoints(self.host, **given)
-
-    def _bind(self, port: int, flag: str) -> socket.socket:
-        attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        attempt.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as the server does: old connections do not count
-        try:
-            attempt.bind((self.address, port))
-            return attempt
-        except OSError as error:
-            attempt.close()
-            if error.errno == errno.EADDRINUSE:
-                raise SettingsError(f"port {port} is taken ({flag})") from None
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise SettingsError(f"--host {self.host}: not an address of this machine") from None
-            raise SettingsError(f"{flag} {port}: {error.strerror}") from None
 
 
 class Server:
@@ -150,7 +60,7 @@ class Server:
     def __init__(
         self,
         repository: Path,
-        endpoints: Endpoints = Endpoints(),
+        endpoints: Endpoints,
         tp: int = 1,
         log: Path | None = None,
         progress: Callable[[str, int, int], None] = lambda *_: None,
@@ -233,9 +143,9 @@ class Server:
             f"--exit-timeout-secs={math.ceil(self.drain_seconds)}",
         ]
         at = self.endpoints
-        first = [f"--http-address={at.address}", f"--http-port={at.http_port}"]
-        first += [f"--grpc-address={at.address}", f"--grpc-port={at.grpc_port}"]
-        first += [f"--metrics-address={at.address}", f"--metrics-port={at.metrics_port}"]
+        first = [f"--http-address={at.triton_address}", f"--http-port={at.http_port}"]
+        first += [f"--grpc-address={at.triton_address}", f"--grpc-port={at.grpc_port}"]
+        first += [f"--metrics-address={at.triton_address}", f"--metrics-port={at.metrics_port}", *shut_off()]
         command = self._launched(self.log, [*common, *first])
         if self.tp > 1:
             silent = [f"--allow-{service}=false" for service in ("http", "grpc", "metrics")]
@@ -290,7 +200,7 @@ class Server:
         self.check()
 
     def _ready(self) -> bool:
-        connection = http.client.HTTPConnection(self.endpoints.reachable, self.endpoints.http_port, timeout=5)
+        connection = http.client.HTTPConnection(self.endpoints.triton, self.endpoints.http_port, timeout=5)
         try:
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,12 @@ CONTAINER = Path("/opt/tritonserver")
 EXTRA = "pip install 'trtllm-dflash[serving]'"
 REMEDY = f"{EXTRA}, or use NVIDIA's Triton container"
 STUB = "triton_python_backend_stub"
+
+#: Interfaces of Triton that no client of ours needs. They register shared memory, the Python models' own among it
+#: (CVE-2025-23319), load models, and set where logs and traces go.
+_SHUT_OFF = "shared-memory,model-repository,logging,trace"
+#: A request would have to send this header, which no request can: the name of a header ends at its first colon.
+_UNSENDABLE = "no:client"
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,14 @@ class Triton:
         _check_libraries(self.executable, environment)
         _check_libraries(stub, environment)
         return [str(self.executable), f"--backend-directory={folder / 'backends'}"], environment
+
+
+def shut_off() -> list[str]:
+    """Makes the words of Triton's command line that refuse its dangerous interfaces to every client."""
+    value = secrets.token_hex(16)
+    return [
+        f"--{flag}={_SHUT_OFF}:{_UNSENDABLE}={value}" for flag in ("http-restricted-api", "grpc-restricted-protocol")
+    ]
 
 
 def find_triton() -> Triton:
