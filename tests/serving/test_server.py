@@ -20,6 +20,7 @@ from tests.serving.conftest import ANYWHERE
 from tests.serving.runs import serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.serving import server as server_module
 from trtllm_dflash.serving import triton as triton_module
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import deploy

@@ -80,6 +80,7 @@ class GatewaySettings(BaseModel):
         api_key: required of clients as `Authorization: Bearer ...`; None lets everyone in.
         max_body_bytes: largest body of a request.
         max_prompt_tokens: longest prompt; by default the engine's limit.
+        body_timeout: seconds in which a request's body must have come.
         timeout: seconds for a whole reply, waiting included.
     """
 
@@ -91,6 +92,7 @@ class GatewaySettings(BaseModel):
     api_key: SecretStr | None = Field(None, min_length=1)
     max_body_bytes: PositiveInt = 4 << 20
     max_prompt_tokens: PositiveInt | None = None
+    body_timeout: PositiveFloat = 20.0
     timeout: PositiveFloat = 600.0
 
 
@@ -285,9 +287,10 @@ class Gateway:
 
     async def _answer(self, request: Request, prepare: Callable[[bytes, str], _Job]) -> Response:
         try:
-            body = await asyncio.wait_for(self._body(request), self._settings.timeout)
+            body = await asyncio.wait_for(self._body(request), self._settings.body_timeout)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body was not there after {self._settings.timeout:g} s", code="timeout") from None
+            message = f"the body was not there after {self._settings.body_timeout:g} s (body_timeout)"
+            raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         loop = asyncio.get_running_loop()

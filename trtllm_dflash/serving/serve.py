@@ -136,11 +136,10 @@ class GatewayThread:
     def __init__(self, app: "FastAPI", endpoints: Endpoints) -> None:
         import uvicorn
 
+        from trtllm_dflash.serving.front import configuration
+
         self._endpoints = endpoints
-        configuration = uvicorn.Config(
-            app, lifespan="on", log_level="warning", access_log=False, timeout_graceful_shutdown=2 * _FLUSH_SECONDS
-        )
-        self._server = uvicorn.Server(configuration)
+        self._server = uvicorn.Server(configuration(app, 2 * _FLUSH_SECONDS))
         self._thread = threading.Thread(target=self._run, name="openai-gateway", daemon=True)
         self._error: BaseException | None = None
 

@@ -1,0 +1,249 @@
+"""The gateway's HTTP, before clients that mean it no good: malformed, endless, slow, or gone half-way."""
+
+import asyncio
+import http.client
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import uvicorn
+
+from tests.serving.fake_triton import FakeTriton, fake_triton, response
+from tests.waiting import PATIENCE, wait_until
+from trtllm_dflash.serving.front import Limits, configuration
+from trtllm_dflash.serving.gateway import GatewaySettings, create_app
+
+pytestmark = pytest.mark.slow
+
+GOOD = {"model": "tiny", "prompt": "A story:", "max_tokens": 4}
+#: Seconds: far below those of a limit that is not the test's.
+SHORT = 0.5
+
+
+@contextmanager
+def front(engine, limits=None, script=None, **settings) -> Iterator[tuple[tuple[str, int], FakeTriton]]:
+    """The gateway as `serve` starts it, over a Triton that says what the script does: its address, and that Triton."""
+    with fake_triton(script or (lambda inputs: iter([response("fine", 4, "stop")]))) as (triton, url):
+        app = create_app(GatewaySettings(engine=engine, triton_url=url, **settings))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = uvicorn.Server(configuration(app, 2, limits))
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            try:
+                wait_until(lambda: server.started, "the gateway listens")
+                yield listener.getsockname(), triton
+            finally:
+                server.should_exit = True
+                thread.join()
+
+
+def post(body: object, length: int | None = None, path: str = "/v1/completions", extra: str = "") -> bytes:
+    """A request, whole; by default with the right length."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    length = len(data) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+    return (head + extra + "\r\n").encode() + data
+
+
+def ask(address: tuple[str, int], body: object = GOOD) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection(*address, timeout=PATIENCE)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    said = json.loads(reply.read())
+    connection.close()
+    return reply.status, said
+
+
+def serves(address: tuple[str, int]) -> bool:
+    status, reply = ask(address)
+    return status == 200 and reply["choices"][0]["text"] == "fine"
+
+
+def sent(address: tuple[str, int], *parts: bytes) -> socket.socket:
+    client = socket.create_connection(address)
+    client.settimeout(PATIENCE)
+    for part in parts:
+        client.sendall(part)
+    return client
+
+
+def until_closed(client: socket.socket) -> bytes:
+    """All that comes until the other side ends the connection."""
+    said = b""
+    with client, suppress(ConnectionResetError):
+        while part := client.recv(1 << 16):
+            said += part
+    return said
+
+
+# -- 10,000 malformed requests -----------------------------------------------------------------------------------------
+
+HEADERS = [b"Host: x", b"Content-Type: application/json", b"Transfer-Encoding: chunked", b"Expect: 100-continue"]
+LENGTHS = [b"-1", b"0x10", b"1, 2", b"9" * 30, b"5\r\nContent-Length: 6", b"", b"1e3", b"4194305"]
+CHUNKS = [b"5\r\nabcd\r\n", b"-1\r\n\r\n", b"zz\r\n", b"ffffffffffffffff\r\n", b"1;x=\0\r\na\r\n", b"0\r\nX: y"]
+VALUES = [None, True, -1, 1e308, 10**40, "", "\ud800", "\0", [], [[]], {}, [{}], {"a": {"b": []}}, [1, "a"], "x" * 9999]
+FIELDS = ["model", "prompt", "max_tokens", "temperature", "stop", "seed", "stream", "messages", "n", "\u2028"]
+
+
+def noise(chance: random.Random) -> bytes:
+    return chance.randbytes(chance.randrange(1, 400)) + b"\r\n\r\n"
+
+
+def damaged(chance: random.Random) -> bytes:
+    """A good request, of which some bytes are others, missing or twice."""
+    data = bytearray(post(GOOD))
+    for _ in range(chance.randrange(1, 9)):
+        at = chance.randrange(len(data))
+        data[at : at + chance.randrange(3)] = chance.randbytes(chance.randrange(3))
+    return bytes(data[: chance.randrange(len(data))] if chance.random() < 0.3 else data)
+
+
+def misframed(chance: random.Random) -> bytes:
+    """A request whose body's length is a contradiction."""
+    lines = [b"POST /v1/completions HTTP/1.1", *chance.sample(HEADERS, chance.randrange(1, 5))]
+    if chance.random() < 0.6:
+        lines.append(b"Content-Length: " + chance.choice(LENGTHS))
+    body = b"".join(chance.choices(CHUNKS, k=chance.randrange(1, 5)))
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def overgrown(chance: random.Random) -> bytes:
+    """A line or a header that is too long, or too many of them."""
+    junk = chance.choice([b"a", b"\xff", b" ", b"%"]) * chance.randrange(1, 70_000)
+    return chance.choice(
+        [
+            b"GET /" + junk + b" HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\n" + junk + b": b\r\n\r\n",
+            b"GET / HTTP/1.1\r\nX: " + junk + b"\r\n\r\n",
+            b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * chance.randrange(1, 8000) + b"\r\n",
+        ]
+    )
+
+
+def misspelt(chance: random.Random) -> bytes:
+    """Sound HTTP, and a body that is no request."""
+    body = {**GOOD, chance.choice(FIELDS): chance.choice(VALUES)}
+    data = json.dumps(body).encode()
+    if chance.random() < 0.4:
+        at = chance.randrange(len(data))
+        data = data[:at] + chance.randbytes(2) + data[at + chance.randrange(3) :]
+    if chance.random() < 0.05:
+        data = b"[" * 20_000
+    path = chance.choice(
+        ["/v1/completions", "/v1/chat/completions", "/v1/chat/completions/", "/v1/models", "/%2e%2e", "*"]
+    )
+    return post(data, path=path, extra="Connection: close\r\n")
+
+
+async def throw(address: tuple[str, int], requests: list[bytes], statuses: Counter) -> None:
+    """Sends each on a connection of its own, and reads what is answered; leaves some before that."""
+    while requests:
+        request = requests.pop()
+        reader, writer = await asyncio.open_connection(*address)
+        with suppress(ConnectionError):
+            writer.write(request)
+            if b"Connection: close" not in request:
+                writer.write_eof()  # an unfinished one would be waited for
+            if len(requests) % 8:
+                reply = await reader.read()
+                statuses[reply.split(b" ", 2)[1] if reply else b""] += 1
+        writer.close()
+
+
+def test_ten_thousand_malformed_requests_end_nothing(tiny_engine, caplog, capfd):
+    chance = random.Random(18)
+    kinds = [noise, damaged, misframed, overgrown, misspelt]
+    requests = [chance.choice(kinds)(chance) for _ in range(10_000)]
+    statuses: Counter = Counter()
+
+    async def all_of_them(address):
+        await asyncio.gather(*(throw(address, requests, statuses) for _ in range(16)))
+
+    with caplog.at_level(logging.ERROR), front(tiny_engine) as (address, _):
+        asyncio.run(all_of_them(address))
+        assert serves(address)
+    assert not requests
+    assert statuses[b"400"] > 2000
+    assert set(statuses) <= {b"", b"100", b"200", b"400", b"404", b"405", b"408", b"413", b"415"}
+    assert (caplog.text, capfd.readouterr().err) == ("", "")  # nothing went wrong that had not been thought of
+
+
+# -- endless, slow, or gone half-way -----------------------------------------------------------------------------------
+
+
+def test_nine_megabytes_in_chunks_of_one_byte_are_refused_at_the_ten_thousandth(tiny_engine):
+    head = b"\r\n".join([b"POST /v1/completions HTTP/1.1", *HEADERS[:3], b"", b""])
+    with front(tiny_engine) as (address, _):
+        client = sent(address, head)
+        with suppress(ConnectionError):  # it is closed while we send
+            for _ in range(9 << 10):
+                client.sendall(b"1\r\na\r\n" * 1024)
+            pytest.fail("all of it was taken")
+        assert until_closed(client).split(b" ")[1:2] in ([], [b"400"])  # the refusal, where it came through
+        assert serves(address)
+
+
+def test_half_open_connections_are_closed_in_time(tiny_engine):
+    """A hundred that say nothing, do not end their headers or their body, or stay when they are answered."""
+    done = post(GOOD)
+    with front(tiny_engine, Limits(head_seconds=SHORT), body_timeout=SHORT) as (address, _):
+        silent = [sent(address) for _ in range(25)]
+        heads = [sent(address, done[:40]) for _ in range(25)]
+        bodies = [sent(address, done[:-5]) for _ in range(25)]
+        idle = [sent(address, done) for _ in range(25)]
+        assert {until_closed(client) for client in silent + heads} == {b""}
+        assert all(until_closed(client).startswith(b"HTTP/1.1 408 ") for client in bodies)
+        assert all(until_closed(client).startswith(b"HTTP/1.1 200 ") for client in idle)
+        assert serves(address)
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for(tiny_engine):
+    with front(tiny_engine, Limits(head_seconds=SHORT)) as (address, _):
+        client = sent(address)
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError):
+            for byte in post(GOOD) * 1000:
+                client.sendall(bytes([byte]))
+                time.sleep(SHORT / 20)
+        assert time.monotonic() - begin < PATIENCE
+        client.close()
+
+
+def test_a_refused_request_cannot_go_on_with_its_body(tiny_engine):
+    with front(tiny_engine, Limits(head_seconds=SHORT), api_key="right") as (address, _):
+        client = sent(address, post(GOOD, length=1 << 20))
+        with suppress(ConnectionError):
+            for _ in range(1 << 20):
+                client.sendall(b"a")
+                time.sleep(SHORT / 20)
+            pytest.fail("all of it was taken")
+        client.close()
+
+
+def test_a_reply_that_nobody_reads_is_ended(tiny_engine):
+    def endless(inputs):
+        while True:
+            yield response("x" * (1 << 16), 1)
+
+    with front(tiny_engine, Limits(unread_seconds=SHORT), endless) as (address, triton):
+        client = sent(address, post({**GOOD, "stream": True}))
+        assert triton.cancelled.wait(PATIENCE)
+        client.close()
+
+
+def test_more_connections_than_are_held_are_closed_at_once(tiny_engine):
+    with front(tiny_engine, Limits(connections=8)) as (address, _):
+        held = [sent(address) for _ in range(8)]
+        assert until_closed(sent(address, post(GOOD))) == b""
+        for client in held:
+            client.close()
+        wait_until(
+            lambda: until_closed(sent(address, post(GOOD, extra="Connection: close\r\n"))), "there is room again"
+        )
