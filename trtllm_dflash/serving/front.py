@@ -93,6 +93,9 @@ class LimitedProtocol(H11Protocol):
             super().send_400_response(msg)
         else:  # the reply has begun, or is over
             self.transport.abort()
+        if self.cycle is not None:  # a request whose body turned out malformed: its own reply would be a second one
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
