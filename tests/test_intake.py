@@ -46,3 +46,54 @@ def test_stop_strings_need_a_tokenizer(tiny):
         bare.sequence([5], SamplingParams(stop=("a",)))
     with pytest.raises(RequestError, match="give token ids"):
         bare.encode("a text")
+
+
+#: Texts of four million characters: of nothing but long tokens, of short ones, and of none that is known.
+ENDLESS = ["a story " * 500_000, "9 z " * 1_000_000, "\u0416\0" * 2_000_000]
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=["words", "digits", "bytes"])
+@pytest.mark.parametrize("prompt", [str, lambda text: [{"role": "user", "content": text}]], ids=["text", "chat"])
+def test_a_text_that_no_tokens_could_hold_is_refused_before_it_is_tokenized(tiny, monkeypatch, text, prompt):
+    encoded = spy(tiny, monkeypatch)
+    with pytest.raises(LongPromptError, match=r"more than 2047 tokens; the limit is 2047 \(build --max-seq-len\)"):
+        tiny.intake.encode(prompt(text))
+    assert encoded == []
+
+
+def test_a_text_far_too_long_is_tokenized_until_it_has_too_many_tokens_and_no_further(tiny, monkeypatch):
+    """Of an engine whose context is so long that bytes alone do not tell."""
+    roomy = Intake(tiny.config.model_copy(update={"max_seq_len": 200_001}), tiny.codec)
+    encoded = spy(tiny, monkeypatch)
+    with pytest.raises(LongPromptError, match=r"more than 200000 tokens; the limit is 200000"):
+        roomy.encode("9 z " * 1_000_000)
+    assert 200_000 <= sum(map(len, encoded)) < 400_000  # characters: each a token
+
+
+def test_counting_in_pieces_refuses_no_text_that_fits(tiny):
+    text = " comprehension" * 20_000  # a long token, many times: it is counted, in several pieces
+    exact = len(tiny.codec.encode(text))
+    assert exact == 20_000
+    roomy = Intake(tiny.config.model_copy(update={"max_seq_len": exact + 1}), tiny.codec)
+    assert roomy.encode(text) == tiny.codec.encode(text)
+    with pytest.raises(LongPromptError):
+        roomy.encode(text + " comprehension")
+
+
+def test_a_conversation_of_more_messages_than_tokens_is_refused_before_it_is_rendered(tiny):
+    with pytest.raises(LongPromptError, match="more than 2047 tokens"):
+        tiny.intake.encode([{"role": "user", "content": ""}] * 2048)
+
+
+def spy(tiny, monkeypatch) -> list[str]:
+    """The texts that the tokenizer gets."""
+    encoded: list[str] = []
+    backend = tiny.codec.backend
+
+    class Spy:
+        def encode_batch_fast(self, texts, **named):
+            encoded.extend(texts)
+            return backend.encode_batch_fast(texts, **named)
+
+    monkeypatch.setattr(type(tiny.codec), "backend", property(lambda _: Spy()))
+    return encoded

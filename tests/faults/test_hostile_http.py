@@ -8,17 +8,24 @@ import random
 import socket
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 
 import pytest
 import uvicorn
+from starlette.requests import ClientDisconnect
 
 from tests.serving.fake_triton import FakeTriton, fake_triton, response
 from tests.waiting import PATIENCE, wait_until
+from trtllm_dflash.serving import bodies
 from trtllm_dflash.serving.front import Limits, configuration
 from trtllm_dflash.serving.gateway import GatewaySettings, create_app
+from trtllm_dflash.serving.openai_schema import ApiError, ChatRequest, parse
+from trtllm_dflash.text.tokenizer import TextCodec
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +95,7 @@ def until_closed(client: socket.socket) -> bytes:
 HEADERS = [b"Host: x", b"Content-Type: application/json", b"Transfer-Encoding: chunked", b"Expect: 100-continue"]
 LENGTHS = [b"-1", b"0x10", b"1, 2", b"9" * 30, b"5\r\nContent-Length: 6", b"", b"1e3", b"4194305"]
 CHUNKS = [b"5\r\nabcd\r\n", b"-1\r\n\r\n", b"zz\r\n", b"ffffffffffffffff\r\n", b"1;x=\0\r\na\r\n", b"0\r\nX: y"]
-VALUES = [None, True, -1, 1e308, 10**40, "", "\ud800", "\0", [], [[]], {}, [{}], {"a": {"b": []}}, [1, "a"], "x" * 9999]
+VALUES: list[object] = [None, True, -1, 1e308, 10**40, "", "\ud800", "\0", [], [[]], {}, [{}], [1, "a"], "x" * 9999]
 FIELDS = ["model", "prompt", "max_tokens", "temperature", "stop", "seed", "stream", "messages", "n", "\u2028"]
 
 
@@ -247,3 +254,90 @@ def test_more_connections_than_are_held_are_closed_at_once(tiny_engine):
         wait_until(
             lambda: until_closed(sent(address, post(GOOD, extra="Connection: close\r\n"))), "there is room again"
         )
+
+
+# -- bodies that are much work -----------------------------------------------------------------------------------------
+
+
+def many(what: bytes, before: bytes, after: bytes) -> bytes:
+    """A body of a megabyte of the same."""
+    count = (1 << 20) // (len(what) + 1)
+    return before + b",".join([what] * count) + after
+
+
+BOMBS = {
+    "faulty messages": many(b"{}", b'{"model":"tiny","messages":[', b"]}"),
+    "messages that are none": many(b"1", b'{"model":"tiny","messages":[', b"]}"),
+    "stops that are none": many(b"1", b'{"model":"tiny","messages":[{"role":"user","content":""}],"stop":[', b"]}"),
+    "unknown fields": b'{"model":"tiny",' + b",".join(b'"%d":1' % number for number in range(100_000)) + b"}",
+    "brackets": b'{"model":"tiny","messages":' + b"[" * (1 << 20),
+    "digits": b'{"model":"tiny","seed":' + b"9" * (1 << 20) + b"}",
+}
+
+
+@pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
+def test_a_body_full_of_faults_is_refused_for_the_work_of_one(body):
+    """Not for that of listing all of its faults, which took seconds and hundreds of megabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refusal:
+            parse(ChatRequest, body)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+    assert refusal.value.status == 400
+
+
+def test_six_prompts_of_four_megabytes_hold_up_nobody(tiny_engine, monkeypatch):
+    """Nor would they if they were tokenized: their thread is not that of other requests."""
+    long = {**GOOD, "prompt": "a b " * 1_000_000}
+    with front(tiny_engine) as (address, _), ThreadPoolExecutor(6) as clients:
+        refused = [client.result() for client in [clients.submit(ask, address, long) for _ in range(6)]]
+        assert {status for status, _ in refused} == {400}
+        assert {reply["error"]["code"] for _, reply in refused} == {"context_length_exceeded"}
+        monkeypatch.setattr(TextCodec, "_check_length", lambda *_: None)
+        waiting = [clients.submit(ask, address, {**GOOD, "prompt": "a b " * 100_000}) for _ in range(6)]
+        served = 0
+        while not all(client.done() for client in waiting):
+            assert serves(address)
+            served += 1
+        assert served > 20
+
+
+class Upload:
+    """A request whose body comes in part, and goes on when it is told to."""
+
+    headers = MappingProxyType({"content-type": "application/json"})
+
+    def __init__(self, part: bytes) -> None:
+        self.part, self.begun, self.goes_on = part, asyncio.Event(), asyncio.Event()
+
+    async def stream(self):
+        yield self.part
+        self.begun.set()
+        await self.goes_on.wait()
+        raise ClientDisconnect
+
+
+def test_bodies_together_are_bounded_and_let_go_of_when_their_clients_leave(monkeypatch):
+    monkeypatch.setattr(bodies, "_BODIES", 2)
+
+    async def scenario():
+        reader = bodies.Bodies(100, PATIENCE)
+        uploads = [Upload(b"a" * 100), Upload(b"a" * 100)]
+        held = [asyncio.create_task(reader.process(upload, len)) for upload in uploads]
+        await asyncio.gather(*(upload.begun.wait() for upload in uploads))
+        with pytest.raises(ApiError) as refusal:
+            await reader.process(Upload(b"a"), len)
+        assert refusal.value.status == 503
+        uploads[0].goes_on.set()
+        with pytest.raises(ClientDisconnect):
+            await held[0]
+        late = Upload(b"a")
+        waits = asyncio.create_task(reader.process(late, len))
+        await late.begun.wait()
+        for task in (held[1], waits):
+            task.cancel()
+        reader.close()
+
+    asyncio.run(scenario())

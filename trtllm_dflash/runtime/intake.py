@@ -46,13 +46,14 @@ class Intake:
             RequestError: it is empty, no text, or no token ids of this engine; or its chat template refuses it.
             LongPromptError: it has too many tokens.
         """
-        ids = self._ids(prompt, chat_arguments)
+        try:
+            ids = self._ids(prompt, chat_arguments)
+        except LongPromptError:  # it was not worth counting them all
+            raise self._too_long(f"more than {self._longest}") from None
         if not ids:
             raise RequestError("the prompt is empty", "prompt")
         if len(ids) > self._longest:
-            raise LongPromptError(
-                f"the prompt has {len(ids)} tokens; the limit is {self._longest} ({self._knob})", "prompt"
-            )
+            raise self._too_long(str(len(ids)))
         self._check_tokens("prompt", ids)
         return ids
 
@@ -89,10 +90,13 @@ class Intake:
         if self._codec is None:
             raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
         if isinstance(prompt, str):
-            return self._codec.encode(prompt)
+            return self._codec.encode(prompt, self._longest)
         if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
             raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
-        return self._codec.encode_chat(prompt, chat_arguments)  # type: ignore[arg-type]
+        return self._codec.encode_chat(prompt, chat_arguments, self._longest)  # type: ignore[arg-type]
+
+    def _too_long(self, tokens: str) -> LongPromptError:
+        return LongPromptError(f"the prompt has {tokens} tokens; the limit is {self._longest} ({self._knob})", "prompt")
 
     def _check_params(self, params: SamplingParams) -> None:
         """Checks the parameters that depend on the engine, which `SamplingParams` cannot check by itself."""

@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,11 @@ from trtllm_dflash.errors import (
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving import openai_schema as schema
+from trtllm_dflash.serving.bodies import Bodies
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
 from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.openai_schema import ApiError
+from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -50,7 +51,6 @@ _log = logging.getLogger(__name__)
 _CLIENT_GONE = 499  # nginx's status for it; nobody reads the reply, but the access log shows it
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_TOKENIZER_THREADS = 2
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
 
@@ -179,7 +179,7 @@ class Gateway:
     def open(self) -> None:
         """Connects to Triton; must be called on the event loop that serves."""
         self._triton = TritonClient(self._settings.triton_url)
-        self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenize")
+        self._bodies = Bodies(self._settings.max_body_bytes, self._settings.body_timeout)
 
     async def end_replies(self) -> None:
         """Ends every reply with an error, and the connection to Triton."""
@@ -188,7 +188,7 @@ class Gateway:
     async def close(self) -> None:
         """Ends every reply, and what made them."""
         await self.end_replies()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._bodies.close()
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
 
@@ -272,6 +272,8 @@ class Gateway:
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         reply = None
         if chat and self._codec.sets_thinking_apart:
+            if len(params.stop) > MOST_STOPS or max(map(len, params.stop), default=0) > LONGEST_STOP:
+                raise ApiError(400, f"stop: at most {MOST_STOPS}, of {LONGEST_STOP} characters each, are taken", "stop")
             reply = self._codec.reply(params.stop)
             params = params.model_copy(update={"stop": ()})  # which the server would find in the thinking
         return _Job(
@@ -286,37 +288,14 @@ class Gateway:
     # -- from a job to a reply ---------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, prepare: Callable[[bytes, str], _Job]) -> Response:
+        request_id = request.scope["request_id"]
         try:
-            body = await asyncio.wait_for(self._body(request), self._settings.body_timeout)
-        except asyncio.TimeoutError:
-            message = f"the body was not there after {self._settings.body_timeout:g} s (body_timeout)"
-            raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
+            job = await self._bodies.process(request, lambda body: prepare(body, request_id))
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
-        loop = asyncio.get_running_loop()
-        job = await loop.run_in_executor(self._tokenizing, prepare, body, request.scope["request_id"])
         if job.stream:
             return _EventStream(self._events(job))
         return await _while_connected(request.receive, self._whole(job), Response(status_code=_CLIENT_GONE))
-
-    async def _body(self, request: Request) -> bytes:
-        """Reads the body, and refuses it as soon as it is too long, whatever Content-Length says."""
-        limit = self._settings.max_body_bytes
-        # Another type would let any web page that a user of this machine opens post here.
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the body must be JSON: Content-Type: application/json", "Content-Type")
-        message = f"the body is longer than {limit} bytes (max_body_bytes)"
-        refusal = ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise refusal
-        body = bytearray()
-        async with aclosing(request.stream()) as chunks:
-            async for chunk in chunks:
-                body += chunk
-                if len(body) > limit:
-                    raise refusal
-        return bytes(body)
 
     async def _whole(self, job: _Job) -> Response:
         usage = schema.Usage(len(job.request.token_ids))

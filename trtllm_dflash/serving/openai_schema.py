@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     NonNegativeInt,
     ValidationError,
@@ -66,6 +67,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 #: Likewise, in a message.
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 _IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations"})
+_MOST_FIELDS = 100  # of a request or a message; and errors that are worth reading
 
 
 class ApiError(Exception):
@@ -135,6 +137,8 @@ def _asked(values: object, unsupported: Mapping[str, tuple[object, ...]], ignore
     """Drops a request's fields that have no effect; refuses those that ask for something unsupported."""
     if not isinstance(values, dict):
         return values
+    if len(values) > _MOST_FIELDS:
+        raise ApiError(400, f"{prefix or 'the body: '}{len(values)} fields; there are not as many", None)
     asked = {name: value for name, value in values.items() if value is not None and name not in ignored}
     for name in unsupported.keys() & asked.keys():
         value = asked.pop(name)
@@ -200,7 +204,7 @@ class Request(BaseModel):
     top_p: TopP = 1.0
     top_k: TopK = 0
     seed: Seed | None = None
-    stop: Annotated[list[StopText], BeforeValidator(_stop_list)] = []
+    stop: Annotated[list[StopText], FailFast(), BeforeValidator(_stop_list)] = []
     ignore_eos: bool = False
     draft: bool = True
     priority: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
@@ -228,7 +232,7 @@ class CompletionRequest(Request):
 class ChatRequest(Request):
     """The body of /v1/chat/completions. `chat_template_kwargs` is not OpenAI's: variables for the chat template."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]  # 4 MB can hold a million faulty ones
     max_completion_tokens: MaxTokens | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -249,6 +253,8 @@ def parse(kind: type[_R], body: bytes) -> _R:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > _MOST_FIELDS:
+            raise ApiError(400, f"the body: {error.error_count()} of its fields are wrong") from None
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(str(step) for step in problem["loc"]) or None
         reason = "unknown field" if problem["type"] == "extra_forbidden" else " ".join(problem["msg"].split())

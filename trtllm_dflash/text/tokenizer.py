@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.text.harmony import Harmony
 from trtllm_dflash.text.stream import TextStream
 
@@ -23,6 +23,11 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+_LONG_WORD = 8  # characters of a token, in the mean: texts whose tokens would have to be longer are counted first
+_PIECE = 1 << 16  # characters that are counted at a time
+_SEAM = 256  # tokens that a cut between two pieces may add
+_COMPOSED = 4  # bytes that a normalizer may make one of: composing, at most 9 become 3
+
 
 class TextCodec:
     """Encodes text and conversations to token ids, and decodes them."""
@@ -35,6 +40,7 @@ class TextCodec:
         self.backend.no_padding()
         self._chat_arguments = chat_arguments
         self._harmony = Harmony.of(self.backend)
+        self._token_bytes = _most_bytes_of_a_token(self.backend)
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
@@ -65,9 +71,17 @@ class TextCodec:
         """Whether the chat format marks a reply's thinking, which its reader is not meant to see."""
         return self._harmony is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes a raw text, with the special tokens that the tokenizer adds itself."""
-        return self._encode(text, special=True)
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Encodes a raw text, with the special tokens that the tokenizer adds itself.
+
+        Args:
+            most: of tokens. A text that has far more is refused for less than the work of encoding it.
+
+        Raises:
+            LongPromptError: it surely has more.
+            RequestError: it is no valid Unicode.
+        """
+        return self._encode(text, special=True, most=most)
 
     def encode_words(self, text: str) -> list[int]:
         """Encodes a text that is no prompt: without the special tokens that the tokenizer adds to one."""
@@ -85,11 +99,18 @@ class TextCodec:
         token: int | None = self._tokenizer.pad_token_id
         return self.end_id if token is None else token
 
-    def encode_chat(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Encodes a conversation through the chat template. Arguments and errors as in `chat_text`."""
+    def encode_chat(
+        self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None, most: int | None = None
+    ) -> list[int]:
+        """Encodes a conversation through the chat template. Arguments as in `chat_text`, errors as in `encode` too."""
+        if most is not None and len(messages) > most:  # each has a token at least
+            raise LongPromptError(f"there are more than {most} messages")
         if self._harmony is not None:
+            if most is not None:
+                text = "".join(message["content"] for message in messages)
+                self._check_length(text, len(text), most)
             return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})})
-        return self._encode(self.chat_text(messages, arguments), special=False)
+        return self._encode(self.chat_text(messages, arguments), special=False, most=most)
 
     def chat_text(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
         """Renders a conversation with the chat template, up to where the assistant's reply begins.
@@ -119,13 +140,40 @@ class TextCodec:
         """Starts the text of a reply, which grows as tokens arrive, without any thinking that the chat format marks."""
         return TextStream(self.backend, stop) if self._harmony is None else self._harmony.reply(stop)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise RequestError("the prompt is not valid UTF-8: it holds half of a surrogate pair")
+    def _encode(self, text: str, special: bool, most: int | None = None) -> list[int]:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise RequestError("the prompt is not valid UTF-8: it holds half of a surrogate pair") from None
+        if most is not None:
+            self._check_length(text, size, most)
         # A batch of one: `encode` would keep every other Python thread waiting meanwhile.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=special)
         return list(encoding.ids)
 
+    def _check_length(self, text: str, size: int, most: int) -> None:
+        """Refuses a text that surely has too many tokens: by its bytes, or having counted as many in its beginning."""
+        if self._token_bytes is not None and size > most * self._token_bytes:
+            raise LongPromptError(f"{size} bytes are more than {most} tokens hold")
+        count = 0
+        if len(text) > most * _LONG_WORD:
+            for start in range(0, len(text), _PIECE):
+                count += len(self._encode(text[start : start + _PIECE], special=False)) - _SEAM
+                if count > most:
+                    raise LongPromptError(f"it has more than {most} tokens")
+
     def decode(self, ids: list[int]) -> str:
         """Decodes token ids, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _most_bytes_of_a_token(tokenizer: Tokenizer) -> int | None:
+    """Finds how many bytes of a text one token stands for at most; None where one may stand for any number.
+
+    That is a token for unknown words. What tokenizers of bytes write as one character counts as two here: a bound.
+    """
+    model = tokenizer.model
+    if getattr(model, "unk_token", None) is not None and not getattr(model, "byte_fallback", False):
+        return None
+    longest = max((len(token.encode(errors="replace")) for token in tokenizer.get_vocab()), default=1)
+    return longest * (1 if tokenizer.normalizer is None else _COMPOSED)

@@ -1,0 +1,85 @@
+"""Bodies of requests on their way to tokens: how many bytes are held at a time, and which threads work on them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
+
+from fastapi import Request
+
+from trtllm_dflash.serving.openai_schema import ApiError
+
+_T = TypeVar("_T")
+
+_THREADS = 2
+_LONG = 64 << 10  # bytes: a body beyond takes long enough to make others wait
+_BODIES = 64  # of the largest size, that are held at a time
+
+
+class Bodies:
+    """Reads bodies and hands them to threads. Long ones share one thread, so that they hold up no short ones.
+
+    Args:
+        most: bytes of a body.
+        seconds: in which it must have come.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._held = 0  # bytes of all bodies that are being read or wait for their thread
+        self._short = ThreadPoolExecutor(_THREADS, "tokenize")
+        self._long = ThreadPoolExecutor(1, "tokenize-long")
+
+    def close(self) -> None:
+        """Ends the threads; what waits for one is cancelled."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def process(self, request: Request, work: Callable[[bytes], _T]) -> _T:
+        """Reads a request's body, and returns what `work` makes of it on a thread.
+
+        Raises:
+            ApiError: the body is too long, does not come, is no JSON by its type, or too many are held.
+            ClientDisconnect: the client has gone.
+        """
+        async with self._read(request) as body:
+            pool = self._long if len(body) > _LONG else self._short
+            return await asyncio.get_running_loop().run_in_executor(pool, work, body)
+
+    @asynccontextmanager
+    async def _read(self, request: Request) -> AsyncIterator[bytes]:
+        # Another type would let any web page that a user of this machine opens post here.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON: Content-Type: application/json", "Content-Type")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._most:
+            raise self._too_long()
+        body = bytearray()
+        try:
+            try:
+                await asyncio.wait_for(self._receive(request, body), self._seconds)
+            except asyncio.TimeoutError:
+                message = f"the body was not there after {self._seconds:g} s (body_timeout)"
+                raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
+            yield bytes(body)
+        finally:
+            self._held -= len(body)
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Reads the body, and refuses it as soon as it is too long, whatever Content-Length says."""
+        async with aclosing(request.stream()) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                self._held += len(chunk)
+                if len(body) > self._most:
+                    raise self._too_long()
+                if self._held > _BODIES * self._most:
+                    raise ApiError(
+                        503, "too many long requests at a time", code="unavailable", headers={"Retry-After": "1"}
+                    )
+
+    def _too_long(self) -> ApiError:
+        message = f"the body is longer than {self._most} bytes (max_body_bytes)"
+        return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
