@@ -204,6 +204,18 @@ def test_the_models_and_the_health(url, api):
     assert Reply(url, "/health").json() == {"status": "ok"}
 
 
+def test_the_metrics_are_handed_on_to_those_who_have_the_key(server, tiny_engine):
+    with gateway(server.engine, server.grpc_url, metrics_url=server.metrics_url, api_key="right") as url:
+        assert Reply(url, "/metrics").status == 401
+        page = Reply(url, "/metrics", Authorization="Bearer right")
+        assert (page.status, page.headers["Content-Type"].split(";")[0]) == (200, "text/plain")
+        assert "dflash_slots_total" in page.text and "nv_inference_request_success" in page.text
+    with gateway(tiny_engine, nowhere(), metrics_url=f"http://{nowhere()}/metrics") as url:
+        assert Reply(url, "/metrics").status == 503
+    with gateway(tiny_engine, nowhere()) as url:
+        assert Reply(url, "/metrics").status == 404
+
+
 def test_raw_responses_bear_the_request_id(api):
     arguments = dict(model="tiny", messages=SUM, max_tokens=4)
     raw = api.chat.completions.with_raw_response.create(**arguments, extra_headers={"X-Request-Id": "mine-1"})

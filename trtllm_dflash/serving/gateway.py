@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 import time
+import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ _log = logging.getLogger(__name__)
 _CLIENT_GONE = 499  # nginx's status for it; nobody reads the reply, but the access log shows it
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_METRICS_SECONDS = 5
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
 
@@ -76,6 +78,7 @@ class GatewaySettings(BaseModel):
     Attributes:
         engine: the engine directory that Triton serves; its tokenizer and chat template are used here.
         triton_url: Triton's gRPC endpoint, HOST:PORT.
+        metrics_url: Triton's metrics, which `/metrics` hands on to those who have the key; None: there is no such page.
         model_name: the model's name in the API; by default the engine's name.
         api_key: required of clients as `Authorization: Bearer ...`; None lets everyone in.
         max_body_bytes: largest body of a request.
@@ -88,6 +91,7 @@ class GatewaySettings(BaseModel):
 
     engine: Path
     triton_url: str = "127.0.0.1:8001"
+    metrics_url: str | None = None
     model_name: str | None = Field(None, min_length=1)
     api_key: SecretStr | None = Field(None, min_length=1)
     max_body_bytes: PositiveInt = 4 << 20
@@ -124,6 +128,7 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
     app.add_exception_handler(Exception, _broken)
     for path, method, endpoint in (
         ("/health", "GET", gateway.health),
+        ("/metrics", "GET", gateway.metrics),
         ("/v1/models", "GET", gateway.models),
         ("/v1/models/{name:path}", "GET", gateway.model),
         ("/v1/completions", "POST", gateway.completions),
@@ -197,6 +202,16 @@ class Gateway:
         if not await self._triton.ready():
             raise ApiError(503, f"Triton at {self._settings.triton_url} is not ready", code="unavailable")
         return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Hands on Triton's metrics, for Prometheus."""
+        if self._settings.metrics_url is None:
+            raise ApiError(404, "/metrics: no metrics are served here", code="unknown_url")
+        try:
+            page = await asyncio.to_thread(_fetch, self._settings.metrics_url)
+        except OSError:
+            raise ApiError(503, "Triton's metrics are away", code="unavailable") from None
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     async def models(self) -> Response:
         """Lists the one model."""
@@ -337,6 +352,13 @@ class Gateway:
             if not begun:
                 raise refusal from None
             yield schema.error_event(refusal)
+
+
+def _fetch(url: str) -> bytes:
+    """Reads a page of this machine, past any proxy that the environment names."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=_METRICS_SECONDS) as page:
+        return bytes(page.read())
 
 
 def _count(usage: schema.Usage, piece: Piece) -> None:

@@ -126,7 +126,12 @@ def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, gate: 
         from trtllm_dflash.serving.gateway import GatewaySettings, create_app
     except ImportError as error:
         raise EngineError(f"--openai-port needs {error.name}: {EXTRA}") from None
-    values: dict[str, Any] = {"engine": engine, "triton_url": endpoints.grpc, "api_key": api_key}
+    values: dict[str, Any] = {
+        "engine": engine,
+        "triton_url": endpoints.grpc,
+        "metrics_url": endpoints.metrics,
+        "api_key": api_key,
+    }
     return create_app(GatewaySettings.model_validate(values), gate)
 
 
