@@ -73,10 +73,12 @@ def test_ranks_share_weights_and_caches() -> None:
 
 def test_graphs_are_those_of_every_step_that_may_be_prepared_of_the_torch_backend_alone() -> None:
     config = make_config(max_batch=8)
-    # Greedy and sampled. That decode: 1, 2, 4 and 8 slots, with every length. Beside 64, 256 and 512 prompt rows: 0, 2
-    # and 8 slots with blocks of 4, 6, 8 and 16 rows, and none; and one step that verifies the last drafts.
-    mixed = {(slots, rows, prompt) for slots in (0, 2, 8) for rows in (1, 4, 6, 8, 16) for prompt in (64, 256, 512)}
-    drafted, plain = 2 * (4 * (1 + 3 + 7) + len(mixed) + 1), 2 * (4 + 9)
+    # Greedy and sampled. That decode: 1, 2, 4 and 8 slots, with blocks of 2, 4, 8 and 16 rows. Beside 64, 256 and 512
+    # prompt rows: 2 and 8 slots with blocks of 4, 6, 8 and 16 rows, and none; no slots, with the largest and none; and
+    # one step that verifies the last drafts.
+    mixed = {(slots, rows, prompt) for slots in (2, 8) for rows in (1, 4, 6, 8, 16) for prompt in (64, 256, 512)}
+    mixed |= {(0, rows, prompt) for rows in (1, 16) for prompt in (64, 256, 512)}
+    drafted, plain = 2 * (4 * (1 + 2 + 4) + len(mixed) + 1), 2 * (4 + 9)
     assert plan_memory(config).graphs == drafted * (36 + 5) * GRAPH_LAYER
     assert plan_memory(config.model_copy(update={"drafter": None, "block_size": 1})).graphs == plain * 36 * GRAPH_LAYER
     assert plan_memory(config.model_copy(update={"backend": "tensorrt", "gpu": "sm90"})).graphs == 0
