@@ -134,6 +134,7 @@ def model(tiny_engine, monkeypatch):
         "itl_slack": "1.0",
         "prefill_share": "0.5",
         "max_queue": "0",
+        "deadline_seconds": "600.0",
         "draft": "true",
         "draft_length": "15",
     }
@@ -197,7 +198,7 @@ def test_what_runs_when_the_model_ends_gets_an_error(model):
 
 
 def test_another_model_can_end_a_request_by_its_key(model):
-    key = np.array([[7]], np.int64)
+    key = np.array([[model._keys.make()]], np.int64)
     running = request(1000, ignore_eos=np.array([[True]]), request_key=key)
     stop = request(1, stop=np.array([[True]]), request_key=key)
     model.execute([running])

@@ -395,6 +395,17 @@ def test_a_stream_whose_client_is_gone_frees_its_slot(client, server, model):
     server.wait_for_gauge("dflash_slots_in_use", 0)
 
 
+def test_an_http_stream_whose_client_is_gone_frees_its_slot(server):
+    cancelled = 'dflash_requests_total{outcome="cancelled"}'
+    before = server.settled_metrics()
+    url = f"{server.http_url}/v2/models/ensemble/generate_stream"
+    asked = {"text_input": "hello", "max_tokens": 1900, "ignore_eos": True, "stream": True, "draft": False}
+    with urllib.request.urlopen(url, json.dumps(asked).encode(), timeout=PATIENCE) as reply:
+        reply.readline()
+    server.wait_for_increase(before, {cancelled: 1})
+    server.wait_for_gauge("dflash_slots_in_use", 0)
+
+
 def test_a_unary_call_whose_client_is_gone_frees_its_slot(client, server):
     cancelled = 'dflash_requests_total{outcome="cancelled"}'
     before = server.settled_metrics()

@@ -148,6 +148,7 @@ def test_settings_reach_the_engine(tiny_engine):
         draft=False,
         draft_length=7,
         exclude_input_in_output=True,
+        deadline_seconds=90,
     )
     text = render(tiny_engine, settings)["tensorrt_llm/config.pbtxt"]
     parameters = text_format.Parse(text, ModelConfig()).parameters
@@ -164,6 +165,7 @@ def test_settings_reach_the_engine(tiny_engine):
         "max_queue": "3",
         "exclude_input_in_output": "true",
         "decoupled": "true",
+        "deadline_seconds": "90.0",
     }
 
 

@@ -30,6 +30,11 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Share of steps for prompts beside replies, where steps do not mix them.  [default: 0.5]",
         ),
         click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
+        click.option(
+            "--deadline-seconds",
+            type=float,
+            help="Most that a request may take, waiting included; it may ask for less.  [default: 600]",
+        ),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
         click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),
         click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),

@@ -29,6 +29,7 @@ from trtllm_dflash.serving.metrics import Metrics
 from trtllm_dflash.serving.outbox import Outbox, end_process
 from trtllm_dflash.serving.outputs import OUTPUTS, Response
 from trtllm_dflash.serving.parameters import TEXT_NAMES, EngineRequest, Fields, parse_request
+from trtllm_dflash.serving.request_key import RequestKeys
 from trtllm_dflash.serving.tensors import (
     FINAL,
     error_response,
@@ -83,6 +84,8 @@ class EngineModel:
         engine = Path(parameter(config, "engine"))
         self._decoupled = parameter(config, "decoupled") == "true"
         self._echo = parameter(config, "exclude_input_in_output") == "false"
+        self._deadline = float(parameter(config, "deadline_seconds"))
+        self._keys = RequestKeys()
         log_to_triton()
         limit_threads(read_config(engine))
         kernels: Kernels = "torch" if parameter(config, "kernels") == "torch" else "auto"
@@ -129,6 +132,8 @@ class EngineModel:
     def _take(self, request: Any, sender: Any) -> None:
         tensors = read_tensors(request)
         key = int(tensors["request_key"].item()) if "request_key" in tensors else 0
+        if key and not self._keys.knows(key):
+            raise RequestError("the other models of this repository make it; leave it out", "request_key")
         if "stop" in tensors and tensors["stop"].any():
             name = request.request_id()
             if not key and not name:
@@ -148,7 +153,7 @@ class EngineModel:
                 lambda update: self._unsent.append((reply, update)),
                 draft=asked.draft,
                 priority=asked.priority,
-                deadline=asked.deadline,
+                deadline=min(asked.deadline or self._deadline, self._deadline),
             )
             self._outbox.put(lambda: self._taken(reply, ticket))
         except DFlashError as error:

@@ -1,7 +1,6 @@
 """Triton's model `preprocessing`: encodes text to token ids, without the chat template."""
 
 import json
-import secrets
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.parameters import Fields, Tensors, check_stops
+from trtllm_dflash.serving.request_key import RequestKeys
 from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, wants_codes
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -46,6 +46,7 @@ class PreprocessingModel:
         hold_lifeline()
         engine = Path(parameter(json.loads(arguments["model_config"]), "engine"))
         config = read_config(engine)
+        self._keys = RequestKeys()
         self._codec = TextCodec.load(engine, config.chat_arguments)
         self._intake = Intake(config, self._codec)
 
@@ -65,7 +66,7 @@ class PreprocessingModel:
                 "INPUT_ID": np.array([ids], np.int32),
                 "REQUEST_INPUT_LEN": np.array([[len(ids)]], np.int32),
                 "REQUEST_OUTPUT_LEN": np.array([[fields.scalar("REQUEST_OUTPUT_LEN", 0)]], np.int32),
-                "REQUEST_KEY": np.array([[1 + secrets.randbelow(2**63 - 1)]], np.int64),
+                "REQUEST_KEY": np.array([[self._keys.make()]], np.int64),
             }
             if not requested <= tensors.keys():  # the ensemble asks for no more
                 tensors |= self._other_inputs(fields)

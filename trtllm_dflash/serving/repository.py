@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 from string import Template
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from trtllm_dflash.engine.directory import read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -29,6 +29,7 @@ class DeploySettings(ServiceSettings):
         kernels: auto, or torch for no CUDA kernels of ours; see `LLM.load`.
         exclude_input_in_output: a reply that comes as a whole does not begin with its prompt; a request may say
             otherwise. False as in TensorRT-LLM, whose clients take the prompt off.
+        deadline_seconds: most that a request may take, from its arrival to its last token; a request may ask for less.
     """
 
     model_config = ConfigDict(strict=True)
@@ -37,6 +38,7 @@ class DeploySettings(ServiceSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch"] = "auto"
     exclude_input_in_output: bool = False
+    deadline_seconds: Annotated[float, Field(gt=0, le=2**31 // 1000)] = 600.0
 
 
 def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, force: bool = False) -> None:

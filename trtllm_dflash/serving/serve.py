@@ -82,7 +82,9 @@ def serving(
     config = read_config(engine)
     endpoints = endpoints.chosen()
     gate = Gate()
-    app = _gateway_app(engine, endpoints, api_key, gate) if endpoints.openai_port is not None else None
+    app = None
+    if endpoints.openai_port is not None:
+        app = _gateway_app(engine, endpoints, api_key, settings.deadline_seconds, gate)
     with ExitStack() as stack:
         if repository is None:
             claim = Claim()
@@ -119,7 +121,7 @@ def _check_repository(repository: Path, engine: Path) -> None:
         )
 
 
-def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, gate: Gate) -> "FastAPI":
+def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, timeout: float, gate: Gate) -> "FastAPI":
     try:
         import uvicorn  # noqa: F401
 
@@ -131,6 +133,7 @@ def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, gate: 
         "triton_url": endpoints.grpc,
         "metrics_url": endpoints.metrics,
         "api_key": api_key,
+        "timeout": timeout,
     }
     return create_app(GatewaySettings.model_validate(values), gate)
 
