@@ -5,6 +5,7 @@ import json
 import queue
 import threading
 import time
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -14,6 +15,9 @@ from tests.waiting import PATIENCE
 
 #: A text that takes long: as many tokens as fit, one a step.
 LONG = {"max_tokens": 1500, "ignore_eos": True, "draft": False}
+
+
+C = TypeVar("C", bound="Client")
 
 
 class Client:
@@ -36,10 +40,11 @@ class Client:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def join(self) -> None:
-        """Returns once it has ended."""
+    def joined(self: "C") -> "C":
+        """This client, once it has ended."""
         self._thread.join(PATIENCE)
         assert self.ended is not None, "it hangs"
+        return self
 
     def request(self) -> None:
         """Makes the request and reads all of the reply."""

@@ -29,8 +29,7 @@ def test_a_killed_serve_takes_triton_and_its_models_with_it_and_no_stream_hangs(
         run.process.kill()
         killed = time.monotonic()
         for client in clients:
-            client.join()
-            assert client.ended - killed < MOST_SECONDS
+            assert client.joined().ended - killed < MOST_SECONDS
         assert all("UNAVAILABLE" in client.said for client in clients[:12])
         assert not any("[DONE]" in client.said for client in clients[12:])
         wait_until(lambda: not run.processes(), "all its processes have ended")
@@ -51,10 +50,9 @@ def test_when_the_engines_process_is_killed_its_clients_are_told_and_serve_ends(
         os.kill(run.pid_of("tensorrt_llm/1/model.py"), signal.SIGKILL)
         killed = time.monotonic()
         for client in clients:
-            client.join()
-            assert client.ended - killed < MOST_SECONDS
+            assert client.joined().ended - killed < MOST_SECONDS
         *_, event, done = clients[1].events
-        assert json.loads(event)["error"]["code"] == "unavailable"
+        assert json.loads(event)["error"]["code"] in ("unavailable", "shutdown")  # whichever is seen first
         assert done == "[DONE]"
         code, errors = run.ends()
         assert code == 1

@@ -144,6 +144,7 @@ class EngineModel:
         asked = parse_request(fields, self._decoupled, self._echo)
         requested = set(request.requested_output_names())
         outputs = [name for name in OUTPUTS if name in requested]
+        self._begin_drain()
         reply = Reply(asked, sender, outputs, key, request.request_id(), wants_codes(request))
         self._outbox.put(lambda: self._begin(reply))
         try:
@@ -164,6 +165,13 @@ class EngineModel:
         if not isinstance(error, DFlashError):
             traceback.print_exception(error)
         self._outbox.put(lambda: sender.send(error_response(error, coded), flags=FINAL))
+
+    def _begin_drain(self) -> None:
+        """Drains the service once that is ordered; on two threads, so that no request overtakes the order."""
+        seconds = None if self._draining else self._drain.seconds()
+        if seconds is not None:
+            self._service.drain(seconds)
+            self._draining = True
 
     # -- on the service's thread -------------------------------------------------------------------------------------
 
@@ -250,16 +258,12 @@ class EngineModel:
             end_process(self._service.failure)
 
     def _follow_drain(self) -> None:
-        """Drains the service once that is ordered, and reports when no request is on its way any more."""
+        """Reports, once a drain is ordered, when no request is on its way any more."""
         now = time.monotonic()
         if self._replies or not self._service.idle:
             self._busy = now
-        if not self._draining:
-            seconds = self._drain.seconds()
-            if seconds is not None:
-                self._service.drain(seconds)
-                self._draining = True
-        elif now - self._busy >= _SETTLED_SECONDS:
+        self._begin_drain()
+        if self._draining and now - self._busy >= _SETTLED_SECONDS:
             self._busy = math.inf
             self._drain.report_done()
 
