@@ -114,6 +114,19 @@ def test_a_streamed_chat_joined_is_the_whole_reply(api, tiny):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_each_prompt_of_a_list_has_a_choice_of_its_own(api, tiny):
+    prompts = ["Once upon a time", "There was", "def add(a, b):"]
+    expected = tiny.generate(prompts, SamplingParams(max_tokens=12))
+    reply = api.completions.create(model="tiny", prompt=prompts, temperature=0, max_tokens=12)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert [choice.text for choice in reply.choices] == [one.text for one in expected]
+    assert [choice.finish_reason for choice in reply.choices] == [one.finish_reason for one in expected]
+    assert reply.usage.prompt_tokens == sum(one.prompt_tokens for one in expected)
+    assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+    with pytest.raises(openai.BadRequestError, match="prompt: one prompt a stream"):
+        api.completions.create(model="tiny", prompt=prompts, stream=True)
+
+
 @pytest.mark.parametrize("prompt", ["Once upon a time", [1, 1647, 202, 75], ["There was"], [[5, 6, 7]]])
 def test_a_plain_completion_goes_on_with_text_or_tokens(api, tiny, prompt):
     one = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
@@ -292,7 +305,8 @@ def test_what_is_not_supported_is_refused_by_name(alone, field, value):
         ("suffix", "."),
         ("logprobs", 0),
         ("messages", SUM),
-        ("prompt", ["a", "b"]),
+        ("prompt", ["a", True]),
+        ("prompt", ["a"] * 129),
         ("prompt", [True]),
         ("prompt", []),
         ("prompt", ""),

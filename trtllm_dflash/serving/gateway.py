@@ -8,11 +8,11 @@ import re
 import secrets
 import time
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -39,13 +39,12 @@ from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving import openai_schema as schema
 from trtllm_dflash.serving.bodies import Bodies
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
+from trtllm_dflash.serving.event_stream import EventStream, while_connected
 from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.openai_schema import ApiError
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -140,12 +139,18 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request, ready for Triton, and the form of its reply."""
+    """A request, ready for Triton, and the form of its reply.
+
+    Attributes:
+        request: of its first prompt.
+        others: of the prompts after it.
+    """
 
     request: TokenRequest
     form: schema.ReplyForm
     stream: bool
     reply: TextStream | None = None  # what a chat's tokens mean; None: their text is the reply
+    others: tuple[TokenRequest, ...] = ()
 
     def text(self, piece: Piece) -> str:
         """Adds a piece to the reply; returns its new text."""
@@ -248,8 +253,11 @@ class Gateway:
     def _completion_job(self, body: bytes, request_id: str) -> _Job:
         asked = schema.parse(schema.CompletionRequest, body)
         self._check_name(asked.model)
-        ids = self._tokens(asked.prompt, "prompt")
-        return self._job(asked, ids, asked.max_tokens or _COMPLETION_TOKENS, request_id)
+        limit = asked.max_tokens or _COMPLETION_TOKENS
+        first, *others = (
+            self._job(asked, self._tokens(prompt, "prompt"), limit, request_id) for prompt in asked.prompt
+        )
+        return replace(first, others=tuple(job.request for job in others))
 
     def _chat_job(self, body: bytes, request_id: str) -> _Job:
         asked = schema.parse(schema.ChatRequest, body)
@@ -309,24 +317,34 @@ class Gateway:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         if job.stream:
-            return _EventStream(self._events(job))
-        return await _while_connected(request.receive, self._whole(job), Response(status_code=_CLIENT_GONE))
+            return EventStream(self._events(job))
+        return await while_connected(request.receive, self._whole(job), Response(status_code=_CLIENT_GONE))
 
     async def _whole(self, job: _Job) -> Response:
-        usage = schema.Usage(len(job.request.token_ids))
-        texts = []
-        reason = ""
+        tasks = [asyncio.create_task(self._reply(job, request)) for request in (job.request, *job.others)]
         try:
-            async with aclosing(self._triton.stream(job.request)) as pieces:
-                async for piece in pieces:
-                    _count(usage, piece)
-                    texts.append(job.text(piece))
-                    reason = "stop" if job.stopped else piece.finish_reason
-                    if job.stopped and not piece.finish_reason:
-                        break
+            replies = await asyncio.gather(*tasks)
         except Exception as error:
             raise _as_api_error(error, job) from None
-        return JSONResponse(job.form.whole("".join(texts), reason, usage))
+        finally:
+            for task in tasks:  # where one has failed, nobody reads the others
+                task.cancel()
+        first, *others = (usage for _, usage in replies)
+        return JSONResponse(job.form.whole([reply for reply, _ in replies], sum(others, first)))
+
+    async def _reply(self, job: _Job, request: TokenRequest) -> tuple[tuple[str, str], schema.Usage]:
+        """Reads one reply of a job: its text and finish reason, and its usage."""
+        usage = schema.Usage(len(request.token_ids))
+        texts = []
+        reason = ""
+        async with aclosing(self._triton.stream(request)) as pieces:
+            async for piece in pieces:
+                _count(usage, piece)
+                texts.append(job.text(piece))
+                reason = "stop" if job.stopped else piece.finish_reason
+                if job.stopped and not piece.finish_reason:
+                    break
+        return ("".join(texts), reason), usage
 
     async def _events(self, job: _Job) -> AsyncGenerator[bytes, None]:
         """Yields a reply's events, some at a time. Raises an ApiError only before the first."""
@@ -389,46 +407,6 @@ def _as_api_error(error: Exception, job: _Job) -> ApiError:
 
 
 # -- ASGI ------------------------------------------------------------------------------------------------------------
-
-
-class _EventStream(Response):
-    """Server-sent events. An ApiError before the first is an ordinary refusal with its own status."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _while_connected(receive, self._send(send), None)
-
-    async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            body = await anext(events)
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            async for body in events:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, _T], otherwise: _T) -> _T:
-    """Awaits the work while the client is connected; cancels it and returns `otherwise` once the client has gone."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = worker, watcher = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return worker.result() if worker.done() else otherwise
-    finally:
-        watcher.cancel()
-        worker.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Door:

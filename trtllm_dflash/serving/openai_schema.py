@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -20,6 +20,8 @@ from pydantic_core import PydanticCustomError
 from trtllm_dflash.runtime.request import MaxTokens, Seed, StopText, Temperature, TopK, TopP
 
 _R = TypeVar("_R", bound="Request")
+
+MOST_PROMPTS = 128  # of one request; each is a request to the engine
 
 #: Accepted and not acted upon: none of them changes what a reply says.
 IGNORED = frozenset(
@@ -117,16 +119,15 @@ def _text_of(content: object) -> object:
     return "\n".join(texts)
 
 
-def _one_prompt(prompt: object) -> object:
-    """Reads a prompt: a text or token ids; OpenAI's list of prompts may have one."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise PydanticCustomError("one_prompt", "one prompt a request is supported; send several requests")
-        (prompt,) = prompt
-    whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not whole:
-        raise PydanticCustomError("prompt", "must be a text or a list of token ids")
-    return prompt
+def _prompt_list(prompt: object) -> object:
+    """Reads the prompts of a request: a text, token ids, or a list of either."""
+    prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    if len(prompts) > MOST_PROMPTS:
+        raise PydanticCustomError("prompts", "more than {most} prompts; send several requests", {"most": MOST_PROMPTS})
+    for each in prompts:
+        if not isinstance(each, str) and not (isinstance(each, list) and all(type(token) is int for token in each)):
+            raise PydanticCustomError("prompt", "must be a text or a list of token ids")
+    return prompts
 
 
 def _stop_list(stop: object) -> object:
@@ -224,9 +225,15 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request):
-    """The body of /v1/completions."""
+    """The body of /v1/completions. Each prompt has a choice of its own."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompt_list)]
+
+    @model_validator(mode="after")
+    def _one_stream(self) -> "CompletionRequest":
+        if self.stream and len(self.prompt) > 1:
+            raise ApiError(400, "prompt: one prompt a stream is supported; send several requests", "prompt")
+        return self
 
 
 class ChatRequest(Request):
@@ -276,6 +283,9 @@ class Usage:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
     def body(self) -> dict[str, object]:
         """Makes OpenAI's `usage`."""
         return {
@@ -318,12 +328,14 @@ class ReplyForm:
         object.__setattr__(self, "_before_text", before + colon)
         object.__setattr__(self, "_after_text", after.removeprefix(b'""'))
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, object]:
-        """Makes the body of a reply that is not streamed."""
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
+    def whole(self, replies: list[tuple[str, str]], usage: Usage) -> dict[str, object]:
+        """Makes the body of replies that are not streamed, of the text and finish reason of each."""
+        choices = []
+        for index, (text, finish_reason) in enumerate(replies):
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            choices.append({"index": index, **said, "logprobs": None, "finish_reason": finish_reason})
         kind = {"object": "chat.completion"} if self.chat else {}
-        return {**self._head, **kind, "choices": [choice], "usage": usage.body()}
+        return {**self._head, **kind, "choices": choices, "usage": usage.body()}
 
     def opening(self) -> bytes:
         """Makes the first event of a stream: in a chat, the role of its message."""
