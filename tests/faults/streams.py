@@ -5,7 +5,7 @@ import json
 import queue
 import threading
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -64,7 +64,7 @@ class GrpcStream(Client):
     """A stream of the model `ensemble`; said is the error's text."""
 
     def request(self) -> None:
-        answers: queue.SimpleQueue[tuple[object, object]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         with triton.InferenceServerClient(self._url) as client:
             client.start_stream(lambda result, error: answers.put((result, error)))
             values = {"text_input": b"Count.", "stream": True, **LONG, **self._values}

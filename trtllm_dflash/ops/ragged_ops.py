@@ -182,8 +182,8 @@ class RaggedOps(TorchOps):
         if (causal and q.shape[2] > 1) or layer.window is not None:
             mask = self._masks.get(kind)
             if mask is None:
-                rows, _, *sees = kind
-                mask = self._masks[kind] = attention_mask(rows, _int32([length]), length, *sees, q.dtype)
+                mask = attention_mask(q.shape[2], _int32([length]), length, causal, layer.window, q.dtype)
+                self._masks[kind] = mask
         return self.masked_attention(q, keys, values, mask, layer.sinks)
 
     def _rows(self, layer: AttentionLayer, kind: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:

@@ -111,7 +111,8 @@ class TorchOps(Ops[Tensor]):
     def rope(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self._once(("rope", name), positions, lambda: self._rotation(name, positions))
         # [a, b] -> [a * cos - b * sin, b * cos + a * sin], the first half's signs in the sines.
-        return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+        turned: Tensor = x.roll(x.shape[-1] // 2, -1).mul_(sin)
+        return turned.add_(x * cos)
 
     def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Looks up both halves' cos, and their sin with its sign, at positions [B, N], each [B, 1, N, D]."""

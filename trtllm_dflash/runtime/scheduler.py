@@ -242,7 +242,8 @@ class Scheduler:
         batch = self._batch
         if batch is None:
             batch = self._batch = Batch.of(self._running)
-        reading, pieces = self._prefilling[: self._limits.pieces], []
+        reading = self._prefilling[: self._limits.pieces]
+        pieces: list[tuple[Stay, int]] = []
         try:
             if reading:
                 batch, pieces = self._choose(batch, reading)

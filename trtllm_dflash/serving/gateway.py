@@ -116,7 +116,11 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway.open()
         loop = asyncio.get_running_loop()
-        gate.on_shut(lambda: asyncio.run_coroutine_threadsafe(gateway.end_replies(), loop))
+
+        def end_replies() -> None:
+            asyncio.run_coroutine_threadsafe(gateway.end_replies(), loop)
+
+        gate.on_shut(end_replies)
         yield
         await gateway.close()
 
