@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trtllm_dflash.cost.gpus import GB, GPUS, RESERVED
-from trtllm_dflash.cost.memory import GRAPH_LAYER, MemoryPlan, check_fits, plan_memory
+from trtllm_dflash.cost.memory import GRAPH_LAYER, MemoryPlan, check_fits, plan_memory, plan_pages
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -60,9 +60,23 @@ def test_caches_are_two_tensors_a_layer() -> None:
     config = make_config()
     plan = plan_memory(config)
     row = 2 * 8 * 128 * 2  # K and V, heads, head size, bytes
-    assert plan.target_cache == 36 * row * 8 * (4096 + 32)
-    assert plan.drafter_cache == 5 * row * 8 * (4096 + 32)
+    pages = 8 * 65 * 64  # of 64 tokens, for 8 slots of 4096 + 32
+    assert plan.target_cache == 36 * row * pages
+    assert plan.drafter_cache == 5 * row * pages
+    for changes in ({"precision": "fp32"}, {"backend": "tensorrt"}):  # where a slot has one page
+        config = make_config(**changes)
+        assert plan_memory(config).target_cache == 36 * row // 2 * config.dtype.itemsize * 8 * (4096 + 32)
     assert plan.total == plan.weights + plan.target_cache + plan.drafter_cache + plan.scratch + plan.graphs
+
+
+def test_layers_with_a_window_are_counted_with_the_pages_that_they_use() -> None:
+    config = shape_config("gpt-oss-120b", precision="bf16", tp=1, max_batch=64, max_seq_len=32768, chunk=512)
+    page = 64 * 2 * 8 * 64 * 2  # tokens, K and V, heads, head size, bytes
+    full, windowed = 64 * -(-(32768 + 20) // 64), plan_pages(config, paged=True).window_pages
+    plan = plan_memory(config)
+    assert windowed < full / 40
+    assert plan.target_cache == 18 * page * (full + windowed)
+    assert plan.drafter_cache == config.drafter.layers * page // 64 * full * 64  # which has no windows
 
 
 def test_ranks_share_weights_and_caches() -> None:
@@ -131,5 +145,5 @@ def test_a_plan_of_gpt_oss_keeps_its_experts_as_the_gpu_multiplies_them() -> Non
     assert plan("tensorrt", "sm103").scratch < stored.scratch < plan("tensorrt", "sm120").scratch
     # A row for the sink's key, and an eighth of a head's 64 dimensions.
     row = 36 * 2 * 64 * 2 * 8  # layers, K and V, dimensions, bytes, slots
-    rows = stored.target_cache // row
+    rows = 4096 + 2 * 10  # of a slot, and two blocks
     assert plan("tensorrt", "sm120").target_cache == (rows + 1) * row * 72 // 64

@@ -3,7 +3,7 @@
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import is_expert
 from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PublishedGPU, capability
-from trtllm_dflash.cost.memory import computes_all_experts, plan_pages
+from trtllm_dflash.cost.memory import computes_all_experts, pages_on_gpu
 from trtllm_dflash.cost.prediction import ERROR_BOUND, FP8_CACHE_ERROR_BOUND, MIXTURE_ERROR_BOUND, MXFP4_SHARE
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
@@ -111,11 +111,11 @@ def _caches(config: EngineConfig, target: DecoderConfig) -> list[str]:
     notes = []
     sizes = [window for window in target.windows or () if window is not None]
     if sizes:
-        pages = plan_pages(config).window_pages
+        pages = pages_on_gpu(config).window_pages
         held = (
             f": they have {pages:,} pages of their own, which sequences give back as they go on."
             if pages
-            else ", and are counted with every slot's whole length, as without pages; pages (--kv-memory) hold less."
+            else ", and are counted with every slot's whole length."
         )
         notes.append(f"Caches: {len(sizes)} of {target.layers} layers see {max(sizes)} tokens only{held}")
     if config.kv == "fp8":

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.cost.memory import MemoryPlan, plan_memory, plan_pages
+from trtllm_dflash.cost.memory import MemoryPlan, pages_on_gpu, plan_memory
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
 from trtllm_dflash.engine.paging import Paging
@@ -23,8 +23,8 @@ class Inspection:
 
     @property
     def paging(self) -> Paging:
-        """The pages of its caches as a CPU keeps them; our kernels have pages of 64 where nothing was asked."""
-        return plan_pages(self.config)
+        """The pages of its caches on a GPU; a CPU keeps one a slot unless it is asked for others."""
+        return pages_on_gpu(self.config)
 
     @property
     def precision(self) -> str:

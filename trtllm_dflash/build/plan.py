@@ -20,8 +20,8 @@ from trtllm_dflash.cost.memory import (
     check_fits,
     computes_all_experts,
     fits_in,
+    pages_on_gpu,
     plan_adds,
-    plan_pages,
     stored_bytes,
 )
 from trtllm_dflash.cost.prediction import Limit, predict_step, sum_bytes
@@ -321,7 +321,7 @@ def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
 def _pages(config: EngineConfig) -> Pages | None:
     if config.kv_memory is None:
         return None
-    paging = plan_pages(config)
+    paging = pages_on_gpu(config)
     return Pages(count=paging.pages, rows=paging.rows)
 
 

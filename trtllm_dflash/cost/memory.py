@@ -10,7 +10,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.kernels import HEAD_SIZES, MAX_ROWS
+from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
 from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
@@ -42,7 +42,7 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig) -> MemoryPlan:
     """Counts the bytes that the first rank of an engine needs, which holds the most."""
     size = config.cache_dtype.itemsize
-    caches = {name: prod(shape) * size for name, shape in cache_shapes(config, plan_pages(config)).items()}
+    caches = {name: prod(shape) * size for name, shape in cache_shapes(config, pages_on_gpu(config)).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
         weights=weight_bytes(config),
@@ -220,6 +220,18 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
     return Paging(min(pages, most), rows, width, window, window_pages)
 
 
+def pages_on_gpu(config: EngineConfig) -> Paging:
+    """Chooses the pages of a rank's caches on a GPU: our kernels', where they compute it. Errors as `plan_pages`."""
+    return plan_pages(config, paged=_have_kernels(config))
+
+
+def _have_kernels(config: EngineConfig) -> bool:
+    """Whether our kernels compute such an engine on a GPU."""
+    heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
+    reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
+    return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
+
+
 def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:
     """Counts the pages that layers with a window need, however long the sequences: the largest window, and pages.
 
@@ -258,8 +270,8 @@ def _scratch(config: EngineConfig) -> int:
     # A layer's keys and values in the engine's type, made by way of FP32: a prompt's chunk reads those of its slot, and
     # where our kernels do not compute, a step those of all slots.
     cache = units_per_rank(target.kv_heads, config.tp) * target.head_size * config.cache_length
-    ours = size == 2 and target.head_size in HEAD_SIZES and config.block_size <= MAX_ROWS
-    widened = cache * (2 * size + 4) * (1 if ours else config.max_batch) if config.kv == "fp8" else 0
+    slots = 1 if _have_kernels(config) else config.max_batch
+    widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
     return rows * wide * size + logit_rows * logits * 4 + widened
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from trtllm_dflash.cost.gpus import gigabytes
-from trtllm_dflash.cost.memory import cache_shapes, plan_memory
+from trtllm_dflash.cost.memory import cache_bytes, cache_shapes
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.paging import Paging, linear_paging
 from trtllm_dflash.errors import EngineError
@@ -333,8 +333,7 @@ def _allocate_caches(config: EngineConfig, device: torch.device, paging: Paging)
     try:
         return {name: torch.zeros(shape, dtype=config.cache_dtype, device=device) for name, shape in shapes.items()}
     except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
-        plan = plan_memory(config)
         raise EngineError(
-            f"there is no memory for {gigabytes(plan.target_cache + plan.drafter_cache)} of caches: {config.max_batch} "
+            f"there is no memory for {gigabytes(cache_bytes(config, paging))} of caches: {config.max_batch} "
             f"slots of {config.max_seq_len} tokens; build with a smaller --max-batch or --max-seq-len"
         ) from error
