@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN    := .venv/bin
 
-.PHONY: setup demo test check lowest lint types kernels plugin wheel clean
+.PHONY: setup demo test check lowest audit lint types kernels plugin wheel clean
 
 setup: .venv/ready
 
@@ -45,6 +45,15 @@ lowest: .venv-lowest/ready
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-lowest/versions.txt --editable ".[dev]"
 	@touch $@
 
+# Published holes of what is installed, which PyPI knows: needs the network. docs/security.md has what was found before.
+audit: setup .venv-audit/ready
+	PIPAPI_PYTHON_LOCATION=$(BIN)/python .venv-audit/bin/pip-audit --skip-editable
+
+.venv-audit/ready:
+	$(PYTHON) -m venv --clear .venv-audit
+	.venv-audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,4 +74,4 @@ wheel: setup
 	$(BIN)/hatchling build --target wheel
 
 clean:
-	rm -rf .venv .venv-lowest engines plugins/build
+	rm -rf .venv .venv-lowest .venv-audit engines plugins/build
