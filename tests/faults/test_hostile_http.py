@@ -93,6 +93,7 @@ def until_closed(client: socket.socket) -> bytes:
 # -- 10,000 malformed requests -----------------------------------------------------------------------------------------
 
 HEADERS = [b"Host: x", b"Content-Type: application/json", b"Transfer-Encoding: chunked", b"Expect: 100-continue"]
+HOSTS = [b"Host: [", b"Host: a:b:c", b"Host: ", b"X: y"]
 LENGTHS = [b"-1", b"0x10", b"1, 2", b"9" * 30, b"5\r\nContent-Length: 6", b"", b"1e3", b"4194305"]
 CHUNKS = [b"5\r\nabcd\r\n", b"-1\r\n\r\n", b"zz\r\n", b"ffffffffffffffff\r\n", b"1;x=\0\r\na\r\n", b"0\r\nX: y"]
 VALUES: list[object] = [None, True, -1, 1e308, 10**40, "", "\ud800", "\0", [], [[]], {}, [{}], [1, "a"], "x" * 9999]
@@ -114,7 +115,7 @@ def damaged(chance: random.Random) -> bytes:
 
 def misframed(chance: random.Random) -> bytes:
     """A request whose body's length is a contradiction."""
-    lines = [b"POST /v1/completions HTTP/1.1", *chance.sample(HEADERS, chance.randrange(1, 5))]
+    lines = [b"POST /v1/completions HTTP/1.1", *chance.sample(HEADERS, chance.randrange(1, 5)), chance.choice(HOSTS)]
     if chance.random() < 0.6:
         lines.append(b"Content-Length: " + chance.choice(LENGTHS))
     body = b"".join(chance.choices(CHUNKS, k=chance.randrange(1, 5)))

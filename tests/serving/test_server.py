@@ -175,7 +175,9 @@ def test_the_host_is_the_openai_apis_and_triton_stays_on_loopback(quick):
         }
         assert all(reachable("127.0.0.1", at[name]) for name in TRITONS)
         run.process.terminate()
-        assert run.ends() == (143, "")
+        code, errors = run.ends()
+        assert (code, errors.count("\n")) == (143, 1)
+        assert errors.startswith("warning: --host 0.0.0.0: the OpenAI API has no key; give it one")
         wait_until(run.leaves_nothing, "nothing of it is left")
 
 

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -69,12 +70,8 @@ def serve(
     if repository is not None and fixed:
         raise SettingsError(f"{flag_of(fixed[0])}: --repository has its own settings; give this to deploy")
     key = _read_key(endpoints, openai_api_key_file)
-    if endpoints.expose_triton and not endpoints.local:
-        click.echo(
-            f"warning: --expose-triton: whoever reaches {endpoints.host} can use Triton without a key, fill its "
-            "memory, and end one that is older than 25.07 with a single request",
-            err=True,
-        )
+    for risk in _risks(endpoints, key):
+        click.echo(f"warning: {risk}", err=True)
     if is_heard(signal.SIGHUP):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
     settings = deploy_settings(no_draft, flags)
@@ -99,6 +96,19 @@ def serve(
             running.wait()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _risks(endpoints: "Endpoints", key: str | None) -> Iterator[str]:
+    """Says what others than this machine's users may do, in a line each."""
+    if endpoints.local:
+        return
+    if endpoints.expose_triton:
+        yield (
+            f"--expose-triton: whoever reaches {endpoints.host} can use Triton without a key, fill its memory, and end "
+            "one that is older than 25.07 with a single request"
+        )
+    if endpoints.openai_port is not None and key is None:
+        yield f"--host {endpoints.host}: the OpenAI API has no key; give it one: --openai-api-key-file, or {VARIABLE}"
 
 
 def _read_key(endpoints: "Endpoints", file: Path | None) -> str | None:
