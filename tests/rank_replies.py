@@ -1,0 +1,28 @@
+"""Replies of an engine, whatever its ranks. Each of them runs this as a program, and rank 0 prints.
+
+It imports no other file of the tests: every rank would import what that needs.
+"""
+
+import json
+import sys
+
+from trtllm_dflash import LLM, SamplingParams
+
+TOKENS = 24
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4}
+
+
+def replies(llm: LLM, prompts: list[list[int]]) -> list[list[list[list[int]]]]:
+    """Token ids and accepted drafts of the replies to prompts, greedy and then sampled."""
+    return [
+        [[reply.token_ids, reply.accepted_per_step] for reply in llm.generate(prompts, params)]
+        for params in (SamplingParams(max_tokens=TOKENS), SamplingParams(max_tokens=TOKENS, **SAMPLED))
+    ]
+
+
+if __name__ == "__main__":
+    with LLM.load(sys.argv[1], "cpu") as llm:
+        if llm.session.communicator.rank:
+            llm.session.follow()
+        else:
+            print(json.dumps(replies(llm, json.loads(sys.argv[2]))))
