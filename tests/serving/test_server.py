@@ -23,8 +23,8 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving import server as server_module
 from trtllm_dflash.serving import triton as triton_module
 from trtllm_dflash.serving.endpoints import Endpoints
-from trtllm_dflash.serving.repository import deploy
-from trtllm_dflash.serving.server import Server, find_cause
+from trtllm_dflash.serving.repository import DeploySettings, deploy
+from trtllm_dflash.serving.server import RANK_MODEL, Server, find_cause
 from trtllm_dflash.serving.triton import Triton, find_triton
 
 pytestmark = pytest.mark.slow
@@ -53,6 +53,15 @@ def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pas
 def hang(begun: Path) -> str:
     """Code that never ends, and makes a file when it is reached."""
     return f"open({str(begun)!r}, 'w').close(); time.sleep(100_000)"
+
+
+def engine_alone(engine: Path, folder: Path) -> Path:
+    """The repository of an engine with its own model and none beside it: it starts sooner."""
+    deploy(engine, folder, DeploySettings(device="cpu"))
+    for model in folder.iterdir():
+        if model.is_dir() and model.name != RANK_MODEL:
+            shutil.rmtree(model)
+    return folder
 
 
 def get(url: str, path: str | None = None) -> tuple[int, bytes]:
@@ -121,7 +130,7 @@ def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, serve
     engine = shutil.copytree(served_engine, tmp_path / "engine")
     with (engine / "rank0.safetensors").open("r+b") as file:
         file.truncate(1000)
-    with serve("--engine", engine, "--device", "cpu") as run:
+    with serve("--engine", engine, "--repository", engine_alone(engine, tmp_path / "models")) as run:
         code, errors = run.ends()
         assert code == 1
         assert re.fullmatch(
@@ -417,8 +426,9 @@ def test_two_ranks_serve_the_text_of_one_and_die_together(two_ranks, server):
         wait_until(run.leaves_nothing, "nothing of it is left")
 
 
-def test_two_ranks_end_in_order(two_ranks):
-    with serve("--engine", two_ranks, "--device", "cpu", "--json") as run:
+def test_two_ranks_end_in_order(two_ranks, tmp_path):
+    models = engine_alone(two_ranks, tmp_path / "models")
+    with serve("--engine", two_ranks, "--repository", models, "--json") as run:
         run.line()
         run.process.send_signal(signal.SIGINT)
         assert run.ends() == (130, "")
@@ -428,7 +438,7 @@ def test_two_ranks_end_in_order(two_ranks):
 def test_a_rank_that_does_not_load_is_one_line(two_ranks, tmp_path):
     engine = shutil.copytree(two_ranks, tmp_path / "engine")
     (engine / "rank1.safetensors").unlink()
-    with serve("--engine", engine, "--device", "cpu") as run:
+    with serve("--engine", engine, "--repository", engine_alone(engine, tmp_path / "models")) as run:
         code, errors = run.ends()
         assert code == 1
         assert re.fullmatch(
