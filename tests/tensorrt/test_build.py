@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.checkpoints import make_drafter, make_target
 from tests.conftest import build_tiny, refusal, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE, wait_until
@@ -116,11 +117,21 @@ def test_more_workers_than_this_host_has_memory_for_are_refused(tiny):
         check_host_memory(config, 100000)
 
 
+@pytest.fixture(scope="module")
+def small_pair(tmp_path_factory):
+    """Flags of a pair of which a rank is compiled in two seconds or so."""
+    folder = tmp_path_factory.mktemp("small")
+    shape = {"heads": 16, "kv_heads": 8, "head_size": 64}
+    target = make_target(folder / "target", layers=2, hidden=128, vocab=512, **shape)
+    drafter = make_drafter(folder / "drafter", target, layers=1, tap_layers=(0, 1), **shape)
+    return ["--target", target, "--drafter", drafter, "--max-seq-len", 256]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_signal_ends_a_build_and_leaves_no_half_engine(workers, number, tmp_path):
-    words = [*BUILD, "--gpu", "sm120", "--tp", "4", "--workers", str(workers), "--output", str(tmp_path / "engine")]
-    command = [sys.executable, "-m", "trtllm_dflash", *words]
+def test_a_signal_ends_a_build_and_leaves_no_half_engine(small_pair, workers, number, tmp_path):
+    words = ["build", "--backend", "tensorrt", *small_pair, "--gpu", "sm120", "--tp", 4, "--workers", workers]
+    command = [sys.executable, "-m", "trtllm_dflash", *words, "--output", tmp_path / "engine"]
     process = start(command, stdout=None, start_new_session=True)
     wait_until(lambda: list(tmp_path.glob(".*/build-rank0.log")) or process.poll() is not None, "rank 0 is compiled")
     # Ctrl-C reaches the workers too; a polite kill the command alone.
