@@ -110,7 +110,7 @@ def test_models_as_json_says_the_same():
     assert not rows[CONFIGS.index("kimi-k2.5")]["buildable"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])
+@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--json"]], ids=["table", "json"])
 def test_a_reader_that_goes_away_is_no_error(flags):
     """`trtllm-dflash models | head -1`, with the pipe closed before anything is written."""
     process = start([*PYTHON, "models", *flags])
