@@ -72,26 +72,30 @@ def compile_pair(
     return compile_rank(config, weights, rank, CompileSettings(gpu=gpu, **settings), progress)
 
 
-@pytest.mark.parametrize("gpu", ["sm89", "sm120"])
-@pytest.mark.parametrize(("precision", "sampled"), [("bf16", True), ("fp16", False)])
-@pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_both_profiles_compile(
-    pairs: dict[str, Pair], family: str, tp: int, precision: str, sampled: bool, gpu: str
-) -> None:
-    assert compile_pair(pairs[family], gpu, tp, precision, rank=tp - 1, sampled=sampled).data.nbytes > 0
+#: Ranks, precision and GPU in every combination, each with one of the families by turns.
+COMBINATIONS = [
+    ("llama" if (i + j + k) % 2 else "qwen3", tp, precision, gpu)
+    for i, tp in enumerate((1, 2, 8))
+    for j, precision in enumerate(("bf16", "fp16"))
+    for k, gpu in enumerate(("sm89", "sm120"))
+]
 
 
-def test_all_ranks_compile(pairs: dict[str, Pair]) -> None:
-    for rank in range(8):
-        assert compile_pair(pairs["llama"], "sm120", tp=8, rank=rank).data.nbytes > 0
+@pytest.mark.parametrize(("family", "tp", "precision", "gpu"), COMBINATIONS)
+def test_both_profiles_compile(pairs: dict[str, Pair], family: str, tp: int, precision: str, gpu: str) -> None:
+    plan = compile_pair(pairs[family], gpu, tp, precision, rank=tp - 1, sampled=precision == "bf16")
+    assert plan.data.nbytes > 0
+
+
+@pytest.mark.parametrize("rank", [0, 4])  # the last one is among the combinations
+def test_the_first_and_a_middle_rank_compile(pairs: dict[str, Pair], rank: int) -> None:
+    assert compile_pair(pairs["llama"], "sm120", tp=8, rank=rank).data.nbytes > 0
 
 
 def test_a_drafter_of_five_layers_compiles(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", layers=2, hidden=128, vocab=512, **SHAPE)
     drafter = make_drafter(tmp_path / "drafter", target, layers=5, tap_layers=(0, 1), **SHAPE)
-    for sampled in (False, True):
-        assert compile_pair(open_pair(target, drafter), "sm120", sampled=sampled).data.nbytes > 0
+    assert compile_pair(open_pair(target, drafter), "sm120", sampled=True).data.nbytes > 0
 
 
 def test_shipped_pair_compiles() -> None:

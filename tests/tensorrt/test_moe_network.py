@@ -18,6 +18,7 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 
 from tests.tensorrt.evaluator import trt
 from tests.tensorrt.test_network import BLOCK, Both, compare_generation, make_config
+from tests.tensorrt.test_quantized import compiled
 from trtllm_dflash.build.tensorrt_compiler import Plan
 from trtllm_dflash.build.tensorrt_network import build_network
 
@@ -85,7 +86,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     ("family", "flags"),
     [
         ("gpt-oss", ["--gpu", "sm120", "--tp", "1"]),
-        ("gpt-oss", ["--gpu", "sm120", "--tp", "8", "--greedy"]),
+        ("gpt-oss", ["--gpu", "sm120", "--tp", "2", "--greedy"]),
         ("gpt-oss", ["--gpu", "sm89", "--tp", "1", "--precision", "fp16", "--greedy"]),
         ("qwen3-moe", ["--gpu", "sm120", "--tp", "2", "--ep", "--greedy"]),
     ],
@@ -105,6 +106,11 @@ def test_every_ranks_plan_is_built(
     if family == "gpt-oss":
         shape = inspect_engine(engine).io.inputs["model.layers.1.key"].shape
         assert shape == (-1, 8 // config.tp, config.cache_length + 1, 64 + SINK_SIZE)
+
+
+def test_the_last_of_eight_ranks_compiles(checkpoints: dict[str, tuple[Path, Path]]) -> None:
+    """Of each expert it has one block of MXFP4, and one key head."""
+    assert compiled(open_pair(*checkpoints["gpt-oss"]), "sm120", 8).data.nbytes > 0
 
 
 @pytest.mark.parametrize("lossy", [False, True], ids=["exact", "lossy"])
