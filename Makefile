@@ -74,4 +74,4 @@ wheel: setup
 	$(BIN)/hatchling build --target wheel
 
 clean:
-	rm -rf .venv .venv-lowest .venv-audit engines plugins/build
+	rm -rf .venv .venv-lowest .venv-audit engines plugins/build plugins/build-tests

@@ -38,9 +38,12 @@ needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of what CMake builds, for SM90 alone; with the plugin where TENSORRT_INCLUDE names the headers."""
-    folder = tmp_path_factory.mktemp("plugins")
+def built():
+    """The folder of what CMake builds, for SM90 alone; with the plugin where TENSORRT_INCLUDE names the headers.
+
+    It stays, and CMake compiles what has changed since. A warning is an error of the compilers, so none is left in it.
+    """
+    folder = PLUGINS / "build-tests"
     headers = os.environ.get("TENSORRT_INCLUDE", "")
     configure = ["cmake", "-S", PLUGINS, "-B", folder, "-DCMAKE_CUDA_ARCHITECTURES=90-real"]
     for command in ([*configure, f"-DTENSORRT_INCLUDE={headers}"], ["cmake", "--build", folder, "--parallel", "2"]):
