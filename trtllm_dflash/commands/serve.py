@@ -93,7 +93,12 @@ def serve(
                     )
                 )
             _show_endpoints(engine, running, as_json)
-            running.wait()
+            try:
+                running.wait()
+            except (KeyboardInterrupt, SystemExit):
+                if sys.stderr.isatty():
+                    click.echo(f"ending: what runs has {drain_seconds:g} s (Ctrl-C again ends it at once)", err=True)
+                raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -26,6 +26,7 @@ class Claim:
     Attributes:
         name: begins the names of files in shared memory, and is in the environment of the processes.
         folder: a temporary folder of its own.
+        control: a folder in it, by which its processes know it.
     """
 
     def __init__(self) -> None:
@@ -35,12 +36,14 @@ class Claim:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         self._lock.write(bytes(self.folder))
         self._lock.flush()
-        self._lifeline = Lifeline(self.folder)
+        self.control = self.folder / "control"
+        self.control.mkdir()
+        self._lifeline = Lifeline(self.control)
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables for the processes that bear the name, and are killed when this one ends."""
-        return {MARK: self.name, FOLDER: str(self.folder)}
+        return {MARK: self.name, FOLDER: str(self.control)}
 
     def release(self, keep_files: bool = False) -> None:
         """Kills the processes that bear the name, and removes what else does.
@@ -53,7 +56,7 @@ class Claim:
         for entry in self.folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif not keep_files or not entry.is_file():
+            elif not keep_files:
                 entry.unlink(missing_ok=True)
         with suppress(OSError):  # it holds files that stay
             self.folder.rmdir()

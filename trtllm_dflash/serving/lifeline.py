@@ -9,7 +9,7 @@ import os
 import signal
 from pathlib import Path
 
-#: In the environment of a server's processes: the folder of the server, which holds the pipe.
+#: In the environment of a server's processes: the folder that holds the pipe.
 FOLDER = "TRTLLM_DFLASH_FOLDER"
 
 _NAME = "lifeline"

@@ -265,7 +265,7 @@ class Server:
         if self._told:
             return
         self._told = True
-        order = DrainOrder(self._claim.folder)
+        order = DrainOrder(self._claim.control)
         ours = order.is_heard
         if ours:
             order.give(self.drain_seconds)
