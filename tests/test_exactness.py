@@ -1,4 +1,4 @@
-"""Drafted output is the target's own, token for token in FP32."""
+"""Drafted output is the target's own, token for token."""
 
 import functools
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.checkpoints import make_drafter, make_target
-from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
@@ -114,13 +113,11 @@ def test_prompts_of_one_token_and_at_the_context_limit(params, tmp_path):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_in_bf16_any_difference_is_a_near_tie_of_the_logits(params, tiny_at):
-    """A GEMM of 16 rows and one of 1 row round differently in BF16; only a near-tie may tell them apart."""
+def test_in_bf16_too_drafted_text_equals_plain_text(params, tiny_at):
     llm = tiny_at(16, precision="bf16")
     texts = [text for kind in read_prompts(2).values() for text in kind]
     prompts = [llm.encode([{"role": "user", "content": text}]) for text in texts]
     drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
-    same = assert_only_near_ties_differ(llm, prompts, tokens(drafted), tokens(plain), params, dtype=torch.bfloat16)
-    assert same >= len(prompts) // 2
+    assert tokens(drafted) == tokens(plain)
     accepted = [count for completion in drafted for count in completion.accepted_per_step]
     assert sum(accepted) / len(accepted) > (5 if params is GREEDY else 2)

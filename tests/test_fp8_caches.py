@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_gpt_oss, make_target
 from tests.conftest import TINY, refusal, succeeds
-from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.plan import BuildPlan
 from trtllm_dflash.build.planning import plan_engine
@@ -122,8 +121,7 @@ def test_drafted_text_equals_plain_text(family, params, tmp_path, monkeypatch):
         assert {cache.dtype for cache in llm.session.caches.values()} == {FP8}
         drafted = llm.generate(prompts, params)
         plain = tokens(llm.generate(prompts, params, draft=False))
-        same = assert_only_near_ties_differ(llm, prompts, tokens(drafted), plain, params, dtype=torch.bfloat16)
-        assert same >= len(prompts) // 2
+        assert tokens(drafted) == plain
         assert any(count for completion in drafted for count in completion.accepted_per_step)
         # Prefixes that are there already are copied from slot to slot.
         copies, run = [], llm.session.run
@@ -131,8 +129,7 @@ def test_drafted_text_equals_plain_text(family, params, tmp_path, monkeypatch):
         short = params.model_copy(update={"max_tokens": 1})
         # The short ones leave their slots to the last, while the first, of the same prompt, still has its own.
         after = llm.generate([prompts[5], *prompts[:3], prompts[5]], [params, short, short, short, params])
-        again = [prompts[5]] * 2, tokens(after[::4]), [plain[5]] * 2
-        assert_only_near_ties_differ(llm, *again, params, dtype=torch.bfloat16)
+        assert tokens(after[::4]) == [plain[5]] * 2
         assert copies
     with LLM.from_pretrained(target, drafter, **{**limits, "kv": "engine"}) as llm:
         assert {cache.dtype for cache in llm.session.caches.values()} == {torch.float32}
@@ -158,8 +155,7 @@ def scaled_pair(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "target", folder / "drafter"
 
 
-def test_the_shipped_pair_s_drafts_survive_as_before_and_only_near_ties_turn(scaled_pair):
-    """Sums of 16 rows and of 1 differ in their last digits, and where that decides how a row is rounded, by a step."""
+def test_the_shipped_pair_s_drafts_survive_as_before_and_no_text_turns(scaled_pair):
     texts = [text for texts in read_prompts(2).values() for text in texts]
     lengths = {}
     for name, (target, drafter), kv in (
@@ -171,9 +167,7 @@ def test_the_shipped_pair_s_drafts_survive_as_before_and_only_near_ties_turn(sca
             assert llm.config.kv == (None if name == "engine" else "fp8")
             prompts: list[Any] = [llm.encode([{"role": "user", "content": text}]) for text in texts]
             drafted, plain = llm.generate(prompts, GREEDY), llm.generate(prompts, GREEDY, draft=False)
-            both = tokens(drafted), tokens(plain)
-            same = assert_only_near_ties_differ(llm, prompts, *both, GREEDY, dtype=torch.bfloat16)
-            assert same == len(prompts) if name == "engine" else same >= len(prompts) // 2
+            assert tokens(drafted) == tokens(plain)
         lengths[name] = sum(len(r.token_ids) - 1 for r in drafted) / sum(r.steps for r in drafted)
     print(lengths)
     assert all(length > 0.85 * lengths["engine"] for length in lengths.values())

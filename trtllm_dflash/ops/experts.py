@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from trtllm_dflash.ops import cpu_products
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
@@ -73,9 +74,21 @@ def activate(gate_up: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
     """Computes SwiGLU, or its clamped kind, of gate and up [..., 2F]: [..., F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
-        return F.silu(gate) * up
+        return silu(gate) * up
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
+    return silu(gate, clamp.alpha) * (up + 1)
+
+
+def silu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """Computes x * sigmoid(alpha * x).
+
+    On the CPU from `exp`: torch's own sigmoid has other digits where a thread's last few numbers are computed singly,
+    so that a row would depend on how many there are.
+    """
+    if x.is_cuda:
+        return F.silu(x) if alpha == 1 else x * torch.sigmoid(alpha * x)
+    wide = x.float()
+    return (wide / (wide * -alpha).exp_().add_(1)).to(x.dtype)
 
 
 def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
@@ -137,8 +150,8 @@ def _most_tiles(pairs: int, experts: int, size: int) -> int:
 
 
 def _linear(x: Tensor, matrix: ExpertMatrix, expert: int) -> Tensor:
-    bias = None if matrix.bias is None else matrix.bias[expert]
-    return F.linear(x, matrix.numbers(expert, x.dtype), bias)
+    bias, numbers = None if matrix.bias is None else matrix.bias[expert], matrix.numbers(expert, x.dtype)
+    return F.linear(x, numbers, bias) if x.is_cuda else cpu_products.product(x, numbers, bias)
 
 
 def _tile_linear(x: Tensor, matrix: ExpertMatrix, experts: Tensor) -> Tensor:

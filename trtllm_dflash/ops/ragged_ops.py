@@ -1,20 +1,23 @@
 """`TorchOps` on flat rows over paged caches: the rows of many slots, each with as many as it likes, in one step.
 
 Rows are tight, segment after segment: a segment is one slot's run of rows, of a decoding slot or a piece of a prompt.
-Models see them as one slot's: x is [1, N, H]; what is per slot, `start` say, is [G], one for each of G segments.
+Models see them as one slot's: x is [1, N, H]; what is per slot, `start` say, is [G], one for each of G segments. What a
+row becomes depends on nothing else in the step, to the bit: see `cpu_products` and `cpu_attention`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, hidden_keys
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
-from trtllm_dflash.ops.torch_ops import TorchOps, attention_mask
+from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
 
@@ -118,7 +121,7 @@ class RaggedOps(TorchOps):
     ) -> None:
         super().__init__(weights, caches, communicator)
         self._layout = layout
-        self._masks: dict[tuple[int, int, bool, int | None], Tensor] = {}  # by rows, length, causal and window
+        self._masks: dict[tuple[Any, ...], Tensor] = {}  # of this step's attention, the same in every layer
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -177,17 +180,27 @@ class RaggedOps(TorchOps):
 
     def _attend(self, layer: AttentionLayer, segment: Segment, q: Tensor, length: int, causal: bool) -> Tensor:
         """Attends from q [1, heads, n, D], a slot's last rows, to its first `length` rows: [1, n, heads*D]."""
+        rows = q.shape[2]
         keys, values = (self._rows(layer, kind, segment, length, q.dtype) for kind in ("key", "value"))
-        mask, kind = None, (q.shape[2], length, causal, layer.window)
-        if (causal and q.shape[2] > 1) or layer.window is not None:
-            mask = self._masks.get(kind)
-            if mask is None:
-                mask = attention_mask(q.shape[2], _int32([length]), length, causal, layer.window, q.dtype)
-                self._masks[kind] = mask
-        return self.masked_attention(q, keys, values, mask, layer.sinks)
+        sinks = None if layer.sinks is None else self.weights[layer.sinks]
+        out = []
+        for part in q[0].split(BLOCK if causal else rows, dim=1):
+            end = length - rows + sum(map(len, out)) + part.shape[1] if causal else length
+            # Nobody sees the tiles before the window of the first row.
+            first = 0 if layer.window is None else max(0, end - part.shape[1] + 1 - layer.window) // TILE * TILE
+            hidden = self._hidden(first, end, part.shape[1], causal, layer.window)
+            out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks))
+        return (out[0] if len(out) == 1 else torch.cat(out))[None]
+
+    def _hidden(self, *key: Any) -> Tensor:
+        """Makes the mask of `hidden_keys`, once for all layers."""
+        hidden = self._masks.get(key)
+        if hidden is None:
+            hidden = self._masks[key] = hidden_keys(*key)
+        return hidden
 
     def _rows(self, layer: AttentionLayer, kind: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:
-        """Takes a slot's first `length` rows of a cache: [1, heads, length, D]; scratch before a layer's window."""
+        """Takes a slot's first `length` rows of a cache: [heads, length, D]; scratch before a layer's window."""
         name = layer.prefix + kind
         cache = self.caches[name]
         pages = segment.pages_of(layer)[: -(-length // self._layout.page_rows)]
@@ -195,7 +208,7 @@ class RaggedOps(TorchOps):
             rows = cache[pages[0]][:, :length]
         else:
             rows = torch.cat([cache[page] for page in pages], dim=1)[:, :length]
-        return (rows if cache.dtype != FP8 else dequantize_cache_rows(rows, self.weights[name + ".scale"], dtype))[None]
+        return rows if cache.dtype != FP8 else dequantize_cache_rows(rows, self.weights[name + ".scale"], dtype)
 
     # -- choosing tokens ---------------------------------------------------------------------------------------------
 

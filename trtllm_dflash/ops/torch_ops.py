@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trtllm_dflash.ops import cpu_products
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, MoELayer, Ops, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
-from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
+from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, silu
 from trtllm_dflash.ops.fp8 import (
     FP8,
     Fp8Weight,
@@ -21,9 +22,6 @@ from trtllm_dflash.ops.fp8 import (
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 
 Tensor = torch.Tensor
-
-#: Rows up to which the CPU's GEMM, on one thread, is faster with the weight as its left operand.
-_WEIGHT_FIRST_ROWS = 9
 
 
 class TorchOps(Ops[Tensor]):
@@ -59,18 +57,9 @@ class TorchOps(Ops[Tensor]):
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = linear_weight(self.weights, name), self.weights.get(name + ".bias")
-        slots, rows, _ = x.shape
-        if not isinstance(weight, Tensor):
-            y = self.quantized_product(x, weight)
-            return y if bias is None else y + bias
-        count = slots * rows
-        if x.is_cuda or count == 1 or x.dtype != torch.float32:
-            return F.linear(x, weight, bias)
-        if count > _WEIGHT_FIRST_ROWS and torch.get_num_threads() == 1:
-            return F.linear(x, weight, bias)
-        # The weight as the left operand: the CPU's GEMM then repacks the few rows and not the weight. On two threads 16
-        # rows take a third less time; on one, 2 rows half, 8 rows a fifth less, and 15 rows twice as much.
-        y = torch.mm(weight, x.flatten(0, 1).t()).t().view(slots, rows, -1)
+        if isinstance(weight, Tensor):
+            return F.linear(x, weight, bias) if x.is_cuda else cpu_products.product(x, weight, bias)
+        y = self.quantized_product(x, weight)
         return y if bias is None else y + bias
 
     def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -80,7 +69,8 @@ class TorchOps(Ops[Tensor]):
         a row of its own. Else x is multiplied by the numbers that the weight stands for.
         """
         if not isinstance(weight, Fp8Weight) or weight.by_block or not multiplies_fp8(x.device):
-            return F.linear(x, weight.dequantize().to(x.dtype))
+            numbers = weight.dequantize().to(x.dtype)
+            return F.linear(x, numbers) if x.is_cuda else cpu_products.product(x, numbers)
         rows, row_scale = self._quantize_rows(x.flatten(0, 1))
         scales = row_scale, weight.scale[None]
         # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
@@ -176,15 +166,7 @@ class TorchOps(Ops[Tensor]):
                 lengths,
                 lambda: attention_mask(rows, lengths, bound, causal, window, q.dtype),
             )
-        return self.masked_attention(q, keys[:, :, :bound], values[:, :, :bound], mask, sinks)
-
-    def masked_attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: str | None
-    ) -> Tensor:
-        """Attends to all of these keys but those that a mask hides: q [B, heads, N, D] -> [B, N, heads*D].
-
-        mask, in q's type, is added to the scores [B, heads, N, S]; sinks as in `attention`.
-        """
+        keys, values = keys[:, :, :bound], values[:, :, :bound]
         if sinks is not None:
             return self._attention_with_sinks(q, keys, values, mask, self.weights[sinks])
         out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=q.shape[1] != keys.shape[1])
@@ -206,7 +188,7 @@ class TorchOps(Ops[Tensor]):
 
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return silu(gate) * up
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         compute = in_tiles if x.is_cuda else one_by_one

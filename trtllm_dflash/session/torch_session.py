@@ -19,7 +19,7 @@ from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.slots import SlotTensors
-from trtllm_dflash.session.weights import complete_weights, multiplied_weights
+from trtllm_dflash.session.weights import complete_weights, multiplied_weights, packed_weights
 from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, StepInputs, StepOutputs, accept_equals
 
 Tensor = torch.Tensor
@@ -53,7 +53,8 @@ class TorchSession(Session):
         super().__init__(config, device, communicator or Solo(), paging)
         self._flat = flat
         moved = multiplied_weights(weights, config.dtype, device)
-        self.weights = complete_weights(moved, config, self.communicator.rank)
+        complete = complete_weights(moved, config, self.communicator.rank)
+        self.weights = packed_weights(complete) if device.type == "cpu" else complete
         drafter = Drafter(config.drafter) if config.drafter else None
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)

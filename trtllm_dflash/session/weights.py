@@ -6,6 +6,7 @@ from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.rope import rope_tables
+from trtllm_dflash.ops.cpu_products import packed
 from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight, stored_tensors
 
@@ -27,6 +28,13 @@ def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, ran
         for name in cache_shapes(config):
             complete.setdefault(name + ".scale", torch.ones((), device=device))
     return complete
+
+
+def packed_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Lays the matrices of linears out as the CPU multiplies by them; see `cpu_products`."""
+    matrices = {name for name, tensor in weights.items() if name.endswith(".weight") and tensor.ndim == 2}
+    matrices -= {"model.embed_tokens.weight"}
+    return {name: packed(tensor) if name in matrices else tensor for name, tensor in weights.items()}
 
 
 def multiplied_weights(
