@@ -88,7 +88,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._changed: list[Sequence] = []
         self.statistics = Statistics(config.max_batch, _tokens(session), session.choice.labels)
-        self.statistics.pages = session.paging.pages
+        self.statistics.pages, self.statistics.window_pages = session.paging.pages, session.paging.window_pages
 
     @property
     def busy(self) -> bool:
@@ -142,6 +142,8 @@ class Scheduler:
         statistics.waiting = len(self._queue)
         statistics.running = len(self._slots)
         statistics.pages_used, statistics.pages_shared, statistics.pages_kept = pages.used, pages.shared, pages.kept
+        if pages.windows is not None:
+            statistics.window_pages_used = pages.windows.held
 
     # -- who runs --------------------------------------------------------------------------------------------------
 

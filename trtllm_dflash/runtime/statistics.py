@@ -72,6 +72,8 @@ class Statistics:
     pages_used: int = 0
     pages_shared: int = 0
     pages_kept: int = 0
+    window_pages: int = 0  # of layers with a window, where they have pages of their own
+    window_pages_used: int = 0
     preemptions: int = 0
     requests: Counter[str] = field(default_factory=Counter)  # by outcome
     steps: Counter[str] = field(default_factory=Counter)  # by kind
@@ -135,6 +137,8 @@ class Statistics:
             "pages_used": (self.pages_used, "Pages of running requests"),
             "pages_shared": (self.pages_shared, "Of those, pages of several requests"),
             "pages_kept": (self.pages_kept, "Free pages whose rows are kept for prompts that begin with them"),
+            "window_pages_total": (self.window_pages, "Pages that layers with a window have of their own"),
+            "window_pages_used": (self.window_pages_used, "Of those, pages that running requests see"),
             "acceptance_length": (self.acceptance_length, f"Tokens a step, mean of the last {RECENT_STEPS}"),
         }
         counters = {
