@@ -67,10 +67,10 @@ def main() -> None:
                 parts[precision] = compared(llm, asked, ways, settings(arguments.seeds, arguments.max_tokens))
         print(precision, json.dumps(parts[precision]["different"]), flush=True)
     different = sum(sum(part["different"].values()) for part in parts.values())
-    on_gpu = arguments.device == "cuda"
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     record = {
         "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu,
         "torch": torch.__version__,
         "prompts": len(asked),
         "texts_each": 1 + arguments.seeds,

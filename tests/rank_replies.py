@@ -5,11 +5,12 @@ It imports no other file of the tests: every rank would import what that needs.
 
 import json
 import sys
+from typing import Any
 
 from trtllm_dflash import LLM, SamplingParams
 
 TOKENS = 24
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 4}
 
 
 def replies(llm: LLM, prompts: list[list[int]]) -> list[list[list[list[int]]]]:

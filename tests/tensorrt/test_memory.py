@@ -63,7 +63,8 @@ def test_caches_are_two_tensors_a_layer() -> None:
     pages = 8 * 65 * 64  # of 64 tokens, for 8 slots of 4096 + 32
     assert plan.target_cache == 36 * row * pages
     assert plan.drafter_cache == 5 * row * pages
-    for changes in ({"precision": "fp32"}, {"backend": "tensorrt"}):  # where a slot has one page
+    one_page: list[dict[str, Any]] = [{"precision": "fp32"}, {"backend": "tensorrt"}]  # a slot
+    for changes in one_page:
         config = make_config(**changes)
         assert plan_memory(config).target_cache == 36 * row // 2 * config.dtype.itemsize * 8 * (4096 + 32)
     assert plan.total == plan.weights + plan.target_cache + plan.drafter_cache + plan.scratch + plan.graphs
@@ -74,6 +75,7 @@ def test_layers_with_a_window_are_counted_with_the_pages_that_they_use() -> None
     page = 64 * 2 * 8 * 64 * 2  # tokens, K and V, heads, head size, bytes
     full, windowed = 64 * -(-(32768 + 20) // 64), plan_pages(config, paged=True).window_pages
     plan = plan_memory(config)
+    assert config.drafter is not None
     assert windowed < full / 40
     assert plan.target_cache == 18 * page * (full + windowed)
     assert plan.drafter_cache == config.drafter.layers * page // 64 * full * 64  # which has no windows

@@ -183,9 +183,10 @@ class RaggedOps(TorchOps):
         rows = q.shape[2]
         keys, values = (self._rows(layer, kind, segment, length, q.dtype) for kind in ("key", "value"))
         sinks = None if layer.sinks is None else self.weights[layer.sinks]
-        out = []
+        out: list[Tensor] = []
+        end = length - rows if causal else length
         for part in q[0].split(BLOCK if causal else rows, dim=1):
-            end = length - rows + sum(map(len, out)) + part.shape[1] if causal else length
+            end += part.shape[1] if causal else 0
             # Nobody sees the tiles before the window of the first row.
             first = 0 if layer.window is None else max(0, end - part.shape[1] + 1 - layer.window) // TILE * TILE
             hidden = self._hidden(first, end, part.shape[1], causal, layer.window)
