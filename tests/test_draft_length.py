@@ -107,7 +107,7 @@ def llm():
         yield llm
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_text_does_not_depend_on_the_length(llm, ahead):
     prompts = [[{"role": "user", "content": text}] for kind in read_prompts(2).values() for text in kind]
     params = [SamplingParams(max_tokens=50, temperature=0.8 if i % 3 == 0 else 0, seed=i) for i in range(len(prompts))]

@@ -398,6 +398,7 @@ def test_heads_that_cannot_share_key_value_heads_are_refused(checkpoints, tmp_pa
     assert "3 attention heads cannot share 2 key/value heads" in said
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing(checkpoints, tmp_path):
     script = (
         "import sys, time\n"

@@ -112,7 +112,7 @@ def test_prompts_of_one_token_and_at_the_context_limit(params, tmp_path):
     assert {c.finish_reason for c in drafted} == {"length"}
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_in_bf16_too_drafted_text_equals_plain_text(params, tiny_at):
     llm = tiny_at(16, precision="bf16")
     texts = [text for kind in read_prompts(2).values() for text in kind]

@@ -121,7 +121,7 @@ def session_of(solo, page_size, **changes):
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("page_size", [None, 16, 100])
+@pytest.mark.parametrize("page_size", [None, pytest.param(16, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("drafting", [Drafting.BLOCK, Drafting.OFF], ids=lambda d: d.value)
 def test_mixed_steps_give_what_each_request_gives_alone(solo, alone, page_size, sampled, drafting):
     prompts = [solo.intake.encode(text) for text in CHATS]

@@ -150,6 +150,7 @@ def test_a_stop_string_ends_the_final_channel(codec, encoding):
     assert reply.text == "Be"
 
 
+@pytest.mark.slow
 def test_a_changed_vocabulary_is_refused_and_the_environment_left_as_it_was(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/somewhere")
     content = json.loads((folder / "tokenizer.json").read_text())

@@ -341,7 +341,9 @@ def test_a_checkpoint_that_is_here_is_planned_from_its_own_configuration(tiny_en
     assert sum(parts) == pytest.approx(stored / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "gpt-oss-120b", "qwen3-coder-30b-a3b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-8b", "gpt-oss-120b", pytest.param("qwen3-coder-30b-a3b", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("no_checkpoints")
 def test_a_target_in_fp8_reads_its_projections_in_half_the_bytes(name):
     command = ("build", "--plan", "--model", name, "--gpu", "h200", "--tp", 2, "--json")

@@ -97,7 +97,7 @@ def same(sequence, completion):
 # -- nobody's reply depends on the others ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
     """Requests of all kinds come at random steps, some are cancelled: what finishes is what comes of it alone."""
     choices = random.Random(5)

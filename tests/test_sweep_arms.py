@@ -157,6 +157,7 @@ def test_a_server_that_is_not_there_is_one_line_with_its_arm(four, tmp_path):
     assert "ngram" in said
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_named_and_what_was_finished_is_kept(four, tmp_path):
     four["eagle3"].fault, four["eagle3"].fault_after = "refuse", 10  # two rounds of one client, each 4 and a warm-up
     asked = ("--compare", named(four), *QUICK, "--output", tmp_path)
