@@ -79,12 +79,18 @@ def test_a_process_that_holds_pythons_lock_for_ever_ends_with_its_server(tmp_pat
 
 
 def test_the_next_server_ends_a_process_that_a_killed_one_left(tmp_path):
-    name = claim.Claim().name  # collected at once, and its lock with it: nobody's name
+    of_mpi = claim.SHARED_MEMORY / f"mpich_shm_{tmp_path.parent.name}"
+    of_mpi.touch()
+    killed = claim.Claim()
+    killed.add_memory([of_mpi])
+    name = killed.name
+    del killed  # and its lock with it
     words = [sys.executable, "-c", "import time; time.sleep(3600)"]
     left = subprocess.Popen(words, env={**os.environ, processes.MARK: name})
     wait_until(lambda: processes.find_processes(name), "it runs")
     claim.remove_orphans()
     assert left.wait(PATIENCE) == -signal.SIGKILL
+    assert not of_mpi.exists()
     assert not list(claim.SHARED_MEMORY.glob(f"{name}*"))
 
 
@@ -92,10 +98,15 @@ def test_what_belongs_to_a_living_server_is_left_alone():
     living = claim.Claim()
     file = claim.SHARED_MEMORY / f"{living.name}-tensors"
     file.touch()
+    of_mpi = claim.SHARED_MEMORY / f"mpich_shm_{living.name}"
+    of_mpi.touch()
+    living.add_memory([of_mpi])
     claim.remove_orphans()
     assert file.exists()
+    assert of_mpi.exists()
     assert living.folder.is_dir()
     living.release()
+    assert not of_mpi.exists()
     assert not list(claim.SHARED_MEMORY.glob(f"{living.name}*"))
     assert not living.folder.exists()
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trtllm_dflash.serving.processes import MARK, kill_processes
 SHARED_MEMORY = Path("/dev/shm")
 
 _PREFIX = "trtllm-dflash-"
+_SEPARATOR = b"\0"  # in the lock: of the folder's path and of the names of others' files
 
 
 class Claim:
@@ -45,6 +47,11 @@ class Claim:
         """Variables for the processes that bear the name, and are killed when this one ends."""
         return {MARK: self.name, FOLDER: str(self.control)}
 
+    def add_memory(self, files: Iterable[Path]) -> None:
+        """Has files in shared memory that do not bear the name removed with those that do."""
+        self._lock.write(b"".join(_SEPARATOR + file.name.encode() for file in files))
+        self._lock.flush()
+
     def release(self, keep_files: bool = False) -> None:
         """Kills the processes that bear the name, and removes what else does.
 
@@ -71,7 +78,7 @@ def remove_orphans() -> None:
             if os.fstat(lock.fileno()).st_uid != os.getuid():
                 continue  # what it says is another user's word
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            name, folder = file.stem, Path(lock.read().decode(errors="surrogateescape"))
+            name, folder = file.stem, Path(os.fsdecode(lock.read().partition(_SEPARATOR)[0]))
             kill_processes(name)
             if folder.name.startswith(f"{name}-"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -83,5 +90,9 @@ def _lock_of(name: str) -> Path:
 
 
 def _remove_memory(name: str) -> None:
+    with suppress(FileNotFoundError):  # somebody has emptied the shared memory
+        _, *others = _lock_of(name).read_bytes().split(_SEPARATOR)
+        for other in others:
+            (SHARED_MEMORY / Path(os.fsdecode(other)).name).unlink(missing_ok=True)
     for file in (*SHARED_MEMORY.glob(f"{name}-*"), _lock_of(name)):
         file.unlink(missing_ok=True)

@@ -76,7 +76,6 @@ class Server:
         self._log = log
         self._offsets: dict[Path, int] = {}  # how long each log was before
         self._claim: Claim | None = None
-        self._mpi_memory: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._members: list[Process] = []
         self._told = False  # to end
@@ -196,7 +195,7 @@ class Server:
         assert self._claim is not None
         self._members = [it for it in find_processes(self._claim.name) if it.what and it.pid != self.pid]
         if self.tp > 1:
-            self._mpi_memory = {file for member in self._members for file in _mpi_memory(member.pid)}
+            self._claim.add_memory({file for member in self._members for file in _mpi_memory(member.pid)})
         self.check()
 
     def _ready(self) -> bool:
@@ -293,8 +292,6 @@ class Server:
                 self._claim.release(keep_files=failed)
             if self._process is not None:
                 self._process.wait(_PATIENCE)
-            for file in self._mpi_memory:
-                file.unlink(missing_ok=True)
 
 
 def find_cause(log: str) -> str | None:
