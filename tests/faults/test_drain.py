@@ -12,6 +12,7 @@ from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import ShutdownError
 from trtllm_dflash.runtime.service import Service
+from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.serving.drain import DrainListener, DrainOrder
 from trtllm_dflash.serving.lifeline import FOLDER
 
@@ -66,7 +67,7 @@ def said(log: str) -> list[str]:
 
 def test_a_draining_service_finishes_what_runs_and_then_gives_up(tiny):
     now = [0.0]
-    service = Service(tiny.session, tiny.intake, clock=lambda: now[0])
+    service = Service(tiny.session, tiny.intake, ServiceSettings(draft_length=15), clock=lambda: now[0])
     try:
         updates: queue.SimpleQueue = queue.SimpleQueue()
         whole = service.submit("Count.", SamplingParams(max_tokens=20, ignore_eos=True), lambda _: None)

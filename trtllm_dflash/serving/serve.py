@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _PAUSE = 0.1  # seconds between two looks at what runs
+# Of a reply, which the kernel keeps for a client that does not read (twice that: Linux doubles it). It would keep
+# megabytes, a whole reply, and a client that has gone silent would be noticed at its end.
+_UNREAD_BYTES = 64 << 10
 _FLUSH_SECONDS = 2  # for clients to read the ends of their replies
 
 
@@ -158,6 +161,7 @@ class GatewayThread:
             self._socket = socket.create_server((at.address, at.openai_port))
         except OSError as error:
             raise SettingsError(f"--openai-port {at.openai_port}: {error.strerror}") from None
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # each connection's, too
         self._thread.start()
         try:
             while not self._server.started:
