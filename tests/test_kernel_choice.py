@@ -138,7 +138,7 @@ def test_a_choice_names_the_library_and_not_in_a_metric(tmp_path):
     ours = "our CUDA kernels 8"
     choice = Choice("torch, captured", "NVIDIA H200", "bf16", ours, ours, "torch", "heads of 128 on SM90", tmp_path)
     assert str(choice).startswith("torch, captured on NVIDIA H200: precision bf16, attention our CUDA kernels 8, ")
-    assert str(choice).endswith(f"experts torch (heads of 128 on SM90; library {tmp_path})")
+    assert str(choice).endswith(f"experts torch, exact no (heads of 128 on SM90; library {tmp_path})")
     assert str(tmp_path) not in str(choice.labels)
 
 
@@ -151,6 +151,7 @@ def test_a_metric_says_what_computes(tiny):
         "attention": "torch",
         "products": "torch",
         "experts": "none",
+        "exact": "yes",
     }
 
 

@@ -177,6 +177,18 @@ def test_a_near_tie_on_both_servers_is_safe_and_shown():
     assert (difference["a"], difference["b"]) == ("fox", "dog")
 
 
+def test_between_two_of_ours_that_are_exact_there_are_no_near_ties():
+    def page(model, **labels):
+        every = {"model": model, "backend": "torch", "precision": "bf16", "exact": "yes", **labels}
+        return "dflash_kernels_info{" + ",".join(f'{name}="{value}"' for name, value in every.items()) + "} 1\n"
+
+    for labels, allowed in (({}, None), ({"exact": "no"}, 0.25), ({"precision": "fp32"}, 0.25)):
+        pages = {"metrics": page("a")}, {"metrics": page("b", **labels)}
+        code, report = told([THE, FOX], [THE, DOG], of_a=pages[0], of_b=pages[1])
+        assert (code, report["near_tie"]) == (UNSAFE if allowed is None else 0, allowed)
+        assert report["near_ties"] == (allowed is not None)
+
+
 def test_a_clear_choice_on_either_server_is_unsafe():
     code, report = told([THE, FOX], [THE, CAT])
     assert code == UNSAFE

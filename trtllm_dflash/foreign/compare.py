@@ -2,7 +2,8 @@
 
 A swap is safe if every text is the same, or if each first difference is a near-tie: both servers that offer
 log-probabilities say that the two tokens are at most `near_tie` apart there. A difference for which nobody offers
-log-probabilities is no near-tie. What follows a first difference is another reply, and is not compared.
+log-probabilities is no near-tie. What follows a first difference is another reply, and is not compared. Where both
+servers are ours and compute alike, and so that a token depends on nothing else in the batch, there are no near-ties.
 """
 
 import http.client
@@ -153,7 +154,7 @@ class Comparison:
     b: Side
     prompts: tuple[str, ...]
     differences: tuple[Difference | None, ...]
-    near_tie: float
+    near_tie: float | None  # None: no difference is allowed
 
     @property
     def safe(self) -> bool:
@@ -220,12 +221,18 @@ def compare(settings: CompareSettings) -> Comparison:
     for client in clients:
         client.look_after()
     a, b = (client.side for client in clients)
-    differences = tuple(find_difference(*pair, settings.near_tie) for pair in zip(a.replies, b.replies, strict=True))
-    return Comparison(a, b, settings.prompts, differences, settings.near_tie)
+    are_exact = clients[0].before.is_exact_with(clients[1].before)
+    near_tie = None if are_exact else settings.near_tie
+    differences = tuple(find_difference(*pair, near_tie) for pair in zip(a.replies, b.replies, strict=True))
+    return Comparison(a, b, settings.prompts, differences, near_tie)
 
 
-def find_difference(a: Reply, b: Reply, near_tie: float) -> Difference | None:
-    """Finds where two replies first differ, and whether it is a near-tie; None if they do not."""
+def find_difference(a: Reply, b: Reply, near_tie: float | None) -> Difference | None:
+    """Finds where two replies first differ, and whether it is a near-tie; None if they do not.
+
+    Args:
+        near_tie: log-probabilities that tied tokens may be apart; None: there are no ties.
+    """
     if a.text == b.text and a.finish_reason == b.finish_reason:
         return None
     position = next((i for i, (x, y) in enumerate(zip(a.text, b.text, strict=False)) if x != y), None)
@@ -233,8 +240,8 @@ def find_difference(a: Reply, b: Reply, near_tie: float) -> Difference | None:
         position = min(len(a.text), len(b.text))
     index, rivals = _rivals(a, b, position)
     margins = {side: token.lead_over(other) for side, (token, other) in rivals.items()}
-    listed = all(token.lists(other) for token, other in rivals.values())
-    near = listed and bool(margins) and all(abs(margin) <= near_tie for margin in margins.values())
+    listed = near_tie is not None and all(token.lists(other) for token, other in rivals.values())
+    near = listed and bool(margins) and all(abs(margin) <= (near_tie or 0.0) for margin in margins.values())
     return Difference(position, index, _excerpt(a, position), _excerpt(b, position), margins, near)
 
 
@@ -302,13 +309,13 @@ class _Client:
         self._body = body
         self._settings = settings
         self._metrics = metrics
-        self._before = Reading(None, None)
+        self.before = Reading(None, None)
         self.side = Side(url, model or self._only_model(name), offers_logprobs=True)
 
     def look_before(self) -> None:
         """Reads the server's metrics before the comparison, if it has any."""
-        self._before = self._read_metrics()
-        if self._before.server == "sglang":
+        self.before = self._read_metrics()
+        if self.before.server == "sglang":
             self._body = {"return_spec_tokens_details": True, **self._body}
 
     def ask(self, prompt: str) -> None:
@@ -334,11 +341,11 @@ class _Client:
         if told:
             self.side.acceptance = sum(told, Drafts())
             return
-        if self._before.server is None:
+        if self.before.server is None:
             return
         time.sleep(SETTLE_SECONDS)
         after = self._read_metrics()
-        counted = after.since(self._before)
+        counted = after.since(self.before)
         self.side.acceptance = counted if counted is not None and counted.steps else None
         self.side.mean_length = after.mean_length
 

@@ -26,12 +26,13 @@ class Choice:
     experts: str  # "none" where the model has none
     why: str
     library: Path | None = None  # that our kernels come from
+    exact: bool = False  # whether a row's bits depend on nothing else in the batch
 
     @property
     def labels(self) -> dict[str, str]:
         """Labels of the metric that names the choice."""
         names = ("backend", "precision", "attention", "products", "experts")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, "exact": "yes" if self.exact else "no"}
 
     def __str__(self) -> str:
         parts = [f"{name} {value}" for name, value in self.labels.items() if name != "backend"]
@@ -42,7 +43,7 @@ class Choice:
 def torch_choice(config: EngineConfig, device: str, why: str) -> Choice:
     """Makes the choice of torch for everything."""
     experts = TORCH if config.target.moe is not None else "none"
-    return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why)
+    return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why, exact=device == "cpu")
 
 
 def precision_of(config: EngineConfig) -> str:

@@ -18,6 +18,7 @@ Server = Literal["trtllm-dflash", "vllm", "sglang", "tensorrt-llm"]
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([-+.\dA-Za-z]+)")
 _POSITION = re.compile(r'position="(\d+)"')
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 #: After which a page holds the last reply: ours is published about once a second.
 SETTLE_SECONDS = 1.5
 
@@ -87,12 +88,20 @@ class Reading:
         drafts: counted since the server began; TensorRT-LLM's are counted since they were last read.
         mean_length: an acceptance length that the server averages itself, over a time of its own; SGLang has no other.
         url: of the page.
+        computes: of ours, the labels that say what computes its steps.
     """
 
     server: Server | None
     drafts: Drafts | None
     mean_length: float | None = None
     url: str = ""
+    computes: Mapping[str, str] = field(default_factory=dict)
+
+    def is_exact_with(self, other: "Reading") -> bool:
+        """Whether both servers, ours, say that they compute a token alike, to the bit."""
+        labels = {name for name in (*self.computes, *other.computes) if name != "model"}
+        alike = all(self.computes.get(name) == other.computes.get(name) for name in labels)
+        return alike and self.computes.get("exact") == "yes"
 
     def since(self, before: "Reading") -> Drafts | None:
         """Drafts between two readings; None where the server does not count."""
@@ -158,6 +167,7 @@ def parse_metrics(text: str) -> Reading:
     at: dict[int, float] = {}
     tried: dict[int, float] = {}
     means: list[float] = []  # of several ranks
+    computes: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
         if match is None:
@@ -176,9 +186,12 @@ def parse_metrics(text: str) -> Reading:
             at[int(position[1])] = at.get(int(position[1]), 0.0) + value
         elif name == "sglang:spec_accept_length" and value > 0:
             means.append(value)
+        elif name == "dflash_kernels_info":
+            computes = dict(_LABEL.findall(labels))
         elif position is not None and name == "dflash_drafted_tokens":
             tried[int(position[1])] = tried.get(int(position[1]), 0.0) + value
-    return Reading(server, _counted(server, sums, at, tried), sum(means) / len(means) if means else None)
+    mean = sum(means) / len(means) if means else None
+    return Reading(server, _counted(server, sums, at, tried), mean, computes=computes)
 
 
 def _counted(
