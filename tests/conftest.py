@@ -1,24 +1,23 @@
-"""Fixtures: the shipped pair, built once; and the command line, run in this process."""
+"""Fixtures: the shipped pair, built once; and the command line, run in this process.
+
+The process that hands tests to others reads this file, and waits for no torch: what needs it imports it.
+"""
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, settings
 
 import trtllm_dflash
-from trtllm_dflash import LLM
-from trtllm_dflash.build.builder import build
-from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cli import main
 
+if TYPE_CHECKING:
+    from trtllm_dflash import LLM
+
 TINY = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
-
-# Never more than OMP_NUM_THREADS: on busy cores, threads that wait for each other make these small models 20x slower.
-torch.set_num_threads(min(2, torch.get_num_threads()))
-
 
 # Examples are drawn slowly beside other work: no fault of theirs.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,10 +56,21 @@ def refusal(*arguments: object, stdin: str | bytes | None = None) -> str:
 
 def build_tiny(output: Path, **settings: object) -> Path:
     """Builds the shipped pair with other settings than its own."""
+    from trtllm_dflash.build.builder import build
+    from trtllm_dflash.build.settings import BuildSettings
+
     values = {"precision": "fp32", "max_seq_len": 2048, **settings}
     pair = {"name": "tiny", "target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
     build(BuildSettings.model_validate({**pair, **values}), output)
     return output
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads():
+    """Never more than OMP_NUM_THREADS: on busy cores, threads that wait for each other make small models 20x slower."""
+    import torch
+
+    torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +82,8 @@ def tiny_engine(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny(tiny_engine):
     """That engine, loaded on the CPU."""
+    from trtllm_dflash import LLM
+
     with LLM.load(tiny_engine, "cpu") as llm:
         yield llm
 
@@ -80,7 +92,9 @@ def tiny(tiny_engine):
 def tiny_at():
     """The shipped pair at another block size or precision, straight from its checkpoints."""
 
-    def load(block_size: int, precision: str = "fp32") -> LLM:
+    def load(block_size: int, precision: str = "fp32") -> "LLM":
+        from trtllm_dflash import LLM
+
         folders = str(TINY / "target"), str(TINY / "drafter")
         return LLM.from_pretrained(
             *folders, precision=precision, device="cpu", max_batch=3, max_seq_len=1024, block_size=block_size
