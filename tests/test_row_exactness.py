@@ -49,7 +49,7 @@ def test_a_row_s_attention_depends_on_no_later_row_and_on_no_cut(heads, window):
 
     def rows(start: int, end: int) -> torch.Tensor:
         first = 0 if window is None else max(0, start + 1 - window) // TILE * TILE
-        hidden = hidden_keys(first, end, end - start, True, window)
+        hidden = hidden_keys(first, end, end - start, heads[0] // heads[1], True, window)
         return attend(q[:, start:end], keys[:, first:end], values[:, first:end], hidden, sinks)
 
     whole = rows(0, length)
@@ -61,7 +61,7 @@ def test_what_lies_behind_a_slot_s_rows_does_not_matter():
     """The caches there are another sequence's, or were."""
     torch.manual_seed(0)
     q, (keys, values) = torch.randn(4, 3, 32), torch.randn(2, 2, TILE, 32).unbind()
-    hidden = hidden_keys(0, 77, 3, True, None)
+    hidden = hidden_keys(0, 77, 3, 2, True, None)
     clean = attend(q, keys[:, :77], values[:, :77], hidden, None)
     keys[:, 77:] = values[:, 77:] = torch.nan
     assert torch.equal(attend(q, keys[:, :77], values[:, :77], hidden, None), clean)

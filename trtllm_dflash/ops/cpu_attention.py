@@ -5,6 +5,8 @@ order; a tile of which a row sees nothing adds nothing to it, to the bit. Rows g
 fewer. All in FP32.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -13,22 +15,23 @@ Tensor = torch.Tensor
 #: Keys of a tile.
 TILE = 128
 
-#: Rows come in multiples of these.
+#: Rows of a key head, those of all its query heads, come in multiples of these.
 _ROWS = 4
 
 #: Rows that are looked at together: so many times as many scores are in memory as there are keys and heads.
 BLOCK = 64
 
 
-def hidden_keys(first: int, length: int, rows: int, causal: bool, window: int | None) -> Tensor:
+def hidden_keys(first: int, length: int, rows: int, group: int, causal: bool, window: int | None) -> Tensor:
     """Makes the mask [rows, keys], both rounded up, true where a row does not see a key.
 
     Args:
         first: position of the first key, where a tile begins.
         rows: the last of `length`.
+        group: query heads of a key head.
     """
     key = torch.arange(first, first + -(-(length - first) // TILE) * TILE)
-    position = torch.arange(length - rows, length + -rows % _ROWS)[:, None]
+    position = torch.arange(length - rows, length + -rows % (_ROWS // math.gcd(_ROWS, group)))[:, None]
     hidden = key > (position if causal else torch.full_like(position, length - 1))
     return hidden if window is None else hidden | (key <= position - window)
 

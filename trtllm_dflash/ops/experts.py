@@ -88,7 +88,8 @@ def silu(x: Tensor, alpha: float = 1.0) -> Tensor:
     if x.is_cuda:
         return F.silu(x) if alpha == 1 else x * torch.sigmoid(alpha * x)
     wide = x.float()
-    return (wide / (wide * -alpha).exp_().add_(1)).to(x.dtype)
+    scaled = wide.neg() if alpha == 1 else wide * -alpha
+    return wide.div(scaled.exp_().add_(1)).to(x.dtype)
 
 
 def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class RaggedOps(TorchOps):
             end += part.shape[1] if causal else 0
             # Nobody sees the tiles before the window of the first row.
             first = 0 if layer.window is None else max(0, end - part.shape[1] + 1 - layer.window) // TILE * TILE
-            hidden = self._hidden(first, end, part.shape[1], causal, layer.window)
+            hidden = self._hidden(first, end, part.shape[1], layer.heads // layer.kv_heads, causal, layer.window)
             out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks))
         return (out[0] if len(out) == 1 else torch.cat(out))[None]
 
