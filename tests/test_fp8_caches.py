@@ -207,7 +207,9 @@ def test_caches_take_half_the_bytes_of_16_bit_ones(tmp_path):
     assert (before.target_cache, before.drafter_cache) == (2 * after.target_cache, 2 * after.drafter_cache)
     assert before.weights == after.weights
     assert after.scratch - before.scratch == 4 * 64 * fp8.cache_length * 8  # keys and values of one layer, widened
-    session = TorchSession(fp8, {"model.embed_tokens.weight": torch.zeros(2048, 256)}, torch.device("cpu"))
+    # In pages, as plans count them: those of our kernels.
+    weights = {"model.embed_tokens.weight": torch.zeros(2048, 256)}
+    session = TorchSession(fp8, weights, torch.device("cpu"), paged=True)
     assert sum(cache.nbytes for cache in session.caches.values()) == after.target_cache + after.drafter_cache
 
 

@@ -195,7 +195,7 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
             last = i + 3 >= len(ids)
             sent.append(i)
             new = ids[i : i + 3]
-            yield Piece("as the engine has it", len(new), new, 0, 0, "stop" if last else "")
+            yield Piece("as the engine has it", len(new), new, 0, 0, [], "stop" if last else "")
 
     monkeypatch.setattr("trtllm_dflash.serving.client.TritonClient.stream", replies)
     with TestClient(create_app(GatewaySettings(engine=engine))) as client:

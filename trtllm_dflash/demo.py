@@ -188,8 +188,7 @@ class _Asker:
         reply = Reply()
         begin = time.perf_counter()
         async for piece in self._client.stream(TokenRequest(ids, self._params, draft)):
-            if reply.token_ids:  # the prefill gave the first; each piece after it is a decoding step
-                reply.accepted.append(piece.accepted_tokens - sum(reply.accepted))
+            reply.accepted += piece.accepted_per_step  # with the last: a piece may be of several steps
             reply.text += piece.text
             reply.token_ids += piece.token_ids
             reply.seconds = time.perf_counter() - begin
@@ -229,9 +228,10 @@ class _Canvas:
 
     def _panel(self, draft: bool, width: int) -> Panel:
         reply = self._replies[draft]
-        steps = f"{len(reply.token_ids)} tokens in {len(reply.accepted)} steps, {reply.seconds:.2f} s"
+        steps = f" in {len(reply.accepted)} steps" if reply.accepted else ""
+        said = f"{len(reply.token_ids)} tokens{steps}, {reply.seconds:.2f} s"
         title = "drafted" if draft else "plain"
-        return Panel(Text(reply.text), title=title, subtitle=steps if reply.token_ids else "waiting", width=width)
+        return Panel(Text(reply.text), title=title, subtitle=said if reply.token_ids else "waiting", width=width)
 
 
 def _table(result: DemoResult) -> Table:

@@ -5,6 +5,7 @@ import json
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -69,7 +70,8 @@ class GrpcStream(Client):
             client.start_stream(lambda result, error: answers.put((result, error)))
             values = {"text_input": b"Count.", "stream": True, **LONG, **self._values}
             inputs = [_tensor(name, value) for name, value in values.items()]
-            client.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
+            with suppress(triton.InferenceServerException):  # the stream broke before: it says so to the callback
+                client.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
             while True:
                 result, error = answers.get(timeout=PATIENCE)
                 if error is not None:

@@ -32,6 +32,7 @@ _OUTPUTS = (
     "total_draft_tokens",
     "total_accepted_draft_tokens",
 )
+_IDS = ("output_ids", "accepted_per_step")
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -57,7 +58,7 @@ class TokenRequest:
         priority: 1 is the most urgent; 0 is the default, which lies in between.
         deadline: seconds until the whole reply must have arrived.
         request_id: shown in the server's log.
-        wants_ids: False spares every response the token ids.
+        wants_ids: False spares every response the token ids, and the last one the accepted drafts of each step.
     """
 
     token_ids: list[int]
@@ -78,6 +79,8 @@ class Piece:
         tokens: number of new tokens.
         token_ids: the new tokens, where the request wants them.
         drafted_tokens, accepted_tokens: drafts verified and accepted since the reply began.
+        accepted_per_step: drafts accepted by each of its decoding steps; with the last piece, where the request wants
+            ids.
         finish_reason: "stop" or "length" with the last piece, "" before it.
     """
 
@@ -86,6 +89,7 @@ class Piece:
     token_ids: list[int]
     drafted_tokens: int
     accepted_tokens: int
+    accepted_per_step: list[int]
     finish_reason: str
 
 
@@ -220,7 +224,7 @@ def _inputs(request: TokenRequest) -> list[InferInput]:
 
 
 def _outputs(request: TokenRequest) -> tuple[str, ...]:
-    return (*_OUTPUTS, "output_ids") if request.wants_ids else _OUTPUTS
+    return (*_OUTPUTS, *_IDS) if request.wants_ids else _OUTPUTS
 
 
 def _piece(result: InferResult) -> Piece:
@@ -231,11 +235,18 @@ def _piece(result: InferResult) -> Piece:
     return Piece(
         text=_text(values["output_text"]),
         tokens=tokens,
-        token_ids=np.frombuffer(values["output_ids"], np.int32)[:tokens].tolist() if "output_ids" in values else [],
+        token_ids=_numbers(values.get("output_ids", b""))[:tokens],
         drafted_tokens=_number(values["total_draft_tokens"]),
         accepted_tokens=_number(values["total_accepted_draft_tokens"]),
+        accepted_per_step=_numbers(values.get("accepted_per_step", b"")),
         finish_reason=_text(values["finish_reason"]),
     )
+
+
+def _numbers(raw: bytes) -> list[int]:
+    """Reads a tensor of INT32."""
+    numbers: list[int] = np.frombuffer(raw, np.int32).tolist()
+    return numbers
 
 
 def _number(raw: bytes) -> int:

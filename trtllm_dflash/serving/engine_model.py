@@ -154,7 +154,7 @@ class EngineModel:
                 lambda update: self._unsent.append((reply, update)),
                 draft=asked.draft,
                 priority=asked.priority,
-                deadline=min(asked.deadline or self._deadline, self._deadline),
+                deadline=self._deadline if asked.deadline is None else min(asked.deadline, self._deadline),
             )
             self._outbox.put(lambda: self._taken(reply, ticket))
         except DFlashError as error:

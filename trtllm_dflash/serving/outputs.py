@@ -54,6 +54,12 @@ def _acceptance_rate(response: Response) -> Array:
     return np.array([[rate]], np.float32)
 
 
+def _accepted_per_step(response: Response) -> Array:
+    """Makes the accepted drafts of each decoding step, known with the last response: one may be of several steps."""
+    done = response.update.completion
+    return np.array([[] if done is None else done.accepted_per_step], np.int32)
+
+
 def _finish_reason(response: Response) -> Array:
     done = response.update.completion
     if response.stopped:
@@ -100,6 +106,7 @@ OUTPUTS: dict[str, Callable[[Response], Array]] = {
     "acceptance_rate": _acceptance_rate,
     "total_accepted_draft_tokens": lambda response: _int32(response.update.accepted_tokens),
     "total_draft_tokens": lambda response: _int32(response.update.drafted_tokens),
+    "accepted_per_step": _accepted_per_step,
     "num_input_tokens": lambda response: _int32(len(response.asked.prompt_ids)),
     "num_output_tokens": lambda response: _int32(response.tokens),
     "output_text": lambda response: string_tensor([response.text]),
