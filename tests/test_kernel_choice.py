@@ -5,6 +5,7 @@ import logging
 import shutil
 
 import pytest
+import torch
 
 from tests.conftest import TINY, refusal, run, succeeds
 from tests.stub_kernels import needs_cc, stub_library
@@ -116,7 +117,7 @@ def test_loading_logs_what_computes_and_why_once(tiny_engine, caplog):
     with caplog.at_level(logging.INFO, "trtllm_dflash"), LLM.load(tiny_engine, "cpu"):
         pass
     assert [record.getMessage() for record in caplog.records] == [
-        "tiny: torch on cpu: precision fp32, attention torch, products torch, experts none "
+        "tiny: torch on cpu: precision fp32, attention torch, products torch, experts none, exact yes "
         "(our CUDA kernels need a GPU)"
     ]
 
@@ -151,7 +152,7 @@ def test_a_metric_says_what_computes(tiny):
         "attention": "torch",
         "products": "torch",
         "experts": "none",
-        "exact": "yes",
+        "exact": f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tp 1",
     }
 
 

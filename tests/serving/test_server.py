@@ -106,7 +106,7 @@ def test_serve_prints_its_endpoints_once_they_answer_and_a_second_ctrl_c_ends_it
         assert re.search(rb"^dflash_slots_total\S* 8(\.0)?$", metrics, re.MULTILINE)
         assert get(at["openai"] + "/models")[0] == 200
         assert Path(at["log"]).is_file()
-        chosen = r"tiny: torch on cpu: precision fp32, attention torch, products torch, experts none .*"
+        chosen = r"tiny: torch on cpu: precision fp32, attention torch, products torch, experts none, exact yes .*"
         assert any(re.fullmatch(chosen, line) for line in at["loaded"])
         assert re.search(rb'^dflash_kernels_info{.*attention="torch".*} 1', metrics, re.MULTILINE)
         assert not any(reachable("127.0.0.2", at[name]) for name in ("http", "grpc", "metrics", "openai"))

@@ -18,7 +18,7 @@ _TILE = 16
 
 def packed(weight: Tensor) -> Tensor:
     """Lays a weight [O, I] out as `product` reads it fastest; returns it as it is where nothing is faster."""
-    if weight.is_mkldnn or not _has_kernels(weight.dtype):
+    if weight.is_mkldnn or not weight.numel() or not _has_kernels(weight.dtype):
         return weight
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TILE)
     return layout
@@ -27,8 +27,10 @@ def packed(weight: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies x [..., I] by a weight [O, I], packed or not, transposed, and adds a bias [O]: [..., O]."""
     rows = x.flatten(0, -2)
+    if not len(rows):
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
     multiply = _one_dnn if _has_kernels(x.dtype) else _in_tiles
-    return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
+    return multiply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 @cache

@@ -210,8 +210,8 @@ class Service:
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
             closing = self._closing
+        self._tickets.update((ticket.sequence, ticket) for ticket in arrived)  # all, before anything can raise
         for ticket in arrived:
-            self._tickets[ticket.sequence] = ticket
             self._scheduler.submit(ticket.sequence)
         for ticket in cancelled:
             self._scheduler.cancel(ticket.sequence, CancelledError("the request was cancelled"))
@@ -244,9 +244,7 @@ class Service:
         with self._changed:
             self.failure = failure
             arrived, self._arrived = self._arrived, []
-        for ticket in arrived:
-            self._tickets[ticket.sequence] = ticket
-            self._scheduler.submit(ticket.sequence)
+        self._tickets.update((ticket.sequence, ticket) for ticket in arrived)
         self._end_all(EngineError(failure))
 
     def _end_all(self, error: DFlashError) -> None:
@@ -255,9 +253,8 @@ class Service:
             self._report(self._scheduler.fail_all(error))
         except Exception:
             traceback.print_exc()
-        for sequence in self._tickets:
-            if not sequence.done:
-                sequence.error = error
+        for sequence in self._tickets:  # none of them is answered, those that were done neither
+            sequence.error = sequence.error or error
         self._report(list(self._tickets))
 
 

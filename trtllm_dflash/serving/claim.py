@@ -8,10 +8,12 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from trtllm_dflash.serving.lifeline import FOLDER, Lifeline
 from trtllm_dflash.serving.processes import MARK, kill_processes
@@ -33,8 +35,7 @@ class Claim:
 
     def __init__(self) -> None:
         self.name = f"{_PREFIX}{secrets.token_hex(4)}"
-        self._lock = _lock_of(self.name).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = _locked(_lock_of(self.name))
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         self._lock.write(bytes(self.folder))
         self._lock.flush()
@@ -58,14 +59,16 @@ class Claim:
         Args:
             keep_files: those in the folder stay, but not what is in folders of it.
         """
+        if self._lock.closed:  # it is released already
+            return
         kill_processes(self.name)
         self._lifeline.close()
-        for entry in self.folder.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif not keep_files:
-                entry.unlink(missing_ok=True)
-        with suppress(OSError):  # it holds files that stay
+        with suppress(OSError):  # it holds files that stay, or whoever cleans up temporary files was here
+            for entry in self.folder.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif not keep_files:
+                    entry.unlink(missing_ok=True)
             self.folder.rmdir()
         _remove_memory(self.name)
         self._lock.close()
@@ -74,8 +77,11 @@ class Claim:
 def remove_orphans() -> None:
     """Removes what servers left whose own process was killed."""
     for file in SHARED_MEMORY.glob(f"{_PREFIX}*.lock"):
-        with suppress(OSError), file.open("rb") as lock:  # removed just now, or locked
-            if os.fstat(lock.fileno()).st_uid != os.getuid():
+        # Removed just now, a link, or locked. A pipe of somebody's is opened without waiting for its other end.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(OSError), os.fdopen(os.open(file, flags), "rb") as lock:
+            found = os.fstat(lock.fileno())
+            if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
                 continue  # what it says is another user's word
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             name, folder = file.stem, Path(os.fsdecode(lock.read().partition(_SEPARATOR)[0]))
@@ -83,6 +89,17 @@ def remove_orphans() -> None:
             if folder.name.startswith(f"{name}-"):
                 shutil.rmtree(folder, ignore_errors=True)
             _remove_memory(name)
+
+
+def _locked(file: Path) -> IO[bytes]:
+    """Makes a file and locks it: the one that has the name, which who removes orphans may take away in between."""
+    while True:
+        lock = file.open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), file.stat()):
+                return lock
+        lock.close()
 
 
 def _lock_of(name: str) -> Path:

@@ -189,8 +189,8 @@ class EngineModel:
         self._replies.add(reply)
         if reply.key:
             self._by_key[reply.key] = reply
-        else:
-            self._outbox.watch(reply.sender, lambda: self._cancel(reply))
+        # With a key, too: `preprocessing` gives one to whoever asks it.
+        self._outbox.watch(reply.sender, lambda: self._cancel(reply))
 
     def _taken(self, reply: Reply, ticket: Ticket) -> None:
         reply.ticket = ticket
@@ -246,7 +246,8 @@ class EngineModel:
     def _end(self, reply: Reply) -> None:
         self._replies.discard(reply)
         reply.ticket = None  # which knows the reply: a circle
-        self._by_key.pop(reply.key, None)
+        if self._by_key.get(reply.key) is reply:
+            del self._by_key[reply.key]
         self._outbox.unwatch(reply.sender)
         self._metrics.request_ended()
 

@@ -5,6 +5,7 @@ million pieces, a reply that nobody reads.
 """
 
 import asyncio
+import math
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,9 +98,18 @@ class LimitedProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and self.flow.read_paused:
+            # What comes before the reply has ended waits: but it is read, or the client's end would not be seen.
+            if len(self.conn.trailing_data[0]) > self._limits.head_bytes:
+                self.transport.abort()
+            else:
+                self.flow.resume_reading()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._limits.unread_seconds, self.transport.abort)
+        self._unread = self.loop.call_later(self._limits.unread_seconds, self._look, self._left_unread())
 
     def resume_writing(self) -> None:
         if self._unread is not None:
@@ -107,10 +117,29 @@ class LimitedProtocol(H11Protocol):
             self._unread = None
         super().resume_writing()
 
+    def _look(self, before: int) -> None:
+        """Disconnects a client that has read nothing of its reply since that many bytes were left."""
+        left = self._left_unread()
+        if left >= before:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(self._limits.unread_seconds, self._look, left)
+
+    def _left_unread(self) -> int:
+        return self.transport.get_write_buffer_size()
+
     def _start_timer(self) -> None:
         self._stop_timer()
-        # Not `close`, which would wait until the client has read all that was written.
-        self._timer = self.loop.call_later(self._limits.head_seconds, self.transport.abort)
+        self._timer = self.loop.call_later(self._limits.head_seconds, self._time_out, math.inf)
+
+    def _time_out(self, before: float) -> None:
+        """Disconnects a client that is silent, unless it still reads its reply, of which so many bytes were left."""
+        left = self._left_unread()
+        if 0 < left < before:
+            self._timer = self.loop.call_later(self._limits.unread_seconds, self._time_out, left)
+        else:
+            # Not `close`, which would wait until the client has read all that was written.
+            self.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

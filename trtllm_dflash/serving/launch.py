@@ -1,4 +1,4 @@
-"""Runs a program that ends when its parent does. Run as a file: python -I -S launch.py LOG PROGRAM [WORD ...]
+"""Runs a program that ends when its parent does. Run as a file: python -I -S launch.py LOG PARENT PROGRAM [WORD ...]
 
 It is killed: Triton, asked to end while it streams, can hang for ever, and its clients with it. This runs without
 site-packages, and so starts in a few milliseconds.
@@ -12,10 +12,14 @@ import sys
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def launch(log: str, words: list[str]) -> None:
-    """Replaces this process by the program; its output is appended to the log."""
+def launch(log: str, parent: int, words: list[str]) -> None:
+    """Replaces this process by the program; its output is appended to the log.
+
+    Args:
+        parent: whose end ends the program: it may have ended before this runs; 0: whoever it is now.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # our starter held them back
-    parent = os.getppid()
+    parent = parent or os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended just before
         sys.exit(1)
@@ -26,4 +30,4 @@ def launch(log: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1], sys.argv[2:])
+    launch(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

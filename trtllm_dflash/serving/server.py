@@ -4,6 +4,7 @@ import http.client
 import json
 import logging
 import math
+import os
 import re
 import signal
 import subprocess
@@ -122,6 +123,7 @@ class Server:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self._process, self._members, self._told = None, [], False
         triton = find_triton()
         self.endpoints = self.endpoints.chosen()
         remove_orphans()
@@ -145,14 +147,15 @@ class Server:
         first = [f"--http-address={at.triton_address}", f"--http-port={at.http_port}"]
         first += [f"--grpc-address={at.triton_address}", f"--grpc-port={at.grpc_port}"]
         first += [f"--metrics-address={at.triton_address}", f"--metrics-port={at.metrics_port}", *shut_off()]
-        command = self._launched(self.log, [*common, *first])
+        own = os.getpid() if self.tp == 1 else None  # ranks are MPI's children
+        command = self._launched(self.log, [*common, *first], own)
         if self.tp > 1:
             silent = [f"--allow-{service}=false" for service in ("http", "grpc", "metrics")]
             other = [*common, *silent, "--model-control-mode=explicit", f"--load-model={RANK_MODEL}"]
             command = ["-n", "1", *command]
             for rank in range(1, self.tp):
-                command += [":", "-n", "1", *self._launched(self._log_of(f"rank{rank}"), other)]
-            command = self._launched(self._log_of("mpiexec"), [find_launcher(self.tp), *command])
+                command += [":", "-n", "1", *self._launched(self._log_of(f"rank{rank}"), other, None)]
+            command = self._launched(self._log_of("mpiexec"), [find_launcher(self.tp), *command], os.getpid())
         # A signal waits until the process has a name here; the launcher lets signals through again.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
@@ -161,8 +164,8 @@ class Server:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _launched(self, log: Path, words: list[str]) -> list[str]:
-        return [sys.executable, "-I", "-S", launch.__file__, str(log), *words]
+    def _launched(self, log: Path, words: list[str], parent: int | None) -> list[str]:
+        return [sys.executable, "-I", "-S", launch.__file__, str(log), str(parent or 0), *words]
 
     def _log_of(self, part: str) -> Path:
         return self.log.with_name(f"{self.log.name}.{part}")
@@ -173,8 +176,9 @@ class Server:
         return [self.log, *map(self._log_of, parts)]
 
     def _stalled(self, stalls: Stalls) -> bool:
-        log = b"".join(map(self._read_log, self._logs()))
-        return self._process is not None and stalls.explain(self._process.returncode, log)
+        if self._process is None:
+            return False
+        return stalls.explain(self._process.returncode, b"".join(map(self._read_log, self._logs())))
 
     def _pids(self) -> list[int]:
         return [] if self._claim is None else [process.pid for process in find_processes(self._claim.name)]

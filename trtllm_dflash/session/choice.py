@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
@@ -26,16 +28,17 @@ class Choice:
     experts: str  # "none" where the model has none
     why: str
     library: Path | None = None  # that our kernels come from
-    exact: bool = False  # whether a row's bits depend on nothing else in the batch
+    exact: str = "no"  # where a row's bits depend on nothing else in the batch: what else they depend on
 
     @property
     def labels(self) -> dict[str, str]:
         """Labels of the metric that names the choice."""
-        names = ("backend", "precision", "attention", "products", "experts")
-        return {**{name: getattr(self, name) for name in names}, "exact": "yes" if self.exact else "no"}
+        names = ("backend", "precision", "attention", "products", "experts", "exact")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        parts = [f"{name} {value}" for name, value in self.labels.items() if name != "backend"]
+        said = {**self.labels, "exact": "no" if self.exact == "no" else "yes"}
+        parts = [f"{name} {value}" for name, value in said.items() if name != "backend"]
         place = f"; library {self.library}" if self.library is not None else ""
         return f"{self.backend} on {self.device}: {', '.join(parts)} ({self.why}{place})"
 
@@ -43,7 +46,9 @@ class Choice:
 def torch_choice(config: EngineConfig, device: str, why: str) -> Choice:
     """Makes the choice of torch for everything."""
     experts = TORCH if config.target.moe is not None else "none"
-    return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why, exact=device == "cpu")
+    processor = torch.backends.cpu.get_cpu_capability()
+    exact = f"torch {torch.__version__}, {processor}, tp {config.tp}" if device == "cpu" else "no"
+    return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why, exact=exact)
 
 
 def precision_of(config: EngineConfig) -> str:

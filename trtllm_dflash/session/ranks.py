@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,13 @@ class World:
             if problems:
                 raise EngineError(problems[0])
 
+    def _open_store(self) -> TCPStore:
+        """Opens the ranks' meeting place, on a port that the system chooses; only this host can reach it."""
+        listener = socket.create_server((_LOOPBACK, 0))  # the store itself would listen on every interface
+        port: int = listener.getsockname()[1]
+        handle = listener.detach()
+        return TCPStore(_LOOPBACK, port, self.size, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+
     def connect(self, device: torch.device) -> Communicator:
         """Joins the ranks for computing: gloo on CPU, NCCL on GPUs. All of them are on this host."""
         if self.size == 1:
@@ -116,8 +124,7 @@ class World:
         if device.type == "cpu":
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # The system chooses rank 0's port, so it is free; only this host can reach it.
-        server = TCPStore(_LOOPBACK, 0, self.size, is_master=True, wait_for_workers=False) if self.rank == 0 else None
+        server = self._open_store() if self.rank == 0 else None
         port = self._mpi.bcast(server.port if server else None)
         store = server or TCPStore(_LOOPBACK, port, self.size, is_master=False)
         if device.type == "cuda":

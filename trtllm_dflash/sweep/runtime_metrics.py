@@ -101,7 +101,7 @@ class Reading:
         """Whether both servers, ours, say that they compute a token alike, to the bit."""
         labels = {name for name in (*self.computes, *other.computes) if name != "model"}
         alike = all(self.computes.get(name) == other.computes.get(name) for name in labels)
-        return alike and self.computes.get("exact") == "yes"
+        return alike and self.computes.get("exact", "no") != "no"
 
     def since(self, before: "Reading") -> Drafts | None:
         """Drafts between two readings; None where the server does not count."""
