@@ -20,8 +20,16 @@ from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
 from trtllm_dflash.sweep.runtime_metrics import Reading, find_metrics
 from trtllm_dflash.text.tokenizer import TextCodec
 
-#: The last one is ours: TensorRT-LLM's ensemble has none.
-_OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens", "total_draft_tokens", "total_accepted_draft_tokens")
+_OUTPUTS = (
+    "text_output",
+    "num_input_tokens",
+    "num_output_tokens",
+    "total_draft_tokens",
+    # Ours: TensorRT-LLM's ensemble has none of these.
+    "total_accepted_draft_tokens",
+    "accepted_per_step",
+    "finish_reason",
+)
 _CHANNEL = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 Render = Callable[[list[Message]], str]
@@ -114,7 +122,7 @@ class TritonTarget(Target):
             yield {
                 "model_name": self._model,
                 "inputs": self._inputs(request, text),
-                "outputs": [InferRequestedOutput(name) for name in (*_OUTPUTS, "finish_reason") if name in self._known],
+                "outputs": [InferRequestedOutput(name) for name in _OUTPUTS if name in self._known],
             }
 
         responses = self._grpc.stream_infer(once())
@@ -180,12 +188,28 @@ def _add(reply: Reply, result: InferResult, now: float) -> None:
         else:
             reply.steps = 0
         reply.drafted, reply.accepted = drafted, accepted
+        each = result.as_numpy("accepted_per_step")
+        if each is not None and each.size:  # with the last response
+            take_steps(reply, each.reshape(-1).tolist())
     reply.prompt_tokens = _number(result, "num_input_tokens") or reply.prompt_tokens
     reply.times.append(now)
     reply.text += text
     if tokens is not None:
         reply.tokens = tokens
         reply.tokens_by_response.append(new)
+
+
+def take_steps(reply: Reply, accepted: list[int]) -> None:
+    """Takes the steps of a whole reply as the server counts them, instead of what its responses told.
+
+    Drafts are counted by position where all steps had as many, as far as responses tell.
+    """
+    reply.steps = len(accepted)
+    each, rest = divmod(reply.drafted or 0, len(accepted))
+    if not rest and len(reply.drafted_at) in (0, each):
+        reply.drafted_at, reply.accepted_at = [], []
+        for count in accepted:
+            reply.count_step(each, count)
 
 
 def count_steps(reply: Reply, tokens: int, drafted: int, accepted: int, last: bool) -> None:
