@@ -3,6 +3,8 @@
 import http.client
 import json
 import queue
+import re
+from urllib.request import urlopen
 
 import pytest
 
@@ -30,7 +32,7 @@ def test_at_sigterm_new_requests_are_refused_and_every_running_one_is_answered(t
         native = [GrpcStream(at["grpc"]) for _ in range(2)]
         assert all(stream.begun.wait(PATIENCE) for stream in native)
         streams = [OpenAIStream(at["openai"]) for _ in range(10)]  # more than there are slots for
-        assert streams[0].begun.wait(PATIENCE)
+        wait_until(lambda: requests(at) == len(streams) + 3, "the engine has all of them")
         said_before = len(log.read_text())
         run.process.terminate()
         wait_until(lambda: answer(completions(at))[0] == 503, "new requests are refused")
@@ -49,6 +51,12 @@ def test_at_sigterm_new_requests_are_refused_and_every_running_one_is_answered(t
         assert run.ends() == (143, "")
         assert not said(log.read_text()[said_before:])
         wait_until(run.leaves_nothing, "nothing of it is left")
+
+
+def requests(at: dict[str, str]) -> int:
+    """Requests that run or wait."""
+    page = urlopen(at["metrics"], timeout=PATIENCE).read().decode()
+    return sum(int(float(count)) for count in re.findall(r"^dflash_requests_(?:running|waiting)\S* (\S+)$", page, re.M))
 
 
 def completions(at: dict[str, str]) -> http.client.HTTPConnection:
