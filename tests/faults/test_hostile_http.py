@@ -155,7 +155,7 @@ async def throw(address: tuple[str, int], requests: list[bytes], statuses: Count
     while requests:
         request = requests.pop()
         reader, writer = await asyncio.open_connection(*address)
-        with suppress(ConnectionError):
+        with suppress(OSError):  # it is closed while we send
             writer.write(request)
             if b"Connection: close" not in request:
                 writer.write_eof()  # an unfinished one would be waited for
