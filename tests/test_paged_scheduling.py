@@ -33,6 +33,13 @@ def run(scheduler, steps=5000):
     raise AssertionError("it never ends")
 
 
+def assert_it_goes_on(scheduler, after):
+    """Asserts that a later request gets its reply."""
+    scheduler.submit(after)
+    run(scheduler)
+    assert after.token_ids == reply(after.prompt_ids, after.params)
+
+
 def watch(scheduler, session):
     """Notes the steps that write a page which their slot does not have alone, or a row that the tree knows.
 
@@ -310,10 +317,7 @@ def test_a_step_that_fails_fails_its_requests_and_its_pages_come_back(ahead, mon
         else:
             assert sequence.token_ids == reply(sequence.prompt_ids, sequence.params)
     assert scheduler.statistics.pages_used == 0
-    after = request([1] * 10, 30)
-    scheduler.submit(after)
-    run(scheduler)
-    assert after.token_ids == reply(after.prompt_ids, after.params)
+    assert_it_goes_on(scheduler, request([1] * 10, 30))
 
 
 def test_a_choice_of_pieces_that_fails_fails_the_requests_that_it_is_for(monkeypatch):
@@ -332,10 +336,7 @@ def test_a_choice_of_pieces_that_fails_fails_the_requests_that_it_is_for(monkeyp
     run(scheduler)
     assert all("on fire" in str(sequence.error) for sequence in failing)
     assert scheduler.statistics.pages_used == 0
-    after = request([2] * 60, 5)
-    scheduler.submit(after)
-    run(scheduler)
-    assert after.token_ids == reply(after.prompt_ids, after.params)
+    assert_it_goes_on(scheduler, request([2] * 60, 5))
 
 
 def test_a_fault_at_admission_loses_nobody(monkeypatch):
