@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -351,11 +353,19 @@ def test_a_second_ctrl_c_does_not_wait_for_a_model_that_hangs(tmp_path, triton):
     assert not server.exists()
 
 
-def test_a_model_that_hangs_is_killed(tmp_path, triton):
-    stuck = make_repository(tmp_path / "models", finalize=hang(tmp_path / "ends"))
-    with Server(stuck, ANYWHERE, patience=PATIENCE, drain_seconds=1) as running:
+def test_a_model_that_hangs_is_killed(tmp_path, triton, monkeypatch):
+    ends = tmp_path / "ends"
+    drain_seconds = 100_000
+
+    def turned() -> float:
+        """A clock on which the time to end is over as soon as the model hangs."""
+        return time.monotonic() + 2 * drain_seconds * ends.exists()
+
+    stuck = make_repository(tmp_path / "models", finalize=hang(ends))
+    with Server(stuck, ANYWHERE, patience=PATIENCE, drain_seconds=drain_seconds) as running:
         pid = running.pid
-    assert (tmp_path / "ends").exists()
+        monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=turned, sleep=time.sleep))
+    assert ends.exists()
     assert not Path("/proc", str(pid)).exists()
 
 
