@@ -1,5 +1,6 @@
 """Servers that are killed while they stream: every client is told, and nothing stays for long."""
 
+import fcntl
 import json
 import os
 import signal
@@ -105,6 +106,11 @@ def test_what_belongs_to_a_living_server_is_left_alone():
     assert file.exists()
     assert of_mpi.exists()
     assert living.folder.is_dir()
+    # systemd-tmpfiles takes this lock of a folder before it removes what is old in it.
+    folder = os.open(living.folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
     living.release()
     assert not of_mpi.exists()
     assert not list(claim.SHARED_MEMORY.glob(f"{living.name}*"))

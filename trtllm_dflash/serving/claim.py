@@ -39,6 +39,9 @@ class Claim:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         self._lock.write(bytes(self.folder))
         self._lock.flush()
+        # Whoever cleans up old temporary files passes over a locked folder and what is in it (tmpfiles.d(5)).
+        self._kept = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._kept, fcntl.LOCK_SH)
         self.control = self.folder / "control"
         self.control.mkdir()
         self._lifeline = Lifeline(self.control)
@@ -63,6 +66,7 @@ class Claim:
             return
         kill_processes(self.name)
         self._lifeline.close()
+        os.close(self._kept)
         with suppress(OSError):  # it holds files that stay, or whoever cleans up temporary files was here
             for entry in self.folder.iterdir():
                 if entry.is_dir():
