@@ -38,6 +38,8 @@ if [ "${gpu##*, }" = 9.0 ]; then
     arguments=(--without-hopper "$logs/without_hopper.so")
 fi
 
+groups=$("$python" "$plugins/harness/every_kernel.py" --list)
+
 # The profiler counts what ran; tools would hide from it.
 "$python" "$plugins/harness/every_kernel.py" --cover "${arguments[@]}" | tee "$logs/cover.out" >&2
 tail -n 1 "$logs/cover.out" > "$logs/kernels.txt"
@@ -70,7 +72,7 @@ run()
 run memcheck memcheck
 run synccheck synccheck
 # Slow where blocks have much shared memory: a process for each group of kernels, side by side.
-for group in step norms choices append sums experts prompts attention products; do
+for group in $groups; do
     run racecheck "racecheck-$group" --group "$group" &
 done
 wait

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-hopper", metavar="LIB", help="run attention of this library too: what others have")
     parser.add_argument("--cover", action="store_true", help="compare what the profiler saw with the library's symbols")
-    parser.add_argument("--group", choices=[group.__name__ for group in GROUPS], help="launch these kernels alone")
+    parser.add_argument("--group", choices=list(GROUPS), help="launch these kernels alone")
+    parser.add_argument("--list", action="store_true", help="name the groups, and launch nothing")
     settings = parser.parse_args()
-    groups = [group for group in GROUPS if settings.group in (None, group.__name__)]
+    if settings.list:
+        print("\n".join(GROUPS))
+        return
+    groups = [name for name in GROUPS if settings.group in (None, name)]
     if not settings.cover:
         launch_all(groups, settings.without_hopper)
         return
@@ -48,28 +53,28 @@ def main() -> None:
     compare(launches_of(trace))
 
 
-def launch_all(groups: Sequence[Callable[[torch.dtype], None]], without_hopper: str | None) -> None:
+def launch_all(groups: Sequence[str], without_hopper: str | None) -> None:
     """Launches each group in turn, whatever became of those before it; ends with 1 if one failed."""
-    failed = [group.__name__ for group in groups if not launch(group)]
-    if without_hopper and attention in groups:
+    failed = [name for name in groups if not launch(name)]
+    if without_hopper and "attention" in groups:
         named = os.environ.get(kernels.LIBRARY_VARIABLE, "")
         os.environ[kernels.LIBRARY_VARIABLE] = without_hopper
-        failed += [] if launch(attention) else ["attention without Hopper's"]
+        failed += [] if launch("attention") else ["attention without Hopper's"]
         os.environ[kernels.LIBRARY_VARIABLE] = named
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
     print("every group of kernels ran", flush=True)
 
 
-def launch(group: Callable[[torch.dtype], None]) -> bool:
+def launch(name: str) -> bool:
     """Launches one group in both types; says what failed, and whether nothing did."""
     torch.manual_seed(0)
     try:
         for dtype in HALVES:
-            group(dtype)
+            GROUPS[name](dtype)
             torch.cuda.synchronize()
     except (RuntimeError, EngineError) as error:
-        print(f"{group.__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
         return False
     return True
 
@@ -415,28 +420,40 @@ def attend_prompts(
     )
 
 
-def products(dtype: torch.dtype) -> None:
-    """Shares of a granule to several passes; runs of inputs that do not fill all warps; rings that go round."""
+def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """Products of few rows with weights [outputs, inputs]."""
     if torch.cuda.get_device_capability()[0] not in SKINNY_GPUS:
         return
-    many = 16 * (14 * (torch.cuda.get_device_properties(0).multi_processor_count // 2) + 2)
-    for outputs, inputs in ((16, 128), (48, 192), (1056, 2944), (288, 12288), (many, 512)):
-        for fp8 in (False, True):
-            if fp8 and inputs % 128:
-                continue
-            weight = normal(outputs, inputs, dtype=E4M3 if fp8 else dtype, by=0.05)
-            scale = torch.rand(outputs, device="cuda") if fp8 else None
-            bias, norm = normal(outputs, dtype=dtype), kernels.Norm(normal(inputs, dtype=dtype), EPSILON)
-            for rows in (3, 16):
-                x, residual = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype)
-                kernels.skinny_gemm(x, weight, scale)
-                kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
-                if outputs % 32 == 0:
-                    kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
+    for fp8 in (False, True):
+        if fp8 and inputs % 128:
+            continue
+        weight = normal(outputs, inputs, dtype=E4M3 if fp8 else dtype, by=0.05)
+        scale = torch.rand(outputs, device="cuda") if fp8 else None
+        bias, norm = normal(outputs, dtype=dtype), kernels.Norm(normal(inputs, dtype=dtype), EPSILON)
+        for rows in (3, 16):
+            x, residual = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype)
+            kernels.skinny_gemm(x, weight, scale)
+            kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
+            if outputs % 32 == 0:
+                kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
 
 
-#: Those that a tool may end come last.
-GROUPS = (step, norms, choices, append, sums, experts, prompts, attention, products)
+def products_that_go_round(dtype: torch.dtype) -> None:
+    """Products of so many outputs that each SM's ring of weights goes round."""
+    units = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    products(dtype, 16 * (14 * units + 2), 512)
+
+
+#: Shares of a granule to several passes, and runs of inputs that do not fill all warps.
+PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 12288))
+
+#: By name. racecheck gets a process for each, and is slow with products: so theirs are several. Those come last that a
+#: tool may end.
+GROUPS: dict[str, Callable[[torch.dtype], None]] = {
+    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, prompts, attention)},
+    **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
+    "products-round": products_that_go_round,
+}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 // sanitizer: racecheck attention_sm90.cuh
 //
 // The merge of src/attention_sm90.cuh alone: two groups of 128 threads give each other numbers through shared memory,
-// and meet before and after at a barrier of 256. In between they multiply, and meet each at a barrier of its own: alone
-// by the word "products" or "barriers". Ends with 0 if all numbers that were read are the round's.
+// and meet before and after at a barrier of 256. In between they multiply, and one meets at a barrier of its own, as
+// where the last tile is its; by a word both do. Ends with 0 if all numbers that were read are the round's.
 #include "instructions.cuh"
 #include "wgmma.cuh"
 using namespace dflash;
 __device__ int wrong = 0;
 
-template <bool kProducts, bool kApart>
+template <int kApart> // groups that meet alone
 __global__ void merge()
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -31,12 +31,11 @@ __global__ void merge()
         asm volatile("bar.sync 1, 256;" ::: "memory"); // all have read the boxes, and written the tile
         wait_for_phase(full, round % 2);
         float c[8][4] = {};
-        if (kProducts)
-            sm90::begin_products(), sm90::multiply_add<__half>(c, matrix, matrix), sm90::commit_products(),
-                sm90::wait_for_products(c);
-        if (kApart && group == 0)
+        sm90::begin_products(), sm90::multiply_add<__half>(c, matrix, matrix), sm90::commit_products();
+        sm90::wait_for_products(c);
+        if (group == 0)
             asm volatile("bar.sync 2, 128;" ::: "memory");
-        else if (kApart)
+        else if (kApart > 1)
             asm volatile("bar.sync 3, 128;" ::: "memory");
         if (lane % 32 == 0)
             arrive(empty);
@@ -44,16 +43,15 @@ __global__ void merge()
             boxes[group][n][lane] = {c[n][0], c[n][1], c[n][2], c[n][3] + round};
         asm volatile("bar.sync 1, 256;" ::: "memory"); // all have multiplied, and written the boxes
         for (int n = 0; n < 8; ++n)
-            if (float4 const x = boxes[1 - group][n][lane]; x.x + x.y + x.z + x.w != round + kProducts * one * 64)
+            if (float4 const x = boxes[1 - group][n][lane]; x.x + x.y + x.z + x.w != round + one * 64)
                 atomicAdd(&wrong, 1);
     }
 #endif
 }
 
-int main(int count, char** words)
+int main(int count, char**)
 {
-    char const word = count > 1 ? *words[1] : 0;
-    (word == 'p' ? merge<true, false> : word == 'b' ? merge<false, true> : merge<true, true>)<<<4, 288>>>();
+    (count > 1 ? merge<2> : merge<1>)<<<4, 288>>>();
     int found = 0;
     return cudaMemcpyFromSymbol(&found, wrong, sizeof(int)) != cudaSuccess || found != 0;
 }
