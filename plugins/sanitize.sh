@@ -30,9 +30,9 @@ echo "$("$sanitizer" --version | sed -n 's/^Version \([0-9.]*\).*/compute-saniti
 
 # On Hopper, attention as other GPUs have it lies in a library without Hopper's own: its code is compiled for 90a alone.
 arguments=()
-arch=native
+target=(-arch=native)
 if [ "${gpu##*, }" = 9.0 ]; then
-    arch=sm_90a
+    target=(-gencode arch=compute_90a,code=sm_90a) # that alone: -arch=sm_90a can add code without Hopper's own
     "$nvcc" -arch=sm_90 --split-compile=0 -O3 -DNDEBUG -std=c++17 -lineinfo -shared -Xcompiler=-fPIC "-I$plugins/include" \
         -DDFLASH_ARCHITECTURES=\"90-real\" -o "$logs/without_hopper.so" "$plugins/src/attention.cu" "$plugins/src/library.cpp"
     arguments=(--without-hopper "$logs/without_hopper.so")
@@ -79,7 +79,7 @@ wait
 
 while read -r name tool; do
     if [ -n "$name" ]; then
-        "$nvcc" -arch="$arch" -O3 -std=c++17 -lineinfo "-I$plugins/include" "-I$plugins/src" -o "$logs/$name" \
+        "$nvcc" "${target[@]}" -O3 -std=c++17 -lineinfo "-I$plugins/include" "-I$plugins/src" -o "$logs/$name" \
             "$plugins/harness/$name.cu"
         "$logs/$name" > "$logs/$name.out" # ends with 0: it has no fault
         sanitize "$tool" "$name" "$logs/$name"
