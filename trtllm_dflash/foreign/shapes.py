@@ -87,8 +87,7 @@ def published_drafter(name: str) -> ModelShape | None:
     if target is None:
         return None
     shape = SHAPES[name]
-    facts, hidden = shape.facts, shape.widths["hidden_size"]
-    columns = shape.drafter_intermediate or shape.widths["intermediate_size"]
+    facts, hidden, columns = shape.facts, shape.widths["hidden_size"], shape.drafter.intermediate_size
     layer = 2 * hidden * (target.heads + target.kv_heads) * _LARGEST_HEAD + 3 * hidden * columns
     parameters = facts.drafter_layers * layer + len(shape.tap_layers) * hidden * hidden
     return ModelShape(
