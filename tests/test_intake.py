@@ -1,6 +1,7 @@
 """What an engine takes in, and by which field it refuses the rest."""
 
 import pytest
+from pydantic import ValidationError
 
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import LongPromptError, RequestError, SettingsError
@@ -16,6 +17,7 @@ from trtllm_dflash.runtime.intake import Intake
         ([5], {"stop_token_ids": (9999,)}, "stop_token_ids", "9999 is not a token id"),
         ([5], {"stop_token_sequences": ((5, 6), (7, 9999))}, "stop_token_sequences", "9999 is not a token id"),
         ([5], {"temperature": 0.5}, "temperature", "built greedy"),
+        ([5], {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "5 is more than max_tokens 4"),
     ],
 )
 def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
@@ -25,6 +27,47 @@ def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
     assert refusal.value.field == field
     assert says in refusal.value.reason
     assert str(refusal.value) == f"{field}: {refusal.value.reason}"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 0},
+        {"prompt_logprobs": 20},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -2.0},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {5: -100.0}},
+        {"min_p": 0.1},
+        {"min_tokens": 3},
+        {"bad_words": ("fox",)},
+        {"bad_token_sequences": ((5, 6),)},
+        {"structured": {"kind": "json_object"}},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_what_is_not_there_yet_is_refused_by_name(tiny, params):
+    with pytest.raises(RequestError, match=f"^{next(iter(params))}: this engine does not do this yet"):
+        tiny.intake.sequence([5], SamplingParams.model_validate(params))
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"logprobs": 21}, "less than or equal to 20"),
+        ({"presence_penalty": 2.1}, "less than or equal to 2"),
+        ({"repetition_penalty": 0}, "greater than 0"),
+        ({"logit_bias": {-1: 0.0}}, "greater than or equal to 0"),
+        ({"logit_bias": {1: 101.0}}, "less than or equal to 100"),
+        ({"bad_words": ("",)}, "at least 1 character"),
+        ({"structured": {"kind": "json_schema", "value": "{}"}}, "value of json_schema is a JSON schema: an object"),
+        ({"structured": {"kind": "choice", "value": []}}, "value of choice is a list of texts, at least one"),
+        ({"structured": {"kind": "regex"}}, "value of regex is a text"),
+    ],
+)
+def test_a_parameter_out_of_its_range_is_refused(params, says):
+    with pytest.raises(ValidationError, match=says):
+        SamplingParams.model_validate(params)
 
 
 def test_a_prompt_is_as_long_as_leaves_room_for_a_token_or_as_is_said(tiny):

@@ -19,6 +19,7 @@ _HOMES = {
     "LLM": "trtllm_dflash.llm",
     "Completion": "trtllm_dflash.llm",
     "SamplingParams": "trtllm_dflash.llm",
+    "Structured": "trtllm_dflash.runtime.structured",
     "TextChunk": "trtllm_dflash.llm",
     "AutoModel": "trtllm_dflash.model_card",
     "AutoModelForCausalLM": "trtllm_dflash.model_card",
@@ -29,6 +30,7 @@ __all__ = [
     "LLM",
     "Completion",
     "SamplingParams",
+    "Structured",
     "TextChunk",
     "AutoModel",
     "AutoModelForCausalLM",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Completion, TextChunk
     from trtllm_dflash.model_card import AutoModel, AutoModelForCausalLM
     from trtllm_dflash.runtime.request import SamplingParams
+    from trtllm_dflash.runtime.structured import Structured
 
 
 def __getattr__(name: str) -> Any:

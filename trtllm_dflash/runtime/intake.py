@@ -13,6 +13,23 @@ from trtllm_dflash.text.tokenizer import TextCodec
 Prompt = str | list[dict[str, str]] | list[int]
 
 
+#: Parameters that no engine follows yet.
+_NOT_YET = (
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "bad_words",
+    "bad_token_sequences",
+    "structured",
+)
+_DEFAULTS = SamplingParams().model_dump()
+
+
 class Intake:
     """Checks requests against an engine's limits, and refuses others by the name of the field that is at fault.
 
@@ -108,6 +125,11 @@ class Intake:
         if params.temperature > 0 and not self._config.sampling:
             reason = "this engine was built greedy and cannot sample; build it with --sampling"
             raise RequestError(reason, "temperature")
+        if params.min_tokens > params.max_tokens:
+            raise RequestError(f"{params.min_tokens} is more than max_tokens {params.max_tokens}", "min_tokens")
+        for name in _NOT_YET:
+            if getattr(params, name) != _DEFAULTS[name]:
+                raise RequestError("this engine does not do this yet; leave it out", name)
 
     def _check_tokens(self, field: str, ids: Iterable[int]) -> None:
         vocabulary = self._config.target.vocab_size

@@ -2,12 +2,14 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from trtllm_dflash.errors import DFlashError
+from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.text.stream import TextStream
 
 FinishReason = Literal["stop", "length"]
@@ -22,6 +24,12 @@ TopK = Annotated[int, Field(ge=0, lt=2**31)]
 TopP = Annotated[FiniteFloat, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 StopText = Annotated[str, Field(min_length=1)]
+Logprobs = Annotated[int, Field(ge=0, le=20)]
+Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[FiniteFloat, Field(gt=0, le=10)]
+LogitBias = Annotated[Mapping[NonNegativeInt, Annotated[FiniteFloat, Field(ge=-100, le=100)]], Field(max_length=1024)]
+MinP = Annotated[FiniteFloat, Field(ge=0, le=1)]
+BadWord = Annotated[str, Field(min_length=1)]
 
 
 class SamplingParams(BaseModel):
@@ -37,6 +45,17 @@ class SamplingParams(BaseModel):
         stop_token_ids: tokens that end the reply, besides the model's own.
         stop_token_sequences: runs of tokens that end the reply, and are part of it.
         ignore_eos: go on past the model's own end token.
+        logprobs: log-probabilities of the chosen tokens, and of so many most likely ones at each; None: none.
+        prompt_logprobs: likewise of the prompt's tokens but the first.
+        presence_penalty: taken from the logit of each token that the reply has.
+        frequency_penalty: taken as often as the reply has the token.
+        repetition_penalty: divides the logit of each token that prompt or reply has; a negative one is multiplied.
+        logit_bias: added to logits, by token.
+        min_p: keep tokens that are at least so likely, beside the most likely one.
+        min_tokens: no end token is chosen before the reply has so many.
+        bad_words: texts that the reply is kept from.
+        bad_token_sequences: runs of tokens that the reply is kept from.
+        structured: the form that the reply is held to.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +69,17 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     stop_token_sequences: tuple[Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: LogitBias = Field(default_factory=dict)
+    min_p: MinP = 0.0
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    bad_words: tuple[BadWord, ...] = ()
+    bad_token_sequences: tuple[Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)], ...] = ()
+    structured: Structured | None = None
 
 
 @dataclass
@@ -60,6 +90,19 @@ class Times:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one token, of the model's own distribution: before temperature, penalties and filters.
+
+    Attributes:
+        logprob: of the token.
+        top_logprobs: the most likely tokens and theirs, the most likely first; as many as were asked for.
+    """
+
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +121,8 @@ class Completion:
         drafted_tokens: drafts that were verified for it.
         seconds: from the start of the prefill to the last token.
         finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens, or the context is full).
+        logprobs: of each token of the reply, where they were asked for.
+        prompt_logprobs: of each token of the prompt, None of the first, where they were asked for.
     """
 
     text: str | None
@@ -92,6 +137,8 @@ class Completion:
     seconds: float
     finish_reason: FinishReason
     times: Times
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -128,6 +175,7 @@ class Update:
         accepted_tokens: drafts accepted so far.
         completion: the whole reply, with its last update.
         error: why there is no reply. Nothing follows.
+        logprobs: of each new token, where they were asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -136,6 +184,7 @@ class Update:
     accepted_tokens: int = 0
     completion: Completion | None = None
     error: DFlashError | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def joined(self, later: "Update") -> "Update":
         """Makes one update of this one and the next."""
@@ -146,6 +195,7 @@ class Update:
             later.accepted_tokens,
             later.completion,
             later.error,
+            self.logprobs + later.logprobs,
         )
 
 

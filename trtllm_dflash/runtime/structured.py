@@ -1,0 +1,47 @@
+"""The form that a reply is held to: a JSON schema, a regular expression, one of some texts, or a grammar."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+#: What `value` must be, by kind.
+_VALUES: dict[str, tuple[type, ...]] = {
+    "json_object": (type(None),),
+    "json_schema": (dict, bool),
+    "regex": (str,),
+    "choice": (list, tuple),
+    "grammar": (str,),
+}
+
+_WORDS = {
+    "json_object": "takes no value",
+    "json_schema": "is a JSON schema: an object, true or false",
+    "regex": "is a text",
+    "choice": "is a list of texts, at least one, none of them empty",
+    "grammar": "is a text, in Lark's form",
+}
+
+
+class Structured(BaseModel):
+    """The form of a reply's text.
+
+    Attributes:
+        kind: what `value` is.
+        value: the schema, the expression, the texts, or a grammar in Lark's form; None of a JSON object.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: StructuredKind
+    value: Any = None
+
+    @model_validator(mode="after")
+    def _check_value(self) -> "Structured":
+        fits = isinstance(self.value, _VALUES[self.kind])
+        if fits and self.kind == "choice":
+            fits = len(self.value) > 0 and all(isinstance(text, str) and text for text in self.value)
+        if not fits:
+            raise ValueError(f"value of {self.kind} {_WORDS[self.kind]}")
+        return self
