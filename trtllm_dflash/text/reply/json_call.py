@@ -1,0 +1,122 @@
+"""A call written as one JSON object: `{"name": "f", "arguments": {...}}`."""
+
+import json
+import re
+
+from trtllm_dflash.text.reply.parts import Part
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_PAIRS = rf'\s*\{{\s*(?:"(?:name|type|id)"\s*:\s*{_STRING}\s*,\s*)*'
+#: Up to the arguments, which Llama calls parameters; or the whole of a call that has none.
+_HEAD = re.compile(rf'{_PAIRS}"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
+_WITHOUT_ARGUMENTS = re.compile(rf'{_PAIRS}"(?:name|type|id)"\s*:\s*{_STRING}\s*\}}', re.DOTALL)
+_FIRST_KEYS = ('{"name"', '{"type"', '{"id"')
+_LONGEST_HEAD = 1024  # characters before the arguments
+_OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789truefalsn \t\r\nE')
+
+
+class JsonObject:
+    """Finds where a JSON object ends that comes in pieces. It looks at brackets and strings, not at the rest.
+
+    Args:
+        depth: of the brackets that were opened before its first piece.
+
+    Attributes:
+        broken: it ended at a character that no JSON has there, which is not part of it.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+        self.done = False
+        self.broken = False
+
+    def push(self, text: str) -> int:
+        """Adds a piece; returns how many of its characters belong to the object."""
+        for at, character in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character not in _OUTSIDE_STRINGS:
+                self.done = self.broken = True
+                return at
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.done = True
+                    return at + 1
+        return len(text)
+
+
+class JsonCall:
+    """A call that comes in pieces. Its arguments are handed on as they are written.
+
+    Attributes:
+        begun: its arguments have, and it is handed on.
+        refused: what came so far begins no call; none of it was handed on.
+        done: the call has ended.
+    """
+
+    def __init__(self) -> None:
+        self._head = ""
+        self.begun = False
+        self._arguments = JsonObject()
+        self._tail = JsonObject(depth=1)
+        self.refused = False
+
+    @property
+    def done(self) -> bool:
+        return self._tail.done or self._arguments.broken
+
+    def push(self, text: str) -> tuple[list[Part], str]:
+        """Adds a piece; returns parts of the call, and text that follows it, or that is none where it is refused."""
+        parts: list[Part] = []
+        if not self.begun:
+            self._head += text
+            self._read_head(parts)
+            if self.refused or not self.begun:
+                return parts, self._head if self.refused else ""
+            text = self._head
+        if not self._arguments.done:
+            text = self._read_arguments(text, parts)
+        if self._arguments.done and not self.done:
+            text = text[self._tail.push(text) :]
+        return parts, text
+
+    def unfinished_head(self) -> str:
+        """Returns the text of a call whose arguments have not begun: at the end of a reply, it is none."""
+        return "" if self.begun else self._head
+
+    def _read_arguments(self, text: str, parts: list[Part]) -> str:
+        end = self._arguments.push(text)
+        if end:
+            parts.append(Part("arguments", text[:end]))
+        return text[end:]
+
+    def _read_head(self, parts: list[Part]) -> None:
+        """Reads `{"name": "f", "arguments": `; what follows stays in the head."""
+        whole = _WITHOUT_ARGUMENTS.match(self._head)
+        head = whole or _HEAD.match(self._head)
+        if head is None:
+            begun = "".join(self._head[:_LONGEST_HEAD].split())
+            possible = any(begun.startswith(keys) or keys.startswith(begun) for keys in _FIRST_KEYS)
+            self.refused = not possible or len(self._head) > _LONGEST_HEAD
+            return
+        try:
+            name = json.loads(head[0] if whole else head[0] + "{}}", strict=False).get("name")
+        except ValueError:
+            name = None
+        self.refused = not name
+        if self.refused:
+            return
+        self.begun = True
+        self._head = self._head[head.end() :]
+        parts.append(Part("call", name))
+        if whole:
+            parts.append(Part("arguments", "{}"))
+            self._arguments.done = self._tail.done = True

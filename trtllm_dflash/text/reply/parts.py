@@ -1,0 +1,125 @@
+"""The parts of a reply, and parsers that find them in text that comes in pieces of any size."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from trtllm_dflash.text.stream import StoppableText
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a reply. Pieces of one kind in a row are one text; `arguments` are those of the call before them.
+
+    Attributes:
+        text: of a call, the function's name.
+    """
+
+    kind: Literal["thinking", "content", "call", "arguments"]
+    text: str
+
+
+class Parser(ABC):
+    """Takes a reply apart. It keeps back what may turn out to be markup, and no more."""
+
+    def __init__(self) -> None:
+        self._buffer = ""  # text that came and is not parsed
+        self._parts: list[Part] = []
+
+    def push(self, text: str) -> list[Part]:
+        """Adds a piece of the reply's text; returns the parts that are known now."""
+        self._buffer += text
+        while self._advance():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """Ends the reply; returns its last parts."""
+        self._end()
+        return self._take()
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Parses a bit of the buffer; returns False where more text is needed."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Parses what is left of the buffer: nothing follows."""
+
+    def _emit(self, kind: Literal["thinking", "content", "call", "arguments"], text: str) -> None:
+        if text or kind == "call":
+            self._parts.append(Part(kind, text))
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _emit_before(self, kind: Literal["thinking", "content"], *markers: str) -> None:
+        """Emits the buffer up to newlines at its end, and up to what may be the beginning of a marker."""
+        text = self._buffer
+        end = len(text) - max(held(text, marker) for marker in markers)
+        end = len(text[:end].rstrip("\n"))
+        self._emit(kind, text[:end])
+        self._buffer = text[end:]
+
+
+class PlainParser(Parser):
+    """Takes all text for content."""
+
+    def _advance(self) -> bool:
+        self._emit("content", self._buffer)
+        self._buffer = ""
+        return False
+
+    def _end(self) -> None:
+        pass
+
+
+def held(text: str, marker: str) -> int:
+    """Returns the length of the longest ending of `text` that begins, and is not yet, the marker."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+class StoppedParts:
+    """The parts of a reply up to the first stop string in its content, or up to the last call that is wanted.
+
+    Args:
+        stop: texts that end the reply; thinking and calls are not searched.
+        most_calls: of one reply; None is any number.
+    """
+
+    def __init__(self, stop: tuple[str, ...], most_calls: int | None = None) -> None:
+        self._content = StoppableText(stop)
+        self._calls_left = most_calls
+        self.stopped = False
+
+    def take(self, parts: list[Part], last: bool) -> list[Part]:
+        """Returns what to show, given the new parts and whether they are the last ones."""
+        shown: list[Part] = []
+        for part in parts:
+            if self.stopped:
+                break
+            if part.kind == "content":
+                self._content.append(part.text)
+                self._release(shown)
+                self.stopped = self._content.stopped
+                continue
+            self._flush(shown)
+            if part.kind == "call" and self._calls_left is not None:
+                self.stopped = self._calls_left == 0
+                self._calls_left -= 1
+            if not self.stopped:
+                shown.append(part)
+        if last:
+            self._flush(shown)
+        return shown
+
+    def _flush(self, shown: list[Part]) -> None:
+        """Shows content that was kept back: a stop string does not go on behind thinking, a call or the end."""
+        self._content.flush()
+        self._release(shown)
+
+    def _release(self, shown: list[Part]) -> None:
+        text = self._content.release()
+        if text:
+            shown.append(Part("content", text))
