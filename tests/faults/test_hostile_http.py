@@ -24,7 +24,8 @@ from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.serving import bodies
 from trtllm_dflash.serving.front import Limits, configuration
 from trtllm_dflash.serving.gateway import GatewaySettings, create_app
-from trtllm_dflash.serving.openai_schema import ApiError, ChatRequest, parse
+from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.requests import ChatRequest, parse
 from trtllm_dflash.text.tokenizer import TextCodec
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from trtllm_dflash.serving.openai_schema import ApiError
+from trtllm_dflash.serving.openai.errors import ApiError
 
 _T = TypeVar("_T")
 

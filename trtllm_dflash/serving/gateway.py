@@ -1,10 +1,8 @@
 """The OpenAI API over a served engine. Text becomes tokens here; Triton's `tensorrt_llm` model does the rest."""
 
 import asyncio
-import hmac
 import inspect
 import logging
-import re
 import secrets
 import time
 import urllib.request
@@ -17,31 +15,27 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerFast
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_shared_files, read_config
 from trtllm_dflash.errors import (
-    CancelledError,
-    DeadlineError,
     EngineError,
     LongPromptError,
-    QueueFullError,
     RequestError,
-    ShutdownError,
 )
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import SamplingParams
-from trtllm_dflash.serving import openai_schema as schema
 from trtllm_dflash.serving.bodies import Bodies
-from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient, UnavailableError
+from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
 from trtllm_dflash.serving.event_stream import EventStream, while_connected
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.openai_schema import ApiError
+from trtllm_dflash.serving.openai.door import Door, broken, refused
+from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
+from trtllm_dflash.serving.openai.replies import ReplyForm, Usage, error_event
+from trtllm_dflash.serving.openai.requests import ChatRequest, CommonRequest, CompletionRequest, parse
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -50,22 +44,8 @@ _log = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499  # nginx's status for it; nobody reads the reply, but the access log shows it
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _METRICS_SECONDS = 5
-_CHALLENGE = {"WWW-Authenticate": "Bearer"}
-_AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
 
-# Names in the server's messages, as OpenAI's clients know them.
-_PARAMS = {
-    "request_output_len": "max_tokens",
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "stop_words": "stop",
-    "temperature": "temperature",
-    "seed": "seed",
-    "priority": "priority",
-    "draft": "draft",
-}
 
 # Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them.
 _RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
@@ -125,10 +105,10 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
         await gateway.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(_Door, api_key=settings.api_key, gate=gate)
-    app.add_exception_handler(ApiError, _refused)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Exception, _broken)
+    app.add_middleware(Door, api_key=settings.api_key, gate=gate)
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(Exception, broken)
     for path, method, endpoint in (
         ("/health", "GET", gateway.health),
         ("/metrics", "GET", gateway.metrics),
@@ -151,7 +131,7 @@ class _Job:
     """
 
     request: TokenRequest
-    form: schema.ReplyForm
+    form: ReplyForm
     stream: bool
     reply: TextStream | None = None  # what a chat's tokens mean; None: their text is the reply
     others: tuple[TokenRequest, ...] = ()
@@ -255,7 +235,7 @@ class Gateway:
     # -- from a body to a job; on a thread, so that a long prompt holds up no stream --------------------------------
 
     def _completion_job(self, body: bytes, request_id: str) -> _Job:
-        asked = schema.parse(schema.CompletionRequest, body)
+        asked = parse(CompletionRequest, body)
         self._check_name(asked.model)
         limit = asked.max_tokens or _COMPLETION_TOKENS
         first, *others = (
@@ -264,7 +244,7 @@ class Gateway:
         return replace(first, others=tuple(job.request for job in others))
 
     def _chat_job(self, body: bytes, request_id: str) -> _Job:
-        asked = schema.parse(schema.ChatRequest, body)
+        asked = parse(ChatRequest, body)
         self._check_name(asked.model)
         taken = sorted(_RENDERER_ARGUMENTS & asked.chat_template_kwargs.keys())
         if taken:
@@ -282,7 +262,7 @@ class Gateway:
             code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
             raise ApiError(400, f"{param}: {error.reason}", param, code) from None
 
-    def _job(self, asked: schema.Request, ids: list[int], max_tokens: int, request_id: str) -> _Job:
+    def _job(self, asked: CommonRequest, ids: list[int], max_tokens: int, request_id: str) -> _Job:
         temperature = asked.temperature
         if temperature is None:
             temperature = 1.0 if self._config.sampling else 0.0
@@ -295,7 +275,7 @@ class Gateway:
             stop=tuple(asked.stop),
             ignore_eos=asked.ignore_eos,
         )
-        chat = isinstance(asked, schema.ChatRequest)
+        chat = isinstance(asked, ChatRequest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         reply = None
         if chat and self._codec.sets_thinking_apart:
@@ -307,7 +287,7 @@ class Gateway:
             TokenRequest(
                 ids, params, asked.draft, asked.priority, self._settings.timeout, request_id, reply is not None
             ),
-            schema.ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
+            ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
             asked.stream,
             reply,
         )
@@ -329,16 +309,16 @@ class Gateway:
         try:
             replies = await asyncio.gather(*tasks)
         except Exception as error:
-            raise _as_api_error(error, job) from None
+            raise as_api_error(error, job.request.request_id) from None
         finally:
             for task in tasks:  # where one has failed, nobody reads the others
                 task.cancel()
         first, *others = (usage for _, usage in replies)
         return JSONResponse(job.form.whole([reply for reply, _ in replies], sum(others, first)))
 
-    async def _reply(self, job: _Job, request: TokenRequest) -> tuple[tuple[str, str], schema.Usage]:
+    async def _reply(self, job: _Job, request: TokenRequest) -> tuple[tuple[str, str], Usage]:
         """Reads one reply of a job: its text and finish reason, and its usage."""
-        usage = schema.Usage(len(request.token_ids))
+        usage = Usage(len(request.token_ids))
         texts = []
         reason = ""
         async with aclosing(self._triton.stream(request)) as pieces:
@@ -352,7 +332,7 @@ class Gateway:
 
     async def _events(self, job: _Job) -> AsyncGenerator[bytes, None]:
         """Yields a reply's events, some at a time. Raises an ApiError only before the first."""
-        usage = schema.Usage(len(job.request.token_ids))
+        usage = Usage(len(job.request.token_ids))
         begun = False
         try:
             async with aclosing(self._triton.stream(job.request)) as pieces:
@@ -370,10 +350,10 @@ class Gateway:
                     if job.stopped and not piece.finish_reason:
                         break
         except Exception as error:
-            refusal = _as_api_error(error, job)
+            refusal = as_api_error(error, job.request.request_id)
             if not begun:
                 raise refusal from None
-            yield schema.error_event(refusal)
+            yield error_event(refusal)
 
 
 def _fetch(url: str) -> bytes:
@@ -383,94 +363,7 @@ def _fetch(url: str) -> bytes:
         return bytes(page.read())
 
 
-def _count(usage: schema.Usage, piece: Piece) -> None:
+def _count(usage: Usage, piece: Piece) -> None:
     usage.completion_tokens += piece.tokens
     usage.drafted_tokens = piece.drafted_tokens
     usage.accepted_tokens = piece.accepted_tokens
-
-
-def _as_api_error(error: Exception, job: _Job) -> ApiError:
-    """Turns a failure into the client's error. The message of one that we do not know stays in the log."""
-    again = {"Retry-After": "1"}
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers=again)
-    if isinstance(error, DeadlineError):
-        return ApiError(504, str(error), code="deadline_exceeded")
-    if isinstance(error, ShutdownError):
-        return ApiError(503, str(error), code="shutdown", headers=again)
-    if isinstance(error, CancelledError):
-        return ApiError(503, "the server cancelled the request", code="cancelled", headers=again)
-    if isinstance(error, UnavailableError):
-        return ApiError(503, str(error), code="unavailable", headers=again)
-    if isinstance(error, RequestError):
-        field, colon, reason = str(error).partition(":")
-        param = _PARAMS.get(field)
-        return ApiError(400, f"{param or field}{colon}{reason}", param)
-    _log.error("request %s failed", job.request.request_id, exc_info=error)
-    return ApiError(500, f"the server failed; its log says why (request {job.request.request_id})", code="internal")
-
-
-# -- ASGI ------------------------------------------------------------------------------------------------------------
-
-
-class _Door:
-    """Middleware that gives each request an id, checks its API key, and refuses it where the gate is closed."""
-
-    def __init__(self, app: ASGIApp, api_key: SecretStr | None, gate: Gate) -> None:
-        self._app = app
-        self._gate = gate
-        self._key = None if api_key is None else api_key.get_secret_value().encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        if scope["path"] != "/health" and not self._admits(headers.get("authorization", "")):
-            error = ApiError(
-                401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", _CHALLENGE
-            )
-            await _refusal(error)(scope, receive, send_with_id)
-        elif not self._gate.open:
-            # The connection ends with the reply, so that the client's next request may find another server.
-            ending = str(ShutdownError("the server takes no more requests"))
-            error = ApiError(503, ending, code="shutdown", headers=_AGAIN_ELSEWHERE)
-            await _refusal(error)(scope, receive, send_with_id)
-        else:
-            await self._app(scope, receive, send_with_id)
-
-    def _admits(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        # Headers are decoded as Latin-1; comparing takes the same time wherever the keys differ.
-        return self._key is None or (
-            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
-        )
-
-
-def _refusal(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, error.headers)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return _refusal(error)
-    assert isinstance(error, HTTPException)  # no such path, or not this method
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    return _refusal(
-        ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", None, code, error.headers)
-    )
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again afterwards, so that the server logs it.
-    request_id = request.scope.get("request_id", "")
-    message = f"the server failed; its log says why (request {request_id})"
-    return _refusal(ApiError(500, message, code="internal", headers={"X-Request-Id": request_id}))

@@ -1,8 +1,6 @@
-"""OpenAI's formats: requests, replies, stream events and errors."""
+"""Requests to the OpenAI API: what is taken, and what is refused by its name."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -18,8 +16,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.runtime.request import MaxTokens, Seed, StopText, Temperature, TopK, TopP
+from trtllm_dflash.serving.openai.errors import ApiError
 
-_R = TypeVar("_R", bound="Request")
+_R = TypeVar("_R", bound="CommonRequest")
 
 MOST_PROMPTS = 128  # of one request; each is a request to the engine
 
@@ -70,40 +69,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 _IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations"})
 _MOST_FIELDS = 100  # of a request or a message; and errors that are worth reading
-
-
-class ApiError(Exception):
-    """A refusal in OpenAI's form.
-
-    Args:
-        status: of HTTP.
-        message: one line.
-        param: the field of the request that is at fault.
-        code: OpenAI's name of the error, for programs.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, object]:
-        """Makes the body, `{"error": {...}}`."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-# -- requests --------------------------------------------------------------------------------------------------------
 
 
 def _text_of(content: object) -> object:
@@ -185,7 +150,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # ignored
 
 
-class Request(BaseModel):
+class CommonRequest(BaseModel):
     """Fields that both kinds of completion have. `top_k`, `ignore_eos`, `draft` and `priority` are not OpenAI's.
 
     Attributes:
@@ -224,7 +189,7 @@ class Request(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Request):
+class CompletionRequest(CommonRequest):
     """The body of /v1/completions. Each prompt has a choice of its own."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompt_list)]
@@ -236,7 +201,7 @@ class CompletionRequest(Request):
         return self
 
 
-class ChatRequest(Request):
+class ChatRequest(CommonRequest):
     """The body of /v1/chat/completions. `chat_template_kwargs` is not OpenAI's: variables for the chat template."""
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]  # 4 MB can hold a million faulty ones
@@ -266,102 +231,3 @@ def parse(kind: type[_R], body: bytes) -> _R:
         param = ".".join(str(step) for step in problem["loc"]) or None
         reason = "unknown field" if problem["type"] == "extra_forbidden" else " ".join(problem["msg"].split())
         raise ApiError(400, f"{param}: {reason}" if param else f"the body: {reason}", param) from None
-
-
-_DONE = b"data: [DONE]\n\n"
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-
-# -- replies ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Usage:
-    """A reply's token counts. OpenAI calls drafts predictions; rejected ones count in no total."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def body(self) -> dict[str, object]:
-        """Makes OpenAI's `usage`."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.accepted_tokens,
-                "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
-            },
-        }
-
-
-@dataclass(frozen=True)
-class ReplyForm:
-    """The form of one reply: chat or plain, its id and options.
-
-    Attributes:
-        chat: a chat completion, else a plain one.
-        include_usage: the stream ends with the usage.
-    """
-
-    chat: bool
-    id: str
-    created: int  # seconds since 1970
-    model: str
-    include_usage: bool = False
-    _head: dict[str, object] = field(init=False, repr=False)
-    _before_text: bytes = field(init=False, repr=False)  # of the event of a piece
-    _after_text: bytes = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        object.__setattr__(self, "_head", head)
-        name = "content" if self.chat else "text"
-        without = self._chunk({"delta": {name: ""}} if self.chat else {name: ""}, None)
-        # Inside a string, the model's name say, quotes are escaped: this is found once.
-        before, colon, after = without.partition(f'"{name}":'.encode())
-        object.__setattr__(self, "_before_text", before + colon)
-        object.__setattr__(self, "_after_text", after.removeprefix(b'""'))
-
-    def whole(self, replies: list[tuple[str, str]], usage: Usage) -> dict[str, object]:
-        """Makes the body of replies that are not streamed, of the text and finish reason of each."""
-        choices = []
-        for index, (text, finish_reason) in enumerate(replies):
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": finish_reason})
-        kind = {"object": "chat.completion"} if self.chat else {}
-        return {**self._head, **kind, "choices": choices, "usage": usage.body()}
-
-    def opening(self) -> bytes:
-        """Makes the first event of a stream: in a chat, the role of its message."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.chat else b""
-
-    def piece(self, text: str) -> bytes:
-        """Makes the event of a piece of text. All else in it is the same in each, and made once."""
-        return self._before_text + _JSON.encode(text).encode() + self._after_text
-
-    def ending(self, finish_reason: str, usage: Usage) -> bytes:
-        """Makes the events that end a stream."""
-        events = self._chunk({"delta": {}} if self.chat else {"text": ""}, finish_reason)
-        if self.include_usage:
-            events += _event({**self._head, "choices": [], "usage": usage.body()})
-        return events + _DONE
-
-    def _chunk(self, said: dict[str, object], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
-        usage = {"usage": None} if self.include_usage else {}
-        return _event({**self._head, "choices": [choice], **usage})
-
-
-def error_event(error: ApiError) -> bytes:
-    """Makes the last events of a stream that an error ends after it has begun."""
-    return _event(error.body()) + _DONE
-
-
-def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + _JSON.encode(body).encode() + b"\n\n"

@@ -1,0 +1,86 @@
+"""The door of the gateway: who may come in, and how a request that may not is refused."""
+
+import hmac
+import re
+import secrets
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import SecretStr
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trtllm_dflash.errors import ShutdownError
+from trtllm_dflash.serving.gate import Gate
+from trtllm_dflash.serving.openai.errors import ApiError
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+_AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
+
+
+class Door:
+    """Middleware that gives each request an id, checks its API key, and refuses it where the gate is closed."""
+
+    def __init__(self, app: ASGIApp, api_key: SecretStr | None, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+        self._key = None if api_key is None else api_key.get_secret_value().encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        if scope["path"] != "/health" and not self._admits(headers.get("authorization", "")):
+            error = ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", _CHALLENGE
+            )
+            await refusal(error)(scope, receive, send_with_id)
+        elif not self._gate.open:
+            # The connection ends with the reply, so that the client's next request may find another server.
+            ending = str(ShutdownError("the server takes no more requests"))
+            error = ApiError(503, ending, code="shutdown", headers=_AGAIN_ELSEWHERE)
+            await refusal(error)(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
+
+    def _admits(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        # Headers are decoded as Latin-1; comparing takes the same time wherever the keys differ.
+        return self._key is None or (
+            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        )
+
+
+def refusal(error: ApiError) -> Response:
+    """Makes the reply that an error is."""
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Replies to a request that is refused, or whose path or method is not there."""
+    if isinstance(error, ApiError):
+        return refusal(error)
+    assert isinstance(error, HTTPException)  # no such path, or not this method
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return refusal(
+        ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", None, code, error.headers)
+    )
+
+
+async def broken(request: Request, error: Exception) -> Response:
+    """Replies where the gateway itself has failed."""
+    # Starlette raises the error again afterwards, so that the server logs it.
+    request_id = request.scope.get("request_id", "")
+    message = f"the server failed; its log says why (request {request_id})"
+    return refusal(ApiError(500, message, code="internal", headers={"X-Request-Id": request_id}))
