@@ -19,21 +19,33 @@ from tests.conftest import TINY, refusal, run, succeeds
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.shapes import SHAPES
+from trtllm_dflash.cost.published import PUBLISHED
 from trtllm_dflash.foreign import tensorrt_llm, vllm
 from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings
 from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
-from trtllm_dflash.foreign.shapes import published_drafter, published_target
+from trtllm_dflash.foreign.shapes import counted_bytes, published_drafter, published_target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
-#: The headline pairs, each on the GPUs that it is for. `launch ... --dry-run > tests/golden/NAME` writes one anew.
+#: The catalog's pairs, each on GPUs that it fits. `launch ... --dry-run > tests/golden/NAME` writes one anew.
 PAIRS = {
     "gpt-oss-120b": "--tp 8 --gpu b300",
     "gpt-oss-20b": "--gpu h100",
     "qwen3-8b": "--gpu h200",
+    "qwen3-4b": "--gpu rtx-5090 --max-seq-len 8192",
     "llama-3.1-8b": "--gpu b200",
     "qwen3-coder-30b-a3b": "--tp 2 --gpu rtx-pro-6000",
+    "qwen3-coder-next": "--tp 4 --gpu h100",
+    "qwen3.5-4b": "--gpu l40s",
+    "qwen3.5-9b": "--gpu rtx-pro-6000",
+    "qwen3.5-27b": "--gpu h200",
+    "qwen3.6-27b": "--tp 2 --gpu h100",
+    "qwen3.5-35b-a3b": "--gpu h200",
+    "qwen3.6-35b-a3b": "--gpu b200",
+    "qwen3.5-122b-a10b": "--tp 8 --gpu b300",
+    "gemma-4-31b": "--tp 2 --gpu h100",
+    "gemma-4-26b-a4b": "--gpu b300",
+    "kimi-k2.5": "--tp 8 --gpu b300",
 }
 
 
@@ -59,7 +71,7 @@ def settings(runtime, **values):
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("model", PAIRS)
-def test_the_headline_pairs_are_launched_as_was_read_and_agreed(runtime, model):
+def test_the_catalogs_pairs_are_launched_as_was_read_and_agreed(runtime, model):
     script = launched(runtime, "--model", model, *PAIRS[model].split())
     golden = (GOLDEN / f"{model}-{runtime}.sh").read_text()
     assert without_notes(script) == without_notes(golden)
@@ -126,21 +138,48 @@ def test_a_published_drafters_configuration_needs_no_code_of_its_own(tmp_path):
     assert config.model_type == "qwen3" and config.dflash_config["target_layer_ids"] == [1, 3, 5]
 
 
-def test_every_pair_of_the_catalog_can_be_written_for_every_runtime():
-    for name in load_catalog():
-        for runtime in RUNTIMES:
-            assert launched(runtime, "--model", name, "--gpu", "b300", "--tp", "4").startswith("#!/usr/bin/env bash")
-
-
-def test_published_shapes_are_of_pairs_in_the_catalog():
+def test_the_shape_of_every_pair_of_the_catalog_is_known():
     catalog = load_catalog()
-    published = [name for name in SHAPES if published_target(name) is not None]
-    assert {"qwen3-8b", "gpt-oss-120b"} <= set(published)
-    for name in published:
+    assert {*PAIRS, "tiny"} == catalog.keys()
+    for name in PAIRS:
         target, drafter = published_target(name), published_drafter(name)
         assert (target.family, target.layers) == (catalog[name].family, catalog[name].target_layers)
         assert drafter.layers == catalog[name].drafter_layers
+        assert plan_for(settings("vllm", model=name, gpu="b300", tp=4)).room is not None
     assert EAGLE3.keys() <= catalog.keys()
+
+
+#: Of files that their publishers give: GiB of a drafter, GiB and billions of parameters of a target's text model in 16
+#: bits, bytes of K/V a token, and MiB of a sequence's state.
+FILES = {
+    "qwen3.5-4b": (1.18, 4.2, 32768, 48),
+    "qwen3.5-27b": (3.96, 26.9, 65536, 144),
+    "qwen3.6-27b": (3.22, 26.9, 65536, 144),
+    "qwen3.5-35b-a3b": (0.72, 34.7, 20480, 60),
+    "qwen3.5-122b-a10b": (1.44, 122.1, 24576, 144),
+    "qwen3-coder-next": (0.88, 79.7, 24576, 72),
+    "gemma-4-31b": (2.86, 30.7, 81920, 0),
+    "gemma-4-26b-a4b": (0.80, 25.2, 20480, 0),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_published_shapes_weigh_and_keep_what_their_files_do(name):
+    target, drafter = published_target(name), published_drafter(name)
+    drafter_gib, billions, kv_bytes, state_mib = FILES[name]
+    assert drafter.weight_bytes / 2**30 == pytest.approx(drafter_gib, abs=0.005)
+    assert target.weight_bytes / 2e9 == pytest.approx(billions, rel=0.002)
+    assert target.cache_bytes(100_001, 1) - target.cache_bytes(100_000, 1) == kv_bytes  # windows are full
+    assert target.state_bytes == state_mib * 2**20
+
+
+def test_kimi_k2_5_keeps_one_latent_row_on_every_rank_and_its_experts_in_4_bits():
+    target = published_target("kimi-k2.5")
+    assert target.cache_bytes(1, tp=1) == target.cache_bytes(1, tp=8) == 61 * (512 + 64) * 2
+    moe_layers = 60 * 384 * 3 * 2048 * 7168
+    assert target.weight_bytes == 554 * 2**30  # as its card says
+    assert counted_bytes(PUBLISHED["kimi-k2.5"].target) == pytest.approx(target.weight_bytes, rel=0.002)
+    assert moe_layers * 4.5 / 8 == pytest.approx(531.6 * 2**30, rel=0.001)
 
 
 def test_several_nodes_meet_as_each_runtime_does_it():
@@ -163,6 +202,71 @@ def test_gpt_oss_gets_kernels_with_attention_sinks_on_every_gpu():
         assert vllm_words[vllm_words.index("--attention-backend") + 1] == ("FLASH_ATTN" if sinks else "TRITON_ATTN")
         sglang_words = launch_of(LaunchSettings(runtime="sglang", model="gpt-oss-20b", gpu=gpu, tp=2)).words
         assert sglang_words[sglang_words.index("--attention-backend") + 1] in ("triton", "trtllm_mha", "fa3", "fa4")
+
+
+def option_of(runtime, flag, **values):
+    words = launch_of(settings(runtime, **values)).words
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "vllm_target", "sglang_target"),
+    [
+        ("b300", "FLASHINFER_MLA", "trtllm_mla"),
+        ("h200", "FLASH_ATTN_MLA", "fa3"),
+        ("rtx-pro-6000", "TRITON_MLA", "triton"),
+    ],
+)
+def test_latent_attention_gets_kernels_that_compute_it(gpu, vllm_target, sglang_target):
+    pair = {"model": "kimi-k2.5", "gpu": gpu, "tp": 16, "nodes": 2, "head": "10.0.0.1"}
+    assert option_of("vllm", "--attention-backend", **pair) == vllm_target
+    assert json.loads(option_of("vllm", "--speculative-config", **pair))["attention_backend"] == "FLASH_ATTN"
+    assert option_of("sglang", "--attention-backend", **pair) == sglang_target
+
+
+def test_a_tokenizer_that_is_code_is_left_to_the_user():
+    for runtime, flag in {"vllm": "--trust-remote-code", "tensorrt-llm": "--trust_remote_code"}.items():
+        script = launched(runtime, "--model", "kimi-k2.5", "--gpu", "b300", "--tp", 8)
+        assert (
+            f"Python code in its checkpoint, which {RUNTIMES[runtime].RUNTIME.title} runs with {flag} alone" in script
+        )
+        words = launch_of(settings(runtime, model="kimi-k2.5", gpu="b300", tp=8)).words
+        assert flag not in words
+
+
+@pytest.mark.parametrize(("gpu", "kernels"), [("h100", "TRITON_ATTN"), ("h200", "TRITON_ATTN"), ("b300", "FLASH_ATTN")])
+@pytest.mark.parametrize("model", ["gemma-4-31b", "gemma-4-26b-a4b"])
+def test_gemmas_heads_of_512_get_kernels_that_take_them(model, gpu, kernels):
+    pair = {"model": model, "gpu": gpu, "tp": 2}
+    assert option_of("vllm", "--attention-backend", **pair) == kernels
+    assert json.loads(option_of("vllm", "--speculative-config", **pair))["attention_backend"] == "FLASH_ATTN"
+    assert option_of("sglang", "--attention-backend", **pair) == ("trtllm_mha" if gpu == "b300" else "triton")
+
+
+def test_vllm_keeps_rows_of_gpt_oss_in_one_group_where_it_drafts_with_dflash():
+    flag = "--disable-hybrid-kv-cache-manager"
+    for model in ("gpt-oss-20b", "gpt-oss-120b"):
+        words = {
+            method: launch_of(settings("vllm", model=model, gpu="b300", method=method)).words
+            for method in ("dflash", "none")
+        }
+        assert flag in words["dflash"] and flag not in words["none"]
+    room = {
+        runtime: plan_for(settings(runtime, model="gpt-oss-20b", max_seq_len=16384)).room.per_sequence
+        for runtime in ("vllm", "sglang")
+    }
+    windowed = 12 * 2 * 8 * 64 * 2  # bytes a token
+    assert room["vllm"] - room["sglang"] == windowed * (16384 - 128)
+    # Its drafter has layers of both kinds, for which vLLM takes a runner with several groups.
+    assert flag not in launch_of(settings("vllm", model="gemma-4-31b", gpu="b300")).words
+
+
+def test_states_of_gated_delta_nets_are_planned_for_each_row_of_a_step():
+    drafted, plain = (plan_for(settings("vllm", model="qwen3.5-27b", method=m)).room for m in ("dflash", "none"))
+    state = 144 * 2**20
+    drafter = published_drafter("qwen3.5-27b").cache_bytes(16384, 1)
+    assert drafted.per_sequence - plain.per_sequence == drafter + 15 * state
+    assert plain.per_sequence == published_target("qwen3.5-27b").cache_bytes(16384, 1) + 2 * state
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -230,6 +334,9 @@ def test_what_would_not_run_is_refused_before_the_runtime_sees_it(runtime, argum
 def test_a_model_too_large_for_the_gpu_is_refused_with_the_knobs():
     line = refusal("launch", "--runtime", "vllm", "--model", "gpt-oss-120b", "--gpu", "rtx-5090", "--dry-run")
     assert "leave a rtx-5090 no room for one sequence" in line and "--tp" in line and "--max-seq-len" in line
+    for runtime in RUNTIMES:
+        line = refusal("launch", "--runtime", runtime, "--model", "kimi-k2.5", "--gpu", "h100", "--tp", 1, "--dry-run")
+        assert "--tp 1: 601.8 GB of weights leave a h100 no room for one sequence" in line
 
 
 def test_no_gpu_here_and_none_named_is_refused(monkeypatch):

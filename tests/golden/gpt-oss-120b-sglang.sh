@@ -2,6 +2,7 @@
 # gpt-oss-120b on SGLang, --method dflash, 8 x b300. Fields as in SGLang 0.5.23.
 # No --trust-remote-code: the configurations name families that are built in, so no checkpoint's code is run.
 # The catalog: Harmony chat format: it decides acceptance; raw prompts without it draft badly.
+# The catalog: chat_template_kwargs: reasoning_effort low, medium or high.
 # The catalog: The drafter is Qwen3-shaped with attention biases.
 
 options=(
@@ -17,7 +18,7 @@ options=(
   --tp-size 8
   # prompt and reply together: planned for 16384 tokens
   --context-length 16384
-  # sequences at a time: b300, 288 GB: 8.4 GB of weights, 0.1 GB of caches a sequence; 1421 fit in 203.6 GB; beyond 64 drafting pays less
+  # sequences at a time: b300, 288 GB: 8.4 GB of weights, 0.1 GB of caches a sequence; 1857 fit in 203.6 GB; beyond 64 drafting pays less
   --max-running-requests 64
   # graphs up to that many, so that no step of replies runs without one
   --cuda-graph-max-bs-decode 64

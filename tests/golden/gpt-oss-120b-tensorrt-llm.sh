@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # gpt-oss-120b on TensorRT-LLM, --method dflash, 8 x b300. Fields as in TensorRT-LLM 1.4.0rc1.
 # The catalog: Harmony chat format: it decides acceptance; raw prompts without it draft badly.
+# The catalog: chat_template_kwargs: reasoning_effort low, medium or high.
 # The catalog: The drafter is Qwen3-shaped with attention biases.
 
 cat > gpt-oss-120b-dflash.yaml <<'END'
@@ -8,7 +9,7 @@ cat > gpt-oss-120b-dflash.yaml <<'END'
 tensor_parallel_size: 8
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: b300, 288 GB: 8.4 GB of weights, 0.1 GB of caches a sequence; 1681 fit in 240.8 GB; beyond 64 drafting pays less
+# sequences at a time: b300, 288 GB: 8.4 GB of weights, 0.1 GB of caches a sequence; 2196 fit in 240.8 GB; beyond 64 drafting pays less
 max_batch_size: 64
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # gpt-oss-120b on vLLM, --method dflash, 8 x b300. Fields as in vLLM 0.26.0.
 # The catalog: Harmony chat format: it decides acceptance; raw prompts without it draft badly.
+# The catalog: chat_template_kwargs: reasoning_effort low, medium or high.
 # The catalog: The drafter is Qwen3-shaped with attention biases.
 
 options=(
@@ -16,7 +17,7 @@ options=(
   --dtype auto
   # prompt and reply together: planned for 16384 tokens
   --max-model-len 16384
-  # sequences at a time: b300, 288 GB: 8.4 GB of weights, 0.1 GB of caches a sequence; 1723 fit in 246.8 GB; beyond 64 drafting pays less
+  # sequences at a time: b300, 288 GB: 8.4 GB of weights, 0.2 GB of caches a sequence; 1337 fit in 246.8 GB; beyond 64 drafting pays less
   --max-num-seqs 64
   # tokens of a step: 15872 are left beside the drafts of 64 sequences
   --max-num-batched-tokens 16384
@@ -24,6 +25,8 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, with attention sinks
   --attention-backend FLASH_ATTN
+  # layers with a window keep all rows: vLLM refuses a drafter that is divided among their groups and the others'
+  --disable-hybrid-kv-cache-manager
   # DFlash: 9 drafts and the bonus token are a block of 10; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/gpt-oss-120b-DFlash","num_speculative_tokens":9,"attention_backend":"FLASH_ATTN"}'
 )

@@ -2,6 +2,7 @@
 # gpt-oss-20b on SGLang, --method dflash, 1 x h100. Fields as in SGLang 0.5.23.
 # No --trust-remote-code: the configurations name families that are built in, so no checkpoint's code is run.
 # The catalog: Harmony chat format: it decides acceptance; raw prompts without it draft badly.
+# The catalog: chat_template_kwargs: reasoning_effort low, medium or high.
 # The catalog: The drafter is Qwen3-shaped with attention biases.
 
 options=(
@@ -17,10 +18,10 @@ options=(
   --tp-size 1
   # prompt and reply together: planned for 16384 tokens
   --context-length 16384
-  # sequences at a time: h100, 80 GB: 15.7 GB of weights, 0.9 GB of caches a sequence; 42 fit in 40.3 GB
-  --max-running-requests 32
+  # sequences at a time: h100, 80 GB: 15.3 GB of weights, 0.7 GB of caches a sequence; 60 fit in 40.7 GB
+  --max-running-requests 48
   # graphs up to that many, so that no step of replies runs without one
-  --cuda-graph-max-bs-decode 32
+  --cuda-graph-max-bs-decode 48
   # of a GPU's memory for weights and caches; the rest is for activations and graphs
   --mem-fraction-static 0.75
   # the target's kernels: FlashAttention 3, for Hopper

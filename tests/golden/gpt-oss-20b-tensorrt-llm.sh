@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # gpt-oss-20b on TensorRT-LLM, --method dflash, 1 x h100. Fields as in TensorRT-LLM 1.4.0rc1.
 # The catalog: Harmony chat format: it decides acceptance; raw prompts without it draft badly.
+# The catalog: chat_template_kwargs: reasoning_effort low, medium or high.
 # The catalog: The drafter is Qwen3-shaped with attention biases.
 
 cat > gpt-oss-20b-dflash.yaml <<'END'
@@ -8,24 +9,24 @@ cat > gpt-oss-20b-dflash.yaml <<'END'
 tensor_parallel_size: 1
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: h100, 80 GB: 15.7 GB of weights, 0.9 GB of caches a sequence; 54 fit in 51.3 GB
-max_batch_size: 48
+# sequences at a time: h100, 80 GB: 15.3 GB of weights, 0.7 GB of caches a sequence; 76 fit in 51.6 GB; beyond 64 drafting pays less
+max_batch_size: 64
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384
-# tokens of a step: at least 48 x 8 rows, and a whole prompt
+# tokens of a step: at least 64 x 8 rows, and a whole prompt
 max_num_tokens: 16384
 kv_cache_config:
   # the model's own
   dtype: auto
   # of what the weights leave; the drafter's arena has the rest
-  free_gpu_memory_fraction: 0.49
+  free_gpu_memory_fraction: 0.65
   # a reused prefix would leave the drafter without its context
   enable_block_reuse: false
 cuda_graph_config:
   # batches between two captured sizes take the larger one's graph
   enable_padding: true
   # a graph for every batch there can be
-  max_batch_size: 48
+  max_batch_size: 64
 moe_config:
   # experts in MXFP4, activations in BF16: Triton's kernels, for Hopper
   backend: TRITON

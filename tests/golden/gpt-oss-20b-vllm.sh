@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # gpt-oss-20b on vLLM, --method dflash, 1 x h100. Fields as in vLLM 0.26.0.
 # The catalog: Harmony chat format: it decides acceptance; raw prompts without it draft badly.
+# The catalog: chat_template_kwargs: reasoning_effort low, medium or high.
 # The catalog: The drafter is Qwen3-shaped with attention biases.
 
 options=(
@@ -16,7 +17,7 @@ options=(
   --dtype auto
   # prompt and reply together: planned for 16384 tokens
   --max-model-len 16384
-  # sequences at a time: h100, 80 GB: 15.7 GB of weights, 0.9 GB of caches a sequence; 55 fit in 52.3 GB
+  # sequences at a time: h100, 80 GB: 15.3 GB of weights, 1.1 GB of caches a sequence; 49 fit in 52.7 GB
   --max-num-seqs 48
   # tokens of a step: 16096 are left beside the drafts of 48 sequences
   --max-num-batched-tokens 16384
@@ -24,6 +25,8 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, with attention sinks
   --attention-backend FLASH_ATTN
+  # layers with a window keep all rows: vLLM refuses a drafter that is divided among their groups and the others'
+  --disable-hybrid-kv-cache-manager
   # DFlash: 7 drafts and the bonus token are a block of 8; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/gpt-oss-20b-DFlash","num_speculative_tokens":7,"attention_backend":"FLASH_ATTN"}'
 )

@@ -32,6 +32,9 @@ EAGLE3 = {
 }
 EAGLE3_DRAFT_LENGTH = 3  # its chain; a DFlash block costs one pass whatever its length
 
+#: Families whose published checkpoints have a tokenizer of their own code.
+REMOTE_TOKENIZERS = ("kimi_k25",)
+
 #: Tokens of prompt and reply for which limits are planned where none are given.
 SEQUENCE = 16384
 
@@ -128,6 +131,16 @@ class Plan:
         return self.settings.tp * self.settings.pp
 
     @property
+    def latent(self) -> bool:
+        """Whether the target's attention is multi-head latent attention, for which runtimes have kernels of its own."""
+        return self.shape is not None and self.shape.latent
+
+    @property
+    def large_heads(self) -> bool:
+        """Whether some of the target's heads exceed 256 numbers, which most FlashAttention kernels do not take."""
+        return self.shape is not None and self.shape.head_size > 256
+
+    @property
     def sinks(self) -> bool:
         """Whether the target's attention has learned sinks, which not every kernel computes."""
         return self.family == "gpt_oss"
@@ -141,6 +154,15 @@ class Plan:
         """Says what is launched on a runtime of that title, by the fields of those versions of it."""
         gpus = f"{self.ranks} x {self.gpu.name}"
         return f"{self.name} on {title}, --method {self.method}, {gpus}. Fields as in {versions}."
+
+    def tokenizer_notes(self, title: str, flag: str = "--trust-remote-code") -> list[str]:
+        """Says so where the checkpoint's tokenizer is code, which a runtime of that title runs with a flag alone."""
+        if self.family not in REMOTE_TOKENIZERS:
+            return []
+        return [
+            f"The tokenizer of {self.target} is Python code in its checkpoint, which {title} runs with {flag} alone: "
+            "read it, then add the flag."
+        ]
 
     def thinking_notes(self, program: str) -> list[str]:
         """Says what requests must carry where thinking is off and a program has no flag for it."""
@@ -186,7 +208,16 @@ class Plan:
 Available = Callable[[GPU, int], int]
 
 
-def plan(settings: LaunchSettings, available: Available) -> Plan:
+#: How a runtime keeps a target's K/V rows, if not as its shape says.
+Kept = Callable[[ModelShape, ModelShape | None], ModelShape]
+
+
+def as_shaped(target: ModelShape, drafter: ModelShape | None) -> ModelShape:
+    """Keeps a target's rows as its shape says: those that windows show, and no others."""
+    return target
+
+
+def plan(settings: LaunchSettings, available: Available, kept: Kept = as_shaped) -> Plan:
     """Finds the pair, chooses its limits, and refuses what would not run.
 
     Raises:
@@ -201,7 +232,8 @@ def plan(settings: LaunchSettings, available: Available) -> Plan:
     _check_ranks(settings, shape, facts.shape)
     _check_nodes(settings)
     max_seq_len = _sequence(settings, shape, facts.shape)
-    room = _room(settings, gpu, shape, facts.shape, max_seq_len, available)
+    held = shape if shape is None or settings.method != "dflash" else kept(shape, facts.shape)
+    room = _room(settings, gpu, held, facts, max_seq_len, available, draft_length)
     max_batch = settings.max_batch or (UNPLANNED_BATCH if room is None else _fitting(room))
     _check_room(settings, gpu, room, max_batch, max_seq_len)
     family = shape.family if shape is not None else entry.family if entry is not None else ""
@@ -358,15 +390,19 @@ def _room(
     settings: LaunchSettings,
     gpu: GPU,
     target: ModelShape | None,
-    drafter: ModelShape | None,
+    facts: DrafterFacts,
     tokens: int,
     available: Available,
+    draft_length: int,
 ) -> Room | None:
+    drafter = facts.shape
     if target is None or (settings.method == "dflash" and drafter is None):
         return None
     shapes = [target] if drafter is None or settings.method == "none" else [target, drafter]
     weights = sum(shape.weight_bytes for shape in shapes) // (settings.tp * settings.pp)
     per_sequence = sum(shape.cache_bytes(tokens, settings.tp) for shape in shapes) // settings.pp
+    # Runtimes keep a state for each row of a step, to go back to one of them.
+    per_sequence += (2 + draft_length) * target.state_bytes // (settings.tp * settings.pp)
     free = max(0, available(gpu, weights))
     return Room(weights, per_sequence, free, free // per_sequence)
 

@@ -15,7 +15,8 @@ def plan_for(settings: LaunchSettings) -> Plan:
     Raises:
         SettingsError, CheckpointError: see `plan`.
     """
-    return plan(settings, RUNTIMES[settings.runtime].available)
+    runtime = RUNTIMES[settings.runtime]
+    return plan(settings, runtime.available, runtime.kept)
 
 
 def launch_of(settings: LaunchSettings) -> Launch:

@@ -2,7 +2,8 @@
 
 Fields, choices and refusals are those of SGLang 0.5.23: sglang/srt/arg_groups/fields/ (spec, schedule, parallel, model,
 exec_, serving), arg_groups/choices.py (backends), arg_groups/speculative_hook.py (_handle_dflash and
-_resolve_dflash_draft_attention_backend), arg_groups/model_hook.py and model_overrides/gpt_oss.py (attention sinks).
+_resolve_dflash_draft_attention_backend), arg_groups/model_hook.py, model_overrides/gpt_oss.py (attention sinks) and
+gemma4.py (heads of 512), and model_override_base.py (get_default_attn_backend: latent attention).
 """
 
 from typing import Annotated, Literal
@@ -10,13 +11,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
-from trtllm_dflash.foreign.plan import Plan, static_memory
+from trtllm_dflash.foreign.plan import Plan, as_shaped, static_memory
 
 _MEMORY = 0.75
 _HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # families with linear attention beside the usual one
+_NO_CODE = "No --trust-remote-code: the configurations name families that are built in, so no checkpoint's code is run."
 _RENDEZVOUS = 20000  # port of the first node, for the ranks of all
 
 available = static_memory(_MEMORY)
+kept = as_shaped
 
 RUNTIME = Runtime(
     title="SGLang",
@@ -34,7 +37,7 @@ parser.parse_args(sys.argv[1:])
 """,
 )
 
-AttentionBackend = Literal["flashinfer", "fa3", "fa4", "triton", "trtllm_mha"]
+AttentionBackend = Literal["flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "trtllm_mla"]
 
 
 class LaunchServer(BaseModel):
@@ -116,12 +119,16 @@ def launch(plan: Plan) -> Launch:
 
 
 def target_backend(plan: Plan) -> AttentionBackend:
-    """Chooses the kernels of the target's attention. For gpt-oss SGLang takes triton, trtllm_mha, fa3 and fa4 alone."""
+    """Chooses the kernels of the target's attention.
+
+    For gpt-oss SGLang takes triton, trtllm_mha, fa3 and fa4 alone. Latent attention has kernels of its own: trtllm_mla,
+    and those of fa3 and triton. fa3 has no heads above 256.
+    """
     if plan.gpu.datacenter_blackwell:
-        return "trtllm_mha"
-    if plan.gpu.hopper:
+        return "trtllm_mla" if plan.latent else "trtllm_mha"
+    if plan.gpu.hopper and not plan.large_heads:
         return "fa3"
-    return "triton" if plan.sinks else "flashinfer"
+    return "triton" if plan.sinks or plan.latent or plan.large_heads else "flashinfer"
 
 
 def draft_backend(plan: Plan) -> AttentionBackend:
@@ -133,7 +140,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
     settings = plan.settings
     lines = [
         plan.headline(RUNTIME.title, RUNTIME.versions),
-        "No --trust-remote-code: the configurations name families that are built in, so no checkpoint's code is run.",
+        *(plan.tokenizer_notes(RUNTIME.title) or [_NO_CODE]),
     ]
     if settings.nodes > 1:
         lines.append(
@@ -145,10 +152,12 @@ def _head(plan: Plan) -> tuple[str, ...]:
 
 def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
     """Gives the reason for each field in one line, in the order of the command."""
+    triton = "latent attention (MLA)" if plan.latent else "attention sinks" if plan.sinks else "heads of 512"
     kernels: dict[AttentionBackend, str] = {
         "trtllm_mha": "the target's kernels: TensorRT-LLM's, for data-center Blackwell",
-        "fa3": "the target's kernels: FlashAttention 3, for Hopper",
-        "triton": f"the target's kernels: Triton, which has attention sinks on {plan.gpu.name}",
+        "trtllm_mla": "the target's kernels: TensorRT-LLM's for latent attention (MLA), for data-center Blackwell",
+        "fa3": "the target's kernels: FlashAttention 3, for Hopper" + (", which has latent attention" * plan.latent),
+        "triton": f"the target's kernels: Triton, which has {triton} on {plan.gpu.name}",
         "fa4": "the target's kernels: FlashAttention 4",
         "flashinfer": f"the target's kernels: FlashInfer, which there is for {plan.gpu.name}",
     }

@@ -1,10 +1,11 @@
 """The shapes of a target and its drafter, from which a runtime's limits follow; of any family, ours or not.
 
-They come from the two folders' config.json where these are on this machine, else from `cost.shapes`.
+They come from the two folders' config.json where these are on this machine, else from `cost.published`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,29 @@ from huggingface_hub import snapshot_download
 
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
-from trtllm_dflash.cost.shapes import SHAPES
+from trtllm_dflash.cost.published import PUBLISHED
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models import read_target_config
+from trtllm_dflash.models import read_planned_config, target_weights
+from trtllm_dflash.models.weights import Content
 
-_BF16 = 2  # bytes
-_LARGEST_HEAD = 128  # numbers; bounds a drafter's heads from above
-_WINDOWED = ("sliding_attention", "chunked_attention")
+_BF16, _FP32 = 2, 4  # bytes
+_WINDOWED, _LINEAR = ("sliding_attention", "chunked_attention"), "linear_attention"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The K/V rows that some layers keep alike.
+
+    Attributes:
+        kv_heads: that ranks divide; 1 where all of them keep the same latent rows.
+        row: numbers of a token's row in each head, its key and its value.
+        window: tokens that are kept; None: all.
+    """
+
+    layers: int
+    kv_heads: int
+    row: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -27,9 +44,12 @@ class ModelShape:
 
     Attributes:
         family: `model_type` of its config.json.
-        windowed_layers: layers whose K/V rows end with a window of `window` tokens.
-        experts: experts of a layer; 0 for a dense model.
+        head_size: of its largest heads.
         weight_bytes: of the checkpoint, over all ranks.
+        caches: of its layers with attention.
+        state_bytes: of a sequence's recurrent state, over all ranks; 0 where no layer has one.
+        experts: experts of a layer; 0 for a dense model.
+        latent: whether its attention is multi-head latent attention (MLA), for which there are kernels of its own.
     """
 
     family: str
@@ -39,15 +59,24 @@ class ModelShape:
     head_size: int
     max_positions: int
     weight_bytes: int
-    windowed_layers: int = 0
-    window: int = 0
+    caches: tuple[CacheShape, ...]
+    state_bytes: int = 0
     experts: int = 0
+    latent: bool = False
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Lists the windows of its layers, one for each kind that has one."""
+        return tuple(cache.window for cache in self.caches if cache.window is not None)
 
     def cache_bytes(self, tokens: int, tp: int, itemsize: int = _BF16) -> int:
         """Bytes of a sequence's K and V of `tokens` on one of `tp` ranks; ranks that outnumber the heads share one."""
-        row = 2 * max(1, self.kv_heads // tp) * self.head_size * itemsize
-        full = (self.layers - self.windowed_layers) * tokens
-        return row * (full + self.windowed_layers * min(tokens, self.window))
+        kept = [(cache, tokens if cache.window is None else min(tokens, cache.window)) for cache in self.caches]
+        return sum(c.layers * max(1, c.kv_heads // tp) * c.row * rows * itemsize for c, rows in kept)
+
+    def without_windows(self) -> "ModelShape":
+        """Makes the shape as a runtime has it that keeps every row of layers with a window."""
+        return replace(self, caches=tuple(replace(cache, window=None) for cache in self.caches))
 
 
 @dataclass(frozen=True)
@@ -59,46 +88,101 @@ class DrafterFacts:
 
 
 def published_target(name: str) -> ModelShape | None:
-    """Looks up the target's shape of a catalog's pair; None where it is not known."""
-    shape = SHAPES.get(name)
-    if shape is None or shape.checkpoint_bytes is None:
+    """Looks up the target's shape of a catalog's pair; None where it is not known.
+
+    What its publisher does not say of the checkpoint's size is counted: the text model's weights.
+    """
+    shape = PUBLISHED.get(name)
+    if shape is None or shape.apart is not None:
         return None
-    config = read_target_config(shape.target)
-    windows = [window for window in config.windows or () if window is not None]
-    return ModelShape(
-        family=config.family,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_size=config.head_size,
-        max_positions=config.max_positions,
-        weight_bytes=shape.checkpoint_bytes,
-        windowed_layers=len(windows),
-        window=max(windows, default=0),
-        experts=0 if config.moe is None else config.moe.experts,
-    )
+    raw = shape.target
+    return shape_of(raw, shape.checkpoint_bytes or counted_bytes(raw))
 
 
 def published_drafter(name: str) -> ModelShape | None:
-    """Looks up the drafter's shape of a catalog's pair, of the target's widths. Its head size is not published, and
-    memory is planned for `_LARGEST_HEAD`; nor are the positions that it takes.
-    """
-    target = published_target(name)
-    if target is None:
+    """Looks up the drafter's shape of a catalog's pair; the positions that it takes are not published."""
+    shape = PUBLISHED.get(name)
+    if shape is None or shape.apart is not None:
         return None
-    shape = SHAPES[name]
-    facts, hidden, columns = shape.facts, shape.widths["hidden_size"], shape.drafter.intermediate_size
-    layer = 2 * hidden * (target.heads + target.kv_heads) * _LARGEST_HEAD + 3 * hidden * columns
-    parameters = facts.drafter_layers * layer + len(shape.tap_layers) * hidden * hidden
+    widths, layers = shape.drafter, shape.facts.drafter_layers
+    hidden = _text_of(shape.widths)["hidden_size"]
+    layer = 2 * hidden * (widths.heads + widths.kv_heads) * widths.head_size + 3 * hidden * widths.intermediate_size
+    row = 2 * widths.head_size
+    kinds = ((layers - widths.windowed_layers, None), (widths.windowed_layers, widths.window))
     return ModelShape(
         family="dflash",
-        layers=facts.drafter_layers,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_size=_LARGEST_HEAD,
+        layers=layers,
+        heads=widths.heads,
+        kv_heads=widths.kv_heads,
+        head_size=widths.head_size,
         max_positions=0,
-        weight_bytes=parameters * _BF16,
+        weight_bytes=(layers * layer + len(shape.tap_layers) * hidden * hidden) * _BF16,
+        caches=tuple(CacheShape(count, widths.kv_heads, row, window) for count, window in kinds if count),
     )
+
+
+def shape_of(raw: Mapping[str, Any], weight_bytes: int) -> ModelShape:
+    """Reads the shape from a config.json, of any family.
+
+    Raises:
+        KeyError, TypeError, ValueError: it does not say what is needed.
+    """
+    text = _text_of(raw)
+    heads = int(text["num_attention_heads"])
+    latent = bool(text.get("kv_lora_rank"))
+    head_size = int(text.get("v_head_dim" if latent else "head_dim") or int(text["hidden_size"]) // heads)
+    return ModelShape(
+        family=str(raw.get("model_type", "")),
+        layers=int(text["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_size=max(head_size, int(text.get("global_head_dim") or 0)),
+        max_positions=int(text.get("max_position_embeddings") or 0),
+        weight_bytes=weight_bytes,
+        caches=_caches(text, heads, head_size),
+        state_bytes=_state_bytes(text),
+        experts=int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0),
+        latent=latent,
+    )
+
+
+def _text_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Finds the text model's settings, where a publisher nests them."""
+    found: Mapping[str, Any] = raw.get("text_config") or raw.get("transformer_layer_config") or raw
+    return found
+
+
+def _caches(text: Mapping[str, Any], heads: int, head_size: int) -> tuple[CacheShape, ...]:
+    layers = int(text["num_hidden_layers"])
+    if text.get("kv_lora_rank"):  # a latent row, which is key and value of all heads, and a key for positions
+        return (CacheShape(layers, 1, int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"])),)
+    kinds = list(text.get("layer_types") or [])
+    windowed = sum(kind in _WINDOWED for kind in kinds)
+    full = layers - windowed - kinds.count(_LINEAR)
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    # Gemma's full layers have heads of their own.
+    full_heads = int(text.get("num_global_key_value_heads") or kv_heads)
+    full_size = int(text.get("global_head_dim") or head_size)
+    caches = [CacheShape(full, full_heads, 2 * full_size)] if full else []
+    if windowed:
+        caches.append(CacheShape(windowed, kv_heads, 2 * head_size, int(text.get("sliding_window") or 0)))
+    return tuple(caches)
+
+
+def _state_bytes(text: Mapping[str, Any]) -> int:
+    """Bytes of a sequence's states of gated delta nets, in FP32, over all ranks."""
+    layers = list(text.get("layer_types") or []).count(_LINEAR)
+    if not layers:
+        return 0
+    sizes = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    return layers * prod(int(text[size]) for size in sizes) * _FP32
+
+
+def counted_bytes(raw: Mapping[str, Any]) -> int:
+    """Bytes of a target's checkpoint, as its weights are stored: 16 bits, or what is packed."""
+    weights = target_weights(read_planned_config(dict(raw)))
+    parts = {part.key: part for weight in weights for part in weight.parts}
+    return sum(prod(part.shape) * (_BF16 if part.content is Content.NUMBERS else 1) for part in parts.values())
 
 
 def find_folder(name: str) -> Path | None:
@@ -122,23 +206,9 @@ def read_shape(folder: Path) -> ModelShape:
     Raises:
         CheckpointError: it does not say what is needed.
     """
-    raw = read_json(folder / "config.json")
-    text: Mapping[str, Any] = raw.get("text_config") or raw.get("transformer_layer_config") or raw
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     try:
-        heads = int(text["num_attention_heads"])
-        kinds = [kind for kind in text.get("layer_types") or [] if kind in _WINDOWED]
-        return ModelShape(
-            family=str(raw.get("model_type", "")),
-            layers=int(text["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_size=int(text.get("head_dim") or text["hidden_size"] // heads),
-            max_positions=int(text.get("max_position_embeddings") or 0),
-            weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-            windowed_layers=len(kinds),
-            window=int(text.get("sliding_window") or 0),
-            experts=int(text.get("num_local_experts") or text.get("num_experts") or 0),
-        )
+        return shape_of(read_json(folder / "config.json"), weight_bytes)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error} is missing, or not a number") from None
 

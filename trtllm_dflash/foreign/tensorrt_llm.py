@@ -11,12 +11,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
-from trtllm_dflash.foreign.plan import Plan, free_memory, left_by_weights
+from trtllm_dflash.foreign.plan import Plan, as_shaped, free_memory, left_by_weights
 
 _FREE = 0.88  # of what is free after the weights, for both caches
 _MOST = 0.85  # for the target's, as in NVIDIA's recipes
 
 available = free_memory(_FREE)
+kept = as_shaped
 
 #: Targets whose drafting its own tests or its table of models name.
 TESTED = ("gpt_oss", "llama", "qwen3", "qwen3_5", "qwen3_5_moe")
@@ -180,7 +181,7 @@ def attention_backend(plan: Plan) -> Literal["VANILLA", "TRTLLM", "FA4"]:
 
 
 def _has_experts(plan: Plan) -> bool:
-    return bool(plan.shape is not None and plan.shape.experts) or plan.family in ("gpt_oss", "qwen3_moe", "qwen3_5_moe")
+    return plan.shape is not None and plan.shape.experts > 0
 
 
 def _moe(plan: Plan) -> MoeConfig | None:
@@ -240,7 +241,8 @@ def _head(plan: Plan) -> tuple[str, ...]:
         )
     if plan.drafts and plan.family not in TESTED:
         lines.append(f"TensorRT-LLM's tests do not draft for {plan.family or 'this family'}: watch its acceptance.")
-    return (*lines, *plan.thinking_notes(RUNTIME.program), *plan.catalog_notes())
+    notes = (*plan.tokenizer_notes(RUNTIME.title, "--trust_remote_code"), *plan.thinking_notes(RUNTIME.program))
+    return (*lines, *notes, *plan.catalog_notes())
 
 
 def _slurm(plan: Plan, words: str) -> str:

@@ -2,7 +2,9 @@
 
 Fields, types and refusals are those of vLLM 0.26.0: vllm/config/speculative.py (SpeculativeConfig), vllm/engine/
 arg_utils.py and vllm/entrypoints/openai/cli_args.py (flags), vllm/config/vllm.py (_set_max_num_scheduled_tokens),
-vllm/v1/attention/backends/flash_attn.py and registry.py (kernels), vllm/model_executor/models/qwen3_dflash.py.
+vllm/v1/attention/backends/flash_attn.py, mla/*.py and registry.py (kernels), vllm/platforms/cuda.py (those for latent
+attention, by GPU), vllm/model_executor/models/config.py (Gemma4Config) and qwen3_dflash.py,
+vllm/v1/core/kv_cache_utils.py and vllm/v1/spec_decode/llm_base_proposer.py (validate_same_kv_cache_group).
 """
 
 import json
@@ -14,11 +16,18 @@ from trtllm_dflash.cost.gpus import GPU
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
 from trtllm_dflash.foreign.plan import Plan, static_memory
+from trtllm_dflash.foreign.shapes import ModelShape
 
 _MEMORY = 0.9
 _PREFILL = 8192  # tokens that a step can take besides drafts; with fewer vLLM warns of its speed
 
 available = static_memory(_MEMORY)
+
+
+def kept(target: ModelShape, drafter: ModelShape | None) -> ModelShape:
+    """Keeps all rows of a target's layers with a window, where one group must hold every layer's."""
+    return target.without_windows() if needs_one_group(target, drafter) else target
+
 
 RUNTIME = Runtime(
     title="vLLM",
@@ -35,7 +44,12 @@ validate_parsed_serve_args(make_arg_parser(FlexibleArgumentParser(prog="vllm ser
 """,
 )
 
-AttentionBackend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"]
+AttentionBackend = Literal[
+    "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"
+]
+
+
+_LATENT = {"FLASHINFER_MLA": "FlashInfer's", "FLASH_ATTN_MLA": "FlashAttention 3's", "TRITON_MLA": "Triton's"}
 
 
 class SpeculativeConfig(BaseModel):
@@ -71,18 +85,22 @@ class Serve(BaseModel):
     max_num_batched_tokens: PositiveInt
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     attention_backend: AttentionBackend | None = None
+    disable_hybrid_kv_cache_manager: Literal[True] | None = None
     default_chat_template_kwargs: dict[str, Any] | None = None
     speculative_config: SpeculativeConfig | None = None
 
     def words(self, field: str) -> tuple[str, ...]:
         """Spells a field as words of the command line; none where it is not set."""
         value = getattr(self, field)
+        flag = "--" + field.replace("_", "-")
         if value is None:
             return ()
+        if value is True:
+            return (flag,)
         if isinstance(value, BaseModel):
             value = value.model_dump(exclude_none=True)
         text = json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)
-        return ("--" + field.replace("_", "-"), text)
+        return (flag, text)
 
 
 def launch(plan: Plan) -> Launch:
@@ -106,6 +124,7 @@ def launch(plan: Plan) -> Launch:
         max_num_batched_tokens=_batched_tokens(plan),
         gpu_memory_utilization=_MEMORY,
         attention_backend=target_backend(plan),
+        disable_hybrid_kv_cache_manager=True if _has_one_group(plan) else None,
         default_chat_template_kwargs={"enable_thinking": False} if plan.thinking_off else None,
         speculative_config=_speculative(plan),
     )
@@ -119,11 +138,33 @@ def launch(plan: Plan) -> Launch:
 def target_backend(plan: Plan) -> AttentionBackend:
     """Chooses the kernels of the target's attention.
 
-    FlashAttention 2 has no sinks (get_flash_attn_version gives 3 on SM90, 4 on SM100, 2 elsewhere).
+    FlashAttention 2 has no sinks (get_flash_attn_version gives 3 on SM90, 4 on SM100, 2 elsewhere), and only 4 has
+    heads above 256. No usual kernels compute latent attention: those that do are the first of their GPU in
+    platforms/cuda.py (_get_backend_priorities).
     """
+    if plan.latent:
+        return (
+            "FLASHINFER_MLA" if plan.gpu.datacenter_blackwell else "FLASH_ATTN_MLA" if plan.gpu.hopper else "TRITON_MLA"
+        )
+    if plan.large_heads and not plan.gpu.datacenter_blackwell:
+        return "TRITON_ATTN"
     if plan.sinks and not (plan.gpu.hopper or plan.gpu.datacenter_blackwell):
         return "TRITON_ATTN"
     return "FLASH_ATTN"
+
+
+def needs_one_group(target: ModelShape, drafter: ModelShape | None) -> bool:
+    """Whether vLLM must keep every layer's rows in one group.
+
+    Its groups have equally many layers. A drafter whose layers attend alike is divided among several where the target
+    has layers with a window and layers without, and then refused: "All drafting layers should belong to the same kv
+    cache group". Drafters that have both kinds themselves run on another model runner, which takes several groups.
+    """
+    return bool(target.windows) and len(target.caches) > 1 and (drafter is None or len(drafter.caches) == 1)
+
+
+def _has_one_group(plan: Plan) -> bool:
+    return plan.method == "dflash" and plan.shape is not None and needs_one_group(plan.shape, plan.drafter_shape)
 
 
 def _speculative(plan: Plan) -> SpeculativeConfig | None:
@@ -147,8 +188,9 @@ def _batched_tokens(plan: Plan) -> int:
 def _check_kernels(plan: Plan) -> None:
     if plan.gpu.capability < 80:
         raise SettingsError(f"--gpu {plan.gpu.name}: vLLM's FlashAttention needs compute capability 8.0 or later")
-    for whose, shape in (("target", plan.shape), ("drafter", plan.drafter_shape)):
-        if shape is not None and not head_size_fits(shape.head_size, plan.gpu):
+    shapes = (("target", plan.shape, target_backend(plan)), ("drafter", plan.drafter_shape, "FLASH_ATTN"))
+    for whose, shape, backend in shapes:
+        if shape is not None and backend == "FLASH_ATTN" and not head_size_fits(shape.head_size, plan.gpu):
             raise SettingsError(
                 f"--runtime vllm: the {whose}'s heads of {shape.head_size} fit none of FlashAttention's kernels, which "
                 "take multiples of 8, to 256 (512 on data-center Blackwell)"
@@ -170,7 +212,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
             f"  on {settings.head}:  ray start --head --port=6379 --num-gpus={each}",
             f"  on the others:  ray start --address={settings.head}:6379 --num-gpus={each}",
         ]
-    return (*lines, *plan.catalog_notes())
+    return (*lines, *plan.tokenizer_notes(RUNTIME.title), *plan.catalog_notes())
 
 
 def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
@@ -183,11 +225,16 @@ def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
         "eagle3": f"EAGLE-3: a chain of {plan.draft_length} drafts",
         "none": "",
     }[plan.method]
+    lacking = "heads of 512" if plan.large_heads else "attention sinks"
     backends = {
         "FLASH_ATTN": "the target's kernels: FlashAttention, with attention sinks"
         if plan.sinks
         else "the target's kernels: FlashAttention, the one that block drafting is run with",
-        "TRITON_ATTN": f"the target's kernels: Triton, since FlashAttention has no attention sinks on {plan.gpu.name}",
+        "TRITON_ATTN": f"the target's kernels: Triton, since FlashAttention has no {lacking} on {plan.gpu.name}",
+        **{
+            name: f"the target's kernels: {title}, for latent attention (MLA) on {plan.gpu.name}"
+            for name, title in _LATENT.items()
+        },
     }
     spare = serve.max_num_batched_tokens - plan.max_batch * max(0, plan.draft_length - 1)
     return {
@@ -205,6 +252,8 @@ def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
         else "tokens of a step: prompts come in by chunks of it",
         "gpu_memory_utilization": "of a GPU's memory for weights, caches and activations",
         "attention_backend": backends[target_backend(plan)],
+        "disable_hybrid_kv_cache_manager": "layers with a window keep all rows: vLLM refuses a drafter that is divided "
+        "among their groups and the others'",
         "default_chat_template_kwargs": "the drafter was trained without thinking; with it acceptance more than halves",
         "speculative_config": draft,
     }

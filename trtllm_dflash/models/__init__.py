@@ -7,6 +7,7 @@ from trtllm_dflash.models.decoder import Decoder, DecoderConfig
 from trtllm_dflash.models.drafter import Drafter, DrafterConfig
 from trtllm_dflash.models.gpt_oss import GptOss
 from trtllm_dflash.models.llama import Llama
+from trtllm_dflash.models.planned import PLANNED, Planned, PlannedConfig
 from trtllm_dflash.models.qwen3 import Qwen3
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 from trtllm_dflash.models.weights import Weight
@@ -47,12 +48,27 @@ def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
     return FAMILIES[kind].read_config(raw)
 
 
+def read_planned_config(raw: dict[str, Any]) -> DecoderConfig:
+    """Reads a target's configuration from its config.json, to plan for it: of families that we compute, and of others.
+
+    Raises:
+        CheckpointError: as `read_target_config`.
+    """
+    kind = raw.get("model_type")
+    return read_target_config(raw) if kind not in PLANNED else PLANNED[kind](raw)
+
+
 def build_target(config: DecoderConfig) -> Decoder:
     """Makes the decoder of a configuration."""
     return FAMILIES[config.family](config)
 
 
+def target_weights(target: DecoderConfig) -> list[Weight]:
+    """Lists the weights of a target, one that is planned for too."""
+    return Planned(target).weights() if isinstance(target, PlannedConfig) else build_target(target).weights()
+
+
 def pair_weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
     """Lists the weights of a target, then of its drafter where there is one."""
-    weights = build_target(target).weights()
+    weights = target_weights(target)
     return weights if drafter is None else weights + Drafter(drafter).weights()

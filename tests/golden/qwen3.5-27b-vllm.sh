@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# qwen3.5-27b on vLLM, --method dflash, 1 x h200. Fields as in vLLM 0.26.0.
+
+options=(
+  # what clients call it
+  --served-model-name qwen3.5-27b
+  # who reaches it: this machine alone
+  --host 127.0.0.1
+  # where it listens; its metrics are at /metrics there
+  --port 8000
+  # --tp: GPUs that share every layer: 1
+  --tensor-parallel-size 1
+  # the checkpoint's own: BF16, or what it is quantized to
+  --dtype auto
+  # prompt and reply together: planned for 16384 tokens
+  --max-model-len 16384
+  # sequences at a time: h200, 141 GB: 58.0 GB of weights, 3.8 GB of caches a sequence; 17 fit in 64.9 GB
+  --max-num-seqs 16
+  # tokens of a step: 16160 are left beside the drafts of 16 sequences
+  --max-num-batched-tokens 16384
+  # of a GPU's memory for weights, caches and activations
+  --gpu-memory-utilization 0.9
+  # the target's kernels: FlashAttention, the one that block drafting is run with
+  --attention-backend FLASH_ATTN
+  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
+  --speculative-config '{"method":"dflash","model":"z-lab/Qwen3.5-27B-DFlash","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
+)
+vllm serve Qwen/Qwen3.5-27B "${options[@]}"

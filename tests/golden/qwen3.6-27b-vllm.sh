@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# qwen3.6-27b on vLLM, --method dflash, 2 x h100. Fields as in vLLM 0.26.0.
+# The catalog: 4 of the drafter's 5 layers attend to a sliding window of 2048, causally inside the block; 1 is full.
+
+options=(
+  # what clients call it
+  --served-model-name qwen3.6-27b
+  # who reaches it: this machine alone
+  --host 127.0.0.1
+  # where it listens; its metrics are at /metrics there
+  --port 8000
+  # --tp: each of 2 GPUs has a part of every layer, the drafter's too
+  --tensor-parallel-size 2
+  # the checkpoint's own: BF16, or what it is quantized to
+  --dtype auto
+  # prompt and reply together: planned for 16384 tokens
+  --max-model-len 16384
+  # sequences at a time: h100, 80 GB: 28.6 GB of weights, 1.9 GB of caches a sequence; 21 fit in 39.4 GB
+  --max-num-seqs 16
+  # tokens of a step: 16160 are left beside the drafts of 16 sequences
+  --max-num-batched-tokens 16384
+  # of a GPU's memory for weights, caches and activations
+  --gpu-memory-utilization 0.9
+  # the target's kernels: FlashAttention, the one that block drafting is run with
+  --attention-backend FLASH_ATTN
+  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
+  --speculative-config '{"method":"dflash","model":"z-lab/Qwen3.6-27B-DFlash","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
+)
+vllm serve Qwen/Qwen3.6-27B "${options[@]}"

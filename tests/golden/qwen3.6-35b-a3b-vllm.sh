@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# qwen3.6-35b-a3b on vLLM, --method dflash, 1 x b200. Fields as in vLLM 0.26.0.
+# The catalog: 5 of the drafter's 6 layers attend to a sliding window of 4096, causally inside the block; 1 is full.
+
+options=(
+  # what clients call it
+  --served-model-name qwen3.6-35b-a3b
+  # who reaches it: this machine alone
+  --host 127.0.0.1
+  # where it listens; its metrics are at /metrics there
+  --port 8000
+  # --tp: GPUs that share every layer: 1
+  --tensor-parallel-size 1
+  # the checkpoint's own: BF16, or what it is quantized to
+  --dtype auto
+  # prompt and reply together: planned for 16384 tokens
+  --max-model-len 16384
+  # sequences at a time: b200, 192 GB: 70.1 GB of weights, 1.6 GB of caches a sequence; 63 fit in 98.7 GB
+  --max-num-seqs 48
+  # tokens of a step: 15712 are left beside the drafts of 48 sequences
+  --max-num-batched-tokens 16384
+  # of a GPU's memory for weights, caches and activations
+  --gpu-memory-utilization 0.9
+  # the target's kernels: FlashAttention, the one that block drafting is run with
+  --attention-backend FLASH_ATTN
+  # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
+  --speculative-config '{"method":"dflash","model":"z-lab/Qwen3.6-35B-A3B-DFlash","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
+)
+vllm serve Qwen/Qwen3.6-35B-A3B "${options[@]}"
