@@ -32,8 +32,6 @@ def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
 @pytest.mark.parametrize(
     "params",
     [
-        {"logprobs": 0},
-        {"prompt_logprobs": 20},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -2.0},
         {"repetition_penalty": 1.2},
@@ -49,6 +47,13 @@ def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
 def test_what_is_not_there_yet_is_refused_by_name(tiny, params):
     with pytest.raises(RequestError, match=f"^{next(iter(params))}: this engine does not do this yet"):
         tiny.intake.sequence([5], SamplingParams.model_validate(params))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_what_a_session_lacks_is_refused_by_name(tiny, name):
+    lacking = Intake(tiny.config, tiny.codec, lacks="only torch on a CPU does this yet")
+    with pytest.raises(RequestError, match=f"^{name}: only torch on a CPU does this yet; leave it out"):
+        lacking.sequence([5], SamplingParams(**{name: 0}))
 
 
 @pytest.mark.parametrize(

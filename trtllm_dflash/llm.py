@@ -20,7 +20,7 @@ from trtllm_dflash.engine.directory import check_file, check_shared_files, load_
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.runtime.intake import Intake, Prompt
-from trtllm_dflash.runtime.request import Completion, SamplingParams
+from trtllm_dflash.runtime.request import Completion, SamplingParams, TokenLogprobs
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -34,7 +34,7 @@ from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.text.tokenizer import TextCodec
 
-__all__ = ["LLM", "Completion", "Prompt", "SamplingParams", "TextChunk"]
+__all__ = ["LLM", "Completion", "Prompt", "SamplingParams", "TextChunk", "TokenLogprobs"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class TextChunk:
     text: str
     token_ids: list[int]
     completion: Completion | None  # with the last chunk
+    logprobs: list[TokenLogprobs]  # of each token, where they were asked for
 
 
 class LLM:
@@ -59,7 +60,8 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
-        self.intake = Intake(session.config, codec)
+        lacks = "" if session.limits.reports else "only torch on a CPU does this yet"
+        self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
 
     @classmethod
@@ -229,7 +231,7 @@ class LLM:
             if update is not None:
                 if update.error is not None:
                     raise update.error
-                yield TextChunk(update.text, update.token_ids, update.completion)
+                yield TextChunk(update.text, update.token_ids, update.completion, update.logprobs)
 
     def spec_generate(
         self,

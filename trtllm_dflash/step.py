@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, Logprobs, Ops, SamplingInputs
 
 T = TypeVar("T")
 
@@ -41,6 +41,16 @@ class StepInputs(Generic[T]):
     logit_rows: T  # [B, R] ascending
     block_offsets: T  # [1, Bd] 0..Bd-1
     sampling: SamplingInputs[T] | None = None  # None: greedy
+    logprobs: bool = False  # whether log-probabilities of the choices are computed
+    prompt: "PromptRows[T] | None" = None  # rows of prompts whose log-probabilities are computed
+
+
+@dataclass(frozen=True)
+class PromptRows(Generic[T]):
+    """Rows of prompts, and the token that stands after each; int32."""
+
+    rows: T  # [B, P] ascending
+    next_ids: T  # [B, P]
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,8 @@ class StepOutputs(Generic[T]):
     accepted: T  # [B]
     next_start: T  # [B]
     next_tokens: T  # [B, Bd] bonus and drafts; [B, 1] where nothing was drafted
+    logprobs: Logprobs[T] | None = None  # [B, R] of target_ids
+    prompt_logprobs: Logprobs[T] | None = None  # [B, P]
 
 
 #: Says which drafts survive, from the operations, a step's inputs and the target's choices [B, R] at its logit rows.
@@ -82,6 +94,7 @@ class DraftVerifyStep:
         features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
         target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
+        logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
         verdict = self._accept(ops, inputs, target_ids)
         next_start = verdict.next_start
         if next_start is None:
@@ -96,4 +109,8 @@ class DraftVerifyStep:
                 next_tokens = ops.join_ids(verdict.bonus, drafts)
             else:
                 drafter.keep_context(ops, context, inputs.start)
-        return StepOutputs(target_ids, verdict.accepted, next_start, next_tokens)
+        prompt_logprobs = None
+        if inputs.prompt is not None:
+            logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.prompt.rows))
+            prompt_logprobs = ops.log_probabilities(logits, inputs.prompt.next_ids)
+        return StepOutputs(target_ids, verdict.accepted, next_start, next_tokens, logprobs, prompt_logprobs)

@@ -26,6 +26,19 @@ class SamplingInputs(Generic[T]):
     uniform: T  # [B, R] float32 in [0, 1): one number a row
 
 
+#: Most likely tokens whose log-probabilities are reported with a token's own; all, of a smaller vocabulary.
+MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Logprobs(Generic[T]):
+    """Log-probabilities at each row, of the distribution that the model itself gives; n: `MOST_LOGPROBS`."""
+
+    chosen: T  # [B, R] float32, of the row's token
+    top_ids: T  # [B, R, n] int32, the most likely first
+    top: T  # [B, R, n] float32
+
+
 @dataclass(frozen=True)
 class Acceptance(Generic[T]):
     """The outcome of verifying each slot's drafts."""
@@ -349,6 +362,14 @@ class Ops(ABC, Generic[T]):
         logits / temperature; keep the top_k largest; of those, the smallest set of largest probabilities that reaches
         top_p (equals of the last one stay in); then the inverse CDF, in order of ids, at the row's uniform number.
         """
+
+    def log_probabilities(self, logits: T, ids: T) -> Logprobs[T]:
+        """Computes log-probabilities of each row's token, ids [B, R], and of the most likely ones. Shapes as `argmax`.
+
+        The log of the softmax of the logits as they are, in FP32. A session whose backend has it not refuses requests
+        for it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def accept(self, token_ids: T, target_ids: T, logit_rows: T, row_count: T) -> Acceptance[T]:

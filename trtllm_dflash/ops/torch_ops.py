@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_dflash.ops import cpu_products
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, MoELayer, Ops, SamplingInputs
+from trtllm_dflash.ops.base import (
+    MOST_LOGPROBS,
+    Acceptance,
+    AttentionLayer,
+    Logprobs,
+    MoELayer,
+    Ops,
+    SamplingInputs,
+)
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, silu
 from trtllm_dflash.ops.fp8 import (
@@ -283,6 +291,15 @@ class TorchOps(Ops[Tensor]):
         ids = torch.arange(vocabulary, device=logits.device)
         last = torch.where(probs > 0, ids, 0).amax(dim=-1)
         return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn.minimum(last)).int()
+
+    def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:
+        logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]
+        # Not by torch's sum over the vocabulary: its digits depend on how many rows there are.
+        every = logits.log_softmax(dim=-1)
+        # As many for everybody: which of two equals comes first is not to depend on what others ask.
+        top = every.topk(min(MOST_LOGPROBS, every.shape[-1]), dim=-1)
+        chosen = every.take_along_dim(ids.long()[..., None], dim=-1)[..., 0]
+        return Logprobs(chosen, top.indices.int(), top.values)
 
     def accept(
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor

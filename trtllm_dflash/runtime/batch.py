@@ -15,6 +15,7 @@ class Batch:
     drafts: bool  # whether any of them drafts
     block: int  # rows that those verify; 0: not all the same
     sampled: bool
+    logprobs: bool
 
     @classmethod
     def of(cls, stays: list[Stay]) -> "Batch":
@@ -28,6 +29,7 @@ class Batch:
             drafts=bool(blocks),
             block=blocks.pop() if len(blocks) == 1 else 0,
             sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
+            logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
         )
 
 

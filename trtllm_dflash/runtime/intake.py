@@ -13,10 +13,11 @@ from trtllm_dflash.text.tokenizer import TextCodec
 Prompt = str | list[dict[str, str]] | list[int]
 
 
+#: Parameters of log-probabilities, which not every session computes.
+_REPORTS = ("logprobs", "prompt_logprobs")
+
 #: Parameters that no engine follows yet.
 _NOT_YET = (
-    "logprobs",
-    "prompt_logprobs",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -37,14 +38,18 @@ class Intake:
         config: the engine's.
         codec: its tokenizer, if any.
         max_prompt_tokens: longest prompt; by default the engine's length less one token.
+        lacks: why its session computes no log-probabilities; "" where it does.
 
     Raises:
         SettingsError: the engine takes no prompt as long as `max_prompt_tokens`.
     """
 
-    def __init__(self, config: EngineConfig, codec: TextCodec | None, max_prompt_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, codec: TextCodec | None, max_prompt_tokens: int | None = None, lacks: str = ""
+    ) -> None:
         self._config = config
         self._codec = codec
+        self._lacks = lacks
         self._longest, self._knob = config.max_seq_len - 1, "build --max-seq-len"
         if max_prompt_tokens is not None:
             if max_prompt_tokens > self._longest:
@@ -127,9 +132,10 @@ class Intake:
             raise RequestError(reason, "temperature")
         if params.min_tokens > params.max_tokens:
             raise RequestError(f"{params.min_tokens} is more than max_tokens {params.max_tokens}", "min_tokens")
-        for name in _NOT_YET:
-            if getattr(params, name) != _DEFAULTS[name]:
-                raise RequestError("this engine does not do this yet; leave it out", name)
+        for names, reason in ((_REPORTS, self._lacks), (_NOT_YET, "this engine does not do this yet")):
+            for name in names:
+                if reason and getattr(params, name) != _DEFAULTS[name]:
+                    raise RequestError(f"{reason}; leave it out", name)
 
     def _check_tokens(self, field: str, ids: Iterable[int]) -> None:
         vocabulary = self._config.target.vocab_size

@@ -81,6 +81,9 @@ class SamplingParams(BaseModel):
     bad_token_sequences: tuple[Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)], ...] = ()
     structured: Structured | None = None
 
+    def __hash__(self) -> int:  # pydantic's would have every field be hashable
+        return hash((self.max_tokens, self.temperature, self.seed, self.stop))
+
 
 @dataclass
 class Times:
@@ -215,6 +218,7 @@ class Sequence:
         pages, shared_pages: as in `Completion`.
         left: tokens that the reply may still get; 0 once it has ended.
         accepted_per_step: drafts of each decoding step that became part of the reply.
+        logprobs, prompt_logprobs: of tokens of the reply, and of the prompt but its first, so far.
     """
 
     prompt_ids: list[int]
@@ -236,6 +240,8 @@ class Sequence:
     accepted: int = 0
     finish_reason: FinishReason | None = None
     error: DFlashError | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
     _reported: int = 0
     _has_stops: bool = False
@@ -248,6 +254,11 @@ class Sequence:
     def done(self) -> bool:
         """Whether the sequence has ended, with a reply or an error."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -296,13 +307,13 @@ class Sequence:
         """Takes the tokens and text since the last update; None if there are none."""
         if self.error is not None:
             return Update(drafted_tokens=self.drafted, accepted_tokens=self.accepted, error=self.error)
-        new = self.token_ids[self._reported :]
+        new, logprobs = self.token_ids[self._reported :], self.logprobs[self._reported :]
         if not new:
             return None
         self._reported += len(new)
         text = self.text.release() if self.text is not None else ""
         completion = self.completion() if self.finish_reason else None
-        return Update(new, text, self.drafted, self.accepted, completion)
+        return Update(new, text, self.drafted, self.accepted, completion, logprobs=logprobs)
 
     def completion(self) -> Completion:
         """Makes the finished reply.
@@ -326,6 +337,8 @@ class Sequence:
             seconds=(self.times.last_token_ns - self.times.first_scheduled_ns) / 1e9,
             finish_reason=self.finish_reason,
             times=self.times,
+            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
 
     def _ends_with_stop_sequence(self) -> bool:

@@ -16,12 +16,14 @@ from operator import attrgetter
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
-from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget, divide
+from trtllm_dflash.runtime.logprobs import note_logprobs
+from trtllm_dflash.runtime.pieces import divided, piece_of
+from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import Slots, Stay
 from trtllm_dflash.runtime.statistics import Statistics
-from trtllm_dflash.session.calls import Piece, Prepare, SlotSampling, Step
+from trtllm_dflash.session.calls import Prepare, Step
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.step import Drafting
 
@@ -37,6 +39,7 @@ class _Launched:
     outcome: Outcome
     drafting: Drafting
     number: int  # of steps with decoding slots, up to this one
+    reports: bool  # it has log-probabilities
 
 
 class Scheduler:
@@ -280,12 +283,12 @@ class Scheduler:
         """Chooses how many tokens of these prompts a step with these decoding slots reads."""
         drafts = max(batch.block - 1, 0)
         budget = self._budget.choose(len(batch.stays), drafts, len(self._prefilling), self._limits.prompt_rows)
-        pieces = _divided(budget, waiting)
+        pieces = divided(budget, waiting)
         # What the step computes in any case is not wasted on rows of nobody.
         drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT if self._draft else Drafting.OFF
         like = Step(batch.rows, [], drafting, max(batch.block, 1), batch.sampled)
         room = self._session.prompt_room(like, [count for _, count in pieces])
-        return _divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
+        return divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
 
     def _run(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
@@ -293,10 +296,11 @@ class Scheduler:
             self._slots.look(stay, stay.launched + count)
         step = Step(
             decode=batch.rows,
-            pieces=[_piece(stay, count) for stay, count in pieces],
+            pieces=[piece_of(stay, count) for stay, count in pieces],
             drafting=drafting,
             block=block,
             sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
+            logprobs=batch.logprobs or any(stay.sequence.params.logprobs is not None for stay, _ in pieces),
             pages=self._slots.table_changes,
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
             window_pages=self._slots.window_changes,
@@ -310,7 +314,7 @@ class Scheduler:
                 for stay in batch.stays:
                     stay.block = block
                 self._batch = None
-        self._launched.append(_Launched(batch, pieces, outcome, drafting, self._decoded))
+        self._launched.append(_Launched(batch, pieces, outcome, drafting, self._decoded, step.reports))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
@@ -368,6 +372,9 @@ class Scheduler:
         for (stay, count), ids in zip(launched.pieces, committed[len(launched.batch.stays) :], strict=True):
             if not stay.over:
                 self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
+        if launched.reports:
+            stays = [*launched.batch.stays, *(stay for stay, _ in launched.pieces)]
+            note_logprobs(launched.outcome.report, [stay.sequence for stay in stays])
 
     def _settle(self, launched: _Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. It is run for every step and slot: no line that is not needed."""
@@ -462,23 +469,6 @@ def _note_drafter_rows(stays: list[Stay]) -> None:
     for stay in stays:
         if stay.drafter_rows is None:
             stay.drafter_rows = stay.rows
-
-
-def _divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:
-    """Divides a step's prompt tokens; those that get none are left out."""
-    counts = divide(budget, [stay.prompt - stay.launched for stay in waiting])
-    return [(stay, count) for stay, count in zip(waiting, counts, strict=True) if count]
-
-
-def _piece(stay: Stay, count: int) -> Piece:
-    params, first = stay.sequence.params, stay.launched
-    return Piece(
-        slot=stay.slot,
-        start=first,
-        token_ids=stay.sequence.tokens(first, first + count),
-        last=first + count == stay.prompt,
-        sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
-    )
 
 
 def _tokens(session: Session) -> int:

@@ -91,7 +91,8 @@ class Slots:
         if slot is None:
             return None
         prompt = len(sequence.prompt_ids) + len(sequence.token_ids)
-        ids = sequence.tokens(0, prompt)
+        # Rows that are shared are not computed, and have no log-probabilities.
+        ids = sequence.tokens(0, 1 if sequence.awaits_prompt_logprobs else prompt)
         rows = min(prompt + self._margin, self._paging.rows * self._paging.width)
         lease = self.pages.admit(ids, drafts, rows) if linear is None else linear.admit_to(slot, ids, drafts)
         if lease is None:

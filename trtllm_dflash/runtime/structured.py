@@ -37,6 +37,9 @@ class Structured(BaseModel):
     kind: StructuredKind
     value: Any = None
 
+    def __hash__(self) -> int:  # a schema has no hash
+        return hash(self.kind)
+
     @model_validator(mode="after")
     def _check_value(self) -> "Structured":
         fits = isinstance(self.value, _VALUES[self.kind])

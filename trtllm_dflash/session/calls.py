@@ -28,6 +28,7 @@ class Piece:
     token_ids: list[int]
     last: bool  # the reply's first token comes out of it, and the first block
     sampling: SlotSampling = SlotSampling()
+    next_ids: list[int] = field(default_factory=list)  # whose log-probabilities its first rows give, one each
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Step:
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # page from, page to, its first rows
     window_pages: list[tuple[int, int, int]] = field(default_factory=list)  # likewise, of layers with a window, where
     window_copies: list[tuple[int, int, int]] = field(default_factory=list)  # they have pages of their own
+    logprobs: bool = False  # whether log-probabilities of the choices are computed
+
+    @property
+    def reports(self) -> bool:
+        """Whether its outcome has log-probabilities, of choices or of prompts."""
+        return self.logprobs or any(piece.next_ids for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -96,14 +103,16 @@ def words_of(call: Call) -> Iterator[int]:
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
     elif isinstance(call, Step):
-        yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled)
+        yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs)
         for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies):
             yield len(run)
             for numbers in run:
                 yield from numbers
         for piece in call.pieces:
-            yield from (piece.slot, piece.start, piece.last, *_sampling_words(piece.sampling), len(piece.token_ids))
-            yield from piece.token_ids
+            yield from (piece.slot, piece.start, piece.last, *_sampling_words(piece.sampling))
+            for ids in (piece.token_ids, piece.next_ids):
+                yield len(ids)
+                yield from ids
     elif isinstance(call, Prepare):
         yield from (3, call.sampled, *call.lengths)
     elif isinstance(call, Decode):
@@ -132,8 +141,8 @@ def call_of(words: list[int]) -> Call:
 
 
 def _step_of(words: list[int]) -> Step:
-    drafting, block, sampled = words[:3]
-    at = 3
+    drafting, block, sampled, logprobs = words[:4]
+    at = 4
     runs: list[list[int]] = []
     for size in (2, 3, 3, 3, 3):
         end = at + 1 + words[at] * size
@@ -146,10 +155,14 @@ def _step_of(words: list[int]) -> Step:
     pieces = []
     while at < len(words):
         slot, start, last = words[at : at + 3]
-        sampling, count = _sampling_of(words[at + 3 : at + 7]), words[at + 7]
-        at += 8
-        pieces.append(Piece(slot, start, words[at : at + count], bool(last), sampling))
-        at += count
+        sampling = _sampling_of(words[at + 3 : at + 7])
+        at += 7
+        both = []
+        for _ in range(2):
+            end = at + 1 + words[at]
+            both.append(words[at + 1 : end])
+            at = end
+        pieces.append(Piece(slot, start, both[0], bool(last), sampling, both[1]))
     return Step(
         decode=list(zip(decode[::2], decode[1::2], strict=True)),
         pieces=pieces,
@@ -160,6 +173,7 @@ def _step_of(words: list[int]) -> Step:
         copies=copies,
         window_pages=window_pages,
         window_copies=window_copies,
+        logprobs=bool(logprobs),
     )
 
 

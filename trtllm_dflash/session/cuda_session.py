@@ -174,7 +174,9 @@ class CudaSession(TorchSession):
     def limits(self) -> StepLimits:
         limits = super().limits
         # No more than the largest steps are captured for.
-        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk))) if self._flat else limits
+        if not self._flat:
+            return limits
+        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk)), reports=False)
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
@@ -185,7 +187,10 @@ class CudaSession(TorchSession):
             return super().prompt_room(call, pieces)
         return min(kind.all_rows - sum(count for _, count in call.decode), self.limits.prompt_rows)
 
-    def _run_step(self, call: Step) -> Tensor:
+    def _run_step(self, call: Step) -> Outcome:
+        return Outcome(self._run_flat(call))
+
+    def _run_flat(self, call: Step) -> Tensor:
         for pages, changes in ((self._pages, call.pages), (self._window_pages, call.window_pages)):
             if changes:
                 kernels.set_pages(pages.table, self._int32([list(given) for given in changes]))

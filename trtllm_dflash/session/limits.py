@@ -10,3 +10,4 @@ class StepLimits:
     pieces: int  # of prompts
     prompt_rows: int  # of all pieces together
     mixes: bool  # pieces beside decoding slots, and several together; else a step decodes, or has one piece
+    reports: bool = False  # log-probabilities

@@ -19,6 +19,7 @@ from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, Prepare, Step, call_of, words_of
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
@@ -28,8 +29,9 @@ Tensor = torch.Tensor
 class Outcome:
     """The outcome of a step, on its way from the device. `read` waits for it, if it must."""
 
-    def __init__(self, decided: Tensor) -> None:
+    def __init__(self, decided: Tensor, report: Report | None = None) -> None:
         """decided [B, 1 + R]: `accepted`, then `target_ids`."""
+        self.report = report or Report()
         self._event: torch.cuda.Event | None = None
         if decided.is_cuda:
             # Pinned, so that the copy runs behind the step while the host goes on.
@@ -221,15 +223,15 @@ class Session(ABC):
     def _compute(self, call: Step | Prefill | Decode) -> Outcome:
         with self._stream():
             if isinstance(call, Step):
-                return Outcome(self._run_step(call))
+                return self._run_step(call)
             return Outcome(self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call))
 
-    def _run_step(self, call: Step) -> Tensor:
-        """Runs a step of flat rows; like the methods below, returns the tensor that an `Outcome` is made of."""
+    def _run_step(self, call: Step) -> Outcome:
+        """Runs a step of flat rows."""
         raise NotImplementedError
 
     def _run_prefill(self, call: Prefill) -> Tensor:
-        """Runs a chunk."""
+        """Runs a chunk; like the method below, returns the tensor that an `Outcome` is made of."""
         slot, count = call.slot, len(call.token_ids)
         here = slice(slot, slot + 1)
         self._slots.set_sampling(slot, call.sampling)

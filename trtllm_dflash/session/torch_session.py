@@ -1,6 +1,7 @@
 """The PyTorch session: `DraftVerifyStep` over torch's operations, on CPU or CUDA, alone or as one rank of several."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -17,10 +18,11 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Step
 from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.weights import complete_weights, multiplied_weights, packed_weights
-from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, StepInputs, StepOutputs, accept_equals
+from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, PromptRows, StepInputs, StepOutputs, accept_equals
 
 Tensor = torch.Tensor
 
@@ -71,7 +73,7 @@ class TorchSession(Session):
 
     @property
     def limits(self) -> StepLimits:
-        return StepLimits(PIECES, self.config.chunk, mixes=True) if self._flat else super().limits
+        return StepLimits(PIECES, self.config.chunk, mixes=True, reports=True) if self._flat else super().limits
 
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
@@ -81,7 +83,7 @@ class TorchSession(Session):
 
     # -- flat rows ---------------------------------------------------------------------------------------------------
 
-    def _run_step(self, call: Step) -> Tensor:
+    def _run_step(self, call: Step) -> Outcome:
         for tables, changes in ((self._tables, call.pages), (self._window_tables, call.window_pages)):
             for slot, index, page in changes:
                 tables[slot][index] = page
@@ -98,11 +100,24 @@ class TorchSession(Session):
             logit_rows=layout.logit_rows,
             block_offsets=self._offsets(call.block),
             sampling=self._row_sampling(layout) if call.sampled else None,
+            logprobs=call.logprobs,
+            prompt=self._prompt_rows(call, layout),
         )
         out = self._step(RaggedOps(self.weights, self.caches, self.communicator, layout), inputs, call.drafting)
         self._slots.start.index_copy_(0, layout.slots, out.next_start.clamp(max=self.config.max_seq_len - 1))
         self._slots.tokens[:, : out.next_tokens.shape[1]].index_copy_(0, layout.slots, out.next_tokens)
-        return torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
+        decided = torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
+        first_prompts = list(accumulate(_next_counts(call), initial=0))
+        return Outcome(decided, Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts))
+
+    def _prompt_rows(self, call: Step, layout: Layout) -> PromptRows[Tensor] | None:
+        """Finds the rows of prompts whose log-probabilities are to be computed: the first ones of their pieces."""
+        counts = _next_counts(call)
+        rows = [first + i for first, count in zip(layout.first_rows, counts, strict=False) for i in range(count)]
+        if not rows:
+            return None
+        ids = [token for piece in call.pieces for token in piece.next_ids]
+        return PromptRows(self._int32([rows]), self._int32([ids]))
 
     def _copy_pages(self, call: Step) -> None:
         """Copies pages' first rows in the caches whose pages they are."""
@@ -130,3 +145,8 @@ class TorchSession(Session):
     def _caches_of(self, first_slot: int, count: int) -> dict[str, Tensor]:
         """Takes the caches of `count` slots."""
         return {name: cache[first_slot : first_slot + count] for name, cache in self.caches.items()}
+
+
+def _next_counts(call: Step) -> list[int]:
+    """Counts the tokens of prompts whose log-probabilities each segment of a step gives."""
+    return [0] * len(call.decode) + [len(piece.next_ids) for piece in call.pieces]
