@@ -63,7 +63,7 @@ def make_target(
         bos_token_id=None,
         eos_token_id=None,
     )
-    _fill(model_class(config), torch.Generator().manual_seed(seed)).to(dtype).save_pretrained(path)
+    fill(model_class(config), torch.Generator().manual_seed(seed)).to(dtype).save_pretrained(path)
     if shards > 1:
         split_into_shards(path, shards)
     return path
@@ -121,7 +121,7 @@ def make_gpt_oss(
         eos_token_id=None,
     )
     generator = torch.Generator().manual_seed(seed)
-    _fill(GptOssForCausalLM(config), generator).save_pretrained(path)
+    fill(GptOssForCausalLM(config), generator).save_pretrained(path)
     if not mxfp4:
         return path
     edit_config(path, lambda raw: raw.update(quantization_config={"quant_method": "mxfp4"}))
@@ -170,7 +170,7 @@ def make_qwen3_moe(
         bos_token_id=None,
         eos_token_id=None,
     )
-    _fill(Qwen3MoeForCausalLM(config), torch.Generator().manual_seed(seed)).save_pretrained(path)
+    fill(Qwen3MoeForCausalLM(config), torch.Generator().manual_seed(seed)).save_pretrained(path)
     # As the published ones say it; this release of transformers writes num_local_experts.
     return edit_config(path, lambda raw: raw.update(num_experts=raw.pop("num_local_experts", experts)))
 
@@ -295,10 +295,15 @@ def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) 
     return path
 
 
-def _fill(model: PreTrainedModel, generator: torch.Generator) -> PreTrainedModel:
+def fill(model: PreTrainedModel, generator: torch.Generator) -> PreTrainedModel:
+    """Gives a model random weights whose greedy text varies, buffers that checkpoints hold included."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_random(name, tuple(parameter.shape), generator))
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in stored:
+                buffer.copy_(_random(name, tuple(buffer.shape), generator))
     return model
 
 

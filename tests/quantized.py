@@ -12,6 +12,9 @@ Tensor = torch.Tensor
 
 E4M3_MOST = 448.0
 
+#: Ends of the names of projections, MiniMax's experts' too.
+_PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
 #: What a checkpoint's config.json says of each layout.
 METHODS = {
     "tensor": {"quant_method": "modelopt", "quant_algo": "FP8"},
@@ -28,7 +31,7 @@ def quantize_folder(path: Path, layout: str, input_scale: float | None = None) -
     """
     tensors = load_file(path / "model.safetensors")
     stands_for = {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(_PROJECTIONS)]:
         prefix = name.removesuffix("weight")
         written, stands_for[name] = _LAYOUTS[layout](tensors[name].float())
         tensors |= {prefix + suffix: tensor.contiguous() for suffix, tensor in written.items()}

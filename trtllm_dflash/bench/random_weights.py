@@ -29,7 +29,7 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         if weight.precision is WeightPrecision.BYTES:
             tensors[weight.name] = _random_bytes(weight, config, rank, generator)
             continue
-        tensor = torch.empty(weight.shape(config.tp, rank), dtype=config.dtype, device=device)
+        tensor = torch.empty(weight.shape(config.tp, rank), dtype=_dtype(weight, config), device=device)
         if tensor.ndim > 1:
             tensor.normal_(0, _STD, generator=generator)
         else:
@@ -40,6 +40,10 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         else:
             tensors[weight.name] = tensor
     return tensors
+
+
+def _dtype(weight: Weight, config: EngineConfig) -> torch.dtype:
+    return torch.float32 if weight.precision is WeightPrecision.FP32 else config.dtype
 
 
 def _random_bytes(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> torch.Tensor:

@@ -25,6 +25,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES
+from trtllm_dflash.models import build_target
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
@@ -150,6 +151,9 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend)
+    lacking = build_target(target).torch_only
+    if settings.backend == "tensorrt" and lacking is not None:
+        raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
     asked = settings.precision, settings.drafter_precision
     return choose_precision(target, drafter, settings.backend, *asked, gpu or settings.gpu)
 

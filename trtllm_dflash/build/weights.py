@@ -72,12 +72,13 @@ def _read(reader: RankReader, weight: Weight, dtype: torch.dtype) -> dict[str, t
         if weight.precision is WeightPrecision.ENGINE:
             return {weight.name: reader.read_dequantized(weight).to(dtype)}
         return stored_tensors(weight.linear, reader.read_quantized(weight))
-    tensor = reader.read(weight, torch.float32 if weight.precision is WeightPrecision.FP8 else dtype)
+    wide = weight.precision in (WeightPrecision.FP8, WeightPrecision.FP32)
+    tensor = reader.read(weight, torch.float32 if wide else dtype)
     return {} if tensor is None else _stored(weight, tensor, dtype)
 
 
 def _stored(weight: Weight, tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    if weight.precision is WeightPrecision.BYTES:
+    if weight.precision in (WeightPrecision.BYTES, WeightPrecision.FP32):
         return {weight.name: tensor}
     if weight.precision is not WeightPrecision.FP8:
         return {weight.name: tensor.to(dtype)}

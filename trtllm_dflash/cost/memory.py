@@ -152,8 +152,8 @@ def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
 
 def _completed(config: EngineConfig) -> int:
     """Counts the numbers that a session adds to the stored ones: RoPE tables, and a rank's slice of a tied head."""
-    sizes = [config.target.head_size] + ([config.drafter.head_size] if config.drafter is not None else [])
-    count = sum(config.cache_length * size for size in sizes)
+    models = [config.target] + ([config.drafter] if config.drafter is not None else [])
+    count = sum(config.cache_length * (model.rope.rotary_size or model.head_size) for model in models)
     if config.target.tied_embeddings and config.tp > 1:  # a tensor of its own
         count += config.target.vocab_size // config.tp * config.target.hidden_size
     return count
@@ -227,6 +227,8 @@ def pages_on_gpu(config: EngineConfig) -> Paging:
 
 def _have_kernels(config: EngineConfig) -> bool:
     """Whether our kernels compute such an engine on a GPU."""
+    if build_target(config.target).torch_only is not None:
+        return False
     heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
     reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS

@@ -7,6 +7,7 @@ from trtllm_dflash.models.decoder import Decoder, DecoderConfig
 from trtllm_dflash.models.drafter import Drafter, DrafterConfig
 from trtllm_dflash.models.gpt_oss import GptOss
 from trtllm_dflash.models.llama import Llama
+from trtllm_dflash.models.minimax_m2 import MiniMaxM2
 from trtllm_dflash.models.planned import PLANNED, Planned, PlannedConfig
 from trtllm_dflash.models.qwen3 import Qwen3
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Llama,
     "gpt_oss": GptOss,
     "qwen3_moe": Qwen3Moe,
+    "minimax_m2": MiniMaxM2,
 }
 
 

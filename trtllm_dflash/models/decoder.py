@@ -5,7 +5,7 @@ fused tensor is named as the layer's others are (`qkv_proj`, `gate_up_proj`).
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
@@ -27,6 +27,7 @@ class MoEConfig(BaseModel):
     intermediate_size: PositiveInt  # of one expert
     normalized: bool  # see `MoELayer`
     clamp: ClampedSwiglu | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # see `MoELayer`
     mxfp4: bool = False  # how the experts' matrices are stored
     expert_parallel: bool = False  # ranks hold whole experts, not a slice of each
 
@@ -107,6 +108,9 @@ class Decoder:
     #: Whether each query and key head is normed before RoPE.
     head_norms = False
 
+    #: What it has that torch alone computes so far; None: our CUDA kernels and TensorRT's layers do too.
+    torch_only: str | None = None
+
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
@@ -159,12 +163,19 @@ class Decoder:
 
     def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
         """Computes layer i: returns the whole residual stream before it, and the stream after it."""
-        c = self.config
-        prefix = f"model.layers.{i}."
-        layer = attention_layer(prefix, "rope", c, ops.tp, self.head_norms, c.windows[i] if c.windows else None)
-        stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
-        h = ops.self_attention(layer, qkv, start)
+        prefix, eps = f"model.layers.{i}.", self.config.norm_eps
+        stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, eps)
+        h = self.attention(ops, i, qkv, start)
         return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h))
+
+    def attention(self, ops: Ops[T], i: int, qkv: T, start: T) -> T:
+        """Computes the attention of layer i from its projections: see `Ops.self_attention`."""
+        return ops.self_attention(self.attention_layer(ops.tp, i), qkv, start)
+
+    def attention_layer(self, tp: int, i: int) -> AttentionLayer:
+        """Describes the attention of layer i on one of `tp` ranks."""
+        window = self.config.windows[i] if self.config.windows else None
+        return attention_layer(f"model.layers.{i}.", "rope", self.config, tp, self.head_norms, window)
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         """Computes a layer's feed-forward, with its norm before and its sum over the ranks after."""

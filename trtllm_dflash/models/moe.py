@@ -1,11 +1,12 @@
 """A decoder whose feed-forward is a mixture of experts. Written over `Ops`; the experts' tensors are `MoELayer`'s."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TypeVar
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig, MoEConfig
-from trtllm_dflash.models.weights import Part, Weight, unit_range
+from trtllm_dflash.models.weights import Part, Split, Weight, unit_range
 from trtllm_dflash.ops.base import MoELayer, Ops, Residual
 
 T = TypeVar("T")
@@ -39,7 +40,31 @@ class MoEDecoder(Decoder, ABC):
         """Describes a layer's experts on `rank` of `tp`."""
         moe = self.moe
         first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
-        return MoELayer(prefix + "mlp.", moe.experts, first, last - first, moe.top_k, moe.normalized, moe.clamp)
+        chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores
+        return MoELayer(prefix + "mlp.", moe.experts, first, last - first, *chosen)
+
+
+def separate_experts(prefix: str, moe: MoEConfig, hidden: int, sources: Mapping[str, str]) -> list[Weight]:
+    """Lists the stacks of a layer's experts, each of whose matrices the checkpoint has by itself.
+
+    Args:
+        sources: the tensors of gate, up and down, less `.weight`, with {} for the expert's number.
+    """
+    size, divided = moe.intermediate_size, moe.expert_parallel
+    rows, columns = (Split.WHOLE, Split.WHOLE) if divided else (Split.ROWS, Split.COLUMNS)
+
+    def part(expert: int, name: str) -> Part:
+        key = sources[name].format(expert) + ".weight"
+        if name == "down":
+            return Part(key, (hidden, size), columns, size)
+        return Part(key, (size, hidden), rows, size)
+
+    gate_up = tuple(part(expert, name) for expert in range(moe.experts) for name in ("gate", "up"))
+    down = tuple(part(expert, "down") for expert in range(moe.experts))
+    return [
+        Weight(prefix + "mlp.experts.gate_up_proj.weight", gate_up, stack=moe.experts, divided=divided),
+        Weight(prefix + "mlp.experts.down_proj.weight", down, stack=moe.experts, divided=divided),
+    ]
 
 
 def check_experts(moe: MoEConfig) -> MoEConfig:

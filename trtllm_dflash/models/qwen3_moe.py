@@ -4,8 +4,8 @@ from typing import Any
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, head_norm_weights, read_decoder_config
-from trtllm_dflash.models.moe import MoEDecoder, check_experts
-from trtllm_dflash.models.weights import Part, Split, Weight
+from trtllm_dflash.models.moe import MoEDecoder, check_experts, separate_experts
+from trtllm_dflash.models.weights import Weight
 
 
 class Qwen3Moe(MoEDecoder):
@@ -38,19 +38,5 @@ class Qwen3Moe(MoEDecoder):
         return super().layer_weights(prefix) + head_norm_weights(prefix, self.config)
 
     def expert_weights(self, prefix: str) -> list[Weight]:
-        moe, hidden = self.moe, self.config.hidden_size
-        size, divided = moe.intermediate_size, moe.expert_parallel
-        rows, columns = (Split.WHOLE, Split.WHOLE) if divided else (Split.ROWS, Split.COLUMNS)
-
-        def part(expert: int, name: str) -> Part:
-            key = f"{prefix}mlp.experts.{expert}.{name}_proj.weight"
-            if name == "down":
-                return Part(key, (hidden, size), columns, size)
-            return Part(key, (size, hidden), rows, size)
-
-        gate_up = tuple(part(expert, name) for expert in range(moe.experts) for name in ("gate", "up"))
-        down = tuple(part(expert, "down") for expert in range(moe.experts))
-        return [
-            Weight(prefix + "mlp.experts.gate_up_proj.weight", gate_up, stack=moe.experts, divided=divided),
-            Weight(prefix + "mlp.experts.down_proj.weight", down, stack=moe.experts, divided=divided),
-        ]
+        sources = {name: prefix + "mlp.experts.{}." + name + "_proj" for name in ("gate", "up", "down")}
+        return separate_experts(prefix, self.moe, self.config.hidden_size, sources)

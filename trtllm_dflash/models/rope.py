@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
 
@@ -20,6 +20,7 @@ class RopeConfig(BaseModel):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    rotary_size: PositiveInt | None = None  # a head's first dimensions, which alone are rotated; None: all
     # YaRN's alone:
     beta_fast: float = 32.0  # turns over the original positions, from which on a frequency is kept
     beta_slow: float = 1.0  # and below which it is slowed by the whole factor
@@ -56,6 +57,20 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     )
 
 
+def rotary_size(raw: dict[str, Any], head_size: int) -> int | None:
+    """Reads how many of a head's dimensions are rotated from Hugging Face's config.json; None: all.
+
+    Raises:
+        CheckpointError: they are not so many pairs.
+    """
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    size = int(raw.get("rotary_dim") or head_size * share)
+    if not 0 < size <= head_size or size % 2:
+        raise CheckpointError(f"config.json: {size} of a head's {head_size} dimensions cannot be rotated in pairs")
+    return None if size == head_size else size
+
+
 def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> RopeConfig:
     """Reads YaRN's settings (arXiv 2309.00071), with transformers' defaults."""
     original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
@@ -81,7 +96,8 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 def rope_tables(config: RopeConfig, head_size: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes cos and sin of position * frequency, times the attention factor: [positions, head_size / 2] FP32 each."""
+    """Makes cos and sin of position * frequency, times the attention factor: FP32 [positions, rotary size / 2] each."""
+    head_size = config.rotary_size or head_size
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     frequencies = 1.0 / config.theta**exponents  # [D/2]
     if config.kind == "linear":

@@ -50,6 +50,7 @@ class WeightPrecision(str, Enum):
     FP8_BLOCKS = "fp8-blocks"  # with one a block of 128 by 128
     NVFP4 = "nvfp4"
     BYTES = "bytes"  # as the checkpoint's
+    FP32 = "fp32"  # in any engine: numbers that fewer bits would change too much
 
     def stored_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Counts the bytes of a weight of that shape with its scales, in an engine whose own type has `itemsize`."""
@@ -58,6 +59,8 @@ class WeightPrecision(str, Enum):
             return count * itemsize
         if self is WeightPrecision.BYTES:
             return count
+        if self is WeightPrecision.FP32:
+            return 4 * count
         *stack, rows, columns = shape
         if self is WeightPrecision.FP8:
             return count + 4 * prod(stack) * rows

@@ -11,7 +11,7 @@ its own FFN columns and its own slice of the vocabulary.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -126,6 +126,8 @@ class MoELayer:
     | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
     | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
 
+    A router of sigmoid scores has `{prefix}router.correction_bias` FP32 [experts], whole on every rank.
+
     Ranks divide either each expert's columns (all have all experts: `first` 0, `count` `experts`), or the experts.
     """
 
@@ -136,6 +138,7 @@ class MoELayer:
     top_k: int  # experts a row
     normalized: bool  # a row's top_k weights add up to 1
     clamp: ClampedSwiglu | None = None  # None: plain SwiGLU
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of logits; sigmoids are chosen by their sum with the bias
 
 
 class Ops(ABC, Generic[T]):
@@ -216,9 +219,10 @@ class Ops(ABC, Generic[T]):
 
         A row's experts are those of its top_k largest logits (the lowest ids among equals). Their weights are the
         softmax over those top_k logits where `layer.normalized`, else the softmax over all logits; in FP32. (Softmax,
-        then top k, then division by their sum is the first of the two.) Each computes
-        act(x gate_up^T + bias) down^T + bias; the result is the weighted sum over those that this rank has, to be
-        summed over the ranks by `all_reduce`. logits are the same on all ranks.
+        then top k, then division by their sum is the first of the two.) With sigmoid scores they are those whose
+        sigmoid(logit) + correction bias is largest, and the weights are the sigmoids without it, divided by their sum
+        where `layer.normalized`. Each computes act(x gate_up^T + bias) down^T + bias; the result is the weighted sum
+        over those that this rank has, to be summed over the ranks by `all_reduce`. logits are the same on all ranks.
         """
 
     @abstractmethod
@@ -274,6 +278,13 @@ class Ops(ABC, Generic[T]):
         keys = self.append_kv(layer.prefix + "key", k, start)
         values = self.append_kv(layer.prefix + "value", v, start)
         return self.attention(q, keys, values, self.key_lengths(start, qkv), True, layer.window, layer.sinks)
+
+    def norm_projections(self, layer: AttentionLayer, qkv: T, eps: float) -> T:
+        """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
+
+        By `{prefix}self_attn.q_norm.weight` [heads*D] and `k_norm.weight` [kv_heads*D]; qkv as in `self_attention`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no norm over a whole projection")
 
     def context_rows(self, layer: AttentionLayer, kv: T, index: int, start: T) -> Context[T]:
         """Takes the context rows of a drafter's index-th layer, from start [B] on, out of all layers' K and V in `kv`.

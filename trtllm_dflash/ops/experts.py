@@ -16,6 +16,9 @@ Tensor = torch.Tensor
 #: Tiles whose weights are gathered at a time: what a GPU holds of them besides the weights themselves.
 _TILES = 8
 
+#: Keeps sigmoids that are all zero from being divided by zero.
+_TINY = 1e-20
+
 
 @dataclass(frozen=True)
 class ExpertMatrix:
@@ -52,22 +55,35 @@ class Experts:
 
     gate_up: ExpertMatrix  # [2F, H] each
     down: ExpertMatrix  # [H, F] each
+    correction: Tensor | None = None  # FP32 [experts], added to sigmoid scores before the choice
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], layer: MoELayer) -> "Experts":
         """Reads the experts of `layer` from a rank's weights."""
         prefix = layer.prefix + "experts."
-        return cls(ExpertMatrix.of(weights, prefix + "gate_up_proj"), ExpertMatrix.of(weights, prefix + "down_proj"))
+        gate_up, down = (ExpertMatrix.of(weights, prefix + name) for name in ("gate_up_proj", "down_proj"))
+        return cls(gate_up, down, weights.get(layer.prefix + "router.correction_bias"))
 
 
-def route(layer: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
+def route(layer: MoELayer, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Chooses each row's experts and their weights: ids [N, k] int64 and FP32 [N, k], for logits [N, experts]."""
     logits = logits.float()
+    if layer.scores == "sigmoid":
+        assert correction is not None
+        return _route_by_sigmoids(layer, sigmoid(logits), correction)
     # Stable, so that of equals the lowest ids win, on every rank and device.
     top, ids = (x[:, : layer.top_k] for x in logits.sort(dim=-1, descending=True, stable=True))
     if layer.normalized:
         return ids, top.softmax(dim=-1)
     return ids, (top - logits.logsumexp(dim=-1, keepdim=True)).exp()
+
+
+def _route_by_sigmoids(layer: MoELayer, scores: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+    ids = (scores + correction).sort(dim=-1, descending=True, stable=True).indices[:, : layer.top_k]
+    shares = scores.gather(-1, ids)
+    if layer.normalized:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + _TINY)
+    return ids, shares
 
 
 def activate(gate_up: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
@@ -92,9 +108,17 @@ def silu(x: Tensor, alpha: float = 1.0) -> Tensor:
     return wide.div(scaled.exp_().add_(1)).to(x.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Computes 1 / (1 + exp(-x)) of FP32; on the CPU from `exp`, as in `silu`."""
+    if x.is_cuda:
+        return x.sigmoid()
+    below = x.neg().exp_().add_(1)
+    return torch.ones_like(below).div_(below)
+
+
 def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
     """Computes `Ops.moe` for rows x [N, H], expert by expert: only those that a row chose. The host reads their ids."""
-    ids, shares = route(layer, logits)
+    ids, shares = route(layer, logits, experts.correction)
     total = torch.zeros(x.shape, device=x.device)
     for expert in range(layer.first, layer.first + layer.count):
         rows, places = torch.where(ids == expert)
@@ -112,7 +136,7 @@ def in_tiles(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Te
     The N * k pairs of row and expert are sorted by expert and laid out in tiles, each of one expert, the last of each
     expert's padded. There are as many tiles as the worst routing needs.
     """
-    ids, shares = route(layer, logits)
+    ids, shares = route(layer, logits, experts.correction)
     rows, k = ids.shape
     pairs = rows * k
     size = max(1, pairs // layer.count)

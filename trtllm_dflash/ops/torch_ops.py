@@ -108,9 +108,10 @@ class TorchOps(Ops[Tensor]):
 
     def rope(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self._once(("rope", name), positions, lambda: self._rotation(name, positions))
-        # [a, b] -> [a * cos - b * sin, b * cos + a * sin], the first half's signs in the sines.
-        turned: Tensor = x.roll(x.shape[-1] // 2, -1).mul_(sin)
-        return turned.add_(x * cos)
+        if cos.shape[-1] < x.shape[-1]:  # partial: what follows stays as it is
+            rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+            return torch.cat([_rotated(rotated, cos, sin), rest], dim=-1)
+        return _rotated(x, cos, sin)
 
     def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Looks up both halves' cos, and their sin with its sign, at positions [B, N], each [B, 1, N, D]."""
@@ -128,6 +129,18 @@ class TorchOps(Ops[Tensor]):
                 heads.mul_(self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"])
         q, k = self.rope(layer.rope, both, positions).split([layer.heads, layer.kv_heads], dim=1)
         return q, k, v
+
+    def norm_projections(self, layer: AttentionLayer, qkv: Tensor, eps: float) -> Tensor:
+        sizes = [heads * layer.head_size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
+        *normed, v = qkv.split(sizes, dim=-1)
+        squares = torch.cat([x.float().square().sum(dim=-1, keepdim=True) for x in normed], dim=-1)
+        sums = self.all_reduce(squares).split(1, dim=-1)
+        for i, (which, x) in enumerate(zip("qk", normed, strict=True)):
+            # Keys that several ranks hold are counted as often as they are held, in the sum as in the number.
+            root = (sums[i] / (self.tp * sizes[i])).add_(eps).rsqrt_()
+            weight = self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"]
+            normed[i] = (x.float() * root).to(x.dtype) * weight
+        return torch.cat([*normed, v], dim=-1)
 
     def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
         cache = self.caches[name]
@@ -353,6 +366,12 @@ def attention_mask(
         .masked_fill_(~seen, -torch.inf)
         .expand(-1, -1, rows, -1)
     )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Computes [a * cos - b * sin, b * cos + a * sin] of x = [a, b]; the first half's signs are in the sines."""
+    turned: Tensor = x.roll(x.shape[-1] // 2, -1).mul_(sin)
+    return turned.add_(x * cos)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

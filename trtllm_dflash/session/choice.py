@@ -9,6 +9,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models import build_target
 
 #: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), or torch's alone.
 Kernels = Literal["auto", "torch"]
@@ -70,7 +71,9 @@ def find_kernels(
     if asked == "torch":
         return None, "as --kernels torch says"
     heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
-    reason = kernels.why_unsupported(config.dtype, heads, capability)
+    lacking = build_target(config.target).torch_only
+    reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
+    reason = reason or kernels.why_unsupported(config.dtype, heads, capability)
     if reason is not None:
         return None, reason
     try:
