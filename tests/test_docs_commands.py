@@ -11,7 +11,12 @@ from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cli import main
 
 #: Flags of other programs that the guides name.
-OTHERS = {"--no-enable-prefix-caching", "--http-restricted-api", "--grpc-restricted-protocol"}
+OTHERS = {
+    "--disable-hybrid-kv-cache-manager",
+    "--no-enable-prefix-caching",
+    "--http-restricted-api",
+    "--grpc-restricted-protocol",
+}
 
 
 def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
