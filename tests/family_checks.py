@@ -77,7 +77,12 @@ class ThreadRank(Communicator):
 
 def on_ranks(target: Path, drafter: Path | None, tp: int, use: Callable[[LLM], Any], **values: Any) -> Any:
     """What `use` returns of an engine of `tp` ranks, on rank 0."""
-    given = {"name": "small", "target": str(target), "drafter": drafter and str(drafter), "precision": "fp32"}
+    given: dict[str, Any] = {
+        "name": "small",
+        "target": str(target),
+        "drafter": drafter and str(drafter),
+        "precision": "fp32",
+    }
     settings = BuildSettings(**given, tp=tp, max_seq_len=160, **values)
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings).config

@@ -16,6 +16,7 @@ OTHERS = {
     "--no-enable-prefix-caching",
     "--http-restricted-api",
     "--grpc-restricted-protocol",
+    "--trust-remote-code",
 }
 
 
