@@ -62,19 +62,19 @@ def measure(server, concurrency, requests, arm="served", params=PARAMS):
 
 @pytest.mark.parametrize("concurrency", [1, 8, 64])
 def test_responses_are_noted_as_they_come(server, concurrency):
-    """Never before the server sent them, and where nothing else kept this process busy within a few milliseconds."""
+    """Never before the server sent them, and where nothing else kept this process busy before it sent the next."""
     server.ttft, server.gap = 0.2, 0.04
     traffic, point = measure(server, concurrency, max(2, concurrency))
     assert not point.errors
     records = {DATASET.samples[record.sample].turns[0]: record for record in traffic.records}
     assert point.requests == len(server.served) == len(records) == max(2, concurrency)
-    lags = []
+    lags = []  # of each response
     for served in server.served:
         record = records[served.prompt]
         assert traffic.begin + record.due <= served.arrived
-        lags += map(float.__sub__, [traffic.begin + time for time in record.reply.times], served.sent)
-    assert len(lags) == len(records) * len(servers.TOKENS)
-    assert 0 <= min(lags) < 0.006  # 3% of the time to the first one
+        lags.append(list(map(float.__sub__, [traffic.begin + time for time in record.reply.times], served.sent)))
+    assert all(len(each) == len(servers.TOKENS) and min(each) >= 0 for each in lags)
+    assert min(first for first, *_ in lags) < server.gap
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
