@@ -12,7 +12,8 @@ import pytest
 from tests.checkpoints import make_gpt_oss, make_target
 from tests.conftest import refusal, succeeds
 from tests.quantized import quantize_folder
-from trtllm_dflash.build.plan import BuildPlan, Comparison
+from trtllm_dflash.build.plan import BuildPlan, Comparison, planned_engine
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
@@ -21,11 +22,14 @@ from trtllm_dflash.cost.memory import cache_bytes, plan_memory, plan_pages, weig
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
+    FP8_DRAFTER_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
     predict_step,
     sum_seconds,
 )
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
+from trtllm_dflash.engine.paging import PAGE_ROWS
+from trtllm_dflash.foreign.shapes import published_drafter, published_target
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import Content
@@ -46,7 +50,7 @@ def config(name="gpt-oss-120b", **settings):
 #: Records, and how far off their steps may be predicted.
 RECORDS = {
     "qwen3-8b": ERROR_BOUND,
-    "qwen3-8b-light": MIXTURE_ERROR_BOUND,
+    "qwen3-8b-light": FP8_DRAFTER_ERROR_BOUND,
     "qwen3-8b-fp8-caches": FP8_CACHE_ERROR_BOUND,
     "gpt-oss-20b": MIXTURE_ERROR_BOUND,
     "gpt-oss-120b-tp2": MIXTURE_ERROR_BOUND,
@@ -79,7 +83,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s(
         assert (bytes_, flops) == (row["bytes"], row["flops"])
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in (1, 8, 32)}
     assert max(map(abs, errors.values())) <= RECORDS[name], errors
-    assert RECORDS[name] <= 0.13
+    assert RECORDS[name] <= {"qwen3-8b": 0.05, "qwen3-8b-light": 0.08, "qwen3-8b-fp8-caches": 0.13}.get(name, 0.06)
 
 
 def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus():
@@ -209,9 +213,48 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     text = succeeds(*MODEL, "--tp", 8, "--gpu", "b300", "--acceptance", 6.49)
     for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
         assert words in text
-    assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 6%" in text
+    assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 5%" in text
     assert re.search(r"18 of 36 layers see 128 tokens only: they have \d+ pages of their own", text)
     assert not list(tmp_path.iterdir())
+
+
+PLANNED_FOR = ["qwen3.5-27b", "qwen3-coder-next", "gemma-4-26b-a4b", "kimi-k2.5"]
+
+
+@pytest.mark.parametrize("name", PLANNED_FOR)
+@pytest.mark.usefixtures("no_checkpoints")
+def test_targets_that_are_not_computed_are_planned_from_their_published_shapes(name):
+    engine = planned_engine(BuildSettings(name=name, target="org/x", max_batch=4), "b300")
+    target, drafter = published_target(name), published_drafter(name)
+    # All K and V projections of the drafter are held twice.
+    assert weight_bytes(engine) == pytest.approx(target.weight_bytes + drafter.weight_bytes, rel=0.02)
+    if not target.windows:  # whose pages are shared
+        kept = plan_pages(engine, paged=True).width * PAGE_ROWS
+        states = plan_memory(engine).target_cache / 4 - target.cache_bytes(kept, 1)
+        assert target.state_bytes <= states <= 1.35 * target.state_bytes  # and a block's rows
+    plan = BuildPlan.model_validate_json(
+        succeeds("build", "--plan", "--model", name, "--tp", 8, "--gpu", "b300", "--acceptance", 4, "--json")
+    )
+    assert any("is planned for only" in note for note in plan.assumptions)
+    assert all(point.seconds > point.floor_seconds > 0 for point in plan.points)
+    assert "--backend tensorrt: family" in refusal(
+        "build", "--plan", "--model", name, "--gpu", "b300", "--tp", 8, "--backend", "tensorrt"
+    )
+    assert "cannot be built yet" in refusal("build", "--model", name)
+
+
+def test_states_are_read_and_written_once_a_step_whatever_its_rows():
+    engine = planned_engine(BuildSettings(name="qwen3.5-27b", target="x", max_batch=1, tp=1), "h200")
+    (one,), (many,), (later,) = (
+        step_work(engine, Drafting.OFF, batch=1, rows=rows, length=length)
+        for rows, length in ((1, 1000), (16, 1000), (1, 2000))
+    )
+    kv = 16 * 2 * 4 * 256 * 2  # bytes a token: every fourth of 64 layers attends
+    assert later.bytes - one.bytes == 1000 * kv
+    assert many.bytes - one.bytes == 15 * (kv + 5120 * 2)  # no state is read twice
+    state = 48 * 48 * 128 * 128 * 4
+    weights = 26.9e9 * 2 - 248320 * 5120 * 2
+    assert one.bytes == pytest.approx(weights + 2 * state + 1001 * kv, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b", "qwen3-4b"])

@@ -4,12 +4,19 @@ from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import is_expert
 from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PublishedGPU, capability
 from trtllm_dflash.cost.memory import computes_all_experts, pages_on_gpu
-from trtllm_dflash.cost.prediction import ERROR_BOUND, FP8_CACHE_ERROR_BOUND, MIXTURE_ERROR_BOUND, MXFP4_SHARE
+from trtllm_dflash.cost.prediction import (
+    ERROR_BOUND,
+    FP8_CACHE_ERROR_BOUND,
+    FP8_DRAFTER_ERROR_BOUND,
+    MIXTURE_ERROR_BOUND,
+    MXFP4_SHARE,
+)
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.planned import DeltaNet, PlannedConfig
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 
@@ -22,6 +29,8 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     """
     target, drafter = config.target, config.drafter
     notes = [*_steps(config), *_ranks(config, gpu)]
+    if isinstance(target, PlannedConfig):
+        notes += _planned(target)
     if target.moe is not None:
         notes += _experts(config, target.moe)
     notes += _caches(config, target)
@@ -37,7 +46,9 @@ def error_bound(config: EngineConfig) -> float:
     """Bounds the error of an engine's predicted steps, as a share of measured ones."""
     if config.kv == "fp8":
         return FP8_CACHE_ERROR_BOUND
-    return MIXTURE_ERROR_BOUND if config.target.moe is not None or _drafts_in_fp8(config.drafter) else ERROR_BOUND
+    if _drafts_in_fp8(config.drafter):
+        return FP8_DRAFTER_ERROR_BOUND
+    return ERROR_BOUND if config.target.moe is None else MIXTURE_ERROR_BOUND
 
 
 def expert_precision(config: EngineConfig) -> str | None:
@@ -46,7 +57,9 @@ def expert_precision(config: EngineConfig) -> str | None:
     if moe is None:
         return None
     if not moe.mxfp4:
-        for weight in build_target(config.target).weights():
+        if isinstance(config.target, PlannedConfig) and any(matrix.packed for matrix in config.target.matrices):
+            return "int4"
+        for weight in target_weights(config.target):
             if is_expert(weight) and weight.precision is not WeightPrecision.ENGINE:
                 return str(weight.precision.value)
         return config.precision
@@ -77,6 +90,17 @@ def _steps(config: EngineConfig) -> list[str]:
     ]
 
 
+def _planned(target: PlannedConfig) -> list[str]:
+    notes = [
+        f"Target: family {target.family} is planned for only: matrices, caches and states are counted from its "
+        "published shape, and steps predicted as if kernels of ours computed them; none has been compared."
+    ]
+    nets = sum(isinstance(mixer, DeltaNet) for mixer in target.mixers)
+    if nets:
+        notes.append(f"States: {nets} of {target.layers} layers keep one in FP32, read and written once in a step.")
+    return notes
+
+
 def _ranks(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     notes = []
     if config.tp > 4:
@@ -97,7 +121,7 @@ def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
         f"{precision if rest is None else rest.value.upper()}.",
         f"Experts: {chosen}",
     ]
-    if config.backend != "torch":
+    if config.backend != "torch" or isinstance(config.target, PlannedConfig):
         return notes
     if stored == "MXFP4":
         notes.append(f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it.")

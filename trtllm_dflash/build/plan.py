@@ -25,12 +25,14 @@ from trtllm_dflash.cost.memory import (
     stored_bytes,
 )
 from trtllm_dflash.cost.prediction import Limit, predict_step, sum_bytes
-from trtllm_dflash.cost.shapes import SHAPES, shape_models
+from trtllm_dflash.cost.published import PUBLISHED
+from trtllm_dflash.cost.shapes import planned_models
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import Weight
 from trtllm_dflash.step import Drafting
 
@@ -257,10 +259,12 @@ def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
 
 
 def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
-    if build.name not in SHAPES:
-        known = ", ".join(SHAPES)
+    if build.name not in PUBLISHED:
+        known = ", ".join(PUBLISHED)
         raise SettingsError(f"--plan: the shape of {build.target} is not known without its checkpoint; known: {known}")
-    target, drafter = shape_models(build.name)
+    target, drafter = planned_models(build.name)
+    if isinstance(target, PlannedConfig) and build.backend == "tensorrt":
+        raise SettingsError(f"--backend tensorrt: family {target.family} cannot be built yet; plan it for torch")
     choice = build_precision(target, drafter, build, gpu)
     models = plan_models(target, drafter, build, choice)
     return EngineConfig(
@@ -328,7 +332,7 @@ def _pages(config: EngineConfig) -> Pages | None:
 def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:
     sizes = dict.fromkeys(("attention", "feed_forward", "experts", "embedding", "lm_head", "rest", "drafter"), 0)
     size = config.dtype.itemsize
-    for weight in build_target(config.target).weights():
+    for weight in target_weights(config.target):
         sizes[_part(weight)] += stored_bytes(config, weight)
     if config.drafter is not None:
         sizes["drafter"] = sum(stored_bytes(config, weight) for weight in Drafter(config.drafter).weights())
@@ -343,8 +347,8 @@ def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:
 def _part(weight: Weight) -> str:
     if is_expert(weight):
         return "experts"
-    names = {"embed_tokens": "embedding", "lm_head": "lm_head", "self_attn": "attention"}
-    names |= {"mlp.gate_up_proj": "feed_forward", "mlp.down_proj": "feed_forward"}
+    names = {"embed_tokens": "embedding", "lm_head": "lm_head", "self_attn": "attention", "linear_attn": "attention"}
+    names |= {"mlp.gate_up_proj": "feed_forward", "mlp.down_proj": "feed_forward", "shared_expert": "feed_forward"}
     return next((part for name, part in names.items() if name in weight.name), "rest")
 
 

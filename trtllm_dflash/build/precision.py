@@ -8,7 +8,7 @@ import torch
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import build_target, pair_weights
+from trtllm_dflash.models import pair_weights, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
@@ -77,7 +77,7 @@ def choose_precision(
     place = _Place(backend, engine, _capability(gpu))
     to_engine = precision == engine
     target_format = None if to_engine else _format(place, "--precision", precision, "target", target)
-    changes = _changes(target, target_format, rounded_to_fp8(build_target(target).weights()))
+    changes = _changes(target, target_format, rounded_to_fp8(target_weights(target)))
     drafter_changes: dict[str, Any] = {}
     chosen = {"target": target_format}
     if drafter is not None:
@@ -161,7 +161,7 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     said = []
     if kind is not WeightPrecision.FP8:
         said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
-    weights = build_target(model).weights() if role == "target" else []
+    weights = target_weights(model) if role == "target" else []
     if any(weight.stack is not None and weight.precision is kind for weight in weights):
         said.append(
             f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time; with "

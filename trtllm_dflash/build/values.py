@@ -11,13 +11,16 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES
 
 
-def merge_values(model: str | None, assignments: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+def merge_values(
+    model: str | None, assignments: Sequence[str], flags: Mapping[str, Any], planned: bool = False
+) -> dict[str, Any]:
     """Merge a build's values for `BuildSettings` to check; each source overrides the one before.
 
     Args:
         model: a known pair by its name or its target's, a build configuration file, or another target.
         assignments: `KEY=VALUE` each, the value in YAML.
         flags: by the name of their setting.
+        planned: nothing is built, so that any known pair will do.
 
     Raises:
         SettingsError: the pair is unknown or cannot be built, an assignment cannot be read, or there is no target.
@@ -30,7 +33,7 @@ def merge_values(model: str | None, assignments: Sequence[str], flags: Mapping[s
         _take_as_target(model, values)
     if entry is not None and (values["target"], values["drafter"]) != (entry.target, entry.drafter):
         values.pop("facts")  # these are other checkpoints
-    if entry is not None and values["target"] == entry.target and not entry.buildable:
+    if entry is not None and values["target"] == entry.target and not (entry.buildable or planned):
         raise SettingsError(f"--model {model}: family {entry.family} cannot be built yet; can: {', '.join(FAMILIES)}")
     if "target" not in values:
         raise SettingsError("say what to build: --model NAME or FOLDER, or --target with --drafter")

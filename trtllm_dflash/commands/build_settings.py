@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 _ENGINES = Path("engines")
 
 
-def build_settings(model: str | None, assignments: Sequence[str], flags: Mapping[str, Any]) -> "BuildSettings":
-    """Check `--model`, `--set` and the flags together; make the settings of a build.
+def build_settings(
+    model: str | None, assignments: Sequence[str], flags: Mapping[str, Any], planned: bool = False
+) -> "BuildSettings":
+    """Check `--model`, `--set` and the flags together; make the settings of a build, or of a plan of one.
 
     Raises:
         SettingsError: a value is wrong, or what to build is not said.
@@ -21,7 +23,7 @@ def build_settings(model: str | None, assignments: Sequence[str], flags: Mapping
     from trtllm_dflash.build.settings import BuildSettings
     from trtllm_dflash.build.values import merge_values
 
-    return validated(BuildSettings, merge_values(model, assignments, flags))
+    return validated(BuildSettings, merge_values(model, assignments, flags, planned))
 
 
 def engine_folder(settings: "BuildSettings", output: Path | None) -> Path:

@@ -26,7 +26,8 @@ def show_plan(
     from trtllm_dflash.build.plan import BuildPlan, PlanSettings, compare_gpus, make_plan
     from trtllm_dflash.commands.plan_table import comparison_lines, plan_lines
 
-    settings = build_settings(model, assignments, {name: value for name, value in flags.items() if name != "gpu"})
+    without_gpu = {name: value for name, value in flags.items() if name != "gpu"}
+    settings = build_settings(model, assignments, without_gpu, planned=True)
     gpu = flags.get("gpu") or settings.gpu
     wanted = validated(PlanSettings, {**planned, **({"gpu": gpu.lower()} if gpu else {})})
     settings = settings.model_copy(update={"gpu": None})

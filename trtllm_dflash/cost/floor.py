@@ -5,15 +5,17 @@ choose, of layers with a window the rows that it shows. Not counted is what can 
 the few integers; nor norms, RoPE and softmax among the operations, nor what ranks send each other.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, stored_bytes
+from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, state_bytes, stored_bytes
 from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.planned import Attends, DeltaNet, mixers_of
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.step import Drafting
 
@@ -90,8 +92,9 @@ class StepCount:
         self.config = config
         target = config.target
         elsewhere = ("model.embed_tokens.weight", "lm_head.weight")
-        weights = [weight for weight in build_target(target).weights() if weight.name not in elsewhere]
+        weights = [weight for weight in target_weights(target) if weight.name not in elsewhere]
         self._target = _Matrices.of([*weights, _head(target)], config)
+        self._mixers = Counter(mixers_of(target))
         if config.drafter is not None:
             weights = Drafter(config.drafter).weights()
             # Without one of its own the target's head, read once more.
@@ -111,19 +114,22 @@ class StepCount:
 
     def _target_work(self, batch: int, rows: int, length: int) -> PartWork:
         target, tokens = self.config.target, batch * rows
-        cached = pairs = 0
-        for window in target.windows or (None,) * target.layers:
+        attention = Work(0, 0)
+        for mixer, layers in self._mixers.items():
+            if isinstance(mixer, DeltaNet):
+                attention += self._states(mixer, layers * batch, rows)
+                continue
+            window = mixer.window
             # Row i of a slot sees the committed rows, those before it in this step, and itself; or the last of these.
             seen = [length + i + 1 if window is None else min(window, length + i + 1) for i in range(rows)]
-            pairs += batch * sum(seen)
-            cached += batch * (seen[0] + rows - 1)
+            attention += self._attention(mixer, layers * batch * (seen[0] + rows - 1), layers * batch * sum(seen))
         products = self._target.dense_work(tokens) + self._embedding_rows(tokens)
-        experts, attention = self._target.expert_work(tokens), self._attention(target, cached, pairs)
+        experts = self._target.expert_work(tokens)
         return PartWork(products, experts, attention, target.layers, tokens, target.hidden_size)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
         """Counts the drafter's K and V of committed tokens, one a slot at least; they skip its other matrices."""
-        written = self._attention(drafter, batch * drafter.layers, 0)
+        written = self._attention(_attends(drafter), batch * drafter.layers, 0)
         products = self._context.dense_work(batch * rows)
         return PartWork(products, Work(0, 0), written, 0, batch * rows, drafter.hidden_size)
 
@@ -134,19 +140,25 @@ class StepCount:
         known = batch  # bonus tokens, which need no logits
         products = self._drafter.dense_work(tokens) + self._embedding_rows(tokens)
         products += self._head.dense_work(tokens - known)
-        attention = self._attention(drafter, batch * cached, tokens * cached)
+        attention = self._attention(_attends(drafter), batch * cached, tokens * cached)
         return PartWork(products, Work(0, 0), attention, drafter.layers, tokens, drafter.hidden_size)
 
     def _embedding_rows(self, tokens: int) -> Work:
         return Work(tokens * self.config.target.hidden_size * self.config.dtype.itemsize, 0)
 
-    def _attention(self, model: DecoderConfig, cached: int, pairs: int) -> Work:
+    def _attention(self, mixer: Attends, cached: int, pairs: int) -> Work:
         """Counts attention over `cached` K/V rows and `pairs` of a query and a key, of all layers together."""
         tp = self.config.tp
-        numbers = 2 * cached * units_per_rank(model.kv_heads, tp) * model.head_size
+        numbers = cached * units_per_rank(mixer.kv_heads, tp) * mixer.row
         # Scores, and weighted values.
-        size = self.config.cache_dtype.itemsize
-        return Work(numbers * size, 4 * pairs * units_per_rank(model.heads, tp) * model.head_size)
+        flops = 2 * pairs * units_per_rank(mixer.heads, tp) * (mixer.key_size + mixer.value_size)
+        return Work(numbers * self.config.cache_dtype.itemsize, flops)
+
+    def _states(self, net: DeltaNet, states: int, rows: int) -> Work:
+        """Counts so many states of gated delta nets, read and written once, and each row's three products with one."""
+        heads = units_per_rank(net.value_heads, self.config.tp)
+        flops = 6 * states * rows * heads * net.key_size * net.value_size
+        return Work(2 * states * state_bytes(net, self.config.block_size, self.config.tp), flops)
 
 
 @dataclass(frozen=True)
@@ -178,6 +190,12 @@ class _Matrices:
             return Work(0, 0)
         touched = experts_touched(self.moe, rows) / self.moe.experts
         return Work(round(touched * self.experts.bytes), rows * self.experts.flops * self.moe.top_k // self.moe.experts)
+
+
+def _attends(drafter: DrafterConfig) -> Attends:
+    """Describes the attention of a drafter's layers, which are all alike."""
+    size = drafter.head_size
+    return Attends(drafter.heads, drafter.kv_heads, size, size)
 
 
 def is_expert(weight: Weight) -> bool:

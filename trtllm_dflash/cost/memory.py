@@ -14,6 +14,7 @@ from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
 from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
+from trtllm_dflash.models.planned import Attends, DeltaNet, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
@@ -46,7 +47,7 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
         weights=weight_bytes(config),
-        target_cache=sum(caches.values()) - drafter,
+        target_cache=sum(caches.values()) - drafter + config.max_batch * planned_state_bytes(config),
         drafter_cache=drafter,
         scratch=_scratch(config),
         graphs=_graphs(config),
@@ -172,14 +173,38 @@ def cache_shapes(config: EngineConfig, paging: Paging | None = None) -> dict[str
     windowed = windowed_caches(config, paging)
     for prefix, model in models:
         has_sink_keys = model is config.target and config.has_sink_keys
-        shape = (
-            units_per_rank(model.kv_heads, config.tp),
-            paging.rows + int(has_sink_keys),
-            model.head_size + SINK_SIZE * int(has_sink_keys),
-        )
-        names = [f"{prefix}layers.{i}.{kind}" for i in range(model.layers) for kind in ("key", "value")]
-        shapes |= {name: (paging.window_pages if name in windowed else paging.pages, *shape) for name in names}
+        rows, more = paging.rows + int(has_sink_keys), SINK_SIZE * int(has_sink_keys)
+        for i, mixer in enumerate(mixers_of(model)):
+            for kind, size in _kept_sizes(mixer):
+                name = f"{prefix}layers.{i}.{kind}"
+                pages = paging.window_pages if name in windowed else paging.pages
+                shapes[name] = (pages, units_per_rank(mixer.kv_heads, config.tp), rows, size + more)
     return shapes
+
+
+def _kept_sizes(mixer: Attends | DeltaNet) -> list[tuple[str, int]]:
+    """Lists the caches of a layer and the size of their rows in each head; a gated delta net has none."""
+    if isinstance(mixer, DeltaNet):
+        return []
+    if mixer.latent:
+        return [("key", mixer.row)]
+    return [("key", mixer.key_size), ("value", mixer.value_size)]
+
+
+def planned_state_bytes(config: EngineConfig) -> int:
+    """Bytes of a slot's states on one rank, in FP32, of a target that is planned for: with the rows of the last block,
+    from which its next step goes on, and those that its convolution sees.
+    """
+    nets = [mixer for mixer in mixers_of(config.target) if isinstance(mixer, DeltaNet)]
+    return sum(state_bytes(net, config.block_size, config.tp) for net in nets)
+
+
+def state_bytes(net: DeltaNet, block: int, tp: int) -> int:
+    """Bytes of a slot's state of one gated delta net on one rank: its matrices, and a block's rows, all in FP32."""
+    values, keys = units_per_rank(net.value_heads, tp), units_per_rank(net.key_heads, tp)
+    rows = values * net.value_size + keys * net.key_size + values  # and each row's decay
+    convolved = (block + net.kernel - 1) * units_per_rank(net.key_heads, tp) * (net.channels // net.key_heads) * 2
+    return 4 * (values * net.key_size * net.value_size + block * rows) + convolved
 
 
 def windowed_caches(config: EngineConfig, paging: Paging) -> set[str]:
@@ -227,9 +252,11 @@ def pages_on_gpu(config: EngineConfig) -> Paging:
 
 def _have_kernels(config: EngineConfig) -> bool:
     """Whether our kernels compute such an engine on a GPU."""
-    if build_target(config.target).torch_only is not None:
+    # A target that is planned for is planned with kernels of ours.
+    computed = None if isinstance(config.target, PlannedConfig) else config.target
+    if computed is not None and build_target(computed).torch_only is not None:
         return False
-    heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
+    heads = [model.head_size for model in (computed, config.drafter) if model is not None]
     reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
 

@@ -5,10 +5,10 @@ from typing import Any, Literal
 import torch
 
 from trtllm_dflash.checkpoint.slicing import check_tp
-from trtllm_dflash.cost.published import PUBLISHED, Shape
+from trtllm_dflash.cost.published import PUBLISHED, Shape, published_shape
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import FAMILIES, build_target, read_target_config
+from trtllm_dflash.models import FAMILIES, build_target, read_planned_config, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
@@ -89,6 +89,17 @@ def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, D
     """
     shape = find_shape(name)
     target = read_target_config(shape.target_of(layers or shape.facts.target_layers))
+    return target, drafter_of(shape, target)
+
+
+def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:
+    """Makes the configurations of a published pair, to plan for it: of families that we compute, and of others.
+
+    Raises:
+        SettingsError: the pair's shape is not known.
+    """
+    shape = published_shape(name)
+    target = read_planned_config(shape.target)
     return target, drafter_of(shape, target)
 
 
