@@ -200,14 +200,14 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         raise SettingsError(f"--gpu {settings.gpu}: --plan knows {', '.join(GPUS)}")
     gpu = GPUS[settings.gpu]
     config = planned_engine(build, gpu.name)
-    _check(config, settings)
+    check_plan(config, settings)
     memory = check_fits(config, gpu.name)
 
     def fits(**changes: int) -> bool:
         return fits_in(gpu.usable_bytes, config.model_copy(update=changes))
 
-    most = _largest(config.max_batch, _MOST_SLOTS, lambda n: fits(max_batch=n))
-    longest = _largest(config.max_seq_len, config.target.max_positions, lambda n: fits(max_seq_len=n))
+    most = largest(config.max_batch, _MOST_SLOTS, lambda n: fits(max_batch=n))
+    longest = largest(config.max_seq_len, config.target.max_positions, lambda n: fits(max_seq_len=n))
     length = settings.cache_length or min(_CACHE_LENGTH, config.max_seq_len - 1)
     if batches is None:
         batches = tuple(batch_sizes(min(most, _MOST_BATCH)))
@@ -282,7 +282,12 @@ def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
     )
 
 
-def _check(config: EngineConfig, settings: PlanSettings) -> None:
+def check_plan(config: EngineConfig, settings: PlanSettings) -> None:
+    """Checks a plan's own settings against the engine.
+
+    Raises:
+        SettingsError: nothing is drafted, a block does not commit so many tokens, or a slot does not hold so many.
+    """
     tokens, length = settings.acceptance, settings.cache_length
     if tokens is not None:
         if config.drafter is None:
@@ -294,7 +299,7 @@ def _check(config: EngineConfig, settings: PlanSettings) -> None:
         )
 
 
-def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
+def largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
     """Finds the largest number up to `most` that fits; `least` does."""
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits(n))
 

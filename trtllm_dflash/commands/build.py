@@ -61,6 +61,12 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
 @click.option(
     "--cache-length", type=int, help="--plan: tokens that each slot holds in a step.  [default: 1024, or less]"
 )
+@click.option("--at", metavar="X,X,...", help="--plan: throughput of 8 GPUs at these tokens/s for each user.")
+@click.option("--eagle3-acceptance", type=float, help="--at: beside EAGLE-3, which commits so many tokens a step.")
+@click.option(
+    "--eagle3-drafts", help="--at: EAGLE-3's chain (3), or its tree: passes, the best of each, drafts (8x10x60)."
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="--at: draw throughput over speed (.png, .pdf, .svg).")
 @click.option("--json", "as_json", is_flag=True, help="--plan: print JSON.")
 def build(
     model: str | None,
@@ -70,17 +76,22 @@ def build(
     plan: bool,
     acceptance: float | None,
     cache_length: int | None,
+    at: str | None,
+    eagle3_acceptance: float | None,
+    eagle3_drafts: str | None,
+    plot: Path | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
     """Build an engine directory from a target and its drafter."""
     planned = given({"acceptance": acceptance, "cache_length": cache_length})
+    operating = given({"at": at, "eagle3_acceptance": eagle3_acceptance, "eagle3_drafts": eagle3_drafts, "plot": plot})
     if plan:
         for name in given({"output": output, "force": force or None}):
             raise SettingsError(f"--{name}: --plan writes nothing")
-        show_plan(model, assignments, given(flags), planned, as_json)
+        show_plan(model, assignments, given(flags), planned, operating, as_json)
         return
-    for name in given({**planned, "json": as_json or None}):
+    for name in given({**planned, **operating, "json": as_json or None}):
         raise SettingsError(f"{flag_of(name)}: goes with --plan")
     _build(model, assignments, given(flags), output, force)
 

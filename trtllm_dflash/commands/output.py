@@ -8,8 +8,8 @@ from trtllm_dflash.errors import SettingsError
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an error of the file system into one that names the folder.
+def writing(folder: Path, flag: str = "--output") -> Iterator[None]:
+    """Turn an error of the file system into one that names the folder, or the file, and its flag.
 
     Raises:
         SettingsError: it cannot be written.
@@ -17,4 +17,4 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SettingsError(f"--output {folder}: cannot be written ({error.strerror})") from None
+        raise SettingsError(f"{flag} {folder}: cannot be written ({error.strerror})") from None

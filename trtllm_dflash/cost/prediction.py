@@ -12,6 +12,7 @@ benchmarks/results: of Qwen3-8B's shape on one GPU (step-qwen3-8b-*-h200.json) a
 fitted to sums alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Literal
@@ -74,9 +75,12 @@ def predict_step(
     count: StepCount, gpu: PublishedGPU, drafting: Drafting, batch: int, rows: int, length: int
 ) -> StepTime:
     """Predicts the time of a step of the engine that `count` counts; other arguments as `cost.floor.step_work`'s."""
-    config = count.config
+    return predict_parts(count.config, gpu, count.parts(drafting, batch, rows, length))
+
+
+def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartWork]) -> StepTime:
+    """Predicts the time of a step of these parts, one after the other."""
     rates = gpu.achieved(config.precision)
-    parts = count.parts(drafting, batch, rows, length)
     stream = Rates(rates.copy * _STREAM, rates.gemm)
     read = [_experts_read(config, part) / rates.copy for part in parts]
     multiplied = sum(part.experts.flops for part in parts) / (rates.gemm * _EXPERTS_GEMM)
