@@ -201,6 +201,7 @@ def make_drafter(
     `mask_token_id`: the vocabulary's last id unless given. `draft_vocab`: speculators only.
     """
     target = json.loads((target_path / "config.json").read_text())
+    target = target.get("text_config", target)
     hidden, vocab = target["hidden_size"], target["vocab_size"]
     mask = vocab - 1 if mask_token_id is None else mask_token_id
     decoder = {

@@ -99,6 +99,14 @@ def test_models_lists_every_build_config():
         "gpt-oss-20b",
         "gpt-oss-120b",
         "qwen3-coder-30b-a3b",
+        "qwen3-coder-next",
+        "qwen3.5-4b",
+        "qwen3.5-9b",
+        "qwen3.5-27b",
+        "qwen3.5-35b-a3b",
+        "qwen3.5-122b-a10b",
+        "qwen3.6-27b",
+        "qwen3.6-35b-a3b",
     }
 
 

@@ -78,7 +78,7 @@ def test_flags_in_the_text_are_there() -> None:
             known = flags_of(find_command(span.removeprefix("trtllm-dflash ").split(" "))[0])
         except click.UsageError:
             known = flags_of(main) | OTHERS
-        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", span)) <= known, f"{name_of(page)}: {span}"
+        assert set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", span)) <= known, f"{name_of(page)}: {span}"
 
 
 def test_settings_that_the_pages_set_by_name_are_there() -> None:

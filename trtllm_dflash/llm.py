@@ -298,6 +298,8 @@ def _ready(session: Session, prepare: bool, progress: Progress = lambda what, do
     """Logs what computes a session's steps, and prepares them, on the first rank for all; returns the session."""
     if session.communicator.rank == 0:
         _log.info("%s: %s", session.config.name, session.choice)
+        if not session.limits.shares:
+            _log.info("%s: prompts share no prefixes: the target has recurrent states", session.config.name)
         if prepare:
             session.prepare(Prepare((session.config.block_size - 1,), session.config.sampling), progress)
     return session

@@ -92,8 +92,8 @@ def _steps(config: EngineConfig) -> list[str]:
 
 def _planned(target: PlannedConfig) -> list[str]:
     notes = [
-        f"Target: family {target.family} is planned for only: matrices, caches and states are counted from its "
-        "published shape, and steps predicted as if kernels of ours computed them; none has been compared."
+        f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted from "
+        "its published shape, and steps predicted as if there were some; none has been compared."
     ]
     nets = sum(isinstance(mixer, DeltaNet) for mixer in target.mixers)
     if nets:

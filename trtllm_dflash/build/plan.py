@@ -77,6 +77,7 @@ class Memory(BaseModel):
     drafter: int
     target_cache_per_slot: int
     drafter_cache_per_slot: int
+    states_per_slot: int  # of gated delta nets
     slots: int
     scratch: int  # activations, an estimate
     graphs: int  # captured steps, an allowance
@@ -319,6 +320,7 @@ def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
         **_weights_by_part(config, plan.weights),
         target_cache_per_slot=plan.target_cache // config.max_batch,
         drafter_cache_per_slot=plan.drafter_cache // config.max_batch,
+        states_per_slot=plan.states // config.max_batch,
         slots=config.max_batch,
         scratch=plan.scratch,
         graphs=plan.graphs,

@@ -25,7 +25,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
@@ -151,7 +151,7 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend)
-    lacking = build_target(target).torch_only
+    lacking = torch_only(target)
     if settings.backend == "tensorrt" and lacking is not None:
         raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
     asked = settings.precision, settings.drafter_precision
@@ -266,7 +266,8 @@ def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
 def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
     """Read the end tokens from generation_config.json, else from config.json."""
     file = pair.target_folder.path / "generation_config.json"
-    ids = pair.target_folder.config.get("eos_token_id")
+    config = pair.target_folder.config
+    ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     if file.is_file():
         stated = read_json(file).get("eos_token_id")
         ids = ids if stated is None else stated

@@ -142,9 +142,9 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
                 f"rank is {sides} with --tp {tp}, and {kind.name} needs multiples of {FP8_MULTIPLE}"
             )
         held = [part.held(tp, 0) for part in weight.parts]
-        joined = weight.parts_of_each > 1 or held[0] != weight.parts[0].shape
+        joined = weight.parts_of_each > 1 or held[0] != weight.parts[0].sides
         if kind is WeightPrecision.FP8_BLOCKS and joined and any(side % FP8_BLOCK for s in held for side in s):
-            uncut = weight.stack is not None and not any(side % FP8_BLOCK for side in weight.parts[0].shape)
+            uncut = weight.stack is not None and not any(side % FP8_BLOCK for side in weight.parts[0].sides)
             hints = ["fewer ranks"] * (tp > 1) + ["--ep"] * (tp > 1 and uncut)
             hints += ["--precision bf16, which dequantizes it"] * (not weight.name.startswith(PREFIX))
             raise SettingsError(

@@ -58,7 +58,7 @@ def read_engine_tensors(
 
 def cache_scales(pair: Pair) -> dict[str, torch.Tensor]:
     """Reads the FP32 scale [] of each FP8 cache that a checkpoint has, as `CACHE.scale`; the same on every rank."""
-    scales = read_cache_scales(pair.target_folder, "model.layers.", pair.target_config.layers)
+    scales = read_cache_scales(pair.target_folder, "model.layers.", pair.target_config.layers, pair.keys)
     if pair.drafter is not None:
         layers = "layers.", pair.drafter.config.layers
         found = read_cache_scales(pair.drafter.folder, *layers, pair.drafter.keys)
@@ -90,5 +90,6 @@ def _borrowed_head(pair: Pair, weight: Weight, tp: int, rank: int) -> torch.Tens
     assert pair.drafter is not None and pair.drafter.draft_to_target is not None
     first, last = weight.parts[0].bounds(tp, rank)
     tied = pair.target_config.tied_embeddings
-    head = pair.target_folder.read("model.embed_tokens.weight" if tied else "lm_head.weight")
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head = pair.target_folder.read(pair.keys.get(name, name))
     return head[pair.drafter.draft_to_target[first:last]]

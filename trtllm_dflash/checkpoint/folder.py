@@ -102,8 +102,12 @@ class CheckpointFolder:
         if listed:
             raise CheckpointError(f"{self.path}: tensors do not fit config.json; {'; '.join(listed)}")
 
-    def read(self, key: str, dimension: int | None = None, first: int = 0, last: int | None = None) -> torch.Tensor:
+    def read(
+        self, key: str, dimension: int | None = None, first: int = 0, last: int | None = None, matrix: int | None = None
+    ) -> torch.Tensor:
         """Reads a tensor, or its indices first..last-1 along a dimension, 0 to 2, and no other bytes.
+
+        Of a stack of matrices, the one with a number; dimensions are then its own.
 
         The result may share the file's memory: copy before writing to it.
 
@@ -116,12 +120,14 @@ class CheckpointFolder:
         try:
             now = file.stat()
             opened = _opened(file, now.st_size, now.st_mtime_ns)
-            if dimension is None:
+            if dimension is None and matrix is None:
                 whole: torch.Tensor = opened.get_tensor(key)
                 return whole
-            rows = opened.get_slice(key)
-            part: torch.Tensor = rows[(slice(None),) * dimension + (slice(first, last),)]
-            return part
+            places: tuple[slice, ...] = () if matrix is None else (slice(matrix, matrix + 1),)
+            if dimension is not None:
+                places += (slice(None),) * dimension + (slice(first, last),)
+            part: torch.Tensor = opened.get_slice(key)[places]
+            return part if matrix is None else part[0]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot read tensor {key} ({_line(error)})") from None
 

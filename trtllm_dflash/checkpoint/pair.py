@@ -13,6 +13,7 @@ from trtllm_dflash.errors import PairError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.stored import as_stored, beside_text, checkpoint_names
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Pair:
     target_config: DecoderConfig
     drafter: DrafterCheckpoint | None
     quantized: Mapping[str, QuantizedMatrix] = field(default_factory=dict)  # of the target's tensors, by name
+    keys: Mapping[str, str] = field(default_factory=dict)  # the target model's tensor name -> its checkpoint's
 
     @property
     def drafter_config(self) -> DrafterConfig | None:
@@ -31,7 +33,7 @@ class Pair:
 
     def target_reader(self, tp: int, rank: int) -> RankReader:
         """Reads the target's tensors for `rank` of `tp`."""
-        return RankReader(self.target_folder, tp, rank, quantized=self.quantized)
+        return RankReader(self.target_folder, tp, rank, self.keys, self.quantized)
 
 
 def open_pair(target: Path, drafter: Path | None = None) -> Pair:
@@ -43,16 +45,18 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
     """
     folder = CheckpointFolder.open(target)
     with reading_config(target):
-        config = read_target_config(folder.config)
+        config = as_stored(read_target_config(folder.config), folder.tensors)
+    weights = build_target(config).weights()
+    keys = checkpoint_names(weights, folder.tensors)
     # Some exports of tied embeddings save the table a second time as the head.
     ignored = ["lm_head.weight"] if config.tied_embeddings else []
-    quantized, precision = check_tensors(folder, build_target(config).weights(), ignored)
+    quantized, precision = check_tensors(folder, weights, [*ignored, *beside_text(config)], keys)
     config = config.model_copy(update=precision)
     if drafter is None:
-        return Pair(folder, config, None, quantized)
+        return Pair(folder, config, None, quantized, keys)
     opened = open_drafter(drafter, config.layers)
     _check_match(target, config, drafter, opened)
-    return Pair(folder, config, opened, quantized)
+    return Pair(folder, config, opened, quantized, keys)
 
 
 def _check_match(target: Path, config: DecoderConfig, drafter: Path, opened: DrafterCheckpoint) -> None:

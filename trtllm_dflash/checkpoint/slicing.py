@@ -57,7 +57,7 @@ class RankReader:
         Raises:
             CheckpointError: a tensor cannot be read, or holds NaN or infinity.
         """
-        slices = [self._read_matrix(part, *self._bounds(part)) for part in weight.parts_of(self.tp, self.rank)]
+        slices = [self._read_runs(part) for part in weight.parts_of(self.tp, self.rank)]
 
         def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
             tensor = torch.cat(tensors)
@@ -83,9 +83,10 @@ class RankReader:
         for part in weight.parts_of(self.tp, self.rank):
             dimension, first, last = self._bounds(part)
             unit = 1 if dimension is None else self.quantized[self._name(part)].block[dimension]
-            start, stop = first // unit * unit, min(-(-last // unit) * unit, part.shape[dimension or 0])
+            start, stop = first // unit * unit, min(-(-last // unit) * unit, part.sides[dimension or 0])
             numbers = self._read_matrix(part, dimension, start, stop).dequantize()
-            slices.append(numbers if dimension is None else numbers.narrow(dimension, first - start, last - first))
+            numbers = numbers if dimension is None else numbers.narrow(dimension, first - start, last - first)
+            slices.append(_runs(numbers, part))
         return torch.cat(slices).reshape(weight.shape(self.tp, self.rank))
 
     def _name(self, part: Part) -> str:
@@ -93,18 +94,29 @@ class RankReader:
 
     def _bounds(self, part: Part) -> tuple[int | None, int, int]:
         """Finds the dimension that ranks divide, and the first and past-the-last index of it that this rank holds."""
-        axis = part.split.axis
+        axis = part.axis
         return (None, 0, 0) if axis is None else (axis, *part.bounds(self.tp, self.rank))
+
+    def _read_runs(self, part: Part) -> QuantizedWeight:
+        """Reads a rank's rows of a quantized part, with the scales of these."""
+        matrix = self._read_matrix(part, *self._bounds(part))
+        if part.run is None:
+            return matrix
+        values, scale = _runs(matrix.values, part), _runs(matrix.scale, part, len(matrix.values) // len(matrix.scale))
+        if isinstance(matrix, Nvfp4Weight):
+            return Nvfp4Weight(values, scale, _runs(matrix.global_scale, part), matrix.input_scale)
+        return Fp8Weight(values, scale, matrix.input_scale)
 
     def _read_matrix(self, part: Part, dimension: int | None, first: int, last: int) -> QuantizedWeight:
         name = self._name(part)
-        return read_matrix(self.folder, name, self.quantized[name], part.shape[0], dimension, first, last)
+        return read_matrix(self.folder, name, self.quantized[name], part.sides[0], dimension, first, last)
 
     def _read_part(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        axis, key = part.split.axis, self._name(part)
-        stored = self.folder.read(key) if axis is None else self.folder.read(key, *self._bounds(part))
+        axis, key = part.axis, self._name(part)
+        stored = self.folder.read(key, *self._bounds(part), matrix=part.matrix)
         if part.content is Content.NUMBERS:
-            values = _as_numbers(self.folder, key, stored, dtype)
+            values = _runs(_as_numbers(self.folder, key, stored, dtype), part)
+            values = values + 1 if part.less_one else values
         else:
             values = stored
             if part.content is Content.E8M0 and bool((stored == NAN).any()):
@@ -153,6 +165,15 @@ def _as_numbers(folder: CheckpointFolder, key: str, stored: torch.Tensor, dtype:
     return values
 
 
+def _runs(x: torch.Tensor, part: Part, rows: int = 1) -> torch.Tensor:
+    """Takes the part's run out of each unit of x, of which an index stands for so many rows of the part."""
+    if part.run is None:
+        return x
+    first, last = (row // rows for row in part.run)
+    units = x.view(-1, part.unit // rows, *x.shape[1:])
+    return units[:, first:last].flatten(0, 1)
+
+
 def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
     """Pads dimension `axis` of x to `size`."""
     if x.shape[axis] == size:
@@ -166,6 +187,9 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
     heads = unshared_heads(tp, config.heads, config.kv_heads)
     if heads == "query":
         return f"the {config.heads} query heads"
+    delta = config.delta
+    if delta is not None and delta.key_heads % tp:
+        return f"the {delta.key_heads} key heads of its gated delta nets"
     moe = config.moe
     sizes = {"rows of the vocabulary": config.vocab_size}
     if moe is None:
@@ -174,6 +198,8 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
         sizes["experts"] = moe.experts
     elif not moe.mxfp4:  # whose blocks are padded
         sizes["FFN columns of an expert"] = moe.intermediate_size
+    if moe is not None and moe.shared_size is not None:
+        sizes["FFN columns of the shared expert"] = moe.shared_size
     if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
         sizes["rows of the draft vocabulary"] = config.draft_vocab_size
     for name, size in sizes.items():

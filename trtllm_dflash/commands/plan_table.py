@@ -62,7 +62,7 @@ def _memory_table(plan: BuildPlan) -> Table:
     for name, count in weights.items():
         if count:
             table.add_row(name, f"{count / _GB:.3f}", "")
-    per_slot = memory.target_cache_per_slot + memory.drafter_cache_per_slot
+    per_slot = memory.target_cache_per_slot + memory.drafter_cache_per_slot + memory.states_per_slot
     each = f"{per_slot / _MB:,.1f} MB a slot of {plan.max_seq_len:,} tokens"
     if memory.drafter_cache_per_slot:
         each += f", {memory.drafter_cache_per_slot / _MB:,.1f} of it the drafter's"

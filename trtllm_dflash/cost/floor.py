@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, state_bytes, stored_bytes
+from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, stored_bytes
 from trtllm_dflash.cost.rates import Rates
+from trtllm_dflash.cost.states import net_state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
@@ -158,7 +159,7 @@ class StepCount:
         """Counts so many states of gated delta nets, read and written once, and each row's three products with one."""
         heads = units_per_rank(net.value_heads, self.config.tp)
         flops = 6 * states * rows * heads * net.key_size * net.value_size
-        return Work(2 * states * state_bytes(net, self.config.block_size, self.config.tp), flops)
+        return Work(2 * states * net_state_bytes(net, self.config.block_size, self.config.tp), flops)
 
 
 @dataclass(frozen=True)

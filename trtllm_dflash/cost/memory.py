@@ -6,15 +6,16 @@ from functools import lru_cache
 from math import prod
 
 from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
+from trtllm_dflash.cost.states import state_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
-from trtllm_dflash.models import build_target, pair_weights
+from trtllm_dflash.models import build_target, pair_weights, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
-from trtllm_dflash.models.planned import Attends, DeltaNet, PlannedConfig, mixers_of
+from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
@@ -31,13 +32,14 @@ class MemoryPlan:
     weights: int
     target_cache: int
     drafter_cache: int
+    states: int  # of gated delta nets
     scratch: int  # activations, an estimate
     graphs: int  # captured steps, an allowance; a CPU has none
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.target_cache + self.drafter_cache + self.scratch + self.graphs
+        return self.weights + self.target_cache + self.drafter_cache + self.states + self.scratch + self.graphs
 
 
 def plan_memory(config: EngineConfig) -> MemoryPlan:
@@ -47,8 +49,9 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
         weights=weight_bytes(config),
-        target_cache=sum(caches.values()) - drafter + config.max_batch * planned_state_bytes(config),
+        target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
+        states=config.max_batch * state_bytes(config),
         scratch=_scratch(config),
         graphs=_graphs(config),
     )
@@ -73,6 +76,7 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
     plan = plan_memory(config)
     if plan.total > room:
         parts = {"weights": plan.weights, "caches": plan.target_cache + plan.drafter_cache, "scratch": plan.scratch}
+        parts |= {"states": plan.states} if plan.states else {}
         parts |= {"graphs": plan.graphs} if plan.graphs else {}
         raise EngineError(
             f"the engine needs {gigabytes(plan.total)} on each GPU "
@@ -174,7 +178,8 @@ def cache_shapes(config: EngineConfig, paging: Paging | None = None) -> dict[str
     for prefix, model in models:
         has_sink_keys = model is config.target and config.has_sink_keys
         rows, more = paging.rows + int(has_sink_keys), SINK_SIZE * int(has_sink_keys)
-        for i, mixer in enumerate(mixers_of(model)):
+        attends = [(i, mixer) for i, mixer in enumerate(mixers_of(model)) if isinstance(mixer, Attends)]
+        for i, mixer in attends:
             for kind, size in _kept_sizes(mixer):
                 name = f"{prefix}layers.{i}.{kind}"
                 pages = paging.window_pages if name in windowed else paging.pages
@@ -182,29 +187,11 @@ def cache_shapes(config: EngineConfig, paging: Paging | None = None) -> dict[str
     return shapes
 
 
-def _kept_sizes(mixer: Attends | DeltaNet) -> list[tuple[str, int]]:
-    """Lists the caches of a layer and the size of their rows in each head; a gated delta net has none."""
-    if isinstance(mixer, DeltaNet):
-        return []
+def _kept_sizes(mixer: Attends) -> list[tuple[str, int]]:
+    """Lists the caches of a layer and the size of their rows in each head."""
     if mixer.latent:
         return [("key", mixer.row)]
     return [("key", mixer.key_size), ("value", mixer.value_size)]
-
-
-def planned_state_bytes(config: EngineConfig) -> int:
-    """Bytes of a slot's states on one rank, in FP32, of a target that is planned for: with the rows of the last block,
-    from which its next step goes on, and those that its convolution sees.
-    """
-    nets = [mixer for mixer in mixers_of(config.target) if isinstance(mixer, DeltaNet)]
-    return sum(state_bytes(net, config.block_size, config.tp) for net in nets)
-
-
-def state_bytes(net: DeltaNet, block: int, tp: int) -> int:
-    """Bytes of a slot's state of one gated delta net on one rank: its matrices, and a block's rows, all in FP32."""
-    values, keys = units_per_rank(net.value_heads, tp), units_per_rank(net.key_heads, tp)
-    rows = values * net.value_size + keys * net.key_size + values  # and each row's decay
-    convolved = (block + net.kernel - 1) * units_per_rank(net.key_heads, tp) * (net.channels // net.key_heads) * 2
-    return 4 * (values * net.key_size * net.value_size + block * rows) + convolved
 
 
 def windowed_caches(config: EngineConfig, paging: Paging) -> set[str]:
@@ -234,7 +221,7 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
         window = window_pages = 0
     if config.kv_memory is None:
         return Paging(most, rows, width, window, window_pages)
-    apart = cache_bytes(config, Paging(0, rows, width, window, window_pages))
+    apart = cache_bytes(config, Paging(0, rows, width, window, window_pages)) + config.max_batch * state_bytes(config)
     each = cache_bytes(config, Paging(1, rows, width, window, 0))
     pages = max(0, config.kv_memory - apart) // each
     if pages < width:
@@ -253,9 +240,9 @@ def pages_on_gpu(config: EngineConfig) -> Paging:
 def _have_kernels(config: EngineConfig) -> bool:
     """Whether our kernels compute such an engine on a GPU."""
     # A target that is planned for is planned with kernels of ours.
-    computed = None if isinstance(config.target, PlannedConfig) else config.target
-    if computed is not None and build_target(computed).torch_only is not None:
+    if torch_only(config.target) is not None:
         return False
+    computed = None if isinstance(config.target, PlannedConfig) else config.target
     heads = [model.head_size for model in (computed, config.drafter) if model is not None]
     reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS

@@ -10,7 +10,10 @@ from trtllm_dflash.models.llama import Llama
 from trtllm_dflash.models.minimax_m2 import MiniMaxM2
 from trtllm_dflash.models.planned import PLANNED, Planned, PlannedConfig
 from trtllm_dflash.models.qwen3 import Qwen3
+from trtllm_dflash.models.qwen3_5 import Qwen35
+from trtllm_dflash.models.qwen3_5_moe import Qwen35Moe
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
+from trtllm_dflash.models.qwen3_next import Qwen3Next
 from trtllm_dflash.models.weights import Weight
 
 
@@ -35,7 +38,12 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GptOss,
     "qwen3_moe": Qwen3Moe,
     "minimax_m2": MiniMaxM2,
+    "qwen3_next": Qwen3Next,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
 }
+#: `model_type` of a text model that was saved by itself -> its family.
+_TEXT_MODELS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -44,7 +52,8 @@ def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
     Raises:
         CheckpointError: the family is not one we build, or a setting is not supported.
     """
-    kind = raw.get("model_type")
+    said = raw.get("model_type")
+    kind = _TEXT_MODELS.get(str(said), said)
     if kind not in FAMILIES:
         raise CheckpointError(f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[kind].read_config(raw)
@@ -63,6 +72,11 @@ def read_planned_config(raw: dict[str, Any]) -> DecoderConfig:
 def build_target(config: DecoderConfig) -> Decoder:
     """Makes the decoder of a configuration."""
     return FAMILIES[config.family](config)
+
+
+def torch_only(config: DecoderConfig) -> str | None:
+    """Names what torch alone computes of a target so far; None: our kernels do all of it, or are planned to."""
+    return None if isinstance(config, PlannedConfig) else build_target(config).torch_only
 
 
 def target_weights(target: DecoderConfig) -> list[Weight]:

@@ -29,7 +29,22 @@ class MoEConfig(BaseModel):
     clamp: ClampedSwiglu | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"  # see `MoELayer`
     mxfp4: bool = False  # how the experts' matrices are stored
+    stacked: bool = False  # likewise: those of a layer as one tensor, not each by itself
+    shared_size: PositiveInt | None = None  # columns of an expert that every row goes through, with a gate of its own
     expert_parallel: bool = False  # ranks hold whole experts, not a slice of each
+
+
+class DeltaConfig(BaseModel):
+    """The gated delta nets that stand in place of most layers' attention (arXiv 2412.06464)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[bool, ...]  # which ones they are
+    key_heads: PositiveInt
+    value_heads: PositiveInt
+    key_size: PositiveInt  # numbers of a head
+    value_size: PositiveInt
+    kernel: PositiveInt  # rows that the convolution before them sees
 
 
 class DecoderConfig(BaseModel):
@@ -53,8 +68,14 @@ class DecoderConfig(BaseModel):
     windows: tuple[PositiveInt | None, ...] | None = None  # keys that a row sees, by layer; None: all
     attention_sinks: bool = False
     moe: MoEConfig | None = None  # None: dense
+    delta: DeltaConfig | None = None  # None: every layer attends
     linear_precision: WeightPrecision | None = None  # of its matrices; None: the engine's
     plain_linears: tuple[str, ...] = ()  # but for these linears, which have the engine's
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that attend, and so have K/V caches."""
+        return [i for i in range(self.layers) if self.delta is None or not self.delta.layers[i]]
 
 
 def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:

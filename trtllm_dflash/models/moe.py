@@ -1,7 +1,7 @@
 """A decoder whose feed-forward is a mixture of experts. Written over `Ops`; the experts' tensors are `MoELayer`'s."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from trtllm_dflash.errors import CheckpointError
@@ -25,7 +25,8 @@ class MoEDecoder(Decoder, ABC):
 
     def feed_forward_weights(self, prefix: str) -> list[Weight]:
         part = Part(f"{prefix}{self.router}.weight", (self.moe.experts, self.config.hidden_size))
-        return [Weight(prefix + "mlp.router.weight", (part,)), *self.expert_weights(prefix)]
+        weights = [Weight(prefix + "mlp.router.weight", (part,)), *self.expert_weights(prefix)]
+        return weights if self.moe.shared_size is None else weights + self._shared_weights(prefix, self.moe.shared_size)
 
     @abstractmethod
     def expert_weights(self, prefix: str) -> list[Weight]:
@@ -34,7 +35,24 @@ class MoEDecoder(Decoder, ABC):
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         stream, h = ops.norm(prefix + "post_attention_layernorm", x, self.config.norm_eps)
         logits = ops.linear(prefix + "mlp.router", h)  # [B, N, experts]
-        return Residual(stream, ops.all_reduce(ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits)))
+        y = ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits)
+        if self.moe.shared_size is not None:
+            shared = prefix + "mlp.shared_expert"
+            own = ops.linear(shared + ".down_proj", ops.linear_swiglu(shared + ".gate_up_proj", h))
+            y = ops.add(y, ops.gated(own, ops.linear(shared + "_gate", h)))
+        return Residual(stream, ops.all_reduce(y))
+
+    def _shared_weights(self, prefix: str, size: int) -> list[Weight]:
+        """Lists the tensors of the expert of all rows, whose columns ranks divide, and its gate."""
+        shared, hidden = prefix + "mlp.shared_expert", self.config.hidden_size
+        gate_up = tuple(Part(f"{shared}.{n}_proj.weight", (size, hidden), Split.ROWS, size) for n in ("gate", "up"))
+        down = Part(shared + ".down_proj.weight", (hidden, size), Split.COLUMNS, size)
+        gate = Part(shared + "_gate.weight", (1, hidden))
+        return [
+            Weight(shared + ".gate_up_proj.weight", gate_up),
+            Weight(down.key, (down,)),
+            Weight(gate.key, (gate,)),
+        ]
 
     def experts(self, prefix: str, tp: int, rank: int) -> MoELayer:
         """Describes a layer's experts on `rank` of `tp`."""
@@ -50,8 +68,8 @@ def separate_experts(prefix: str, moe: MoEConfig, hidden: int, sources: Mapping[
     Args:
         sources: the tensors of gate, up and down, less `.weight`, with {} for the expert's number.
     """
-    size, divided = moe.intermediate_size, moe.expert_parallel
-    rows, columns = (Split.WHOLE, Split.WHOLE) if divided else (Split.ROWS, Split.COLUMNS)
+    size = moe.intermediate_size
+    rows, columns = (Split.WHOLE, Split.WHOLE) if moe.expert_parallel else (Split.ROWS, Split.COLUMNS)
 
     def part(expert: int, name: str) -> Part:
         key = sources[name].format(expert) + ".weight"
@@ -59,6 +77,27 @@ def separate_experts(prefix: str, moe: MoEConfig, hidden: int, sources: Mapping[
             return Part(key, (hidden, size), columns, size)
         return Part(key, (size, hidden), rows, size)
 
+    return _stacks(prefix, moe, part)
+
+
+def stacked_experts(prefix: str, moe: MoEConfig, hidden: int) -> list[Weight]:
+    """Lists the stacks of a layer's experts, which the checkpoint has as two tensors, gates above ups."""
+    size, count = moe.intermediate_size, moe.experts
+    rows, columns = (Split.WHOLE, Split.WHOLE) if moe.expert_parallel else (Split.ROWS, Split.COLUMNS)
+
+    def part(expert: int, name: str) -> Part:
+        if name == "down":
+            return Part(prefix + "mlp.experts.down_proj", (count, hidden, size), columns, size, matrix=expert)
+        section = (0, size) if name == "gate" else (size, 2 * size)
+        key, shape = prefix + "mlp.experts.gate_up_proj", (count, 2 * size, hidden)
+        return Part(key, shape, rows, size, section=section, matrix=expert)
+
+    return _stacks(prefix, moe, part)
+
+
+def _stacks(prefix: str, moe: MoEConfig, part: Callable[[int, str], Part]) -> list[Weight]:
+    """Joins the parts of each expert, `part` of its number and gate, up or down, into the two stacks of a layer."""
+    divided = moe.expert_parallel
     gate_up = tuple(part(expert, name) for expert in range(moe.experts) for name in ("gate", "up"))
     down = tuple(part(expert, "down") for expert in range(moe.experts))
     return [

@@ -112,9 +112,13 @@ def mixers_of(config: DecoderConfig) -> tuple[Attends | DeltaNet, ...]:
     """Lists what mixes tokens in each layer of any target or drafter."""
     if isinstance(config, PlannedConfig):
         return config.mixers
-    size = config.head_size
+    size, delta = config.head_size, config.delta
     windows = config.windows or (None,) * config.layers
-    return tuple(Attends(config.heads, config.kv_heads, size, size, window) for window in windows)
+    attends = tuple(Attends(config.heads, config.kv_heads, size, size, window) for window in windows)
+    if delta is None:
+        return attends
+    net = DeltaNet(delta.key_heads, delta.value_heads, delta.key_size, delta.value_size, delta.kernel)
+    return tuple(net if is_net else mixer for is_net, mixer in zip(delta.layers, attends, strict=True))
 
 
 # -- families --------------------------------------------------------------------------------------------------------

@@ -71,9 +71,10 @@ class WeightPrecision(str, Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor, as it is stored. `units` heads (or features) are divided among ranks, whole ones only.
+    """One checkpoint tensor, or a part of it. `units` heads (or features) are divided among ranks, whole ones only.
 
-    Where there are fewer units than ranks (key/value heads), neighbouring ranks share one.
+    Where there are fewer units than ranks (key/value heads), neighbouring ranks share one. `shape` is the tensor's; of
+    a stack of matrices the part is one, and sections and units are counted in that.
     """
 
     key: str
@@ -84,26 +85,52 @@ class Part:
     padded: bool = False  # units need not divide: the first ranks hold one more, the others padding in its place
     interleaved: bool = False  # gate and up rows alternate; an engine has all gates, then all ups
     transposed: bool = False  # the second and third dimension are an engine's third and second
+    section: tuple[int, int] | None = None  # first and past-the-last index along the divided dimension, or else rows
+    run: tuple[int, int] | None = None  # first and past-the-last of each unit's rows
+    matrix: int | None = None  # of a stack
+    less_one: bool = False  # an engine's numbers are these and 1
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The shape of the tensor, or of the matrix out of its stack."""
+        return self.shape if self.matrix is None else self.shape[1:]
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension that some indices are held of; None where it is all of them."""
+        return 0 if self.split.axis is None and self.section is not None else self.split.axis
+
+    @property
+    def unit(self) -> int:
+        """Indices of a unit along the divided dimension."""
+        assert self.axis is not None
+        first, last = self.section or (0, self.sides[self.axis])
+        return (last - first) // self.units
 
     def bounds(self, tp: int, rank: int) -> tuple[int, int]:
-        """Computes the first and past-the-last index that `rank` of `tp` holds along the divided dimension."""
-        axis = self.split.axis
-        assert axis is not None
-        unit = self.shape[axis] // self.units
+        """Computes the first and past-the-last index that `rank` of `tp` reads along the divided dimension."""
+        begin = 0 if self.section is None else self.section[0]
+        if self.split.axis is None:
+            assert self.section is not None
+            return self.section
+        unit = self.unit
         if self.padded:
             least, more = divmod(self.units, tp)
             first, last = rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
         else:
             first, last = unit_range(self.units, tp, rank)
-        return first * unit, last * unit
+        return begin + first * unit, begin + last * unit
 
     def held(self, tp: int, rank: int) -> tuple[int, ...]:
         """Computes the shape of a rank's slice, padding included, on ranks that hold any of it."""
-        axis = self.split.axis
+        axis, sides = self.axis, self.sides
         if axis is None:
-            return self.shape
+            return sides
         first, last = self.bounds(tp, 0 if self.padded else rank)  # of padded ones rank 0 holds the most
-        return (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        count = last - first
+        if self.run is not None:
+            count = count // self.unit * (self.run[1] - self.run[0])
+        return (*sides[:axis], count, *sides[axis + 1 :])
 
     def made(self, tp: int, rank: int) -> tuple[int, ...]:
         """Computes the shape of a rank's slice in the engine's weight."""
@@ -134,7 +161,7 @@ class Weight:
     def is_matrix(self) -> bool:
         """Whether its numbers may be stored in few bits: a linear's weight, or the experts'. Tables are looked up."""
         is_weight = self.name.endswith(".weight") and not self.name.endswith("embed_tokens.weight")
-        return is_weight and len(self.parts[0].shape) == 2
+        return is_weight and len(self.parts[0].sides) == 2
 
     @property
     def parts_of_each(self) -> int:

@@ -141,6 +141,31 @@ class MoELayer:
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of logits; sigmoids are chosen by their sum with the bias
 
 
+@dataclass(frozen=True)
+class DeltaLayer:
+    """One gated delta net on one rank: Hk key heads of Dk, Hv value heads of Dv, and Hv / Hk of these to a key head.
+
+    | tensor | shape | type |
+    |---|---|---|
+    | `{prefix}conv1d.weight` | [C, 1, kernel]; C channels: all queries, all keys, all values | the engine's |
+    | `{prefix}A_log`, `{prefix}dt_bias` | [Hv] | FP32 |
+    | `{prefix}norm.weight` | [Dv] | FP32 |
+    """
+
+    prefix: str
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+    norm_eps: float
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a row that go through the convolution."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+
 class Ops(ABC, Generic[T]):
     """The operations of a backend; see the module's docstring for the letters.
 
@@ -180,7 +205,10 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def rope(self, name: str, x: T, positions: T) -> T:
-        """Rotates x [B, heads, N, D] by positions [B, N], halves as pairs; tables `name.cos`, `name.sin` [P, D/2]."""
+        """Rotates x [B, heads, N, D] by positions [B, N], halves as pairs; tables `name.cos`, `name.sin` [P, D/2].
+
+        Where the tables are [P, R/2], the first R numbers of a head are rotated, and the others stay.
+        """
 
     @abstractmethod
     def append_kv(self, name: str, rows: T, start: T) -> T:
@@ -328,6 +356,34 @@ class Ops(ABC, Generic[T]):
         if layer.norm_eps is None:
             return x
         return self.rms_norm(f"{layer.prefix}self_attn.{which}_norm", x, layer.norm_eps)
+
+    # -- hybrids: a backend that lacks these refuses such models before it begins -------------------------------------
+
+    def columns(self, x: T, first: int, count: int) -> T:
+        """Takes columns first..first+count-1 of x [B, N, C]: [B, N, count]."""
+        raise NotImplementedError
+
+    def gated(self, x: T, gate: T) -> T:
+        """Multiplies x [B, N, C] by sigmoid(gate), [B, N, C] or [B, N, 1]."""
+        raise NotImplementedError
+
+    def gated_delta(self, layer: DeltaLayer, x: T, gates: T, start: T) -> T:
+        """Computes a gated delta net (arXiv 2412.06464) of rows at positions from start [B] on: [B, N, Hv*Dv].
+
+        x [B, N, C + Hv*Dv] holds the channels of queries, keys and values, then the output gates z; gates [B, N, 2 Hv],
+        of each value head, b and then a. In FP32, per row t:
+
+            y_t = silu(sum over i < kernel of conv1d[:, i] * x_{t - kernel + 1 + i}), zeros before position 0
+            q, k, v = y_t by heads;  q, k <- each / sqrt(sum of its squares + 1e-6);  q <- q / sqrt(Dk)
+            S <- exp(-exp(A_log) * softplus(a + dt_bias)) * S        [Dk, Dv] of each value head, 0 before position 0
+            u = sigmoid(b) * (v - k S);  S <- S + k^T u;  o = q S
+            out_t = o / sqrt(mean of its squares + norm_eps) * norm.weight * silu(z)
+
+        Nothing is rolled back: of a slot is kept S before its last call's rows, and those rows' u, k, decays and x. The
+        next call's start says how many of them stay, and S absorbs these first. A call of more rows than a block leaves
+        S behind its last row instead. A slot that takes no part keeps all as it is; one that starts at 0 needs nothing.
+        """
+        raise NotImplementedError
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, hidden_keys
+from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -59,6 +60,12 @@ class Layout:
     def first_logits(self) -> list[int]:
         """Each segment's first logit row, and the number of logit rows."""
         return list(accumulate((segment.logits for segment in self.segments), initial=0))
+
+    @property
+    def runs(self) -> list[Run]:
+        """The segments, as gated delta nets see them."""
+        pairs = zip(self.segments, self.first_rows, strict=False)
+        return [Run(s.slot, s.start, s.count, entry=0, first=first) for s, first in pairs]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -118,8 +125,9 @@ class RaggedOps(TorchOps):
         caches: Mapping[str, Tensor],
         communicator: Communicator | None,
         layout: Layout,
+        states: DeltaStates | None = None,
     ) -> None:
-        super().__init__(weights, caches, communicator)
+        super().__init__(weights, caches, communicator, states, layout.runs)
         self._layout = layout
         self._masks: dict[tuple[Any, ...], Tensor] = {}  # of this step's attention, the same in every layer
 

@@ -1,7 +1,6 @@
 """`Ops` computed by PyTorch, on CPU or CUDA, in FP32, BF16 or FP16: the numerical reference and the default backend."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,13 +11,17 @@ from trtllm_dflash.ops.base import (
     MOST_LOGPROBS,
     Acceptance,
     AttentionLayer,
+    DeltaLayer,
     Logprobs,
     MoELayer,
     Ops,
     SamplingInputs,
 )
 from trtllm_dflash.ops.communicator import Communicator, Solo
-from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, silu
+from trtllm_dflash.ops.cpu_norm import normed
+from trtllm_dflash.ops.delta_rule import gated_delta
+from trtllm_dflash.ops.delta_states import DeltaStates, Run
+from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, sigmoid, silu
 from trtllm_dflash.ops.fp8 import (
     FP8,
     Fp8Weight,
@@ -39,13 +42,21 @@ class TorchOps(Ops[Tensor]):
         weights: a rank's engine tensors by name, with the RoPE tables, all on one device.
         caches: K/V caches by name, [B, heads, S, D]; their first rows are the call's slots.
         communicator: the other ranks; none by default.
+        states: of gated delta nets, where the model has some, and `runs`: the slots' rows that the call has.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], caches: Mapping[str, Tensor], communicator: Communicator | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        caches: Mapping[str, Tensor],
+        communicator: Communicator | None = None,
+        states: DeltaStates | None = None,
+        runs: Sequence[Run] = (),
     ) -> None:
         self.weights = weights
         self.caches = caches
+        self.states = states
+        self.runs = runs
         self.communicator = communicator or Solo()
         self.tp = self.communicator.size
         self.rank = self.communicator.rank
@@ -91,7 +102,7 @@ class TorchOps(Ops[Tensor]):
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
         if not x.is_cuda:
-            return _normed(x, eps).mul_(weight)
+            return normed(x.to(weight.dtype), eps).mul_(weight).to(x.dtype)
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, eps)
         return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
@@ -124,9 +135,11 @@ class TorchOps(Ops[Tensor]):
         both = self.split_heads(qkv, 0, layer.heads + layer.kv_heads, layer.head_size)  # queries and keys at once
         v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
         if layer.norm_eps is not None:
-            both = _normed(both, layer.norm_eps)
-            for which, heads in zip("qk", both.split([layer.heads, layer.kv_heads], dim=1), strict=True):
-                heads.mul_(self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"])
+            norms = [self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"] for which in "qk"]
+            both = normed(both.to(norms[0].dtype), layer.norm_eps)
+            for norm, heads in zip(norms, both.split([layer.heads, layer.kv_heads], dim=1), strict=True):
+                heads.mul_(norm)
+            both = both.to(qkv.dtype)
         q, k = self.rope(layer.rope, both, positions).split([layer.heads, layer.kv_heads], dim=1)
         return q, k, v
 
@@ -218,6 +231,18 @@ class TorchOps(Ops[Tensor]):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.communicator.all_reduce(x)
+
+    # -- hybrids ---------------------------------------------------------------------------------------------------
+
+    def columns(self, x: Tensor, first: int, count: int) -> Tensor:
+        return x[..., first : first + count]
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x.float().mul(sigmoid(gate.float())).to(x.dtype)
+
+    def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
+        assert self.states is not None
+        return gated_delta(layer, self.weights, self.states, self.runs, x, gates)
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 
@@ -372,22 +397,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Computes [a * cos - b * sin, b * cos + a * sin] of x = [a, b]; the first half's signs are in the sines."""
     turned: Tensor = x.roll(x.shape[-1] // 2, -1).mul_(sin)
     return turned.add_(x * cos)
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    """Computes x / sqrt(mean(x^2) + eps) over the last dimension, in FP32 inside; returns it in x's type.
-
-    To the bit as torch's `rms_norm` on a CPU, which makes tensors of its numbers anew each time.
-    """
-    if x.dtype != torch.float32:
-        return _normed(x.float(), eps).to(x.dtype)
-    mean = (x * x).sum(dim=-1, keepdim=True).div_(_scalar(x.shape[-1]))
-    return x * mean.add_(_scalar(eps)).rsqrt_()
-
-
-@cache
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32)
 
 
 def _offsets(count: int, like: Tensor) -> Tensor:

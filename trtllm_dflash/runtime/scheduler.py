@@ -79,7 +79,7 @@ class Scheduler:
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
         margin = (self._ahead + 2) * (config.block_size if self._draft else 1)
         self._queue = Queue()
-        self._slots = Slots(config.max_batch, session.paging, margin)
+        self._slots = Slots(config.max_batch, session.paging, margin, self._limits.shares)
         self._prefilling: list[Stay] = []  # in order of rank
         self._running: list[Stay] = []  # without those that the steps under way will end
         self._short: list[Stay] = []  # need pages before their next step
@@ -202,7 +202,7 @@ class Scheduler:
     def _will_share(self, sequence: Sequence) -> bool:
         """Whether a prompt has whole pages in common with one that is read before it, which are not read yet."""
         page, ids = self._slots.pages.rows, sequence.prompt_ids
-        for stay in self._slots:
+        for stay in self._slots if self._limits.shares else ():
             lacks_drafter_rows = sequence.draft and stay.drafter_rows is not None
             if stay.rows >= stay.prompt or stay.rank > sequence.rank or lacks_drafter_rows:
                 continue

@@ -50,13 +50,14 @@ class Slots:
     Args:
         count: of slots.
         margin: rows that may be written past those that are known, by the next step and those still under way.
+        shares: whether a sequence may go on from rows that others left.
 
     Attributes:
         table_changes: slot, place and page, of pages that slots have got and no step knows yet.
         window_changes: likewise, of layers with a window, where they have pages of their own.
     """
 
-    def __init__(self, count: int, paging: Paging, margin: int) -> None:
+    def __init__(self, count: int, paging: Paging, margin: int, shares: bool = True) -> None:
         assert paging.pages >= paging.width, "one sequence alone must fit"
         self.table_changes: list[tuple[int, int, int]] = []
         self.window_changes: list[tuple[int, int, int]] = []
@@ -66,6 +67,7 @@ class Slots:
             self.pages = self._linear
         self._paging = paging
         self._margin = margin
+        self._shares = shares
         self.total = count
         self._free = list(range(count))  # ascending
         self._stays: dict[Sequence, Stay] = {}
@@ -133,7 +135,9 @@ class Slots:
         return True
 
     def record(self, stay: Stay) -> None:
-        """Lets other prompts know the rows that a slot has."""
+        """Lets other prompts know the rows that a slot has, if they may go on from them."""
+        if not self._shares:
+            return
         lease = stay.lease
         tokens = stay.sequence.tokens(lease.rows, stay.rows)
         drafter_rows = lease.rows + len(tokens) if stay.drafter_rows is None else stay.drafter_rows

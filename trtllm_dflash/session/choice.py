@@ -9,7 +9,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import torch_only
 
 #: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), or torch's alone.
 Kernels = Literal["auto", "torch"]
@@ -67,11 +67,14 @@ def find_kernels(
 
     Raises:
         EngineError: our kernels compute such an engine, and are missing, stale or not for this GPU; says the remedy.
+            Or nothing computes it on a GPU.
     """
+    if config.target.delta is not None:  # not even by torch's operations: steps on a GPU take no part of the host
+        raise EngineError(f"{config.name}: gated delta nets are computed on a CPU alone so far: --device cpu")
     if asked == "torch":
         return None, "as --kernels torch says"
     heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
-    lacking = build_target(config.target).torch_only
+    lacking = torch_only(config.target)
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
     reason = reason or kernels.why_unsupported(config.dtype, heads, capability)
     if reason is not None:

@@ -11,3 +11,4 @@ class StepLimits:
     prompt_rows: int  # of all pieces together
     mixes: bool  # pieces beside decoding slots, and several together; else a step decodes, or has one piece
     reports: bool = False  # log-probabilities
+    shares: bool = True  # a sequence may go on from rows that others left

@@ -1,18 +1,23 @@
 """The PyTorch session: `DraftVerifyStep` over torch's operations, on CPU or CUDA, alone or as one rank of several."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 
+from trtllm_dflash.cost.gpus import gigabytes
 from trtllm_dflash.cost.memory import plan_pages, windowed_caches
+from trtllm_dflash.cost.states import state_bytes, state_tensors
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
+from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Step
@@ -60,6 +65,7 @@ class TorchSession(Session):
         drafter = Drafter(config.drafter) if config.drafter else None
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
+        self.states = _allocate_states(config, device)
         self._windowed = windowed_caches(config, self.paging)
         # Of each slot, by position. Whoever gives pages says so with the steps; until then each has its share of all.
         slots, width = range(config.max_batch), self.paging.width
@@ -73,13 +79,18 @@ class TorchSession(Session):
 
     @property
     def limits(self) -> StepLimits:
-        return StepLimits(PIECES, self.config.chunk, mixes=True, reports=True) if self._flat else super().limits
+        # Rows of K/V caches alone do not go on: a state would have to stand behind them.
+        shares = self.states is None
+        if not self._flat:
+            return replace(super().limits, shares=shares)
+        return StepLimits(PIECES, self.config.chunk, mixes=True, reports=True, shares=shares)
 
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
 
     def _free(self) -> None:
         self.weights = {}
+        self.states = None
 
     # -- flat rows ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +114,10 @@ class TorchSession(Session):
             logprobs=call.logprobs,
             prompt=self._prompt_rows(call, layout),
         )
-        out = self._step(RaggedOps(self.weights, self.caches, self.communicator, layout), inputs, call.drafting)
+        ops = RaggedOps(self.weights, self.caches, self.communicator, layout, self.states)
+        out = self._step(ops, inputs, call.drafting)
+        if self.states is not None:
+            self.states.finish(layout.runs)
         self._slots.start.index_copy_(0, layout.slots, out.next_start.clamp(max=self.config.max_seq_len - 1))
         self._slots.tokens[:, : out.next_tokens.shape[1]].index_copy_(0, layout.slots, out.next_tokens)
         decided = torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
@@ -140,7 +154,13 @@ class TorchSession(Session):
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         caches = self._caches_of(first_slot, len(inputs.token_ids))
-        return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
+        if self.states is None:
+            return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
+        slots = enumerate(zip(inputs.start.tolist(), inputs.row_count.tolist(), strict=True))
+        runs = [Run(first_slot + i, start, count, entry=i, first=0) for i, (start, count) in slots if count]
+        out = self._step(TorchOps(self.weights, caches, self.communicator, self.states, runs), inputs, drafting)
+        self.states.finish(runs)
+        return out
 
     def _caches_of(self, first_slot: int, count: int) -> dict[str, Tensor]:
         """Takes the caches of `count` slots."""
@@ -150,3 +170,25 @@ class TorchSession(Session):
 def _next_counts(call: Step) -> list[int]:
     """Counts the tokens of prompts whose log-probabilities each segment of a step gives."""
     return [0] * len(call.decode) + [len(piece.next_ids) for piece in call.pieces]
+
+
+def _allocate_states(config: EngineConfig, device: torch.device) -> DeltaStates | None:
+    """Allocates what every slot keeps of gated delta nets; None where there are none.
+
+    Raises:
+        EngineError: there is no memory for it.
+    """
+    tensors = state_tensors(config)
+    if not tensors:
+        return None
+    slots = config.max_batch
+    try:
+        states = {
+            name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()
+        }
+    except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
+        raise EngineError(
+            f"there is no memory for {gigabytes(slots * state_bytes(config))} of states of {slots} slots; build with "
+            "a smaller --max-batch"
+        ) from error
+    return DeltaStates(states, config.block_size)

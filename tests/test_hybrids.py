@@ -1,0 +1,297 @@
+"""Hybrids of gated delta nets and gated attention: against transformers, drafted, and however their rows are cut."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+from tests.checkpoints import edit_config, make_drafter
+from tests.conftest import refusal, succeeds
+from tests.family_checks import assert_ranks_agree
+from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
+from tests.near_ties import all_logits
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.calls import Piece, Step
+from trtllm_dflash.session.choice import find_kernels
+from trtllm_dflash.step import Drafting
+
+IDS = torch.randint(4, 128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A hybrid's folder, by layout."""
+    made = {}
+
+    def make(layout, **shape):
+        key = layout, tuple(sorted(shape.items()))
+        if key not in made:
+            made[key] = make_hybrid(tmp_path_factory.mktemp("hybrid") / "target", layout, **shape)
+        return made[key]
+
+    return make
+
+
+def load(folder, drafter=None, **settings):
+    return LLM.from_pretrained(folder, drafter, precision="fp32", device="cpu", **{"max_seq_len": 256, **settings})
+
+
+def reference(folder, layout):
+    """The same checkpoint as transformers computes it."""
+    classes = {"qwen3_5": Qwen3_5ForConditionalGeneration, "qwen3_5_moe": Qwen3_5MoeForConditionalGeneration}
+    kind = classes.get(layout.partition(",")[0], AutoModelForCausalLM)
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_logit_is_transformers_own(layout, hybrid):
+    llm = load(hybrid(layout))
+    with torch.inference_mode():
+        expected = reference(hybrid(layout), layout)(torch.tensor([IDS])).logits[0]
+    actual = all_logits(llm, IDS)
+    assert (actual - expected).norm(dim=-1).div(expected.norm(dim=-1)).max() < 1e-4
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def logits_of_pieces(llm, ids, sizes):
+    """[pieces, V]: the logits of each piece's last token, where a prompt is read in pieces of these sizes."""
+    session, seen = llm.session, []
+    target = session._step.target
+    inner = target.logits
+    target.logits = lambda ops, hidden: seen.append(inner(ops, hidden)) or seen[-1]
+    try:
+        at = 0
+        for size in sizes:
+            piece = Piece(0, at, ids[at : at + size], last=False)
+            session.run(Step([], [piece], Drafting.OFF, 1, False))
+            at += len(piece.token_ids)
+    finally:
+        target.logits = inner
+    return torch.cat([logits[0, -1:] for logits in seen])
+
+
+def test_a_prompt_is_read_alike_in_pieces_of_any_size(hybrid, tmp_path):
+    folder = hybrid("qwen3_next")
+    llm = load(folder, make_drafter(tmp_path / "drafter", folder, block_size=16))
+    one_by_one = logits_of_pieces(llm, IDS, [1] * len(IDS))
+    whole = all_logits(llm, IDS)
+    assert (one_by_one - whole).norm(dim=-1).div(whole.norm(dim=-1)).max() < 1e-5
+    for sizes in ([5] * 18, [16] * 5 + [10], [64, 26], [1, 17, 2, 16, 3, 51]):
+        ends = torch.tensor(sizes).cumsum(0) - 1
+        assert torch.equal(logits_of_pieces(llm, IDS, sizes), one_by_one[ends]), sizes
+
+
+class Oracle:
+    """Decodes known texts in a session: drafts what they go on with, up to a random place, and then what they do not.
+
+    Args:
+        texts: prompt and reply of each sequence.
+    """
+
+    def __init__(self, session, texts, seed):
+        self.session, self.texts = session, texts
+        self.random = random.Random(seed)
+        self.slots = [None] * session.config.max_batch  # the sequence, and how many of its tokens have rows
+        self.steps = [0] * len(texts)  # decoding steps of each sequence, since it last began
+        self.most = [0] * len(texts)  # of those that were not cancelled
+        self.accepted = set()
+
+    def run(self, cancels):
+        """Runs until every text has been written once, with so many sequences cancelled on the way."""
+        waiting = list(range(len(self.texts)))
+        while waiting or any(self.slots):
+            for slot, there in enumerate(self.slots):
+                if there is None and waiting and self.random.random() < 0.5:
+                    self.slots[slot] = [waiting.pop(0), 0]
+                elif there is not None and cancels and self.random.random() < 0.02:
+                    waiting.append(there[0])
+                    self.steps[there[0]] = 0
+                    self.slots[slot], cancels = None, cancels - 1
+            self._step()
+
+    def _step(self):
+        decode, pieces = [], []
+        for slot, there in enumerate(self.slots):
+            if there is None or self.random.random() < 0.2:
+                continue  # takes no part
+            index, rows = there
+            prompt, reply = self.texts[index]
+            if rows < len(prompt):
+                ids = prompt[rows : rows + self.random.randint(1, 30)]
+                last = rows + len(ids) == len(prompt)
+                pieces.append((Piece(slot, rows, ids, last), there, reply[:1]))
+            else:
+                decode.append((slot, there, self._drafted(slot, reply, rows - len(prompt))))
+        if not decode and not pieces:
+            return
+        counts = [(slot, count) for slot, _, (count, _) in decode]
+        step = Step(counts, [piece for piece, _, _ in pieces], Drafting.OFF, 1, False)
+        written = self.session.run(step).read()
+        for (slot, there, (_, tokens)), ids in zip(decode, written, strict=False):
+            assert ids == tokens, (slot, there, self.steps)
+            there[1] += len(tokens)
+            self.accepted.add(len(tokens) - 1)
+            self.steps[there[0]] += 1
+            if there[1] + 1 >= sum(map(len, self.texts[there[0]])):
+                self.most[there[0]], self.slots[slot] = self.steps[there[0]], None
+        for (piece, there, first), ids in zip(pieces, written[len(decode) :], strict=True):
+            assert not piece.last or ids == first
+            there[1] += len(piece.token_ids)
+
+    def _drafted(self, slot, reply, at):
+        """Puts drafts behind a reply's token at a place: the rows, and the tokens that the step must write."""
+        most = min(self.session.config.block_size, len(reply) - at - 1)
+        count = self.random.randint(1, max(1, most))
+        right = min(count - 1, self.random.choice((0, 0, 0, 1, 2, 3, 15)))
+        rows = reply[at : at + count]
+        rows[right + 1 :] = [(token + 1) % 16 for token in rows[right + 1 :]]
+        self.session._slots.tokens[slot, :count] = torch.tensor(rows, dtype=torch.int32)
+        return count, reply[at + 1 : at + 2 + right]
+
+
+def decoded(folder, drafter, lengths, cancels):
+    """Decodes prompts plainly, then drafted by an `Oracle`, which it returns.
+
+    Args:
+        lengths: of each prompt, and of its reply.
+    """
+    with load(folder, drafter, max_batch=3, max_seq_len=max(map(sum, lengths)) + 1) as llm:
+        generator = torch.Generator().manual_seed(3)
+        prompts = [torch.randint(0, 15, (n,), generator=generator).tolist() for n, _ in lengths]
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in lengths]
+        replies = [completion.token_ids for completion in llm.generate(prompts, params, draft=False)]
+        oracle = Oracle(llm.session, list(zip(prompts, replies, strict=True)), seed=5)
+        oracle.run(cancels)
+        return oracle
+
+
+@pytest.mark.parametrize("layout", ["qwen3_next", "qwen3_5_text"])
+def test_blocks_accepted_in_part_leave_the_states_of_plain_decoding(layout, hybrid, tmp_path):
+    """Beside prompts that are read, slots that take no part, cancelled and used again; rows change in every step."""
+    folder = hybrid(layout, vocab=16)
+    lengths = (5, 40), (40, 40), (1, 40), (70, 20)
+    oracle = decoded(folder, make_drafter(tmp_path / "drafter", folder, block_size=16), lengths, cancels=2)
+    assert oracle.accepted >= {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_so_they_do_over_hundreds_of_steps(hybrid, tmp_path):
+    folder = hybrid("qwen3_5_text", vocab=16)
+    drafter = make_drafter(tmp_path / "drafter", folder, block_size=16)
+    oracle = decoded(folder, drafter, ((30, 930), (1, 930), (50, 30), (9, 30), (90, 20)), cancels=3)
+    assert min(oracle.most[:2]) >= 300
+    assert oracle.accepted == set(range(16))
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(hybrid, tmp_path_factory):
+    """An engine of few pages, whose drafter is right now and then: its vocabulary is of 16."""
+    folder, target = tmp_path_factory.mktemp("engine"), hybrid("qwen3_5", vocab=16)
+    drafter = make_drafter(folder / "drafter", target, layers=3, tap_layers=(0, 1, 2, 3), heads=8, head_size=8)
+    pair = {"name": "hybrid", "target": str(target), "drafter": str(drafter), "precision": "fp32"}
+    settings = BuildSettings(**pair, max_batch=3, max_seq_len=160, chunk=24, page_size=64, kv_memory=0.00042)
+    build(settings, folder / "engine")
+    return folder / "engine"
+
+
+@pytest.mark.slow
+def test_drafted_text_is_plain_text_where_sequences_wait_for_pages_and_begin_alike(engine):
+    prompts = [[1, 2, 3, 4] * 12, [1, 2, 3, 4] * 12, [1, 2, 3, 4] * 11 + [7, 8], [5], [6, 7] * 20]
+    with LLM.load(engine, "cpu") as llm:
+        for params in (SamplingParams(max_tokens=44), SamplingParams(max_tokens=44, temperature=0.8, seed=3)):
+            plain = [llm.generate([prompt], params, draft=False)[0].token_ids for prompt in prompts]
+            scheduler = Scheduler(llm.session)
+            sequences = [llm.intake.sequence(prompt, params, draft=True) for prompt in prompts]
+            for sequence in sequences:
+                scheduler.submit(sequence)
+            while scheduler.busy:
+                scheduler.step()
+            assert [sequence.token_ids for sequence in sequences] == plain
+            assert any(accepted for sequence in sequences for accepted in sequence.accepted_per_step)
+            assert scheduler.statistics.preemptions > 0
+            # A state stands at one position: rows that others left are of no use to it.
+            assert scheduler.statistics.reused_tokens == 0
+
+
+def test_inspect_says_how_large_a_slots_state_is(engine):
+    said = succeeds("inspect", engine)
+    # 3 nets: 4 heads of 16 x 16; 8 pending rows of 4 x 16, 2 x 16 and 4 numbers; 11 rows of 128 channels.
+    size = 4 * 3 * (4 * 16 * 16 + 8 * (64 + 32 + 4) + 11 * 128)
+    assert f"states (3 slots of {size / 1e6:.2f} MB) {3 * size / 1e6:.1f} MB" in said
+    assert json.loads(succeeds("inspect", engine, "--json"))["memory_per_gpu"]["states"] == 3 * size
+
+
+def test_in_bf16_too_drafted_text_is_plain_text(hybrid, tmp_path):
+    target = hybrid("qwen3_next", vocab=16)
+    drafter = make_drafter(tmp_path / "drafter", target)
+    llm = LLM.from_pretrained(target, drafter, precision="bf16", device="cpu", max_batch=2, max_seq_len=128)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    drafted = llm.generate([[1, 2, 3], [4] * 30], params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in llm.generate([[1, 2, 3], [4] * 30], params, False)]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep"),
+    [("qwen3_next", False), ("qwen3_5_text", False), ("qwen3_5_moe, stacked", True), ("qwen3_5", False)],
+)
+def test_two_ranks_decode_as_one_does(layout, ep, hybrid, tmp_path):
+    target = hybrid(layout, vocab=16)
+    assert_ranks_agree(target, make_drafter(tmp_path / "drafter", target), 2, ep=ep)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--backend", "tensorrt", "--precision", "bf16"),
+            "--backend tensorrt: qwen3_5 needs gated delta nets, which only",
+        ),
+        (("--tp", "4"), "--tp 4 does not divide the 2 key heads of its gated delta nets; possible: 1, 2"),
+    ],
+)
+def test_what_is_not_computed_is_refused(flags, message, hybrid, tmp_path):
+    assert message in refusal("build", "--target", hybrid("qwen3_5_text"), *flags, "--output", tmp_path / "engine")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types must say linear_attention or full_attention for each of 4"),
+        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
+        ({"linear_num_value_heads": 5}, "5 linear value heads cannot share 2 key heads"),
+        ({"linear_num_key_heads": None}, "'linear_num_key_heads' is missing"),
+        ({"linear_value_head_dim": 32}, "conv1d.weight [160, 1, 4] instead of [256, 1, 4]"),
+    ],
+)
+def test_a_hybrid_that_is_not_what_its_config_says_is_refused(edit, message, hybrid, tmp_path):
+    target = shutil.copytree(hybrid("qwen3_5_text"), tmp_path / "target")
+    edit_config(target, lambda raw: raw.update(edit))
+    assert message in refusal("build", "--target", target, "--output", tmp_path / "engine")
+
+
+def test_on_a_gpu_a_hybrid_is_refused_with_the_remedy(engine):
+    with pytest.raises(EngineError, match="gated delta nets are computed on a CPU alone so far: --device cpu"):
+        find_kernels(read_config(engine), "auto", (9, 0))

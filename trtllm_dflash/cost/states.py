@@ -1,0 +1,45 @@
+"""The states of an engine's gated delta nets: tensors and bytes of a slot, however long its sequence is."""
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.models import build_target
+from trtllm_dflash.models.hybrid import HybridDecoder
+from trtllm_dflash.models.planned import DeltaNet, PlannedConfig
+from trtllm_dflash.models.weights import units_per_rank
+from trtllm_dflash.ops.delta_states import part_shapes
+
+
+def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of what one slot keeps of each net, by name; nothing where the target has none."""
+    if isinstance(config.target, PlannedConfig):
+        return {}
+    target = build_target(config.target)
+    if not isinstance(target, HybridDecoder):
+        return {}
+    tensors = {}
+    for i, is_net in enumerate(target.delta.layers):
+        if is_net:
+            layer = target.delta_layer(f"model.layers.{i}.linear_attn.", config.tp)
+            for part, shape in part_shapes(layer, config.block_size).items():
+                tensors[layer.prefix + part] = shape, config.dtype if part == "window" else torch.float32
+    return tensors
+
+
+def state_bytes(config: EngineConfig) -> int:
+    """Bytes of one slot's states on one rank."""
+    if isinstance(config.target, PlannedConfig):
+        nets = [mixer for mixer in config.target.mixers if isinstance(mixer, DeltaNet)]
+        return sum(net_state_bytes(net, config.block_size, config.tp) for net in nets)
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in state_tensors(config).values())
+
+
+def net_state_bytes(net: DeltaNet, block: int, tp: int) -> int:
+    """Bytes of a slot's state of one gated delta net on one rank: its matrices, and a block's rows, all in FP32."""
+    values, keys = units_per_rank(net.value_heads, tp), units_per_rank(net.key_heads, tp)
+    rows = values * net.value_size + keys * net.key_size + values  # and each row's decay
+    convolved = (block + net.kernel - 1) * units_per_rank(net.key_heads, tp) * (net.channels // net.key_heads) * 2
+    return 4 * (values * net.key_size * net.value_size + block * rows) + convolved
