@@ -69,7 +69,7 @@ from trtllm_dflash.serving.engine_model import EngineModel
 
 
 class TritonPythonModel(EngineModel):
-    def open(self, engine, device, kernels):
+    def open(self, engine, device, kernels, draft_tree):
         return open_engine(engine, device, kernels)
 '''
 

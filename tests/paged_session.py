@@ -52,7 +52,7 @@ class PagedSession:
         window=0,
     ):
         self.config = SimpleNamespace(
-            block_size=block, max_batch=slots, max_seq_len=max_seq_len, drafter=object(), sampling=True
+            block_size=block, draft_tree=0, max_batch=slots, max_seq_len=max_seq_len, drafter=object(), sampling=True
         )
         self.limits = StepLimits(pieces, prompt_rows, mixes)
         width = -(-(max_seq_len + 2 * block) // page_rows)

@@ -22,7 +22,7 @@ def replies(llm: LLM, prompts: list[list[int]]) -> list[list[list[list[int]]]]:
 
 
 if __name__ == "__main__":
-    with LLM.load(sys.argv[1], "cpu") as llm:
+    with LLM.load(sys.argv[1], "cpu", draft_tree=sys.argv[3] if len(sys.argv) > 3 else "auto") as llm:
         if llm.session.communicator.rank:
             llm.session.follow()
         else:

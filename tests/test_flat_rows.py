@@ -57,6 +57,8 @@ class Drive:
         self.session, self.prompts, self.params, self.rng, self.drafting = session, prompts, params, rng, drafting
         count = len(prompts)
         self.block = session.config.block_size if drafting is Drafting.BLOCK else 1
+        self.tree = session.config.draft_tree if drafting is Drafting.BLOCK else 0
+        self.most = self.tree + 1 if self.tree else self.block  # rows of a slot
         self.read, self.rows = [0] * count, [1] * count
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.accepted: list[list[int]] = [[] for _ in prompts]
@@ -89,18 +91,18 @@ class Drive:
         if not decode and not pieces:
             return
         sampled = any(p.temperature > 0 for p in self.params)
-        outcome = self.session.run(Step(decode, pieces, self.drafting, self.block, sampled)).read()
+        outcome = self.session.run(Step(decode, pieces, self.drafting, self.block, sampled, tree=self.tree)).read()
         assert len(outcome) == len(decode) + len(pieces)
         for (slot, count), ids in zip(decode, outcome, strict=False):
             self.tokens[slot] += ids
-            self.rows[slot] = self.block
-            if count == self.block:  # all its drafts were verified
+            self.rows[slot] = self.most
+            if count == self.most:  # all its drafts were verified
                 self.accepted[slot].append(len(ids) - 1)
         for piece, ids in zip(pieces, outcome[len(decode) :], strict=True):
             if piece.last:
                 assert len(ids) == 1
                 self.tokens[piece.slot] += ids
-                self.rows[piece.slot] = self.block
+                self.rows[piece.slot] = self.most
 
 
 def session_of(solo, page_size, **changes):
@@ -134,6 +136,17 @@ def test_mixed_steps_give_what_each_request_gives_alone(solo, alone, page_size, 
         found = [n for accepted in drive.accepted for n in accepted]
         known = [n for reply in expected for n in reply.accepted_per_step]
         assert sum(found) / len(found) > 0.85 * sum(known) / len(known)
+
+
+@pytest.mark.parametrize("nodes", [15, pytest.param(63, marks=pytest.mark.slow)])
+def test_trees_over_scattered_pages_and_parts_of_trees_give_it_too(solo, alone, nodes):
+    prompts = [solo.intake.encode(text) for text in CHATS]
+    drive = Drive(session_of(solo, 7, draft_tree=nodes), prompts, params(True), random.Random(4))
+    expected = alone(True, True)
+    assert drive.run() == [reply.token_ids for reply in expected]
+    found = [n for accepted in drive.accepted for n in accepted]
+    known = [n for reply in expected for n in reply.accepted_per_step]
+    assert sum(found) / len(found) > 0.95 * sum(known) / len(known)
 
 
 def test_pages_are_copied_before_the_rows_of_their_step(solo):

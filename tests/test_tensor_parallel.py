@@ -56,9 +56,9 @@ def engines(tmp_path_factory) -> Path:
     return folder
 
 
-def generated(engine: Path, prompts: list[list[int]], ranks: int) -> list[list[list[list[int]]]]:
+def generated(engine: Path, prompts: list[list[int]], ranks: int, *tree: int) -> list[list[list[list[int]]]]:
     """The `replies` of an engine's ranks."""
-    done = run(MPIEXEC, "-n", ranks, sys.executable, rank_replies.__file__, engine, json.dumps(prompts))
+    done = run(MPIEXEC, "-n", ranks, sys.executable, rank_replies.__file__, engine, json.dumps(prompts), *tree)
     assert done.returncode == 0, done.stderr
     found: list[list[list[list[int]]]] = json.loads(done.stdout)
     return found
@@ -78,6 +78,13 @@ def alone(tiny, ids) -> list[list[list[list[int]]]]:
 
 def test_ranks_give_the_tokens_of_one(engines, ids, alone):
     assert generated(engines / "2", ids, 2) == alone
+
+
+def test_ranks_agree_on_trees(engines, ids, alone):
+    found = generated(engines / "2", ids, 2, 31)
+    for trees, chains in zip(found, alone, strict=True):
+        assert [ids for ids, _ in trees] == [ids for ids, _ in chains]
+        assert sum(len(accepted) for _, accepted in trees) < sum(len(accepted) for _, accepted in chains)
 
 
 def test_the_command_starts_the_ranks_and_gives_their_tokens(engines, prompts, alone):

@@ -32,6 +32,7 @@ from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
 from trtllm_dflash.session.torch_session import SlotAccept
+from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.text.tokenizer import TextCodec
 
 __all__ = ["LLM", "Completion", "Prompt", "SamplingParams", "TextChunk", "TokenLogprobs"]
@@ -73,6 +74,7 @@ class LLM:
         prepare: bool = True,
         progress: Progress = lambda what, done, total: None,
         *,
+        draft_tree: int | str = "auto",
         accept: SlotAccept | None = None,
     ) -> "LLM":
         """Loads an engine directory. With tp > 1, inside as many MPI processes.
@@ -86,15 +88,18 @@ class LLM:
                 with the drafter's whole block, greedy and sampled: seconds now, and none in a request. False leaves
                 that to whoever schedules; a `Service` captures the steps of its own draft lengths.
             progress: told how many are captured.
+            draft_tree: nodes of the trees to draft, 15, 31 or 63; "off" for chains, as "auto" is wherever trees are not
+                known to be faster.
             accept: for measurements, of the torch backend: which drafts survive. See `TorchSession`.
 
         Raises:
             EngineError: the directory, the number of processes or the kernels are not what the engine needs.
-            SettingsError: there is no such device, or `kernels` is given for TensorRT plans.
+            SettingsError: there is no such device, it cannot verify trees, or `kernels` is given for TensorRT plans.
         """
         folder = Path(path)
         config = read_config(folder)
         place = pick_device(device)
+        config = with_trees(config, draft_tree, place)
         world = World(config.tp)
         if place.type == "cuda":
             gpus = torch.cuda.device_count()
@@ -124,6 +129,7 @@ class LLM:
         kv: str = "auto",
         kernels: Kernels = "auto",
         prepare: bool = True,
+        draft_tree: int | str = "auto",
     ) -> "LLM":
         """Loads a pair straight from its checkpoints, without an engine directory.
 
@@ -131,7 +137,7 @@ class LLM:
             target: a folder, or a Hugging Face name.
             drafter: likewise; None decodes plainly.
             chat_arguments: given to the chat template; by default what the catalog knows of this target.
-            kernels, prepare: as in `load`.
+            kernels, prepare, draft_tree: as in `load`.
             precision, kv, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
         """
         values = {
@@ -150,9 +156,10 @@ class LLM:
         except ValidationError as error:
             raise SettingsError(first_problem(error)) from None
         pair = open_checkpoints(settings)
-        config = plan_engine(pair, settings).config
+        place = pick_device(device)
+        config = with_trees(plan_engine(pair, settings).config, draft_tree, place)
         weights = read_engine_tensors(as_planned(pair, config), config, 0)
-        session = open_torch_session(config, weights, pick_device(device), Solo(), kernels=kernels)
+        session = open_torch_session(config, weights, place, Solo(), kernels=kernels)
         return cls(_ready(session, prepare), TextCodec.load(pair.target_folder.path, config.chat_arguments))
 
     def __enter__(self) -> "LLM":

@@ -4,7 +4,8 @@
 
 The host never stands between draft and verify: a step's outputs are the next one's inputs. Nothing is ever rolled
 back: each K/V row lives at its token's absolute position, and the next step starts at the new committed length, so it
-writes over whatever was rejected.
+writes over whatever was rejected. Drafts may be a tree: then a row stands as deep behind `start` as its node, its K and
+V wait where its row is, and those of the accepted path are moved to their positions.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import Acceptance, Logprobs, Ops, SamplingInputs
+from trtllm_dflash.ops.draft_tree import DraftTree
 
 T = TypeVar("T")
 
@@ -57,10 +59,11 @@ class PromptRows(Generic[T]):
 class StepOutputs(Generic[T]):
     """Outputs of one step, int32. The tokens that became final are target_ids[b, : accepted[b] + 1]."""
 
-    target_ids: T  # [B, R] the target's choice at each logit row
+    target_ids: T  # [B, R] the target's choice at each logit row; of a tree, at the accepted ones first
     accepted: T  # [B]
     next_start: T  # [B]
-    next_tokens: T  # [B, Bd] bonus and drafts; [B, 1] where nothing was drafted
+    next_tokens: T  # [B, Bd] bonus and drafts; [B, 1] where nothing was drafted; of a tree [B, nodes + 1]
+    next_parents: T | None = None  # [B, nodes + 1] the row of each one's parent; None: the row before
     logprobs: Logprobs[T] | None = None  # [B, R] of target_ids
     prompt_logprobs: Logprobs[T] | None = None  # [B, P]
 
@@ -87,8 +90,14 @@ class DraftVerifyStep:
         self.drafter = drafter
         self._accept = accept
 
-    def __call__(self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting) -> StepOutputs[T]:
-        """Runs the step; the caches behind `ops` are updated in place."""
+    def __call__(
+        self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting, tree: DraftTree | None = None
+    ) -> StepOutputs[T]:
+        """Runs the step; the caches behind `ops` are updated in place.
+
+        Args:
+            tree: to draft, out of the block; None: a chain.
+        """
         drafter = None if drafting is Drafting.OFF else self.drafter
         taps = drafter.config.tap_layers if drafter else ()
         features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
@@ -99,18 +108,27 @@ class DraftVerifyStep:
         next_start = verdict.next_start
         if next_start is None:
             next_start = ops.block_start(inputs.start, verdict.committed)
-        next_tokens = ops.column(verdict.bonus)
+        target_ids = ops.first_choices(target_ids, verdict)
+        if logprobs is not None:
+            every = (logprobs.chosen, logprobs.top_ids, logprobs.top)
+            logprobs = Logprobs(*(ops.first_choices(x, verdict) for x in every))
+        self.target.keep_path(ops, inputs.start, verdict)
+        next_tokens, next_parents = ops.column(verdict.bonus), None
         if drafter:
-            context = drafter.context(ops, features.taps, inputs.start)
+            # Before `fc`: its work is that of the rows that stay.
+            context = drafter.context(ops, [ops.final_rows(tap, verdict) for tap in features.taps], inputs.start)
             if drafting is Drafting.BLOCK:
-                drafts = drafter.draft(
-                    ops, context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
-                )
-                next_tokens = ops.join_ids(verdict.bonus, drafts)
+                block = context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
+                if tree is None:
+                    next_tokens = ops.join_ids(verdict.bonus, drafter.draft(ops, *block))
+                else:
+                    next_tokens, next_parents = drafter.draft_tree(ops, *block, tree)
             else:
                 drafter.keep_context(ops, context, inputs.start)
         prompt_logprobs = None
         if inputs.prompt is not None:
             logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.prompt.rows))
             prompt_logprobs = ops.log_probabilities(logits, inputs.prompt.next_ids)
-        return StepOutputs(target_ids, verdict.accepted, next_start, next_tokens, logprobs, prompt_logprobs)
+        return StepOutputs(
+            target_ids, verdict.accepted, next_start, next_tokens, next_parents, logprobs, prompt_logprobs
+        )

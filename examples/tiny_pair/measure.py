@@ -48,6 +48,10 @@ class Drafter:
 
     def draft(self, context: Tensor, anchor: int, count: int) -> list[int]:
         """`count` tokens after the anchor token, whose position is the number of context rows."""
+        return self.logits(context, anchor, count).argmax(-1).tolist()
+
+    def logits(self, context: Tensor, anchor: int, count: int) -> Tensor:
+        """Logits [count, V] of those tokens."""
         s = len(context)
         x = self.embedding[torch.tensor([anchor] + [self.mask] * count, device=context.device)]
         positions = torch.arange(s + 1 + count, device=x.device)
@@ -62,7 +66,7 @@ class Drafter:
             y, mlp = self.norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp."
             gated = F.silu(F.linear(y, self.w[mlp + "gate_proj.weight"])) * F.linear(y, self.w[mlp + "up_proj.weight"])
             x = x + F.linear(gated, self.w[mlp + "down_proj.weight"])
-        return F.linear(self.norm(x, "norm")[1:], self.embedding).argmax(-1).tolist()
+        return F.linear(self.norm(x, "norm")[1:], self.embedding)
 
 
 def run(

@@ -137,6 +137,7 @@ def model(tiny_engine, monkeypatch):
         "deadline_seconds": "600.0",
         "draft": "true",
         "draft_length": "15",
+        "draft_tree": "31",
     }
     config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     loaded = engine_model.EngineModel()

@@ -147,6 +147,7 @@ def test_settings_reach_the_engine(tiny_engine):
         max_queue=3,
         draft=False,
         draft_length=7,
+        draft_tree=31,
         exclude_input_in_output=True,
         deadline_seconds=90,
     )
@@ -159,6 +160,7 @@ def test_settings_reach_the_engine(tiny_engine):
         "kernels": "torch",
         "draft": "false",
         "draft_length": "7",
+        "draft_tree": "31",
         "prefill_tokens": "256",
         "itl_slack": "0.5",
         "prefill_share": "0.25",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import given, validated
 
@@ -37,6 +38,7 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
         click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),
+        draft_tree_option,
         click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
         click.option(
             "--exclude-input-in-output/--include-input-in-output",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.prompts import read_prompts
 from trtllm_dflash.commands.settings import given, validated
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 )
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
 @kernels_option
+@draft_tree_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
 def generate(
     engine: Path,
@@ -49,6 +51,7 @@ def generate(
     no_draft: bool,
     device: str,
     kernels: "Kernels | None",
+    draft_tree: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -73,7 +76,7 @@ def generate(
 
     limit_threads(read_config(engine))
     with progress_bar() as progress:
-        loaded = LLM.load(engine, device, kernels or "auto", progress=progress)
+        loaded = LLM.load(engine, device, kernels or "auto", progress=progress, draft_tree=draft_tree or "auto")
     with loaded as llm:
         if llm.session.communicator.rank != 0:
             llm.session.follow()

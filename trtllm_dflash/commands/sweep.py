@@ -64,6 +64,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--device", help="In this process: cpu, cuda or auto.  [default: auto]")
 @kernels_option
 @click.option("--draft-length", metavar="auto|N", help="In this process: tokens to draft a step.  [default: auto]")
+@click.option("--draft-tree", metavar="auto|off|N", help="In this process: nodes of a tree.  [default: auto]")
 @click.option("--prompt-tokens", type=int, help="In this process: prompts of so many random tokens.")
 @click.option("--simulate-acceptance", type=float, help="In this process: tokens a step to impose on the whole block.")
 @click.option("--precision", help="--shape: auto, fp32, bf16, fp16 or fp8.")

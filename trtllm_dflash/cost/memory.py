@@ -258,7 +258,7 @@ def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:
     if not window:
         return 0, 0
     steps = 2  # under way, and the next one
-    each = -(-(window + (steps + 1) * config.block_size) // rows) + 3  # begun at both ends, and one to copy from
+    each = -(-(window + (steps + 1) * config.slot_rows) // rows) + 3  # begun at both ends, and one to copy from
     read = -(-steps * max(config.chunk, PAGE_ROWS) // rows)
     return window, 2 * (config.max_batch * each + read)
 
@@ -278,7 +278,7 @@ def _scratch(config: EngineConfig) -> int:
     if moe is not None:
         columns = moe.intermediate_size * (moe.experts if computes_all_experts(config) else moe.top_k)
     wide = 3 * columns // config.tp + 4 * shared + (taps + 6) * target.hidden_size
-    logit_rows = config.max_batch * config.block_size
+    logit_rows = config.max_batch * config.slot_rows
     # TensorRT's steps decode or read a chunk; others do both at once.
     rows = max(config.chunk, logit_rows) if config.backend == "tensorrt" else config.chunk + logit_rows
     # Greedy: the rank's own slice, and the drafts' logits after it. Sampled: the whole vocabulary, and its masses.

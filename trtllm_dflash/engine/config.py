@@ -50,6 +50,7 @@ class EngineConfig(BaseModel):
     block_size: PositiveInt  # bonus token and drafts: 1 + K
     target: DecoderConfig
     drafter: DrafterConfig | None
+    draft_tree: NonNegativeInt = 0  # nodes of the trees that a session may draft; 0: chains alone
     kv: Literal["fp8"] | None = None  # of all caches; None: `precision`
     page_size: PositiveInt | None = None  # tokens in a page of the caches; None: what the session's kernels like
     kv_memory: PositiveInt | None = None  # bytes of caches on each GPU; None: all slots at their full length
@@ -87,10 +88,15 @@ class EngineConfig(BaseModel):
         return FP8 if self.kv == "fp8" else self.dtype
 
     @property
+    def slot_rows(self) -> int:
+        """The most rows of a decoding slot in one step: the bonus token and drafts."""
+        return max(self.block_size, self.draft_tree + 1)
+
+    @property
     def cache_length(self) -> int:
         """Rows of a slot's K/V caches (S).
 
-        The last committed row is max_seq_len - 1. A step that starts there writes up to a block of rows, and the
-        drafter a block more after those that were accepted.
+        The last committed row is max_seq_len - 1. A step that starts there writes up to a block of rows, or a tree's,
+        and the drafter a block more after those that were accepted, which are no more than a block.
         """
-        return self.max_seq_len + 2 * self.block_size
+        return self.max_seq_len + max(2 * self.block_size, self.slot_rows)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
-from trtllm_dflash.ops.base import AttentionLayer, ClampedSwiglu, Ops, Residual
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, ClampedSwiglu, Ops, Residual
 
 T = TypeVar("T")
 
@@ -181,6 +181,12 @@ class Decoder:
     def logits(self, ops: Ops[T], hidden: T) -> T:
         """Computes logits [B, R, V/tp] of hidden [B, R, H], which the final norm has not seen yet."""
         return ops.norm_linear("model.norm", "lm_head", Residual(hidden), self.config.norm_eps)[1]
+
+    def keep_path(self, ops: Ops[T], start: T, verdict: Acceptance[T]) -> None:
+        """Moves the K and V of a tree's accepted rows to their positions."""
+        if verdict.path is not None:
+            layers = [self.attention_layer(ops.tp, i) for i in range(self.config.layers)]
+            ops.move_kv(layers, start, verdict)
 
     def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
         """Computes layer i: returns the whole residual stream before it, and the stream after it."""

@@ -20,6 +20,7 @@ from trtllm_dflash.models.decoder import (
 )
 from trtllm_dflash.models.weights import Part, Split, Weight, in_precision
 from trtllm_dflash.ops.base import AttentionLayer, Context, Ops, Residual
+from trtllm_dflash.ops.draft_tree import RANKS, DraftTree
 
 T = TypeVar("T")
 
@@ -110,6 +111,28 @@ class Drafter:
         Of the context rows, the first committed [B] become permanent, at start [B]. The block's own rows follow them
         at once and are scratch: the next call writes the true context rows over them.
         """
+        logits = self._logits(ops, context, start, committed, bonus, block_offsets)
+        return self._target_ids(ops, ops.argmax(logits))
+
+    def draft_tree(
+        self,
+        ops: Ops[T],
+        context: list[Context[T]],
+        start: T,
+        committed: T,
+        bonus: T,
+        block_offsets: T,
+        tree: DraftTree,
+    ) -> tuple[T, T]:
+        """Drafts a tree, as `draft` does a chain: tokens and parents of its rows (see `Ops.grow_tree`)."""
+        log_probs, ids = ops.top_ids(self._logits(ops, context, start, committed, bonus, block_offsets), RANKS)
+        return ops.grow_tree(tree, bonus, log_probs, self._target_ids(ops, ids))
+
+    def _target_ids(self, ops: Ops[T], ids: T) -> T:
+        return ids if self.config.draft_vocab_size is None else ops.lookup(DRAFT_TO_TARGET, ids)
+
+    def _logits(self, ops: Ops[T], context: list[Context[T]], start: T, committed: T, bonus: T, block_offsets: T) -> T:
+        """Computes the logits of the block's drafts, of the drafter's vocabulary: [B, Bd - 1, V/tp]."""
         c = self.config
         x = Residual(ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id))
         for i, rows in enumerate(context):
@@ -120,9 +143,7 @@ class Drafter:
         # Row 0 stands at the bonus token, which is known: only the rows after it are drafts.
         drafts = Residual(ops.drop_first_row(ops.add_pending(x)))
         head = "lm_head" if c.draft_vocab_size is None else PREFIX + "lm_head"
-        _, logits = ops.norm_linear(PREFIX + "norm", head, drafts, c.norm_eps)
-        ids = ops.argmax(logits)
-        return ids if c.draft_vocab_size is None else ops.lookup(DRAFT_TO_TARGET, ids)
+        return ops.norm_linear(PREFIX + "norm", head, drafts, c.norm_eps)[1]
 
     def _attention(self, ops: Ops[T], i: int) -> AttentionLayer:
         return attention_layer(f"{PREFIX}layers.{i}.", PREFIX + "rope", self.config, ops.tp, head_norms=True)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from trtllm_dflash.ops.draft_tree import DraftTree
+
 T = TypeVar("T")
 
 
@@ -43,10 +45,11 @@ class Logprobs(Generic[T]):
 class Acceptance(Generic[T]):
     """The outcome of verifying each slot's drafts."""
 
-    accepted: T  # [B] leading drafts that equal the target's own choice
+    accepted: T  # [B] drafts that equal the target's own choice, as do all before them
     committed: T  # [B] rows of this call whose tokens are now final
     bonus: T  # [B] the target's choice after the last of them
     next_start: T | None = None  # [B] start + committed, where a backend has it at once
+    path: T | None = None  # [B, most] a tree's accepted rows, by depth, from 0: the bonus token's; None: they are a run
 
 
 @dataclass(frozen=True)
@@ -416,6 +419,34 @@ class Ops(ABC, Generic[T]):
     def drop_first_row(self, x: T) -> T:
         """Drops row 0 of x [B, N, H]: [B, N - 1, H]."""
 
+    # -- trees of drafts: their rows are no run, and only one path of them is accepted -------------------------------
+
+    def top_ids(self, logits: T, count: int) -> tuple[T, T]:
+        """Finds each row's `count` most likely ids, the lowest among equals first, and their log-probabilities.
+
+        logits [B, N, V/tp] -> FP32 [B, N, count], natural logarithms over the whole V, and ids [B, N, count].
+        """
+        raise NotImplementedError
+
+    def grow_tree(self, tree: DraftTree, bonus: T, log_probs: T, ids: T) -> tuple[T, T]:
+        """Grows each slot's best tree under its bonus token [B], of ids and their log-probabilities [B, Bd - 1, RANKS].
+
+        Returns the rows' tokens [B, nodes + 1] and the row of each one's parent [B, nodes + 1], -1 for row 0's. A row
+        comes after its parent, and the chain of most likely drafts, as far as the tree has it, comes first.
+        """
+        raise NotImplementedError
+
+    def first_choices(self, x: T, verdict: Acceptance[T]) -> T:
+        """Puts what x [B, R, ...] has of each slot's accepted rows first, by depth; what follows is scratch."""
+        return x
+
+    def final_rows(self, x: T, verdict: Acceptance[T]) -> T:
+        """Takes the rows whose tokens are final out of x [B, Q, H], by position: the drafter's context."""
+        return x
+
+    def move_kv(self, layers: Sequence[AttentionLayer], start: T, verdict: Acceptance[T]) -> None:
+        """Moves the accepted rows' K and V, in the caches of all these layers, to their positions from start [B] on."""
+
     # -- choosing tokens -------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -449,7 +480,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def lookup(self, name: str, ids: T) -> T:
-        """Looks up ids [B, N] in the int32 table `name` [n]: [B, N]."""
+        """Looks up ids [B, ...] in the int32 table `name` [n], of the same shape."""
 
     @abstractmethod
     def masked_block(self, bonus: T, block_offsets: T, mask_id: int) -> T:

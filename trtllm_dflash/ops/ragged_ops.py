@@ -3,10 +3,14 @@
 Rows are tight, segment after segment: a segment is one slot's run of rows, of a decoding slot or a piece of a prompt.
 Models see them as one slot's: x is [1, N, H]; what is per slot, `start` say, is [G], one for each of G segments. What a
 row becomes depends on nothing else in the step, to the bit: see `cpu_products` and `cpu_attention`.
+
+Drafts may be a tree: a row's K and V lie as many places behind `start` as its number is, its position is as many as its
+node is deep. A chain is the tree in which both are the same: the rows up to the first that is not its predecessor's
+child are one run, and only those behind it need more than a run does.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -15,7 +19,7 @@ import torch
 
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, hidden_keys
+from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, attend_paths, hidden_from_paths, hidden_keys
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -33,6 +37,45 @@ class Segment:
     logits: int  # of its last rows: all of a decoding slot's, one of a piece's
     pages: Sequence[int]  # the slot's, by position
     window_pages: Sequence[int]  # of layers with a window
+    parents: Sequence[int] | None = None  # the row of each row's parent, -1 for row 0's; None: the row before
+
+    @cached_property
+    def run(self) -> int:
+        """The number of rows in front, each of which is the child of the one before."""
+        parents = self.parents or ()
+        return next((row for row, parent in enumerate(parents) if parent != row - 1), self.count)
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """The rows from row 0 to each row behind the run, itself included."""
+        paths = {row: list(range(row + 1)) for row in range(self.run)}
+        for row in range(self.run, self.count):
+            assert self.parents is not None
+            paths[row] = [*paths[self.parents[row]], row]
+        return [paths[row] for row in range(self.run, self.count)]
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """The position of each row."""
+        behind = (self.start + len(path) - 1 for path in self.paths)
+        return [*range(self.start, self.start + self.run), *behind]
+
+    def accepted(self, tokens: list[int], chosen: list[int]) -> list[int]:
+        """Finds the rows, of those with logits, whose tokens the target chose at their parents: one path, from row 0.
+
+        Args:
+            tokens, chosen: of the rows with logits.
+        """
+        path, parents = [0], self.parents or range(-1, self.logits - 1)
+        for row in range(1, self.logits):  # a row's children come after it
+            if parents[row] == path[-1] and tokens[row] == chosen[path[-1]]:
+                path.append(row)
+        return path
+
+    def path_of(self, depth: int) -> list[int]:
+        """Chooses a path that is so deep, or as deep as there is, of the rows with logits."""
+        runs = [list(range(min(depth, min(self.run, self.logits) - 1) + 1))]
+        return max([*runs, *(path for path in self.paths if len(path) <= depth + 1)], key=len)
 
     def pages_of(self, layer: AttentionLayer) -> Sequence[int]:
         """The slot's pages in a layer's caches."""
@@ -70,7 +113,7 @@ class Layout:
     @cached_property
     def positions(self) -> Tensor:
         """Each row's position: [1, N]."""
-        return _int32([at for s in self.segments for at in range(s.start, s.start + s.count)])[None]
+        return _int32([at for s in self.segments for at in s.positions])[None]
 
     @cached_property
     def logit_rows(self) -> Tensor:
@@ -129,7 +172,8 @@ class RaggedOps(TorchOps):
     ) -> None:
         super().__init__(weights, caches, communicator, states, layout.runs)
         self._layout = layout
-        self._masks: dict[tuple[Any, ...], Tensor] = {}  # of this step's attention, the same in every layer
+        self._masks: dict[tuple[Any, ...], Any] = {}  # of this step's attention, the same in every layer
+        self._paths: list[list[int]] = []  # each segment's accepted rows, of those with logits, once they are known
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -138,31 +182,31 @@ class RaggedOps(TorchOps):
         out = []
         for segment, q, k, v in zip(self._layout.segments, *parts, strict=True):
             self._append(layer, segment, segment.start, k, v)
-            out.append(self._attend(layer, segment, q, segment.start + segment.count, causal=True))
+            out.append(self._attend(layer, segment, q[:, :, : segment.run], segment.start + segment.run, causal=True))
+            if segment.run < segment.count:
+                out.append(self._attend_paths(layer, segment, q[:, :, segment.run :]))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         k = self.split_heads(kv, 2 * index * layer.kv_heads, layer.kv_heads, layer.head_size)
         v = self.split_heads(kv, (2 * index + 1) * layer.kv_heads, layer.kv_heads, layer.head_size)
-        return Context((self.rope(layer.rope, self._norm_heads(layer, "k", k), self._layout.positions), v), index)
+        return Context((self.rope(layer.rope, self._norm_heads(layer, "k", k), self._final.positions), v), index)
 
     def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
-        parts = (self._layout.split(x) for x in context.tensors)
-        for segment, k, v in zip(self._layout.segments, *parts, strict=True):
+        parts = (self._final.split(x) for x in context.tensors)
+        for segment, k, v in zip(self._final.segments, *parts, strict=True):
             self._append(layer, segment, segment.start, k, v)
 
     def block_attention(
         self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
     ) -> Tensor:
         block = self._split_qkv(layer, qkv, self.positions(self.block_start(start, committed), qkv))
-        final = self._once(("committed",), committed, committed.tolist)
         blocks = (x.split(1) for x in block)
-        contexts = (self._layout.split(x) for x in context.tensors)
+        contexts = (self._final.split(x) for x in context.tensors)
         out = []
-        for segment, count, q, k, v, *rows in zip(self._layout.segments, final, *blocks, *contexts, strict=True):
-            before = segment.start + count
-            context_k, context_v = (x[:, :, :count] for x in rows)
-            self._append(layer, segment, segment.start, context_k, context_v)
+        for segment, q, k, v, *rows in zip(self._final.segments, *blocks, *contexts, strict=True):
+            before = segment.start + segment.count
+            self._append(layer, segment, segment.start, *rows)
             self._append(layer, segment, before, k, v)
             out.append(self._attend(layer, segment, q, before + qkv.shape[1], causal=False))
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -201,9 +245,22 @@ class RaggedOps(TorchOps):
             out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks))
         return (out[0] if len(out) == 1 else torch.cat(out))[None]
 
+    def _attend_paths(self, layer: AttentionLayer, segment: Segment, q: Tensor) -> Tensor:
+        """Attends from q [1, heads, n, D], the rows behind a tree's run, each along its own path: [1, n, heads*D]."""
+        window, start = layer.window, segment.start
+        first = 0 if window is None else min(start, max(0, start + 2 - window)) // TILE * TILE
+        keys, values = (self._rows(layer, kind, segment, start + segment.count, q.dtype) for kind in ("key", "value"))
+        key = "paths", segment.slot, layer.heads // layer.kv_heads, window
+        if key not in self._masks:
+            hidden = hidden_from_paths(first, segment.positions[segment.run :], key[2], window)
+            self._masks[key] = _path_rows(segment, first), hidden
+        paths, hidden = self._masks[key]
+        sinks = None if layer.sinks is None else self.weights[layer.sinks]
+        return attend_paths(q[0], keys[:, first:], values[:, first:], start - first, paths, hidden, sinks)[None]
+
     def _hidden(self, *key: Any) -> Tensor:
         """Makes the mask of `hidden_keys`, once for all layers."""
-        hidden = self._masks.get(key)
+        hidden: Tensor | None = self._masks.get(key)
         if hidden is None:
             hidden = self._masks[key] = hidden_keys(*key)
         return hidden
@@ -229,27 +286,98 @@ class RaggedOps(TorchOps):
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
         tokens, chosen = token_ids[0].tolist(), target_ids[0].tolist()
-        outcomes = []
-        for segment, end, first in zip(
-            self._layout.segments, self._layout.first_rows[1:], self._layout.first_logits, strict=False
-        ):
-            drafts = tokens[end - segment.logits + 1 : end]
-            equal = (draft == choice for draft, choice in zip(drafts, chosen[first:], strict=False))
-            accepted = next((i for i, same in enumerate(equal) if not same), len(drafts))
-            outcomes.append((accepted, segment.count - segment.logits + accepted + 1, chosen[first + accepted]))
-        return Acceptance(*_int32(list(zip(*outcomes, strict=True))).unbind())
+        layout = self._layout
+        spans = zip(layout.segments, layout.first_rows[1:], layout.first_logits, strict=False)
+        paths = [s.accepted(tokens[end - s.logits : end], chosen[first : first + s.logits]) for s, end, first in spans]
+        return self._verdict(paths, chosen)
 
     def acceptance(
         self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
         """Makes the outcome of so many accepted drafts [G]; of fewer where a segment has not so many."""
+        paths = [s.path_of(depth) for s, depth in zip(self._layout.segments, accepted.tolist(), strict=True)]
+        return self._verdict(paths, target_ids[0].tolist())
+
+    def _verdict(self, paths: list[list[int]], chosen: list[int]) -> Acceptance[Tensor]:
+        """Makes the outcome of each segment's accepted rows, of those with logits, and the choices at logit rows."""
         layout = self._layout
-        accepted = accepted.minimum(layout.logit_counts - 1)
-        bonus = target_ids[0][_int32(layout.first_logits[:-1]) + accepted]
-        return Acceptance(accepted, layout.counts - layout.logit_counts + accepted + 1, bonus)
+        numbers = [
+            (len(path) - 1, segment.count - segment.logits + len(path), chosen[first + path[-1]])
+            for segment, path, first in zip(layout.segments, paths, layout.first_logits, strict=False)
+        ]
+        accepted, committed, bonus = _int32(list(zip(*numbers, strict=True))).unbind()
+        most = max(map(len, paths))
+        is_run = all(path[-1] == len(path) - 1 for path in paths)
+        path = None if is_run else _int32([(*path, *[0] * (most - len(path))) for path in paths])
+        self._paths = paths
+        return Acceptance(accepted, committed, bonus, path=path)
+
+    @cached_property
+    def _final(self) -> Layout:
+        """Places of the rows that are final: those of prompts, and accepted ones."""
+        layout = self._layout
+        counts = [s.count - s.logits + len(path) for s, path in zip(layout.segments, self._paths, strict=True)]
+        final = [replace(s, count=count, parents=None) for s, count in zip(layout.segments, counts, strict=True)]
+        return Layout(final, layout.page_rows)
+
+    # -- trees of drafts ---------------------------------------------------------------------------------------------
+
+    def first_choices(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
+        if verdict.path is None:
+            return x
+        layout = self._layout
+        rows = [
+            first + row
+            for segment, path, first in zip(layout.segments, self._paths, layout.first_logits, strict=False)
+            for row in (*path, *[0] * (segment.logits - len(path)))
+        ]
+        return x[:, rows]
+
+    def final_rows(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
+        return x[:, self._final_rows] if len(self._final_rows) < x.shape[1] else x
+
+    @cached_property
+    def _final_rows(self) -> Tensor:
+        """The rows whose tokens are final: [n] int64."""
+        layout = self._layout
+        rows: list[int] = []
+        for segment, path, first in zip(layout.segments, self._paths, layout.first_rows, strict=False):
+            prompt = segment.count - segment.logits
+            rows += [*range(first, first + prompt), *(first + prompt + row for row in path)]
+        return torch.tensor(rows)
+
+    def move_kv(self, layers: Sequence[AttentionLayer], start: Tensor, verdict: Acceptance[Tensor]) -> None:
+        moves: dict[bool, tuple[Tensor, ...]] = {}  # by whether layers have a window, and so perhaps other pages
+        for layer in layers:
+            windowed = bool(layer.window)
+            if windowed not in moves:
+                moves[windowed] = self._moves(layer)
+            page, row, new_page, new_row = moves[windowed]
+            for kind in ("key", "value"):
+                cache = self.caches[layer.prefix + kind]
+                cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+                cache[new_page, :, new_row] = cache[page, :, row]  # all are read, then all written
+
+    def _moves(self, layer: AttentionLayer) -> tuple[Tensor, ...]:
+        """Finds the accepted rows that are not at their positions: pages and rows of theirs, and where they belong."""
+        size = self._layout.page_rows
+        places = []
+        for segment, path in zip(self._layout.segments, self._paths, strict=True):
+            pages = segment.pages_of(layer)
+            for depth, row in enumerate(path):
+                if row != depth:
+                    at, to = segment.start + row, segment.start + depth
+                    places.append((pages[at // size], at % size, pages[to // size], to % size))
+        return torch.tensor(places).unbind(dim=1)
 
     def slots(self, start: Tensor) -> Tensor:
         return self._layout.slots
+
+
+def _path_rows(segment: Segment, first: int) -> Tensor:
+    """Finds the places behind position `first` of each path's rows: [n, depth]; then row 0's, to be hidden."""
+    longest = max(map(len, segment.paths))
+    return torch.tensor([[*path, *[0] * (longest - len(path))] for path in segment.paths]) + (segment.start - first)
 
 
 def _int32(values: list[int] | list[tuple[int, ...]]) -> Tensor:

@@ -1,6 +1,7 @@
 """`Ops` computed by PyTorch, on CPU or CUDA, in FP32, BF16 or FP16: the numerical reference and the default backend."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.cpu_norm import normed
 from trtllm_dflash.ops.delta_rule import gated_delta
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
+from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, sigmoid, silu
 from trtllm_dflash.ops.fp8 import (
     FP8,
@@ -284,6 +286,36 @@ class TorchOps(Ops[Tensor]):
     def drop_first_row(self, x: Tensor) -> Tensor:
         return x[:, 1:]
 
+    # -- trees of drafts -------------------------------------------------------------------------------------------
+
+    def top_ids(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        ids = _largest(logits, count)
+        best = logits.gather(-1, ids)
+        if self.tp > 1:
+            total, best, ids = (
+                torch.cat(self.communicator.all_gather(x), dim=-1)
+                for x in (total, best, ids + self.rank * logits.shape[-1])
+            )
+            total = total.logsumexp(dim=-1, keepdim=True)
+            # Stable, and lower ranks have lower ids: the lowest among equals stays first.
+            best, places = best.sort(dim=-1, descending=True, stable=True)
+            best, ids = best[..., :count], ids.gather(-1, places[..., :count])
+        return best - total, ids.int()
+
+    def grow_tree(self, tree: DraftTree, bonus: Tensor, log_probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        matrix, tolls, places, parents = _tree_tensors(tree, log_probs.shape[1], log_probs.device)
+        flat = log_probs.clamp(min=LEAST).flatten(1)
+        scores = (flat @ matrix.t() if flat.is_cuda else cpu_products.product(flat, matrix)) - tolls  # [B, listed]
+        # Stable, so that equals are taken in the list's order; then in that order, in which parents come first.
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : tree.nodes].sort(dim=-1).values
+        rows = torch.zeros(len(best), len(parents) + 1, dtype=torch.int32, device=best.device)  # the last: the root
+        rows.scatter_(1, best, _offsets(tree.nodes, best).add(1).expand(len(best), -1))
+        tokens = ids.flatten(1).gather(1, places[best])
+        above = rows.gather(1, parents[best])
+        return self.join_ids(bonus, tokens), torch.cat([torch.full_like(above[:, :1], -1), above], dim=1)
+
     # -- choosing tokens -------------------------------------------------------------------------------------------
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -397,6 +429,35 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Computes [a * cos - b * sin, b * cos + a * sin] of x = [a, b]; the first half's signs are in the sines."""
     turned: Tensor = x.roll(x.shape[-1] // 2, -1).mul_(sin)
     return turned.add_(x * cos)
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """Finds the ids of each row's largest logits [..., V] FP32, the lowest among equals first: [..., count]."""
+    bits = logits.contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    vocabulary = logits.shape[-1]
+    last_first = torch.arange(vocabulary - 1, -1, -1, device=logits.device)
+    keys = (ordered.long() << 32) + last_first  # no two are equal
+    return vocabulary - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
+@lru_cache
+def _tree_tensors(tree: DraftTree, depths: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Makes the tensors of a tree's list: by what scores are computed, what is taken off them, and where nodes are.
+
+    Returns:
+        [listed, depths * RANKS] of 0 and 1; [listed] FP32; the place of each node's own token among ids
+        [depths * RANKS]; and of its parent in the list, past its end for the bonus token. Both [listed] int64.
+    """
+    matrix = torch.zeros(len(tree.parents), depths, RANKS)
+    for node, path in enumerate(tree.paths):
+        matrix[node, torch.arange(len(path)), torch.tensor(path)] = 1
+    depth = torch.tensor(tree.depths)
+    places = (depth - 1) * RANKS + torch.tensor(tree.ranks)
+    parents = torch.tensor(tree.parents)
+    parents = torch.where(parents < 0, len(parents), parents)
+    tensors = matrix.flatten(1), depth * TOLL, places, parents
+    return tensors[0].to(device), tensors[1].to(device), tensors[2].to(device), tensors[3].to(device)
 
 
 def _offsets(count: int, like: Tensor) -> Tensor:

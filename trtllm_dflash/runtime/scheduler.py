@@ -69,7 +69,8 @@ class Scheduler:
         config, self._limits = session.config, session.limits
         self._session = session
         self._draft = draft and config.drafter is not None
-        self._draft_length = draft_length or FixedDraftLength(config.block_size - 1)
+        self._longest, self._tree = config.block_size - 1, config.draft_tree
+        self._draft_length = draft_length or FixedDraftLength(self._longest)
         self._budget = budget or FixedPrefillBudget(self._limits.prompt_rows)
         self._share = prefill_share
         self._credit = 1.0  # of prompts, where steps are not mixed: a piece costs 1
@@ -77,7 +78,7 @@ class Scheduler:
         self._clock = clock
         session.prepare(Prepare(self._draft_length.lengths if self._draft else (), config.sampling))
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
-        margin = (self._ahead + 2) * (config.block_size if self._draft else 1)
+        margin = (self._ahead + 2) * (max(config.block_size, config.draft_tree + 1) if self._draft else 1)
         self._queue = Queue()
         self._slots = Slots(config.max_batch, session.paging, margin, self._limits.shares)
         self._prefilling: list[Stay] = []  # in order of rank
@@ -277,21 +278,23 @@ class Scheduler:
             return False
         sequence = batch.stays[0].sequence
         under_way = sum(batch is launched.batch for launched in self._launched)
-        return sequence.left <= under_way * max(batch.block // 2, 1)
+        return sequence.left <= under_way * max(min(batch.block, self._longest + 1) // 2, 1)
 
     def _pieces(self, batch: Batch, waiting: list[Stay]) -> list[tuple[Stay, int]]:
         """Chooses how many tokens of these prompts a step with these decoding slots reads."""
-        drafts = max(batch.block - 1, 0)
+        drafts = min(max(batch.block - 1, 0), self._longest)
         budget = self._budget.choose(len(batch.stays), drafts, len(self._prefilling), self._limits.prompt_rows)
         pieces = divided(budget, waiting)
         # What the step computes in any case is not wasted on rows of nobody.
         drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT if self._draft else Drafting.OFF
-        like = Step(batch.rows, [], drafting, max(batch.block, 1), batch.sampled)
+        like = Step(batch.rows, [], drafting, drafts + 1, batch.sampled)
         room = self._session.prompt_room(like, [count for _, count in pieces])
         return divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
 
     def _run(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
+        tree = self._tree if block > self._longest else 0  # the best tree of a block is one of the whole block
+        rows = tree + 1 if tree else block
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         step = Step(
@@ -305,21 +308,22 @@ class Scheduler:
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
             window_pages=self._slots.window_changes,
             window_copies=[stay.lease.window_copy for stay, _ in pieces if stay.lease.window_copy is not None],
+            tree=tree,
         )
         outcome = self._session.run(step)
         self._slots.begin_changes()
         if batch.stays:
             self._decoded += 1
-            if batch.drafts and batch.block != block:
+            if batch.drafts and batch.block != rows:
                 for stay in batch.stays:
-                    stay.block = block
+                    stay.block = rows
                 self._batch = None
         self._launched.append(_Launched(batch, pieces, outcome, drafting, self._decoded, step.reports))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
             if stay.launched == stay.prompt:
-                stay.block = block
+                stay.block = rows
                 self._prefilling.remove(stay)
                 self._join(stay)
         self._count_step(batch, pieces)
@@ -402,7 +406,7 @@ class Scheduler:
             if drafted:
                 sequence.drafted += drafted
                 sequence.accepted += accepted
-                verified[drafted].append(accepted)
+                verified[min(drafted, self._longest)].append(accepted)  # a tree's are counted by depth
                 recent.append(taken)
             changed.append(sequence)
             if sequence.left <= under_way:

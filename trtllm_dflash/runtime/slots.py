@@ -22,7 +22,7 @@ class Stay:
         rows: rows that the steps read so far have written, and that stay: the position of the next step's first one.
         drafter_rows: how many of them the drafter's caches hold too; None: all.
         enough: rows up to which it has the pages that its next step may write to.
-        block: rows that its next step can verify: the bonus token, and the drafts that its last step left.
+        block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
         over: it has left the slot: the outcome of steps that are still under way is nobody's.
     """
 

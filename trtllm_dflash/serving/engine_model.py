@@ -89,7 +89,7 @@ class EngineModel:
         log_to_triton()
         limit_threads(read_config(engine))
         kernels: Kernels = "torch" if parameter(config, "kernels") == "torch" else "auto"
-        self._llm = self.open(engine, parameter(config, "device"), kernels)
+        self._llm = self.open(engine, parameter(config, "device"), kernels, parameter(config, "draft_tree"))
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return
@@ -105,9 +105,9 @@ class EngineModel:
         self._busy = 0.0  # when a request was last on its way; infinite once it is reported that none will be
         self._outbox = Outbox(self._look_around)
 
-    def open(self, engine: Path, device: str, kernels: Kernels) -> LLM:
+    def open(self, engine: Path, device: str, kernels: Kernels, draft_tree: str) -> LLM:
         """Opens the engine; measurements open one that is in no directory."""
-        return LLM.load(engine, device, kernels, prepare=False)
+        return LLM.load(engine, device, kernels, prepare=False, draft_tree=draft_tree)
 
     def execute(self, requests: list[Any]) -> None:
         """Takes requests; the outbox sends their responses."""

@@ -5,12 +5,14 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
+import torch
 from pydantic import ConfigDict, Field
 
 from trtllm_dflash.engine.directory import read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.session.trees import DraftTreeChoice, with_trees
 
 #: Begins every configuration that `deploy` writes; it is how a repository is known to be ours.
 MARK = "# Written by `trtllm-dflash deploy`"
@@ -27,6 +29,7 @@ class DeploySettings(ServiceSettings):
             is `tensorrt_llm_bls`. False: all answer once.
         device: cpu, cuda or auto.
         kernels: auto, or torch for no CUDA kernels of ours; see `LLM.load`.
+        draft_tree: nodes of the trees to draft, off, or auto; see `LLM.load`.
         exclude_input_in_output: a reply that comes as a whole does not begin with its prompt; a request may say
             otherwise. False as in TensorRT-LLM, whose clients take the prompt off.
         deadline_seconds: most that a request may take, from its arrival to its last token; a request may ask for less.
@@ -37,6 +40,7 @@ class DeploySettings(ServiceSettings):
     decoupled: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch"] = "auto"
+    draft_tree: DraftTreeChoice = "auto"
     exclude_input_in_output: bool = False
     deadline_seconds: Annotated[float, Field(gt=0, le=2**31 // 1000)] = 600.0
 
@@ -49,7 +53,7 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
 
     Raises:
         EngineError: `engine` is no engine directory, or `output` is something else or cannot be written.
-        SettingsError: the engine cannot draft so many tokens.
+        SettingsError: the engine cannot draft so many tokens, or no such tree.
     """
     files = render(engine, settings or DeploySettings())
     if output.exists() and not _is_empty_folder(output):
@@ -75,10 +79,12 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
 
     Raises:
         EngineError: it is no engine directory.
-        SettingsError: it cannot draft so many tokens.
+        SettingsError: it cannot draft so many tokens, or no such tree.
     """
     config = read_config(engine)
     check_draft_length(settings.draft_length, config.block_size)
+    # Where `auto` finds a GPU, loading refuses trees.
+    with_trees(config, settings.draft_tree, torch.device("cuda" if settings.device == "cuda" else "cpu"))
     values = {
         "engine": _escaped(os.path.abspath(engine)),
         "max_batch_size": str(config.max_batch),

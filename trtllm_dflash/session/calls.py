@@ -38,7 +38,7 @@ class Step:
     The pages are given and the copies made, in this order, before any row is computed.
     """
 
-    decode: list[tuple[int, int]]  # slot, and rows of it that are verified: the bonus token and drafts
+    decode: list[tuple[int, int]]  # slot, and rows of it that are verified: the bonus token and drafts, a tree's too
     pieces: list[Piece]
     drafting: Drafting
     block: int  # rows of the block to draft for the next step
@@ -48,6 +48,7 @@ class Step:
     window_pages: list[tuple[int, int, int]] = field(default_factory=list)  # likewise, of layers with a window, where
     window_copies: list[tuple[int, int, int]] = field(default_factory=list)  # they have pages of their own
     logprobs: bool = False  # whether log-probabilities of the choices are computed
+    tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
 
     @property
     def reports(self) -> bool:
@@ -103,7 +104,7 @@ def words_of(call: Call) -> Iterator[int]:
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
     elif isinstance(call, Step):
-        yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs)
+        yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs, call.tree)
         for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies):
             yield len(run)
             for numbers in run:
@@ -141,8 +142,8 @@ def call_of(words: list[int]) -> Call:
 
 
 def _step_of(words: list[int]) -> Step:
-    drafting, block, sampled, logprobs = words[:4]
-    at = 4
+    drafting, block, sampled, logprobs, tree = words[:5]
+    at = 5
     runs: list[list[int]] = []
     for size in (2, 3, 3, 3, 3):
         end = at + 1 + words[at] * size
@@ -174,6 +175,7 @@ def _step_of(words: list[int]) -> Step:
         window_pages=window_pages,
         window_copies=window_copies,
         logprobs=bool(logprobs),
+        tree=tree,
     )
 
 

@@ -14,8 +14,9 @@ class SlotTensors:
     """Next rows, position and sampling of every slot, on the device; B of `sampling` are the slots of its slice."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        slots, block = config.max_batch, config.block_size if config.drafter else 1
-        self.tokens = torch.zeros(slots, block, dtype=torch.int32, device=device)  # bonus token and drafts
+        slots, rows = config.max_batch, config.slot_rows if config.drafter else 1
+        self.tokens = torch.zeros(slots, rows, dtype=torch.int32, device=device)  # bonus token and drafts
+        self.parents = torch.zeros(slots, rows, dtype=torch.int32, device=device)  # of those, where drafts may be trees
         self.start = torch.zeros(slots, dtype=torch.int32, device=device)  # position of the bonus token
         self.temperature = torch.zeros(slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
+from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Step
@@ -115,11 +116,17 @@ class TorchSession(Session):
             prompt=self._prompt_rows(call, layout),
         )
         ops = RaggedOps(self.weights, self.caches, self.communicator, layout, self.states)
-        out = self._step(ops, inputs, call.drafting)
+        tree = draft_tree(call.tree, self.config.block_size) if call.tree else None
+        out = self._step(ops, inputs, call.drafting, tree)
         if self.states is not None:
             self.states.finish(layout.runs)
         self._slots.start.index_copy_(0, layout.slots, out.next_start.clamp(max=self.config.max_seq_len - 1))
-        self._slots.tokens[:, : out.next_tokens.shape[1]].index_copy_(0, layout.slots, out.next_tokens)
+        rows = out.next_tokens.shape[1]
+        self._slots.tokens[:, :rows].index_copy_(0, layout.slots, out.next_tokens)
+        if self.config.draft_tree:
+            run = torch.arange(-1, rows - 1, dtype=torch.int32).expand(len(layout.segments), -1)
+            parents = run if out.next_parents is None else out.next_parents
+            self._slots.parents[:, :rows].index_copy_(0, layout.slots, parents)
         decided = torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
         first_prompts = list(accumulate(_next_counts(call), initial=0))
         return Outcome(decided, Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts))
@@ -143,8 +150,10 @@ class TorchSession(Session):
         starts = self._slots.start.tolist()
         runs = [(slot, starts[slot], count, count) for slot, count in call.decode]
         runs += [(piece.slot, piece.start, len(piece.token_ids), 1) for piece in call.pieces]
+        trees = dict(call.decode) if self.config.draft_tree else {}
         for slot, start, count, logits in runs:
-            yield Segment(slot, start, count, logits, self._tables[slot], self._window_tables[slot])
+            parents = self._slots.parents[slot, :count].tolist() if slot in trees else None
+            yield Segment(slot, start, count, logits, self._tables[slot], self._window_tables[slot], parents)
 
     def _row_sampling(self, layout: Layout) -> SamplingInputs[Tensor]:
         """Makes the sampling inputs of each logit row: [R], and its number [R, 1]."""

@@ -21,6 +21,7 @@ from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
+from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.sweep.dataset import Dataset, random_dataset, read_dataset
 from trtllm_dflash.sweep.settings import SweepSettings
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -87,10 +88,11 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
             settings.device,
             settings.kernels or "auto",
             prepare=False,
+            draft_tree=settings.draft_tree or "auto",
             accept=imposed(acceptance) if acceptance else None,
         )
     else:
-        config = _random_engine(settings, device)
+        config = with_trees(_random_engine(settings, device), settings.draft_tree or "auto", device)
         acceptance = _acceptance(settings, config)
         llm = random_llm(config, device, acceptance, settings.kernels or "auto")
     try:

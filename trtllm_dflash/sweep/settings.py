@@ -11,6 +11,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.draft_length import DraftLengthChoice
 from trtllm_dflash.runtime.request import MaxTokens, SamplingParams, Temperature, TopK, TopP
 from trtllm_dflash.session.choice import Kernels
+from trtllm_dflash.session.trees import DraftTreeChoice
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop
 
 _CONCURRENCY = (1, 2, 4, 8)
@@ -90,6 +91,7 @@ class SweepSettings(BaseModel):
     device: str = "auto"
     kernels: Kernels | None = None
     draft_length: DraftLengthChoice = "auto"
+    draft_tree: DraftTreeChoice | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None
@@ -216,6 +218,7 @@ def check_settings(settings: SweepSettings) -> None:
         "tokenizer": ("url", "compare"),
         "metrics_url": ("url", "compare"),
         "kernels": ("engine", "shape"),
+        "draft_tree": ("engine", "shape"),
         "precision": ("shape",),
         "tp": ("shape",),
         "layers": ("shape",),
