@@ -5,7 +5,7 @@ The process that hands tests to others reads this file, and waits for no torch: 
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -92,12 +92,12 @@ def tiny(tiny_engine):
 def tiny_at():
     """The shipped pair at another block size or precision, straight from its checkpoints."""
 
-    def load(block_size: int, precision: str = "fp32") -> "LLM":
+    def load(block_size: int, precision: str = "fp32", **more: Any) -> "LLM":
         from trtllm_dflash import LLM
 
         folders = str(TINY / "target"), str(TINY / "drafter")
         return LLM.from_pretrained(
-            *folders, precision=precision, device="cpu", max_batch=3, max_seq_len=1024, block_size=block_size
+            *folders, precision=precision, device="cpu", max_batch=3, max_seq_len=1024, block_size=block_size, **more
         )
 
     return load

@@ -13,7 +13,18 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.step_times import measure
-from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step, call_of, words_of
+from trtllm_dflash.session.calls import (
+    Copy,
+    Decode,
+    Piece,
+    Prefill,
+    Prepare,
+    SlotPenalties,
+    SlotSampling,
+    Step,
+    call_of,
+    words_of,
+)
 from trtllm_dflash.session.graphs import StepGraphs
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
@@ -223,6 +234,11 @@ def test_kinds_are_few_and_the_largest_first():
     assert len(step_kinds(8, (15,), sampled=False)) == 4 * 2
 
 
+PENALTIES = SlotPenalties(
+    [1, 7], [], 0.5, -0.25, 1.5, ((3, 2.0), (4, -100.0)), end_ids=(0, 2), ends_from=9, bad_runs=((5,), (6, 7))
+)
+
+
 def test_ranks_are_told_what_to_prepare():
     for call in (
         Prepare((0, 7, 15), sampled=True),
@@ -232,7 +248,11 @@ def test_ranks_are_told_what_to_prepare():
         Prefill(2, 5, [7, 8, 9], True, Drafting.CONTEXT, 1),
         Step(
             [(3, 16), (0, 1)],
-            [Piece(1, 64, [5, 6], False), Piece(2, 0, [7], True, SlotSampling(0.5, 4, 0.9, 2**63))],
+            [
+                Piece(1, 64, [5, 6], False, next_ids=[6, 7]),
+                Piece(2, 0, [7], True, SlotSampling(0.5, 4, 0.9, 2**63, 0.05), penalties=PENALTIES),
+                Piece(4, 0, [8, 9], True, penalties=SlotPenalties([8, 9], [])),
+            ],
             Drafting.BLOCK,
             16,
             True,
@@ -240,6 +260,8 @@ def test_ranks_are_told_what_to_prepare():
             copies=[(9, 4, 30)],
             window_pages=[(1, 0, 3)],
             window_copies=[(3, 2, 30), (1, 0, 8)],
+            logprobs=True,
+            penalized=[0, 2, 4],
         ),
         Step([(0, 1)], [], Drafting.OFF, 1, False),
     ):

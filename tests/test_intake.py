@@ -16,6 +16,12 @@ from trtllm_dflash.runtime.intake import Intake
         ([-1], {}, "prompt", "-1 is not a token id"),
         ([5], {"stop_token_ids": (9999,)}, "stop_token_ids", "9999 is not a token id"),
         ([5], {"stop_token_sequences": ((5, 6), (7, 9999))}, "stop_token_sequences", "9999 is not a token id"),
+        ([5], {"logit_bias": {2048: 1.0}}, "logit_bias", "2048 is not a token id"),
+        ([5], {"bad_token_sequences": ((5, 2048),)}, "bad_token_sequences", "2048 is not a token id"),
+        ([5], {"bad_token_sequences": (tuple(range(9)),)}, "bad_token_sequences", "are more than 8 tokens"),
+        ([5], {"bad_words": ("antidisestablishmentarianism",)}, "bad_words", "tokens; at most 8 are taken"),
+        ([5], {"bad_words": tuple(map(str, range(100, 140)))}, "bad_words", "runs of tokens; at most 64 are taken"),
+        ([5], {"structured": {"kind": "json_object"}}, "structured", "does not do this yet"),
         ([5], {"temperature": 0.5}, "temperature", "built greedy"),
         ([5], {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "5 is more than max_tokens 4"),
     ],
@@ -32,6 +38,8 @@ def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
 @pytest.mark.parametrize(
     "params",
     [
+        {"logprobs": 0},
+        {"prompt_logprobs": 20},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -2.0},
         {"repetition_penalty": 1.2},
@@ -40,20 +48,13 @@ def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
         {"min_tokens": 3},
         {"bad_words": ("fox",)},
         {"bad_token_sequences": ((5, 6),)},
-        {"structured": {"kind": "json_object"}},
     ],
     ids=lambda params: next(iter(params)),
 )
-def test_what_is_not_there_yet_is_refused_by_name(tiny, params):
-    with pytest.raises(RequestError, match=f"^{next(iter(params))}: this engine does not do this yet"):
-        tiny.intake.sequence([5], SamplingParams.model_validate(params))
-
-
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_what_a_session_lacks_is_refused_by_name(tiny, name):
+def test_what_a_session_lacks_is_refused_by_name(tiny, params):
     lacking = Intake(tiny.config, tiny.codec, lacks="only torch on a CPU does this yet")
-    with pytest.raises(RequestError, match=f"^{name}: only torch on a CPU does this yet; leave it out"):
-        lacking.sequence([5], SamplingParams(**{name: 0}))
+    with pytest.raises(RequestError, match=f"^{next(iter(params))}: only torch on a CPU does this yet; leave it out"):
+        lacking.sequence([5], SamplingParams.model_validate(params))
 
 
 @pytest.mark.parametrize(

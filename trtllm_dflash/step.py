@@ -17,6 +17,7 @@ from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import Acceptance, Logprobs, Ops, SamplingInputs
 from trtllm_dflash.ops.draft_tree import DraftTree
+from trtllm_dflash.ops.penalties import Penalties
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class StepInputs(Generic[T]):
     logit_rows: T  # [B, R] ascending
     block_offsets: T  # [1, Bd] 0..Bd-1
     sampling: SamplingInputs[T] | None = None  # None: greedy
+    penalties: Penalties[T] | None = None  # of flat rows
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     prompt: "PromptRows[T] | None" = None  # rows of prompts whose log-probabilities are computed
 
@@ -102,7 +104,8 @@ class DraftVerifyStep:
         taps = drafter.config.tap_layers if drafter else ()
         features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
-        target_ids = ops.argmax(logits) if inputs.sampling is None else ops.sample(logits, inputs.sampling)
+        chosen = logits if inputs.penalties is None else ops.penalize(logits, inputs.penalties)
+        target_ids = ops.argmax(chosen) if inputs.sampling is None else ops.sample(chosen, inputs.sampling)
         logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
         verdict = self._accept(ops, inputs, target_ids)
         next_start = verdict.next_start

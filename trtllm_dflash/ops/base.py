@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from trtllm_dflash.ops.draft_tree import DraftTree
+from trtllm_dflash.ops.penalties import Penalties
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ class SamplingInputs(Generic[T]):
     top_k: T  # [B] int32
     top_p: T  # [B] float32
     uniform: T  # [B, R] float32 in [0, 1): one number a row
+    min_p: T | None = None  # [B] float32; 0 filters nothing
 
 
 #: Most likely tokens whose log-probabilities are reported with a token's own; all, of a smaller vocabulary.
@@ -457,15 +459,20 @@ class Ops(ABC, Generic[T]):
     def sample(self, logits: T, sampling: SamplingInputs[T]) -> T:
         """Draws each row's id from its filtered distribution; rows of temperature 0 are greedy. Shapes as `argmax`.
 
-        logits / temperature; keep the top_k largest; of those, the smallest set of largest probabilities that reaches
-        top_p (equals of the last one stay in); then the inverse CDF, in order of ids, at the row's uniform number.
+        logits / temperature; keep those that are at least min_p as likely as the largest; of those, the top_k largest;
+        of those, the smallest set of largest probabilities that reaches top_p (equals of the last one stay in); then
+        the inverse CDF, in order of ids, at the row's uniform number.
         """
+
+    def penalize(self, logits: T, penalties: Penalties[T]) -> T:
+        """Changes some rows of logits [1, R, V/tp]; returns all in FP32. A session without it refuses such requests."""
+        raise NotImplementedError
 
     def log_probabilities(self, logits: T, ids: T) -> Logprobs[T]:
         """Computes log-probabilities of each row's token, ids [B, R], and of the most likely ones. Shapes as `argmax`.
 
-        The log of the softmax of the logits as they are, in FP32. A session whose backend has it not refuses requests
-        for it.
+        The log of the softmax of the logits as they are, in FP32. A session without it refuses such
+        requests.
         """
         raise NotImplementedError
 

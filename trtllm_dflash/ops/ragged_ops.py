@@ -54,6 +54,10 @@ class Segment:
             paths[row] = [*paths[self.parents[row]], row]
         return [paths[row] for row in range(self.run, self.count)]
 
+    def path(self, row: int) -> list[int]:
+        """The rows from row 0 to this one, itself included."""
+        return list(range(row + 1)) if row < self.run else self.paths[row - self.run]
+
     @cached_property
     def positions(self) -> list[int]:
         """The position of each row."""
@@ -125,6 +129,20 @@ class Layout:
     def logit_slots(self) -> Tensor:
         """The slot of each logit row: [R] int64."""
         return torch.tensor([s.slot for s in self.segments for _ in range(s.logits)])
+
+    def follows(self, logit_rows: list[int], decoding: int) -> Tensor:
+        """Marks the rows whose tokens a reply has before the token that each of these logit rows chooses: [n, N].
+
+        They are a decoding slot's rows on the path to its own. A prompt's tokens are no part of a reply.
+
+        Args:
+            decoding: segments that decode; they come first.
+        """
+        marks = torch.zeros(self.first_logits[-1], self.first_rows[-1], dtype=torch.bool)
+        for segment, first, logits in zip(self.segments[:decoding], self.first_rows, self.first_logits, strict=False):
+            for row in range(segment.logits):
+                marks[logits + row, [first + before for before in segment.path(row)]] = True
+        return marks[logit_rows]
 
     @cached_property
     def slots(self) -> Tensor:
@@ -311,6 +329,11 @@ class RaggedOps(TorchOps):
         path = None if is_run else _int32([(*path, *[0] * (most - len(path))) for path in paths])
         self._paths = paths
         return Acceptance(accepted, committed, bonus, path=path)
+
+    @property
+    def bonus_rows(self) -> list[int]:
+        """The logit row that chose each segment's bonus token, once it is known what was accepted."""
+        return [first + path[-1] for first, path in zip(self._layout.first_logits, self._paths, strict=False)]
 
     @cached_property
     def _final(self) -> Layout:

@@ -33,6 +33,7 @@ from trtllm_dflash.ops.fp8 import (
     quantize_rows,
 )
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
+from trtllm_dflash.ops.penalties import Penalties, penalized
 
 Tensor = torch.Tensor
 
@@ -344,6 +345,8 @@ class TorchOps(Ops[Tensor]):
         top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary).clamp(max=vocabulary)
         index = (top_k.long() - 1)[:, None, None].expand(-1, logits.shape[1], 1)
         smallest = descending.gather(-1, index)  # [B, R, 1]
+        if sampling.min_p is not None:
+            smallest = smallest.maximum(sampling.min_p.log()[:, None, None])  # the largest is 0
 
         sorted_probs = descending.masked_fill(descending < smallest, -torch.inf).softmax(dim=-1)
         before = sorted_probs.cumsum(dim=-1) - sorted_probs
@@ -361,6 +364,11 @@ class TorchOps(Ops[Tensor]):
         ids = torch.arange(vocabulary, device=logits.device)
         last = torch.where(probs > 0, ids, 0).amax(dim=-1)
         return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn.minimum(last)).int()
+
+    def penalize(self, logits: Tensor, penalties: Penalties[Tensor]) -> Tensor:
+        logits, rows = logits.float(), penalties.rows
+        changed = penalized(logits[0, rows], penalties, self.rank * logits.shape[-1])
+        return logits.index_copy(1, rows, changed[None])
 
     def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:
         logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]

@@ -16,6 +16,7 @@ class Batch:
     block: int  # rows that those verify; 0: not all the same
     sampled: bool
     logprobs: bool
+    penalized: list[int]  # slots
 
     @classmethod
     def of(cls, stays: list[Stay]) -> "Batch":
@@ -30,6 +31,7 @@ class Batch:
             block=blocks.pop() if len(blocks) == 1 else 0,
             sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
             logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
+            penalized=[stay.slot for stay in stays if stay.sequence.params.penalizes],
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import LongPromptError, RequestError, SettingsError
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence
+from trtllm_dflash.session.calls import MOST_BAD_RUNS, MOST_BAD_TOKENS
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -13,11 +14,10 @@ from trtllm_dflash.text.tokenizer import TextCodec
 Prompt = str | list[dict[str, str]] | list[int]
 
 
-#: Parameters of log-probabilities, which not every session computes.
-_REPORTS = ("logprobs", "prompt_logprobs")
-
-#: Parameters that no engine follows yet.
-_NOT_YET = (
+#: Parameters that not every session follows.
+_SHAPES = (
+    "logprobs",
+    "prompt_logprobs",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -26,8 +26,10 @@ _NOT_YET = (
     "min_tokens",
     "bad_words",
     "bad_token_sequences",
-    "structured",
 )
+
+#: Parameters that none follows yet.
+_NOT_YET = ("structured",)
 _DEFAULTS = SamplingParams().model_dump()
 
 
@@ -38,7 +40,7 @@ class Intake:
         config: the engine's.
         codec: its tokenizer, if any.
         max_prompt_tokens: longest prompt; by default the engine's length less one token.
-        lacks: why its session computes no log-probabilities; "" where it does.
+        lacks: why its session computes no log-probabilities, penalties and the like; "" where it does.
 
     Raises:
         SettingsError: the engine takes no prompt as long as `max_prompt_tokens`.
@@ -104,6 +106,7 @@ class Intake:
             draft=draft,
             priority=priority,
             deadline=deadline,
+            bad_runs=self._bad_runs(params),
         )
 
     def _ids(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None) -> list[int]:
@@ -123,8 +126,15 @@ class Intake:
     def _check_params(self, params: SamplingParams) -> None:
         """Checks the parameters that depend on the engine, which `SamplingParams` cannot check by itself."""
         self._check_tokens("stop_token_ids", params.stop_token_ids)
-        for run in params.stop_token_sequences:
-            self._check_tokens("stop_token_sequences", run)
+        for field in ("stop_token_sequences", "bad_token_sequences"):
+            for run in getattr(params, field):
+                self._check_tokens(field, run)
+        for run in params.bad_token_sequences:
+            if len(run) > MOST_BAD_TOKENS:
+                raise RequestError(f"{run} are more than {MOST_BAD_TOKENS} tokens", "bad_token_sequences")
+        self._check_tokens("logit_bias", params.logit_bias)
+        if params.bad_words and self._codec is None:
+            raise RequestError("needs a tokenizer, and this engine has none; use bad_token_sequences", "bad_words")
         if params.stop and self._codec is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids", "stop")
         if params.temperature > 0 and not self._config.sampling:
@@ -132,10 +142,27 @@ class Intake:
             raise RequestError(reason, "temperature")
         if params.min_tokens > params.max_tokens:
             raise RequestError(f"{params.min_tokens} is more than max_tokens {params.max_tokens}", "min_tokens")
-        for names, reason in ((_REPORTS, self._lacks), (_NOT_YET, "this engine does not do this yet")):
+        for names, reason in ((_SHAPES, self._lacks), (_NOT_YET, "this engine does not do this yet")):
             for name in names:
                 if reason and getattr(params, name) != _DEFAULTS[name]:
                     raise RequestError(f"{reason}; leave it out", name)
+
+    def _bad_runs(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Lists the runs of tokens that a reply is kept from: a text's are those at a beginning, and behind a space."""
+        runs = list(params.bad_token_sequences)
+        for word in params.bad_words:
+            assert self._codec is not None
+            bare = word.strip() or word
+            for run in (self._codec.encode_words(bare), self._codec.encode_words(" " + bare)):
+                if len(run) > MOST_BAD_TOKENS:
+                    reason = f"{word!r} has {len(run)} tokens; at most {MOST_BAD_TOKENS} are taken"
+                    raise RequestError(reason, "bad_words")
+                if tuple(run) not in runs:
+                    runs.append(tuple(run))
+        if len(runs) > MOST_BAD_RUNS:
+            field = "bad_words" if params.bad_words else "bad_token_sequences"
+            raise RequestError(f"they are {len(runs)} runs of tokens; at most {MOST_BAD_RUNS} are taken", field)
+        return tuple(runs)
 
     def _check_tokens(self, field: str, ids: Iterable[int]) -> None:
         vocabulary = self._config.target.vocab_size

@@ -2,8 +2,9 @@
 
 from trtllm_dflash.runtime.logprobs import next_ids
 from trtllm_dflash.runtime.prefill_budget import divide
+from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import Stay
-from trtllm_dflash.session.calls import Piece, SlotSampling
+from trtllm_dflash.session.calls import Piece, SlotPenalties, SlotSampling
 
 
 def divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:
@@ -14,12 +15,29 @@ def divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:
 
 def piece_of(stay: Stay, count: int) -> Piece:
     """Makes the piece of the next `count` tokens of a slot's prompt."""
-    params, first = stay.sequence.params, stay.launched
+    sequence, first = stay.sequence, stay.launched
+    params, last = sequence.params, first + count == stay.prompt
     return Piece(
         slot=stay.slot,
         start=first,
-        token_ids=stay.sequence.tokens(first, first + count),
-        last=first + count == stay.prompt,
-        sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed),
+        token_ids=sequence.tokens(first, first + count),
+        last=last,
+        sampling=SlotSampling(params.temperature, params.top_k, params.top_p, params.seed, params.min_p),
         next_ids=next_ids(stay, count),
+        penalties=_penalties_of(sequence) if last and params.penalizes else None,
+    )
+
+
+def _penalties_of(sequence: Sequence) -> SlotPenalties:
+    params = sequence.params
+    return SlotPenalties(
+        prompt_ids=sequence.prompt_ids,
+        reply_ids=list(sequence.token_ids),
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=params.repetition_penalty,
+        bias=tuple(params.logit_bias.items()),
+        end_ids=tuple(sequence.end_token_ids),
+        ends_from=len(sequence.prompt_ids) + params.min_tokens,
+        bad_runs=sequence.bad_runs,
     )

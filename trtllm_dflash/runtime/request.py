@@ -81,6 +81,12 @@ class SamplingParams(BaseModel):
     bad_token_sequences: tuple[Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)], ...] = ()
     structured: Structured | None = None
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits change before a token is chosen."""
+        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
+        return not neutral or bool(self.logit_bias or self.min_tokens or self.bad_words or self.bad_token_sequences)
+
     def __hash__(self) -> int:  # pydantic's would have every field be hashable
         return hash((self.max_tokens, self.temperature, self.seed, self.stop))
 
@@ -219,6 +225,7 @@ class Sequence:
         left: tokens that the reply may still get; 0 once it has ended.
         accepted_per_step: drafts of each decoding step that became part of the reply.
         logprobs, prompt_logprobs: of tokens of the reply, and of the prompt but its first, so far.
+        bad_runs: runs of tokens that the reply is kept from.
     """
 
     prompt_ids: list[int]
@@ -242,6 +249,7 @@ class Sequence:
     error: DFlashError | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    bad_runs: tuple[tuple[int, ...], ...] = ()
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
     _reported: int = 0
     _has_stops: bool = False

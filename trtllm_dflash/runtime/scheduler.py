@@ -297,12 +297,14 @@ class Scheduler:
         rows = tree + 1 if tree else block
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
+        calls = [piece_of(stay, count) for stay, count in pieces]
         step = Step(
             decode=batch.rows,
-            pieces=[piece_of(stay, count) for stay, count in pieces],
+            pieces=calls,
             drafting=drafting,
             block=block,
             sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
+            penalized=batch.penalized + [piece.slot for piece in calls if piece.penalties is not None],
             logprobs=batch.logprobs or any(stay.sequence.params.logprobs is not None for stay, _ in pieces),
             pages=self._slots.table_changes,
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],

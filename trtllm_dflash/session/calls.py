@@ -1,12 +1,16 @@
 """Calls that the host makes of a session: to prepare, to run a step, to copy rows; and each as integers."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trtllm_dflash.step import Drafting
 
 _DRAFTING = list(Drafting)
+
+#: Runs of tokens that one reply may be kept from, and the tokens of each.
+MOST_BAD_RUNS = 64
+MOST_BAD_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,22 @@ class SlotSampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class SlotPenalties:
+    """Penalties of one slot, its prompt, and its reply so far; see `SamplingParams`."""
+
+    prompt_ids: list[int]
+    reply_ids: list[int]
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()  # by token
+    end_ids: tuple[int, ...] = ()
+    ends_from: int = 0  # the first position that an end token may stand at
+    bad_runs: tuple[tuple[int, ...], ...] = ()  # of tokens
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,7 @@ class Piece:
     last: bool  # the reply's first token comes out of it, and the first block
     sampling: SlotSampling = SlotSampling()
     next_ids: list[int] = field(default_factory=list)  # whose log-probabilities its first rows give, one each
+    penalties: SlotPenalties | None = None  # with the last piece
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,7 @@ class Step:
     window_copies: list[tuple[int, int, int]] = field(default_factory=list)  # they have pages of their own
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
+    penalized: list[int] = field(default_factory=list)  # slots that choose by penalized logits
 
     @property
     def reports(self) -> bool:
@@ -105,15 +127,16 @@ def words_of(call: Call) -> Iterator[int]:
         yield from (0, call.source, call.target, call.rows)
     elif isinstance(call, Step):
         yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs, call.tree)
+        yield from _listed(call.penalized)
         for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies):
             yield len(run)
             for numbers in run:
                 yield from numbers
         for piece in call.pieces:
             yield from (piece.slot, piece.start, piece.last, *_sampling_words(piece.sampling))
-            for ids in (piece.token_ids, piece.next_ids):
-                yield len(ids)
-                yield from ids
+            yield from _listed(piece.token_ids)
+            yield from _listed(piece.next_ids)
+            yield from _listed(list(_penalty_words(piece.penalties)))
     elif isinstance(call, Prepare):
         yield from (3, call.sampled, *call.lengths)
     elif isinstance(call, Decode):
@@ -137,13 +160,13 @@ def call_of(words: list[int]) -> Call:
     if kind == 4:
         return _step_of(rest)
     slot, start, last, drafting, block = rest[:5]
-    sampling, token_ids = _sampling_of(rest[5:9]), rest[9:]
+    sampling, token_ids = _sampling_of(rest[5:10]), rest[10:]
     return Prefill(slot, start, token_ids, bool(last), _DRAFTING[drafting], block, sampling)
 
 
 def _step_of(words: list[int]) -> Step:
     drafting, block, sampled, logprobs, tree = words[:5]
-    at = 5
+    penalized, at = _list_at(words, 5)
     runs: list[list[int]] = []
     for size in (2, 3, 3, 3, 3):
         end = at + 1 + words[at] * size
@@ -156,14 +179,11 @@ def _step_of(words: list[int]) -> Step:
     pieces = []
     while at < len(words):
         slot, start, last = words[at : at + 3]
-        sampling = _sampling_of(words[at + 3 : at + 7])
-        at += 7
-        both = []
-        for _ in range(2):
-            end = at + 1 + words[at]
-            both.append(words[at + 1 : end])
-            at = end
-        pieces.append(Piece(slot, start, both[0], bool(last), sampling, both[1]))
+        sampling = _sampling_of(words[at + 3 : at + 8])
+        token_ids, at = _list_at(words, at + 8)
+        next_ids, at = _list_at(words, at)
+        penalties, at = _list_at(words, at)
+        pieces.append(Piece(slot, start, token_ids, bool(last), sampling, next_ids, _penalties_of(penalties)))
     return Step(
         decode=list(zip(decode[::2], decode[1::2], strict=True)),
         pieces=pieces,
@@ -176,16 +196,67 @@ def _step_of(words: list[int]) -> Step:
         window_copies=window_copies,
         logprobs=bool(logprobs),
         tree=tree,
+        penalized=penalized,
     )
 
 
 def _sampling_words(sampling: SlotSampling) -> tuple[int, ...]:
-    return (_bits(sampling.temperature), sampling.top_k, _bits(sampling.top_p), signed(sampling.seed))
+    temperature, top_p, min_p = (_bits(x) for x in (sampling.temperature, sampling.top_p, sampling.min_p))
+    return temperature, sampling.top_k, top_p, signed(sampling.seed), min_p
 
 
 def _sampling_of(words: list[int]) -> SlotSampling:
-    temperature, top_k, top_p, seed = words
-    return SlotSampling(_real(temperature), top_k, _real(top_p), seed % 2**64)
+    temperature, top_k, top_p, seed, min_p = words
+    return SlotSampling(_real(temperature), top_k, _real(top_p), seed % 2**64, _real(min_p))
+
+
+def _penalty_words(given: SlotPenalties | None) -> Iterator[int]:
+    if given is None:
+        return
+    yield from (_bits(x) for x in (given.presence, given.frequency, given.repetition))
+    yield given.ends_from
+    for ids in (given.prompt_ids, given.reply_ids, given.end_ids, *given.bad_runs):
+        yield from _listed(ids)
+    for token, bias in given.bias:
+        yield from (-1, token, _bits(bias))  # no list is so long
+
+
+def _penalties_of(words: list[int]) -> SlotPenalties | None:
+    if not words:
+        return None
+    presence, frequency, repetition = (_real(bits) for bits in words[:3])
+    at, lists, bias = 4, [], []
+    while at < len(words):
+        if words[at] < 0:
+            bias.append((words[at + 1], _real(words[at + 2])))
+            at += 3
+        else:
+            ids, at = _list_at(words, at)
+            lists.append(ids)
+    prompt_ids, reply_ids, end_ids, *bad_runs = lists
+    return SlotPenalties(
+        prompt_ids,
+        reply_ids,
+        presence,
+        frequency,
+        repetition,
+        bias=tuple(bias),
+        end_ids=tuple(end_ids),
+        ends_from=words[3],
+        bad_runs=tuple(map(tuple, bad_runs)),
+    )
+
+
+def _listed(numbers: Sequence[int]) -> Iterator[int]:
+    """Encodes a list, its length first."""
+    yield len(numbers)
+    yield from numbers
+
+
+def _list_at(words: list[int], at: int) -> tuple[list[int], int]:
+    """Decodes a list; returns where it ends, too."""
+    end = at + 1 + words[at]
+    return words[at + 1 : end], end
 
 
 def signed(seed: int) -> int:

@@ -10,5 +10,5 @@ class StepLimits:
     pieces: int  # of prompts
     prompt_rows: int  # of all pieces together
     mixes: bool  # pieces beside decoding slots, and several together; else a step decodes, or has one piece
-    reports: bool = False  # log-probabilities
+    shapes: bool = False  # what more may be asked of a choice: log-probabilities, penalties, biases, structure
     shares: bool = True  # a sequence may go on from rows that others left

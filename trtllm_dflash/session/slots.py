@@ -21,6 +21,7 @@ class SlotTensors:
         self.temperature = torch.zeros(slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
         self.top_p = torch.ones(slots, device=device)
+        self.min_p = torch.zeros(slots, device=device)
         self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def sampling(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
@@ -43,4 +44,5 @@ class SlotTensors:
         self.temperature[slot].fill_(sampling.temperature)
         self.top_k[slot].fill_(sampling.top_k)
         self.top_p[slot].fill_(sampling.top_p)
+        self.min_p[slot].fill_(sampling.min_p)
         self.seed[slot].fill_(signed(sampling.seed))

@@ -1,6 +1,6 @@
 """The PyTorch session: `DraftVerifyStep` over torch's operations, on CPU or CUDA, alone or as one rank of several."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
@@ -19,11 +19,13 @@ from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.draft_tree import draft_tree
+from trtllm_dflash.ops.penalties import Penalties
 from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Step
 from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.penalties import PenaltyTensors
 from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.slots import SlotTensors
@@ -67,6 +69,7 @@ class TorchSession(Session):
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
         self.states = _allocate_states(config, device)
+        self._penalties: PenaltyTensors | None = None  # made when a request first has any
         self._windowed = windowed_caches(config, self.paging)
         # Of each slot, by position. Whoever gives pages says so with the steps; until then each has its share of all.
         slots, width = range(config.max_batch), self.paging.width
@@ -84,7 +87,7 @@ class TorchSession(Session):
         shares = self.states is None
         if not self._flat:
             return replace(super().limits, shares=shares)
-        return StepLimits(PIECES, self.config.chunk, mixes=True, reports=True, shares=shares)
+        return StepLimits(PIECES, self.config.chunk, mixes=True, shapes=True, shares=shares)
 
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
@@ -105,13 +108,15 @@ class TorchSession(Session):
         layout = Layout(list(self._segments(call)), self.paging.rows)
         ids = [self._slots.tokens[slot, :count] for slot, count in call.decode]
         ids += [self._int32(piece.token_ids) for piece in call.pieces]
+        token_ids = torch.cat(ids)
         inputs = StepInputs(
-            token_ids=torch.cat(ids)[None],
+            token_ids=token_ids[None],
             start=self._int32([segment.start for segment in layout.segments]),
             row_count=layout.counts,
             logit_rows=layout.logit_rows,
             block_offsets=self._offsets(call.block),
             sampling=self._row_sampling(layout) if call.sampled else None,
+            penalties=self._penalties_of(call, layout, token_ids),
             logprobs=call.logprobs,
             prompt=self._prompt_rows(call, layout),
         )
@@ -127,9 +132,37 @@ class TorchSession(Session):
             run = torch.arange(-1, rows - 1, dtype=torch.int32).expand(len(layout.segments), -1)
             parents = run if out.next_parents is None else out.next_parents
             self._slots.parents[:, :rows].index_copy_(0, layout.slots, parents)
+        if inputs.penalties is not None:
+            self._note_replies(call, layout, inputs.penalties, ops.bonus_rows)
         decided = torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
         first_prompts = list(accumulate(_next_counts(call), initial=0))
         return Outcome(decided, Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts))
+
+    def _penalties_of(self, call: Step, layout: Layout, token_ids: Tensor) -> Penalties[Tensor] | None:
+        """Makes the penalties of a step with token_ids [N]; None where nobody has any."""
+        if not call.penalized:
+            return None
+        if self._penalties is None:
+            self._penalties = PenaltyTensors(self.config, self.device)
+        for piece in call.pieces:
+            if piece.penalties is not None:
+                self._penalties.set(piece.slot, piece.penalties)
+        rows = [first + i for segment, first in _penalized(call, layout) for i in range(segment.logits)]
+        index = torch.tensor(rows)
+        positions = layout.positions[0][layout.logit_rows[0][index]]
+        follows = layout.follows(rows, len(call.decode))
+        return self._penalties.of_rows(index, layout.logit_slots[index], positions, token_ids, follows)
+
+    def _note_replies(
+        self, call: Step, layout: Layout, penalties: Penalties[Tensor], bonus_rows: Sequence[int]
+    ) -> None:
+        """Notes the tokens that became final, once these logit rows have chosen each segment's bonus token."""
+        assert self._penalties is not None
+        places = {row: place for place, row in enumerate(penalties.rows.tolist())}
+        both = zip(layout.segments, bonus_rows, strict=True)
+        noted = [(segment.slot, places[row]) for segment, row in both if segment.slot in call.penalized]
+        slots, rows = torch.tensor(noted).unbind(1)
+        self._penalties.advance(slots, penalties, rows)
 
     def _prompt_rows(self, call: Step, layout: Layout) -> PromptRows[Tensor] | None:
         """Finds the rows of prompts whose log-probabilities are to be computed: the first ones of their pieces."""
@@ -157,7 +190,9 @@ class TorchSession(Session):
 
     def _row_sampling(self, layout: Layout) -> SamplingInputs[Tensor]:
         """Makes the sampling inputs of each logit row: [R], and its number [R, 1]."""
-        return self._slots.row_sampling(layout.logit_slots, layout.positions[0][layout.logit_rows[0]])
+        sampling = self._slots.row_sampling(layout.logit_slots, layout.positions[0][layout.logit_rows[0]])
+        min_p = self._slots.min_p[layout.logit_slots]
+        return replace(sampling, min_p=min_p) if min_p.any() else sampling
 
     # -- [slots, rows] -----------------------------------------------------------------------------------------------
 
@@ -179,6 +214,12 @@ class TorchSession(Session):
 def _next_counts(call: Step) -> list[int]:
     """Counts the tokens of prompts whose log-probabilities each segment of a step gives."""
     return [0] * len(call.decode) + [len(piece.next_ids) for piece in call.pieces]
+
+
+def _penalized(call: Step, layout: Layout) -> list[tuple[Segment, int]]:
+    """Lists the segments of a step whose logits are penalized, and where each one's logit rows begin."""
+    both = zip(layout.segments, layout.first_logits, strict=False)
+    return [(segment, first) for segment, first in both if segment.slot in call.penalized]
 
 
 def _allocate_states(config: EngineConfig, device: torch.device) -> DeltaStates | None:
