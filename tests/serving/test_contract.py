@@ -182,7 +182,6 @@ def test_empty_biases_are_no_biases_and_others_are_refused(client, model):
     ("model", "inputs", "refusal"),
     [
         ("tensorrt_llm", ids_of([5], decoder_input_ids=[1, 2]), "decoder_input_ids: not supported"),
-        ("tensorrt_llm", ids_of([5], return_log_probs=True), "return_log_probs: true is not supported"),
         ("tensorrt_llm", ids_of([5], return_context_logits=True), "return_context_logits: true is not supported"),
         ("tensorrt_llm_bls", {"text_input": "a", "max_tokens": 2, "use_draft_logits": True}, "use_draft_logits: not"),
         ("preprocessing", {"QUERY": "a", "STOP_WORDS_DICT": ["x"] * 1000}, "STOP_WORDS_DICT: 1000 of them"),

@@ -85,8 +85,9 @@ class TakenAtOnce(deque):
 
 
 class Request:
-    def __init__(self, sender=None, **tensors):
+    def __init__(self, sender=None, outputs=("output_ids", "finish_reason"), **tensors):
         self._tensors = tensors
+        self._outputs = outputs
         self.sender = sender or Sender()
 
     def inputs(self):
@@ -96,7 +97,7 @@ class Request:
         return self.sender
 
     def requested_output_names(self):
-        return ["output_ids", "finish_reason"]
+        return self._outputs
 
     def parameters(self):
         return "{}"
@@ -246,3 +247,37 @@ def test_tokens_that_were_not_sent_yet_come_before_the_error(model):
     model._service.close()
     assert "closing" in str(streamed.sender.last().error)
     assert len(tokens_of(streamed.sender.sent[:-1])) == counts.committed_tokens
+
+
+LOGPROBS = ("output_ids", "cum_log_probs", "output_log_probs", "top_log_prob_ids", "top_log_probs", "prompt_log_probs")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_log_probabilities_are_those_of_generate(model, tiny, streaming):
+    """Of the tokens of each response, and their sum so far; the prompt's with the last one."""
+    asked = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, presence_penalty=1.5, logit_bias={7: 3.0})
+    tensors = {name: value[None] for name, value in choice_fields().choice_tensors(asked).items()}
+    sent = request(20, outputs=LOGPROBS, streaming=np.array([[streaming]]), **tensors)
+    model.execute([sent])
+    sent.sender.last()
+    (expected,) = tiny.generate([[5]], asked)
+    responses = [{tensor.name(): tensor.as_numpy()[0] for tensor in answer.tensors} for answer, _ in sent.sender.sent]
+    assert (len(responses) > 1) == streaming
+    found = []
+    for parts in responses:
+        own, ids, top = (parts[name].flatten().tolist() for name in LOGPROBS[2:5])
+        found += choice_fields().read_logprobs(own, ids, top)
+        assert len(own) == parts["output_ids"].size
+        assert parts["cum_log_probs"].item() == pytest.approx(sum(its.logprob for its in found), abs=1e-5)
+    assert [token for parts in responses for token in parts["output_ids"].flatten().tolist()] == expected.token_ids
+    assert [(its.logprob, its.top_logprobs) for its in found] == [
+        (its.logprob, its.top_logprobs) for its in expected.logprobs
+    ]
+    assert responses[-1]["prompt_log_probs"].tolist() == []  # of one token there is none
+
+
+def choice_fields():
+    """The module as it was imported beside this test's Triton."""
+    from trtllm_dflash.serving import choice_fields
+
+    return choice_fields

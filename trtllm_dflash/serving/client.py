@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -20,7 +20,8 @@ from trtllm_dflash.errors import (
     RequestError,
     ShutdownError,
 )
-from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.runtime.request import SamplingParams, TokenLogprobs
+from trtllm_dflash.serving.choice_fields import choice_tensors, read_logprobs
 from trtllm_dflash.serving.parameters import CODED_ERRORS
 
 MODEL = "tensorrt_llm"
@@ -33,6 +34,8 @@ _OUTPUTS = (
     "total_accepted_draft_tokens",
 )
 _IDS = ("output_ids", "accepted_per_step")
+_LOGPROBS = ("output_log_probs", "top_log_prob_ids", "top_log_probs")
+_PROMPT_LOGPROBS = ("prompt_log_probs", "prompt_top_log_prob_ids", "prompt_top_log_probs")
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -82,6 +85,8 @@ class Piece:
         accepted_per_step: drafts accepted by each of its decoding steps; with the last piece, where the request wants
             ids.
         finish_reason: "stop" or "length" with the last piece, "" before it.
+        logprobs: of the new tokens, where the request asks for them.
+        prompt_logprobs: of the prompt's tokens but the first, with the last piece.
     """
 
     text: str
@@ -91,6 +96,8 @@ class Piece:
     accepted_tokens: int
     accepted_per_step: list[int]
     finish_reason: str
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class TritonClient:
@@ -213,6 +220,7 @@ def _inputs(request: TokenRequest) -> list[InferInput]:
     }
     if params.stop:
         values["stop_words"] = np.array([text.encode() for text in params.stop], object)
+    values |= choice_tensors(params)
     if request.deadline is not None:
         values["deadline_ms"] = np.array([min(request.deadline * 1000, 2**31 - 1)], np.int32)
     inputs = []
@@ -224,7 +232,10 @@ def _inputs(request: TokenRequest) -> list[InferInput]:
 
 
 def _outputs(request: TokenRequest) -> tuple[str, ...]:
-    return (*_OUTPUTS, *_IDS) if request.wants_ids else _OUTPUTS
+    ids = _IDS if request.wants_ids else ()
+    logprobs = _LOGPROBS if request.params.logprobs is not None else ()
+    prompt = _PROMPT_LOGPROBS if request.params.prompt_logprobs is not None else ()
+    return (*_OUTPUTS, *ids, *logprobs, *prompt)
 
 
 def _piece(result: InferResult) -> Piece:
@@ -240,7 +251,21 @@ def _piece(result: InferResult) -> Piece:
         accepted_tokens=_number(values["total_accepted_draft_tokens"]),
         accepted_per_step=_numbers(values.get("accepted_per_step", b"")),
         finish_reason=_text(values["finish_reason"]),
+        logprobs=_logprobs(values, _LOGPROBS),
+        prompt_logprobs=_logprobs(values, _PROMPT_LOGPROBS),
     )
+
+
+def _logprobs(values: dict[str, bytes], names: tuple[str, str, str]) -> list[TokenLogprobs]:
+    """Reads log-probabilities from three tensors, where they are there."""
+    own, ids, top = (values.get(name, b"") for name in names)
+    return read_logprobs(_reals(own), _numbers(ids), _reals(top))
+
+
+def _reals(raw: bytes) -> list[float]:
+    """Reads a tensor of FP32."""
+    reals: list[float] = np.frombuffer(raw, np.float32).tolist()
+    return reals
 
 
 def _numbers(raw: bytes) -> list[int]:

@@ -19,9 +19,10 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import CancelledError, DFlashError, RequestError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.runtime.request import Update
+from trtllm_dflash.runtime.request import TokenLogprobs, Update
 from trtllm_dflash.runtime.service import Ticket
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.serving.choice_fields import choice_values
 from trtllm_dflash.serving.drain import DrainListener
 from trtllm_dflash.serving.lifeline import hold_lifeline
 from trtllm_dflash.serving.log import log_to_triton
@@ -55,7 +56,8 @@ class Reply:
         request_id: the client's own name for it, with which it may stop it; "" is none.
         coded: its errors begin with their code.
         tokens: of the reply, so far.
-        token_ids, text: the reply so far, where it is not streamed: what a client gets that stops it.
+        token_ids, text, logprobs: the reply so far, where it is not streamed: what a client gets that stops it.
+        cumulative: the sum of its tokens' log-probabilities so far.
         stopped: by its client, who gets a last response then, not an error.
     """
 
@@ -68,6 +70,8 @@ class Reply:
     tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative: float = 0.0
     stopped: bool = False
     begun: bool = False
     ticket: Ticket | None = None
@@ -141,7 +145,7 @@ class EngineModel:
             self._outbox.put(lambda: self._stop(key, sender) if key else self._stop_named(name, sender))
             return
         fields = Fields(tensors, TEXT_NAMES if "prompt" in tensors else None)
-        asked = parse_request(fields, self._decoupled, self._echo)
+        asked = parse_request(fields, self._decoupled, self._echo, choice_values(fields))
         requested = set(request.requested_output_names())
         outputs = [name for name in OUTPUTS if name in requested]
         self._begin_drain()
@@ -235,6 +239,8 @@ class EngineModel:
         if not reply.asked.streaming:
             reply.token_ids += update.token_ids
             reply.text += update.text
+            reply.logprobs += update.logprobs
+        reply.cumulative += sum(its.logprob for its in update.logprobs)
         if update.error is not None and not (reply.stopped and isinstance(update.error, CancelledError)):
             reply.sender.send(error_response(update.error, reply.coded), flags=FINAL)
         elif ended or reply.asked.streaming:
@@ -271,12 +277,23 @@ class EngineModel:
     def _response(self, reply: Reply, update: Update) -> Response:
         """Makes a response: of the steps since the one before where the reply is streamed, else of the whole."""
         asked, done = reply.asked, update.completion
-        ids, text = update.token_ids, update.text
+        ids, text, logprobs = update.token_ids, update.text, update.logprobs
         if not asked.streaming:
             ids, text = (reply.token_ids, reply.text) if done is None else (done.token_ids, done.text or "")
             if asked.echo:
                 ids, text = asked.prompt_ids + ids, self._prompt_text(asked) + text
-        return Response(asked, update, ids, text, reply.tokens, reply.key, stopped=update.error is not None)
+            logprobs = reply.logprobs
+        return Response(
+            asked,
+            update,
+            ids,
+            text,
+            reply.tokens,
+            reply.key,
+            stopped=update.error is not None,
+            logprobs=logprobs,
+            cumulative=reply.cumulative,
+        )
 
     def _prompt_text(self, asked: EngineRequest) -> str:
         if asked.prompt is not None or self._llm.codec is None:

@@ -1,13 +1,14 @@
 """The output tensors of `tensorrt_llm`: of one response, those that were requested and no others, in a fixed order."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_dflash.runtime.request import Completion, Times, Update
+from trtllm_dflash.runtime.request import Completion, Times, TokenLogprobs, Update
+from trtllm_dflash.serving.choice_fields import logprob_arrays
 from trtllm_dflash.serving.parameters import EngineRequest, Tensors
 from trtllm_dflash.serving.tensors import string_tensor
 
@@ -15,7 +16,6 @@ Array = NDArray[Any]
 
 _INT32_ZERO = np.zeros((1, 1), np.int32)
 _INT64_ZERO = np.zeros((1, 1), np.int64)
-_FP32_ZERO = np.zeros((1, 1), np.float32)
 _NO_TEXT = np.array([[b""]], object)
 
 
@@ -29,6 +29,8 @@ class Response:
         tokens: of the reply so far.
         key: of the request, for the other models.
         stopped: it is the last one, since the client stopped the request.
+        logprobs: of the reply's tokens among token_ids, where they were asked for.
+        cumulative: the sum of the log-probabilities of the reply so far.
     """
 
     asked: EngineRequest
@@ -38,6 +40,8 @@ class Response:
     tokens: int
     key: int
     stopped: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative: float = 0.0
 
     def outputs(self, names: Iterable[str]) -> Tensors:
         """Makes the outputs of these names, each [1, ...]."""
@@ -67,6 +71,19 @@ def _finish_reason(response: Response) -> Array:
     return _NO_TEXT if done is None else string_tensor([done.finish_reason])
 
 
+def _output_log_probs(response: Response) -> Array:
+    """Makes the log-probabilities of the reply's tokens; clients that did not ask find zeros."""
+    if response.asked.params.logprobs is None:
+        return np.zeros((1, 1, len(response.token_ids)), np.float32)
+    return logprob_arrays(response.logprobs)[0][None]
+
+
+def _of_prompt(response: Response) -> list[TokenLogprobs]:
+    """Lists the log-probabilities of the prompt's tokens but the first, known with the last response."""
+    done = response.update.completion
+    return [its for its in (done.prompt_logprobs or []) if its is not None] if done is not None else []
+
+
 def _pages(read: Callable[[Completion], int]) -> Callable[[Response], Array]:
     """Makes the output of a number of the caches' pages; 0 where it is not known yet, or not requested."""
 
@@ -91,9 +108,8 @@ def _time(read: Callable[[Times], int]) -> Callable[[Response], Array]:
 OUTPUTS: dict[str, Callable[[Response], Array]] = {
     "output_ids": lambda response: np.array([[response.token_ids]], np.int32),
     "sequence_length": lambda response: _int32(len(response.token_ids)),
-    # Log probabilities are refused where they are asked for; clients that read them nonetheless find zeros.
-    "cum_log_probs": lambda response: _FP32_ZERO,
-    "output_log_probs": lambda response: np.zeros((1, 1, len(response.token_ids)), np.float32),
+    "cum_log_probs": lambda response: np.array([[response.cumulative]], np.float32),
+    "output_log_probs": _output_log_probs,
     "batch_index": lambda response: _INT32_ZERO,
     "sequence_index": lambda response: _INT32_ZERO,
     "kv_cache_alloc_new_blocks": _pages(lambda done: done.pages - done.shared_pages),
@@ -112,4 +128,9 @@ OUTPUTS: dict[str, Callable[[Response], Array]] = {
     "output_text": lambda response: string_tensor([response.text]),
     "finish_reason": _finish_reason,
     "request_key": lambda response: np.array([[response.key]], np.int64),
+    "top_log_prob_ids": lambda response: logprob_arrays(response.logprobs)[1],
+    "top_log_probs": lambda response: logprob_arrays(response.logprobs)[2],
+    "prompt_log_probs": lambda response: logprob_arrays(_of_prompt(response))[0],
+    "prompt_top_log_prob_ids": lambda response: logprob_arrays(_of_prompt(response))[1],
+    "prompt_top_log_probs": lambda response: logprob_arrays(_of_prompt(response))[2],
 }

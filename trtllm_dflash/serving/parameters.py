@@ -3,6 +3,7 @@
 An unsupported setting is refused by the name that the client used for it, never ignored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +37,6 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
     "length_penalty": (0, 1),  # it weighs beams, of which there is one
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "min_tokens": (0,),
-    "return_log_probs": (False,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
 }
@@ -55,7 +51,15 @@ _FIELDS = {
     "stop": "stop_words",
     "stop_token_ids": "end_id",
     "stop_token_sequences": "stop_words_list",
+    "bad_token_sequences": "bad_words_list",
+    "logprobs": "num_log_probs",
+    "prompt_logprobs": "num_prompt_log_probs",
+    "logit_bias": "logit_bias_ids",
+    "structured": "guided_decoding_guide",
 }
+
+#: Values too long for an error's one line.
+_LONG_VALUES = ("logit_bias", "structured", "bad_words", "bad_token_sequences")
 
 
 @dataclass(frozen=True)
@@ -146,12 +150,13 @@ class Fields:
         return [tuple(tokens[start:end]) for start, end in zip(starts, ends, strict=False)]
 
 
-def parse_request(fields: Fields, decoupled: bool, echo: bool) -> EngineRequest:
+def parse_request(fields: Fields, decoupled: bool, echo: bool, choices: Mapping[str, Any]) -> EngineRequest:
     """Parses a request of `tensorrt_llm`. `Service.submit` checks whether the engine can serve it.
 
     Args:
         decoupled: whether the model may answer more than once.
         echo: whether a reply begins with its prompt, unless the request says otherwise.
+        choices: what `choice_values` reads of it.
 
     Raises:
         RequestError: a field is wrong, or not supported; begins with the field's name.
@@ -162,9 +167,6 @@ def parse_request(fields: Fields, decoupled: bool, echo: bool) -> EngineRequest:
             expected = " or ".join(str(number).lower() for number in neutral)
             given = str(value).lower() if isinstance(value, bool) else f"{value:g}"
             raise fields.refusal(field, f"{given} is not supported; leave it out, or at {expected}")
-    for field in ("bad_words", "bad_words_list"):
-        if fields.texts(field) if field == "bad_words" else fields.token_runs(field):
-            raise fields.refusal(field, "not supported; leave it out")
     if len(fields.row("decoder_input_ids")) > 1:  # one is what `preprocessing` gives for every model
         raise fields.refusal("decoder_input_ids", "not supported: this model has no encoder; leave it out")
     streaming = fields.scalar("streaming", False)
@@ -174,7 +176,7 @@ def parse_request(fields: Fields, decoupled: bool, echo: bool) -> EngineRequest:
     return EngineRequest(
         prompt_ids=_prompt_ids(fields),
         prompt="".join(fields.texts("prompt")) if "prompt" in fields else None,
-        params=_sampling_params(fields),
+        params=_sampling_params(fields, choices),
         streaming=streaming,
         echo=not fields.scalar("exclude_input_in_output", not echo),
         perf=fields.scalar("return_perf_metrics", False),
@@ -191,7 +193,7 @@ def _prompt_ids(fields: Fields) -> list[int]:
     return ids
 
 
-def _sampling_params(fields: Fields) -> SamplingParams:
+def _sampling_params(fields: Fields, choices: Mapping[str, Any]) -> SamplingParams:
     end_id = fields.scalar("end_id", -1)
     if end_id < -1:
         raise fields.refusal("end_id", f"{end_id}; give a token id, or -1 for the model's own")
@@ -211,13 +213,15 @@ def _sampling_params(fields: Fields) -> SamplingParams:
         "stop_token_ids": stop_ids,
         "stop_token_sequences": tuple(runs),
         "ignore_eos": fields.scalar("ignore_eos", False),
+        **choices,
     }
     try:
         params = SamplingParams.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         name = str(problem["loc"][0])
-        raise fields.refusal(_FIELDS.get(name, name), f"{values[name]}: {problem['msg']}") from None
+        given = "" if name in _LONG_VALUES else f"{values[name]}: "
+        raise fields.refusal(_FIELDS.get(name, name), f"{given}{problem['msg']}") from None
     if params.top_k == 1:
         params = params.model_copy(update={"temperature": 0.0})  # the same tokens for less work
     return params
