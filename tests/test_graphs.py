@@ -16,6 +16,7 @@ from trtllm_dflash.runtime.step_times import measure
 from trtllm_dflash.session.calls import (
     Copy,
     Decode,
+    Guide,
     Piece,
     Prefill,
     Prepare,
@@ -262,6 +263,7 @@ def test_ranks_are_told_what_to_prepare():
             window_copies=[(3, 2, 30), (1, 0, 8)],
             logprobs=True,
             penalized=[0, 2, 4],
+            guides=[Guide(0, [5, 6], b"\xff" * 12 + b"\0" * 12), Guide(2, [], b"\x01" * 8)],
         ),
         Step([(0, 1)], [], Drafting.OFF, 1, False),
     ):

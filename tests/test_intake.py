@@ -21,7 +21,8 @@ from trtllm_dflash.runtime.intake import Intake
         ([5], {"bad_token_sequences": (tuple(range(9)),)}, "bad_token_sequences", "are more than 8 tokens"),
         ([5], {"bad_words": ("antidisestablishmentarianism",)}, "bad_words", "tokens; at most 8 are taken"),
         ([5], {"bad_words": tuple(map(str, range(100, 140)))}, "bad_words", "runs of tokens; at most 64 are taken"),
-        ([5], {"structured": {"kind": "json_object"}}, "structured", "does not do this yet"),
+        ([5], {"structured": {"kind": "regex", "value": "["}}, "structured", "regex: error: unclosed character class"),
+        ([5], {"structured": {"kind": "json_object"}, "ignore_eos": True}, "structured", "leave out ignore_eos"),
         ([5], {"temperature": 0.5}, "temperature", "built greedy"),
         ([5], {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "5 is more than max_tokens 4"),
     ],
@@ -48,6 +49,7 @@ def test_a_refusal_names_its_field_once(tiny, prompt, params, field, says):
         {"min_tokens": 3},
         {"bad_words": ("fox",)},
         {"bad_token_sequences": ((5, 6),)},
+        {"structured": {"kind": "json_object"}},
     ],
     ids=lambda params: next(iter(params)),
 )

@@ -9,6 +9,9 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import TINY
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.ops.base import SamplingInputs
+from trtllm_dflash.ops.choosing import TokenMask
+from trtllm_dflash.ops.communicator import Solo
+from trtllm_dflash.ops.penalties import BANNED, Penalties
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
 
@@ -114,3 +117,37 @@ def test_min_p_keeps_what_is_likely_beside_the_most_likely():
             inputs = SamplingInputs(one, torch.zeros(1).int(), one, uniform, torch.tensor([min_p]))
             drawn.add(int(TorchOps({}, {}).sample(logits, inputs)))
         assert drawn == set(range(count)), min_p
+
+
+class Half(Solo):
+    """One of two ranks, for operations that need nothing of the other."""
+
+    rank, size = 1, 2
+
+
+def test_a_rank_changes_its_own_part_of_the_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, low=0):
+        return torch.randint(low, 3, shape, generator=generator)
+
+    logits = torch.randn(1, 3, 64, generator=generator)
+    rows = torch.tensor([0, 2])
+    penalties = Penalties(
+        rows=rows,
+        presence=torch.tensor([0.5, -1.0]),
+        frequency=torch.tensor([1.0, 0.25]),
+        repetition=torch.tensor([1.5, 0.5]),
+        counts=drawn(2, 64).int(),
+        in_prompt=drawn(2, 64).bool(),
+        bias=torch.randn(2, 64, generator=generator),
+        banned=drawn(2, 64) == 0,
+        runs=torch.tensor([[[-1, 40], [5, 41]], [[6, 42], [-1, -1]]]).int(),
+        recent=torch.tensor([[5], [5]]).int(),
+    )
+    mask = TokenMask(rows, drawn(2, 2, low=-(2**31)).int())
+    whole, part = TorchOps({}, {}), TorchOps({}, {}, Half())
+    changed = whole.mask(whole.penalize(logits, penalties), mask)
+    assert torch.equal(part.mask(part.penalize(logits[..., 32:], penalties), mask), changed[..., 32:])
+    assert torch.equal(changed[:, 1], logits[:, 1])
+    assert (changed == -torch.inf).any() and (changed == BANNED).any() and (changed[0, 0] > -1e9).any()

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.ops.base import Acceptance, Logprobs, Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
 from trtllm_dflash.ops.penalties import Penalties
 
@@ -45,6 +46,7 @@ class StepInputs(Generic[T]):
     block_offsets: T  # [1, Bd] 0..Bd-1
     sampling: SamplingInputs[T] | None = None  # None: greedy
     penalties: Penalties[T] | None = None  # of flat rows
+    mask: TokenMask[T] | None = None  # of flat rows
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     prompt: "PromptRows[T] | None" = None  # rows of prompts whose log-probabilities are computed
 
@@ -105,6 +107,7 @@ class DraftVerifyStep:
         features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
         chosen = logits if inputs.penalties is None else ops.penalize(logits, inputs.penalties)
+        chosen = chosen if inputs.mask is None else ops.mask(chosen, inputs.mask)
         target_ids = ops.argmax(chosen) if inputs.sampling is None else ops.sample(chosen, inputs.sampling)
         logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
         verdict = self._accept(ops, inputs, target_ids)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
 from trtllm_dflash.ops.penalties import Penalties
 
@@ -28,19 +29,6 @@ class SamplingInputs(Generic[T]):
     top_p: T  # [B] float32
     uniform: T  # [B, R] float32 in [0, 1): one number a row
     min_p: T | None = None  # [B] float32; 0 filters nothing
-
-
-#: Most likely tokens whose log-probabilities are reported with a token's own; all, of a smaller vocabulary.
-MOST_LOGPROBS = 20
-
-
-@dataclass(frozen=True)
-class Logprobs(Generic[T]):
-    """Log-probabilities at each row, of the distribution that the model itself gives; n: `MOST_LOGPROBS`."""
-
-    chosen: T  # [B, R] float32, of the row's token
-    top_ids: T  # [B, R, n] int32, the most likely first
-    top: T  # [B, R, n] float32
 
 
 @dataclass(frozen=True)
@@ -466,6 +454,10 @@ class Ops(ABC, Generic[T]):
 
     def penalize(self, logits: T, penalties: Penalties[T]) -> T:
         """Changes some rows of logits [1, R, V/tp]; returns all in FP32. A session without it refuses such requests."""
+        raise NotImplementedError
+
+    def mask(self, logits: T, mask: TokenMask[T]) -> T:
+        """Rules tokens out in some rows of logits [1, R, V/tp]; returns all in FP32. Sessions as in `penalize`."""
         raise NotImplementedError
 
     def log_probabilities(self, logits: T, ids: T) -> Logprobs[T]:

@@ -8,16 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_dflash.ops import cpu_products
-from trtllm_dflash.ops.base import (
-    MOST_LOGPROBS,
-    Acceptance,
-    AttentionLayer,
-    DeltaLayer,
-    Logprobs,
-    MoELayer,
-    Ops,
-    SamplingInputs,
-)
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, DeltaLayer, MoELayer, Ops, SamplingInputs
+from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs, TokenMask
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.cpu_norm import normed
 from trtllm_dflash.ops.delta_rule import gated_delta
@@ -369,6 +361,12 @@ class TorchOps(Ops[Tensor]):
         logits, rows = logits.float(), penalties.rows
         changed = penalized(logits[0, rows], penalties, self.rank * logits.shape[-1])
         return logits.index_copy(1, rows, changed[None])
+
+    def mask(self, logits: Tensor, mask: TokenMask[Tensor]) -> Tensor:
+        logits, size = logits.float(), logits.shape[-1]
+        bits = mask.words[..., None] >> torch.arange(32, device=logits.device) & 1  # [n, W, 32]
+        allowed = bits.flatten(1)[:, self.rank * size : (self.rank + 1) * size].bool()
+        return logits.index_copy(1, mask.rows, logits[0, mask.rows].masked_fill(~allowed, -torch.inf)[None])
 
     def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:
         logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]

@@ -17,6 +17,7 @@ class Batch:
     sampled: bool
     logprobs: bool
     penalized: list[int]  # slots
+    guided: list[int]  # places of slots whose replies have a grammar
 
     @classmethod
     def of(cls, stays: list[Stay]) -> "Batch":
@@ -31,6 +32,7 @@ class Batch:
             block=blocks.pop() if len(blocks) == 1 else 0,
             sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
             logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
+            guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],
             penalized=[stay.slot for stay in stays if stay.sequence.params.penalizes],
         )
 

@@ -1,7 +1,8 @@
 """Checks requests and makes them ready: a prompt and its sampling parameters become a `Sequence`."""
 
+import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import LongPromptError, RequestError, SettingsError
@@ -9,6 +10,9 @@ from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequ
 from trtllm_dflash.session.calls import MOST_BAD_RUNS, MOST_BAD_TOKENS
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
+
+if TYPE_CHECKING:
+    from trtllm_dflash.text.grammar import Grammar, Grammars
 
 #: A prompt: raw text, a conversation for the chat template, or token ids.
 Prompt = str | list[dict[str, str]] | list[int]
@@ -26,10 +30,8 @@ _SHAPES = (
     "min_tokens",
     "bad_words",
     "bad_token_sequences",
+    "structured",
 )
-
-#: Parameters that none follows yet.
-_NOT_YET = ("structured",)
 _DEFAULTS = SamplingParams().model_dump()
 
 
@@ -52,6 +54,8 @@ class Intake:
         self._config = config
         self._codec = codec
         self._lacks = lacks
+        self._grammars: Grammars | None = None  # made with the first
+        self._turn = threading.Lock()
         self._longest, self._knob = config.max_seq_len - 1, "build --max-seq-len"
         if max_prompt_tokens is not None:
             if max_prompt_tokens > self._longest:
@@ -107,6 +111,7 @@ class Intake:
             priority=priority,
             deadline=deadline,
             bad_runs=self._bad_runs(params),
+            grammar=self._grammar(prompt, params),
         )
 
     def _ids(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None) -> list[int]:
@@ -142,10 +147,30 @@ class Intake:
             raise RequestError(reason, "temperature")
         if params.min_tokens > params.max_tokens:
             raise RequestError(f"{params.min_tokens} is more than max_tokens {params.max_tokens}", "min_tokens")
-        for names, reason in ((_SHAPES, self._lacks), (_NOT_YET, "this engine does not do this yet")):
-            for name in names:
-                if reason and getattr(params, name) != _DEFAULTS[name]:
-                    raise RequestError(f"{reason}; leave it out", name)
+        for name in _SHAPES:
+            if self._lacks and getattr(params, name) != _DEFAULTS[name]:
+                raise RequestError(f"{self._lacks}; leave it out", name)
+
+    def _grammar(self, prompt: Prompt, params: SamplingParams) -> "Grammar | None":
+        """Compiles the grammar that a reply is held to, if any."""
+        asked = params.structured
+        if asked is None:
+            return None
+        if self._codec is None:
+            raise RequestError("needs a tokenizer, and this engine has none", "structured")
+        if self._codec.sets_thinking_apart and _is_chat(prompt):
+            raise RequestError("not yet in chats of this format, which marks its thinking; leave it out", "structured")
+        if params.ignore_eos:
+            raise RequestError("ends with the model's end token; leave out ignore_eos", "structured")
+        from trtllm_dflash.text.grammar import Grammars  # what few requests need
+
+        with self._turn:  # the first request makes it, whichever thread that is on
+            if self._grammars is None:
+                ends = self._config.stop_token_ids or [i for i in (self._codec.end_id,) if i is not None]
+                if not ends:
+                    raise RequestError("needs an end token, and this engine knows none", "structured")
+                self._grammars = Grammars(self._codec.backend, self._config.target.vocab_size, ends)
+        return self._grammars.compile(asked.kind, asked.value)
 
     def _bad_runs(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Lists the runs of tokens that a reply is kept from: a text's are those at a beginning, and behind a space."""
@@ -173,8 +198,11 @@ class Intake:
     def _reply(self, prompt: Prompt, stop: tuple[str, ...]) -> TextStream | None:
         if self._codec is None:
             return None
-        is_chat = not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
-        return self._codec.reply(stop) if is_chat else TextStream(self._codec.backend, stop)
+        return self._codec.reply(stop) if _is_chat(prompt) else TextStream(self._codec.backend, stop)
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
 
 
 def _is_message(message: object) -> bool:

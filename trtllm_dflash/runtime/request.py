@@ -4,13 +4,16 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from trtllm_dflash.text.grammar import Grammar
 
 FinishReason = Literal["stop", "length"]
 
@@ -226,6 +229,7 @@ class Sequence:
         accepted_per_step: drafts of each decoding step that became part of the reply.
         logprobs, prompt_logprobs: of tokens of the reply, and of the prompt but its first, so far.
         bad_runs: runs of tokens that the reply is kept from.
+        grammar: what the reply is held to, and where it stands there.
     """
 
     prompt_ids: list[int]
@@ -250,13 +254,14 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     bad_runs: tuple[tuple[int, ...], ...] = ()
+    grammar: "Grammar | None" = None
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
     _reported: int = 0
     _has_stops: bool = False
 
     def __post_init__(self) -> None:
         self.left = self.room - len(self.token_ids)
-        self._has_stops = bool(self.params.stop or self.params.stop_token_sequences)
+        self._has_stops = bool(self.params.stop or self.params.stop_token_sequences or self.grammar)
 
     @property
     def done(self) -> bool:
@@ -297,6 +302,8 @@ class Sequence:
         for count, token in enumerate(ids, start=1):
             self.token_ids.append(token)
             self.left -= 1
+            if self.grammar is not None:
+                self.grammar.accept(token)
             ended = token in self.end_token_ids or self._ends_with_stop_sequence()
             if self.text is not None:
                 self.text.push(token)

@@ -16,6 +16,7 @@ from operator import attrgetter
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.guiding import guide_batch, guide_pieces
 from trtllm_dflash.runtime.logprobs import note_logprobs
 from trtllm_dflash.runtime.pieces import divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
@@ -86,6 +87,7 @@ class Scheduler:
         self._short: list[Stay] = []  # need pages before their next step
         self._batch: Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[_Launched] = deque()
+        self._guided = 0  # slots whose replies have a grammar
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
         self._unwanted: list[Sequence] = []
@@ -119,6 +121,8 @@ class Scheduler:
         """
         if self._unwanted or self._deadlines:
             self._drop_unwanted()
+        while self._guided and self._launched:  # masks follow from the drafts that these steps leave
+            self._read(self._launched.popleft())
         if self._short:
             self._give_pages()
         if self._queue:
@@ -196,6 +200,7 @@ class Scheduler:
     def _begin(self, stay: Stay) -> None:
         """Counts a sequence that has got a slot, and lets its prompt be read."""
         self.statistics.kv_tokens_in_use += stay.rows
+        self._guided += stay.sequence.grammar is not None
         insort(self._prefilling, stay, key=_RANK)
         if not stay.sequence.times.first_scheduled_ns:
             self._count_prompt(stay)
@@ -236,6 +241,7 @@ class Scheduler:
 
     def _leave(self, stay: Stay, forget: bool = False) -> None:
         self.statistics.kv_tokens_in_use -= stay.rows
+        self._guided -= stay.sequence.grammar is not None
         self._slots.leave(stay, forget)
         for stays in (self._prefilling, self._running):
             if stay in stays:
@@ -298,6 +304,10 @@ class Scheduler:
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         calls = [piece_of(stay, count) for stay, count in pieces]
+        guides = guide_pieces((stay, call) for (stay, _), call in zip(pieces, calls, strict=True))
+        if batch.guided:
+            batch, guided = guide_batch(self._session, batch)
+            guides = guided + guides
         step = Step(
             decode=batch.rows,
             pieces=calls,
@@ -305,6 +315,7 @@ class Scheduler:
             block=block,
             sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
             penalized=batch.penalized + [piece.slot for piece in calls if piece.penalties is not None],
+            guides=guides,
             logprobs=batch.logprobs or any(stay.sequence.params.logprobs is not None for stay, _ in pieces),
             pages=self._slots.table_changes,
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],

@@ -40,6 +40,15 @@ class SlotPenalties:
 
 
 @dataclass(frozen=True)
+class Guide:
+    """Drafts of a slot whose reply has a grammar, in place of its own, and the tokens that each row may choose."""
+
+    slot: int
+    drafts: list[int]  # all that are verified
+    masks: bytes  # [1 + drafts, W] 32-bit words: a bit for each token
+
+
+@dataclass(frozen=True)
 class Piece:
     """A piece of a prompt, read in one slot."""
 
@@ -71,6 +80,7 @@ class Step:
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
     penalized: list[int] = field(default_factory=list)  # slots that choose by penalized logits
+    guides: list[Guide] = field(default_factory=list)  # of slots whose replies have a grammar
 
     @property
     def reports(self) -> bool:
@@ -128,6 +138,11 @@ def words_of(call: Call) -> Iterator[int]:
     elif isinstance(call, Step):
         yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs, call.tree)
         yield from _listed(call.penalized)
+        yield len(call.guides)
+        for guide in call.guides:
+            yield guide.slot
+            yield from _listed(guide.drafts)
+            yield from _listed(struct.unpack(f"<{len(guide.masks) // 4}I", guide.masks))
         for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies):
             yield len(run)
             for numbers in run:
@@ -167,6 +182,7 @@ def call_of(words: list[int]) -> Call:
 def _step_of(words: list[int]) -> Step:
     drafting, block, sampled, logprobs, tree = words[:5]
     penalized, at = _list_at(words, 5)
+    guides, at = _guides_at(words, at)
     runs: list[list[int]] = []
     for size in (2, 3, 3, 3, 3):
         end = at + 1 + words[at] * size
@@ -197,6 +213,7 @@ def _step_of(words: list[int]) -> Step:
         logprobs=bool(logprobs),
         tree=tree,
         penalized=penalized,
+        guides=guides,
     )
 
 
@@ -245,6 +262,18 @@ def _penalties_of(words: list[int]) -> SlotPenalties | None:
         ends_from=words[3],
         bad_runs=tuple(map(tuple, bad_runs)),
     )
+
+
+def _guides_at(words: list[int], at: int) -> tuple[list[Guide], int]:
+    """Decodes a step's guides; returns where they end, too."""
+    guides = []
+    count, at = words[at], at + 1
+    for _ in range(count):
+        slot = words[at]
+        drafts, at = _list_at(words, at + 1)
+        masks, at = _list_at(words, at)
+        guides.append(Guide(slot, drafts, struct.pack(f"<{len(masks)}I", *masks)))
+    return guides, at
 
 
 def _listed(numbers: Sequence[int]) -> Iterator[int]:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import torch
 
-from trtllm_dflash.ops.base import Logprobs
+from trtllm_dflash.ops.choosing import Logprobs
 
 #: The log-probability of a token, and the most likely tokens with theirs.
 Reported: TypeAlias = tuple[float, list[tuple[int, float]]]

@@ -154,6 +154,12 @@ class Session(ABC):
             self._send(call)
         self._copy(call)
 
+    def drafts(self, slots: list[int]) -> list[list[int]]:
+        """Reads the drafts that the last step left in these slots; waits for it, if it must."""
+        with self._stream():
+            tokens = self._slots.tokens.index_select(0, torch.tensor(slots, device=self.device))
+        return [row[1:] for row in tokens.tolist()]
+
     @torch.inference_mode()
     def step(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int = 0) -> StepOutputs[Tensor]:
         """Runs one step of these very inputs, on this rank alone; inputs and outputs lie on the CPU.

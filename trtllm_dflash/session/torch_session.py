@@ -16,6 +16,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
+from trtllm_dflash.ops.choosing import TokenMask
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.draft_tree import draft_tree
@@ -105,6 +106,9 @@ class TorchSession(Session):
         self._copy_pages(call)
         for piece in call.pieces:
             self._slots.set_sampling(piece.slot, piece.sampling)
+        for guide in call.guides:
+            if guide.drafts:
+                self._slots.tokens[guide.slot, 1 : 1 + len(guide.drafts)] = self._int32(guide.drafts)
         layout = Layout(list(self._segments(call)), self.paging.rows)
         ids = [self._slots.tokens[slot, :count] for slot, count in call.decode]
         ids += [self._int32(piece.token_ids) for piece in call.pieces]
@@ -117,6 +121,7 @@ class TorchSession(Session):
             block_offsets=self._offsets(call.block),
             sampling=self._row_sampling(layout) if call.sampled else None,
             penalties=self._penalties_of(call, layout, token_ids),
+            mask=self._mask_of(call, layout),
             logprobs=call.logprobs,
             prompt=self._prompt_rows(call, layout),
         )
@@ -153,6 +158,15 @@ class TorchSession(Session):
         follows = layout.follows(rows, len(call.decode))
         return self._penalties.of_rows(index, layout.logit_slots[index], positions, token_ids, follows)
 
+    def _mask_of(self, call: Step, layout: Layout) -> TokenMask[Tensor] | None:
+        """Makes the mask of the rows that choose by a grammar; None where there are none."""
+        if not call.guides:
+            return None
+        first = {segment.slot: row for segment, row in zip(layout.segments, layout.first_logits, strict=False)}
+        rows = [first[guide.slot] + i for guide in call.guides for i in range(1 + len(guide.drafts))]
+        words = torch.frombuffer(bytearray(b"".join(guide.masks for guide in call.guides)), dtype=torch.int32)
+        return TokenMask(torch.tensor(rows), words.view(len(rows), -1))
+
     def _note_replies(
         self, call: Step, layout: Layout, penalties: Penalties[Tensor], bonus_rows: Sequence[int]
     ) -> None:
@@ -183,7 +197,8 @@ class TorchSession(Session):
         starts = self._slots.start.tolist()
         runs = [(slot, starts[slot], count, count) for slot, count in call.decode]
         runs += [(piece.slot, piece.start, len(piece.token_ids), 1) for piece in call.pieces]
-        trees = dict(call.decode) if self.config.draft_tree else {}
+        chains = {guide.slot for guide in call.guides}
+        trees = {slot for slot, _ in call.decode if slot not in chains} if self.config.draft_tree else set()
         for slot, start, count, logits in runs:
             parents = self._slots.parents[slot, :count].tolist() if slot in trees else None
             yield Segment(slot, start, count, logits, self._tables[slot], self._window_tables[slot], parents)

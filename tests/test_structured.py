@@ -1,0 +1,191 @@
+"""Replies have the form that is asked for, and are what the target chooses within it, drafted or not."""
+
+import json
+import re
+from typing import Literal, Optional
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtllm_dflash import SamplingParams, Structured
+from trtllm_dflash.errors import RequestError
+from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.text.grammar import Grammars
+
+
+class Exact(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Pet(Exact):
+    name: str = Field(max_length=12)
+    kind: Literal["dog", "cat", "newt"]
+
+
+class Person(Exact):
+    name: str = Field(max_length=16)
+    age: int = Field(ge=0, le=120)
+    pets: list[Pet] = Field(min_length=1, max_length=2)
+
+
+class Chain(Exact):
+    """A schema that refers to itself."""
+
+    weight: int = Field(ge=1, le=9)
+    next: Optional["Chain"]
+
+
+MODELS = (Person, Chain)
+FORMS = [
+    Structured(kind="json_object"),
+    *(Structured(kind="json_schema", value=model.model_json_schema()) for model in MODELS),
+    Structured(kind="regex", value="[0-9]{3}-[a-f]{4}"),
+    Structured(kind="choice", value=["yes, it is", 'no "never"', "peut-\u00eatre"]),
+    Structured(kind="grammar", value='start: "(" start ")" | "x"'),
+]
+ASK = [{"role": "user", "content": "Give me a JSON object for a person."}]
+STORY = [{"role": "user", "content": "Tell me a story about a sailor."}]
+SAMPLED = {"temperature": 1.0, "seed": 8}
+
+
+def asked(form, **more):
+    return SamplingParams(**{"max_tokens": 120, "structured": form, **more})
+
+
+def fits(form, text):
+    if form.kind == "json_schema":
+        model = MODELS[[m.model_json_schema() for m in MODELS].index(form.value)]
+        try:
+            model.model_validate_json(text)
+        except ValidationError:
+            return False
+        return True
+    if form.kind == "json_object":
+        return isinstance(json.loads(text), dict)
+    if form.kind == "regex":
+        return re.fullmatch(form.value, text) is not None
+    return text in form.value if form.kind == "choice" else re.fullmatch(r"\(*x\)*", text) is not None
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_at):
+    return tiny_at(16)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    params = [asked(form, **more) for form in FORMS for more in ({}, SAMPLED)]
+    free = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1), SamplingParams(max_tokens=20, **SAMPLED)]
+    return [ASK] * len(params) + [STORY] * 2, params + free
+
+
+@pytest.fixture(scope="module")
+def replies(loaded, requests):
+    return loaded.generate(*requests)
+
+
+def test_every_reply_has_its_form(replies, requests):
+    for params, reply in zip(requests[1], replies, strict=True):
+        if params.structured is not None:
+            assert reply.finish_reason == "stop"
+            assert fits(params.structured, reply.text), reply.text
+
+
+def test_drafted_text_equals_plain_text_in_one_batch_with_free_replies(loaded, tiny_at, replies, requests):
+    plain = loaded.generate(*requests, draft=False)
+    assert [reply.token_ids for reply in plain] == [reply.token_ids for reply in replies]
+    trees = tiny_at(16, draft_tree=15).generate(*requests)  # beside which replies with a form have chains
+    assert [reply.token_ids for reply in trees] == [reply.token_ids for reply in replies]
+    alone = [loaded.generate([STORY], params)[0].token_ids for params in requests[1][-2:]]
+    assert alone == [reply.token_ids for reply in replies[-2:]]
+    assert sum(reply.accepted_tokens for reply in replies[:-2]) > 40, "hardly a draft was accepted"
+
+
+def test_a_step_ahead_waits_for_the_drafts_of_a_grammar_s_slot(loaded, replies, requests):
+    """As where the device computes by itself: but for such slots the host is one step behind."""
+    scheduler = Scheduler(loaded.session, ahead=1)
+    sequences = [loaded.intake.sequence(prompt, params) for prompt, params in zip(*requests, strict=True)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while scheduler.busy:
+        scheduler.step()
+    assert [sequence.completion().token_ids for sequence in sequences] == [reply.token_ids for reply in replies]
+
+
+def test_a_form_that_the_target_keeps_by_itself_changes_nothing_and_costs_no_draft(loaded):
+    prompts = [[{"role": "user", "content": text}] for text in read_prompts(2)["json"]]
+    free = loaded.generate(prompts, SamplingParams(max_tokens=120))
+    held = loaded.generate(prompts, asked(Structured(kind="json_object")))
+    assert [reply.text for reply in held] == [reply.text for reply in free]
+    assert all(a.acceptance_length >= b.acceptance_length for a, b in zip(held, free, strict=True))
+
+
+def test_penalties_and_bans_choose_among_what_the_grammar_allows(loaded):
+    form = Structured(kind="choice", value=["no"])
+    params = asked(form, bad_words=("no", "n"), min_tokens=100, presence_penalty=2.0, logprobs=0)
+    for draft in (True, False):
+        (reply,) = loaded.generate([ASK], params, draft=draft)
+        assert reply.text == "no" and reply.finish_reason == "stop"
+        assert len(reply.logprobs) == len(reply.token_ids)
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny):
+    return Grammars(tiny.codec.backend, tiny.config.target.vocab_size, tiny.config.stop_token_ids)
+
+
+def test_what_the_grammar_forces_stands_in_for_drafts(grammars, tiny):
+    schema = {"type": "object", "properties": {"colour": {"const": "red"}}, "required": ["colour"]}
+    grammar = grammars.compile("json_schema", {**schema, "additionalProperties": False})
+    wrong = [7] * 30
+    assert tiny.codec.decode(grammar.plan(wrong).drafts) == "{"  # space may follow, or none
+    for token in tiny.encode('{"'):
+        grammar.accept(token)
+    plan = grammar.plan(wrong)
+    assert tiny.codec.decode(plan.drafts) == 'colour"'
+    assert len(plan.masks) == (1 + len(plan.drafts)) * tiny.config.target.vocab_size // 8
+    assert grammar.plan(wrong) == plan  # looking ahead moves nothing
+    assert grammar.plan([]).masks == plan.masks[: tiny.config.target.vocab_size // 8]
+
+
+def test_a_draft_that_is_not_allowed_ends_the_block(grammars, tiny):
+    grammar = grammars.compile("regex", "[a-m]+ [n-z]+")
+    words = tiny.codec.encode_words("b c")
+    assert grammar.plan([*words, *words]).drafts == words[:1] != words
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "says"),
+    [
+        ("json_schema", {"type": "strin"}, "#: Invalid type: strin"),
+        (
+            "json_schema",
+            {"properties": {"a": {"items": {"anyOf": [{"type": "null"}, {"type": "string", "minLength": -1}]}}}},
+            "#/properties/a/items/anyOf/1: ",
+        ),
+        ("json_schema", {"properties": {"a": {"not": {}}}}, '#/properties/a: Unimplemented keys: ["not"]'),
+        ("json_schema", {"properties": {"a": {"$ref": "#/$defs/x"}}}, "#/properties/a: Pointer '/$defs/x' does not"),
+        (
+            "json_schema",
+            {
+                "$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}, "v": {"pattern": "["}}}},
+                "$ref": "#/$defs/n",
+            },
+            "#/$defs/n/properties/v: error: unclosed character class",
+        ),
+        ("json_schema", {"properties": {"a": 3}}, "#/properties/a: a schema is an object, true or false"),
+        ("json_schema", {"enum": ["x" * 70_000]}, "characters; at most 65536 are taken"),
+        ("regex", "a(?=b)", "regex: error: look-around"),
+        ("grammar", "start: foo", 'grammar: at 1(8): unknown name: "foo"'),
+    ],
+)
+def test_a_wrong_grammar_is_refused_with_its_place(grammars, kind, value, says):
+    with pytest.raises(RequestError) as refused:
+        grammars.compile(kind, value)
+    assert says in refused.value.reason
+    assert refused.value.field == "structured"
+    assert "\n" not in str(refused.value)
