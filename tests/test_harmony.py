@@ -100,10 +100,55 @@ def test_instructions_that_are_empty_are_none(codec):
     assert codec.encode_chat([empty, *CONVERSATION[1:]]) == codec.encode_chat(CONVERSATION[1:])
 
 
+def function(name, parameters=None, description="Does it."):
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+WEATHER = function("weather", {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
+
+
+def test_tools_and_their_calls_are_rendered_as_harmony(codec, encoding):
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        CONVERSATION[0],
+        {"role": "user", "content": "And Rome?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+    ]
+    date = {"conversation_start_date": "2026-01-31"}
+    ids = codec.encode_chat(messages, date, tools=[WEATHER])
+    text = codec.backend.decode(ids, skip_special_tokens=False)
+    assert "Calls to these tools must go to the commentary channel: 'functions'.<|end|>" in text
+    assert text.endswith(
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
+        "namespace functions {\n\n// Does it.\ntype weather = (_: {\ncity: string,\n}) => any;\n\n"
+        "} // namespace functions<|end|><|start|>user<|message|>And Rome?<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json<|message|>"
+        '{"city": "Rome"}<|call|>'
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>sunny<|end|><|start|>assistant"
+    )
+    # Without instructions the tools are a message of their own; without tools there is no word of them.
+    assert "developer<|message|># Tools" in codec.backend.decode(
+        codec.encode_chat(messages[1:2], date, tools=[WEATHER]), skip_special_tokens=False
+    )
+    assert codec.encode_chat(messages[1:2], date, tools=[]) == codec.encode_chat(messages[1:2], date)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(codec):
+    schema: dict = {}
+    for _ in range(200):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(RequestError, match="cannot be written in Harmony"):
+        codec.encode_chat(CONVERSATION, {}, tools=[function("f", schema)])
+
+
 @pytest.mark.parametrize(
     ("messages", "arguments", "message"),
     [
-        ([{"role": "tool", "content": "x"}], {}, "messages of the role 'tool' are not supported"),
+        ([{"role": "ipython", "content": "x"}], {}, "messages of the role 'ipython' are not supported"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "c"}], {}, "the result of call 'c': there is no such call"),
         (CONVERSATION, {"reasoning_effort": "extreme"}, "reasoning_effort 'extreme': choose low, medium or high"),
         (CONVERSATION, {"enable_thinking": False}, "chat argument 'enable_thinking' is not known to Harmony"),
     ],
@@ -140,6 +185,56 @@ def test_the_reader_gets_the_final_channel(case, codec, encoding):
         assert "�" not in shown
     reply.finish()
     assert shown + reply.release() == reply.text == expected
+
+
+CALL = [("call", "weather"), ("arguments", '{"city": "Zürich"}')]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>A call 🦊.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+            "<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+            '{"city": "Zürich"}<|call|>',
+            [
+                ("thinking", "A call 🦊."),
+                ("content", "I look."),
+                ("call", "weather"),
+                ("arguments", '{"city": "Zürich"}'),
+            ],
+        ),
+        # The recipient may stand in the role's part of the header.
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.now<|channel|>commentary"
+            "<|message|>{}<|call|>",
+            [("thinking", "Hm."), ("call", "now"), ("arguments", "{}")],
+        ),
+        (
+            "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+            [("thinking", "One.\nTwo."), ("content", "Yes.")],
+        ),
+        ("<|channel|>analysis to=python<|message|>1 + 1<|call|>", [("thinking", "1 + 1")]),
+        ("No Harmony.", [("content", "No Harmony.")]),
+    ],
+)
+def test_a_reply_is_taken_apart_by_its_channels(written, expected, codec, encoding):
+    for size in (1, 7):
+        parser, ids = codec.parser([], {"weather": {}}), tokens(encoding, written)
+        parts = [part for at in range(0, len(ids), size) for part in parser.read("", ids[at : at + size])]
+        found: list[tuple[str, str]] = []
+        for part in parts + parser.finish():
+            if found and part.kind == found[-1][0]:
+                found[-1] = part.kind, found[-1][1] + part.text
+            else:
+                found.append((part.kind, part.text))
+        assert found == expected
+
+
+def test_without_tools_a_call_is_thinking(codec, encoding):
+    ids = tokens(encoding, REPLIES["a call of a tool"][0])
+    assert [part.kind for part in codec.parser([], None).read("", ids)] == ["thinking"]
 
 
 def test_a_stop_string_ends_the_final_channel(codec, encoding):

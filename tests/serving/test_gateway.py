@@ -123,8 +123,28 @@ def test_each_prompt_of_a_list_has_a_choice_of_its_own(api, tiny):
     assert [choice.finish_reason for choice in reply.choices] == [one.finish_reason for one in expected]
     assert reply.usage.prompt_tokens == sum(one.prompt_tokens for one in expected)
     assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
-    with pytest.raises(openai.BadRequestError, match="prompt: one prompt a stream"):
-        api.completions.create(model="tiny", prompt=prompts, stream=True)
+    texts = ["", "", ""]
+    for chunk in api.completions.create(model="tiny", prompt=prompts, temperature=0, max_tokens=12, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [one.text for one in expected]
+
+
+def test_each_of_n_choices_has_a_seed_of_its_own(api, tiny):
+    sampled = dict(max_tokens=12, temperature=0.9)
+    expected = [tiny.generate([STORY], SamplingParams(**sampled, seed=seed))[0] for seed in (2**64 - 1, 0, 1)]
+    arguments = dict(model="tiny", messages=STORY, n=3, seed=2**64 - 1, **sampled)
+    reply = api.chat.completions.create(**arguments)
+    assert [choice.message.content for choice in reply.choices] == [one.text for one in expected]
+    assert reply.usage.prompt_tokens == expected[0].prompt_tokens  # once
+    assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+    texts = ["", "", ""]
+    usage = {"include_usage": True}
+    *chunks, last = api.chat.completions.create(**arguments, stream=True, stream_options=usage)
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [one.text for one in expected]
+    assert sorted(chunk.choices[0].index for chunk in chunks if chunk.choices[0].finish_reason) == [0, 1, 2]
+    assert last.usage == reply.usage
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", [1, 1647, 202, 75], ["There was"], [[5, 6, 7]]])
@@ -250,11 +270,15 @@ def alone(tiny_engine):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
+        ("n", 129),
+        ("n", 0),
         ("logprobs", True),
         ("top_logprobs", 3),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tools.0.function.name", [{"type": "function", "function": {"name": "f<|im_end|>"}}]),
+        ("tools.0.type", [{"type": "web_search"}]),
         ("response_format", {"type": "json_object"}),
         ("logit_bias", {"5": 1}),
         ("presence_penalty", 0.5),
@@ -277,8 +301,10 @@ def alone(tiny_engine):
         ("chat_template_kwargs.chat_template", "{{ 1 }}"),
         ("messages", []),
         ("messages", "hello"),
-        ("messages.tool_calls", [{"role": "assistant", "content": "", "tool_calls": [{}]}]),
-        ("messages.0.role", [{"role": "tool", "content": "42"}]),
+        ("messages.0.tool_calls.0.id", [{"role": "assistant", "content": "", "tool_calls": [{}]}]),
+        ("messages.0", [{"role": "tool", "content": "42"}]),
+        ("messages.0", [{"role": "user", "content": "42", "tool_call_id": "c"}]),
+        ("messages.0", [{"role": "assistant"}]),
         (
             "messages.0.content",
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///"}}]}],
@@ -301,6 +327,7 @@ def test_what_is_not_supported_is_refused_by_name(alone, field, value):
     ("field", "value"),
     [
         ("echo", True),
+        ("n", 65),
         ("best_of", 2),
         ("suffix", "."),
         ("logprobs", 0),
@@ -317,7 +344,7 @@ def test_what_is_not_supported_is_refused_by_name(alone, field, value):
 )
 def test_plain_completions_refuse_by_name_too(alone, field, value):
     with pytest.raises(openai.BadRequestError) as refusal:
-        body = {"model": "tiny", "prompt": "a", field: value}
+        body = {"model": "tiny", "prompt": ["a", "b"], field: value}
         client(alone, "sesame").post("/completions", body=body, cast_to=object)
     assert refusal.value.param == field
 

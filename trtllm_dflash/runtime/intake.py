@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.text.grammar import Grammar, Grammars
 
 #: A prompt: raw text, a conversation for the chat template, or token ids.
-Prompt = str | list[dict[str, str]] | list[int]
+Prompt = str | list[dict[str, Any]] | list[int]
 
 
 #: Parameters that not every session follows.
@@ -64,18 +64,24 @@ class Intake:
                 )
             self._longest, self._knob = max_prompt_tokens, "max_prompt_tokens"
 
-    def encode(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        chat_arguments: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """Encodes a prompt, and checks that the engine can serve it.
 
         Args:
             chat_arguments: given to a conversation's template besides the engine's own, and before them.
+            tools: functions that a conversation's reply may call, in OpenAI's form.
 
         Raises:
             RequestError: it is empty, no text, or no token ids of this engine; or its chat template refuses it.
             LongPromptError: it has too many tokens.
         """
         try:
-            ids = self._ids(prompt, chat_arguments)
+            ids = self._ids(prompt, chat_arguments, tools)
         except LongPromptError:  # it was not worth counting them all
             raise self._too_long(f"more than {self._longest}") from None
         if not ids:
@@ -114,7 +120,9 @@ class Intake:
             grammar=self._grammar(prompt, params),
         )
 
-    def _ids(self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None) -> list[int]:
+    def _ids(
+        self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None, tools: list[dict[str, Any]] | None
+    ) -> list[int]:
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self._codec is None:
@@ -123,7 +131,7 @@ class Intake:
             return self._codec.encode(prompt, self._longest)
         if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
             raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
-        return self._codec.encode_chat(prompt, chat_arguments, self._longest)  # type: ignore[arg-type]
+        return self._codec.encode_chat(prompt, chat_arguments, self._longest, tools or ())  # type: ignore[arg-type]
 
     def _too_long(self, tokens: str) -> LongPromptError:
         return LongPromptError(f"the prompt has {tokens} tokens; the limit is {self._longest} ({self._knob})", "prompt")

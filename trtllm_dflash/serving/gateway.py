@@ -1,54 +1,33 @@
 """The OpenAI API over a served engine. Text becomes tokens here; Triton's `tensorrt_llm` model does the rest."""
 
 import asyncio
-import inspect
-import logging
-import secrets
-import time
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from transformers import PreTrainedTokenizerFast
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_shared_files, read_config
-from trtllm_dflash.errors import (
-    EngineError,
-    LongPromptError,
-    RequestError,
-)
-from trtllm_dflash.runtime.intake import Intake, Prompt
-from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.bodies import Bodies
-from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
+from trtllm_dflash.serving.client import TritonClient
 from trtllm_dflash.serving.event_stream import EventStream, while_connected
 from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.openai.door import Door, broken, refused
-from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
-from trtllm_dflash.serving.openai.replies import ReplyForm, Usage, error_event
-from trtllm_dflash.serving.openai.requests import ChatRequest, CommonRequest, CompletionRequest, parse
-from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
-from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.jobs import Job
+from trtllm_dflash.serving.openai.preparation import Preparation
 from trtllm_dflash.text.tokenizer import TextCodec
 
-_log = logging.getLogger(__name__)
-
 _CLIENT_GONE = 499  # nginx's status for it; nobody reads the reply, but the access log shows it
-_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
 _METRICS_SECONDS = 5
-
-
-# Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them.
-_RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 
 
 class GatewaySettings(BaseModel):
@@ -121,37 +100,6 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
     return app
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A request, ready for Triton, and the form of its reply.
-
-    Attributes:
-        request: of its first prompt.
-        others: of the prompts after it.
-    """
-
-    request: TokenRequest
-    form: ReplyForm
-    stream: bool
-    reply: TextStream | None = None  # what a chat's tokens mean; None: their text is the reply
-    others: tuple[TokenRequest, ...] = ()
-
-    def text(self, piece: Piece) -> str:
-        """Adds a piece to the reply; returns its new text."""
-        if self.reply is None:
-            return piece.text
-        for token in piece.token_ids:
-            self.reply.push(token)
-        if piece.finish_reason:
-            self.reply.finish()
-        return self.reply.release()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string ended the text that the reader sees; the server does not look for it."""
-        return self.reply is not None and self.reply.stopped
-
-
 class Gateway:
     """The endpoints of the API, with the client of Triton, tokenizer and settings that they share."""
 
@@ -165,9 +113,9 @@ class Gateway:
             raise EngineError(f"{settings.engine}: no tokenizer.json, so no OpenAI gateway; leave out --openai-port")
         self._settings = settings
         self._config: EngineConfig = config
-        self._codec = codec
-        self._intake = Intake(config, codec, settings.max_prompt_tokens)
         self._name = settings.model_name or config.name
+        intake = Intake(config, codec, settings.max_prompt_tokens)
+        self._preparation = Preparation(config, codec, intake, self._name, settings.timeout)
         self._created = int((settings.engine / "config.json").stat().st_mtime)
 
     def open(self) -> None:
@@ -208,16 +156,16 @@ class Gateway:
 
     async def model(self, name: str) -> Response:
         """Describes the one model, by its name."""
-        self._check_name(name)
+        self._preparation.check_name(name)
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Response:
         """Completes a text."""
-        return await self._answer(request, self._completion_job)
+        return await self._answer(request, self._preparation.completion)
 
     async def chat_completions(self, request: Request) -> Response:
         """Replies to a conversation."""
-        return await self._answer(request, self._chat_job)
+        return await self._answer(request, self._preparation.chat)
 
     def _model(self) -> dict[str, object]:
         return {
@@ -228,132 +176,18 @@ class Gateway:
             "max_model_len": self._config.max_seq_len,
         }
 
-    def _check_name(self, name: str) -> None:
-        if name != self._name:
-            raise ApiError(404, f"the model {name!r} does not exist; {self._name!r} does", "model", "model_not_found")
-
-    # -- from a body to a job; on a thread, so that a long prompt holds up no stream --------------------------------
-
-    def _completion_job(self, body: bytes, request_id: str) -> _Job:
-        asked = parse(CompletionRequest, body)
-        self._check_name(asked.model)
-        limit = asked.max_tokens or _COMPLETION_TOKENS
-        first, *others = (
-            self._job(asked, self._tokens(prompt, "prompt"), limit, request_id) for prompt in asked.prompt
-        )
-        return replace(first, others=tuple(job.request for job in others))
-
-    def _chat_job(self, body: bytes, request_id: str) -> _Job:
-        asked = parse(ChatRequest, body)
-        self._check_name(asked.model)
-        taken = sorted(_RENDERER_ARGUMENTS & asked.chat_template_kwargs.keys())
-        if taken:
-            param = f"chat_template_kwargs.{taken[0]}"
-            raise ApiError(400, f"{param}: not a variable of the chat template", param)
-        messages = [message.for_template() for message in asked.messages]
-        ids = self._tokens(messages, "messages", asked.chat_template_kwargs)
-        limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
-        return self._job(asked, ids, limit, request_id)
-
-    def _tokens(self, prompt: Prompt, param: str, chat_arguments: Mapping[str, Any] | None = None) -> list[int]:
-        try:
-            return self._intake.encode(prompt, chat_arguments)
-        except RequestError as error:
-            code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
-            raise ApiError(400, f"{param}: {error.reason}", param, code) from None
-
-    def _job(self, asked: CommonRequest, ids: list[int], max_tokens: int, request_id: str) -> _Job:
-        temperature = asked.temperature
-        if temperature is None:
-            temperature = 1.0 if self._config.sampling else 0.0
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            seed=asked.seed if asked.seed is not None else secrets.randbelow(2**63),
-            stop=tuple(asked.stop),
-            ignore_eos=asked.ignore_eos,
-        )
-        chat = isinstance(asked, ChatRequest)
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        reply = None
-        if chat and self._codec.sets_thinking_apart:
-            if len(params.stop) > MOST_STOPS or max(map(len, params.stop), default=0) > LONGEST_STOP:
-                raise ApiError(400, f"stop: at most {MOST_STOPS}, of {LONGEST_STOP} characters each, are taken", "stop")
-            reply = self._codec.reply(params.stop)
-            params = params.model_copy(update={"stop": ()})  # which the server would find in the thinking
-        return _Job(
-            TokenRequest(
-                ids, params, asked.draft, asked.priority, self._settings.timeout, request_id, reply is not None
-            ),
-            ReplyForm(chat, name, int(time.time()), self._name, asked.include_usage),
-            asked.stream,
-            reply,
-        )
-
-    # -- from a job to a reply ---------------------------------------------------------------------------------------
-
-    async def _answer(self, request: Request, prepare: Callable[[bytes, str], _Job]) -> Response:
+    async def _answer(self, request: Request, prepare: Callable[[bytes, str], Job]) -> Response:
         request_id = request.scope["request_id"]
         try:
             job = await self._bodies.process(request, lambda body: prepare(body, request_id))
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         if job.stream:
-            return EventStream(self._events(job))
+            return EventStream(job.events(self._triton))
         return await while_connected(request.receive, self._whole(job), Response(status_code=_CLIENT_GONE))
 
-    async def _whole(self, job: _Job) -> Response:
-        tasks = [asyncio.create_task(self._reply(job, request)) for request in (job.request, *job.others)]
-        try:
-            replies = await asyncio.gather(*tasks)
-        except Exception as error:
-            raise as_api_error(error, job.request.request_id) from None
-        finally:
-            for task in tasks:  # where one has failed, nobody reads the others
-                task.cancel()
-        first, *others = (usage for _, usage in replies)
-        return JSONResponse(job.form.whole([reply for reply, _ in replies], sum(others, first)))
-
-    async def _reply(self, job: _Job, request: TokenRequest) -> tuple[tuple[str, str], Usage]:
-        """Reads one reply of a job: its text and finish reason, and its usage."""
-        usage = Usage(len(request.token_ids))
-        texts = []
-        reason = ""
-        async with aclosing(self._triton.stream(request)) as pieces:
-            async for piece in pieces:
-                _count(usage, piece)
-                texts.append(job.text(piece))
-                reason = "stop" if job.stopped else piece.finish_reason
-                if job.stopped and not piece.finish_reason:
-                    break
-        return ("".join(texts), reason), usage
-
-    async def _events(self, job: _Job) -> AsyncGenerator[bytes, None]:
-        """Yields a reply's events, some at a time. Raises an ApiError only before the first."""
-        usage = Usage(len(job.request.token_ids))
-        begun = False
-        try:
-            async with aclosing(self._triton.stream(job.request)) as pieces:
-                async for piece in pieces:
-                    _count(usage, piece)
-                    events = b"" if begun else job.form.opening()
-                    text = job.text(piece)
-                    if text:
-                        events += job.form.piece(text)
-                    reason = "stop" if job.stopped else piece.finish_reason
-                    if reason:
-                        events += job.form.ending(reason, usage)
-                    begun = True
-                    yield events
-                    if job.stopped and not piece.finish_reason:
-                        break
-        except Exception as error:
-            refusal = as_api_error(error, job.request.request_id)
-            if not begun:
-                raise refusal from None
-            yield error_event(refusal)
+    async def _whole(self, job: Job) -> Response:
+        return JSONResponse(await job.whole(self._triton))
 
 
 def _fetch(url: str) -> bytes:
@@ -361,9 +195,3 @@ def _fetch(url: str) -> bytes:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=_METRICS_SECONDS) as page:
         return bytes(page.read())
-
-
-def _count(usage: Usage, piece: Piece) -> None:
-    usage.completion_tokens += piece.tokens
-    usage.drafted_tokens = piece.drafted_tokens
-    usage.accepted_tokens = piece.accepted_tokens

@@ -1,13 +1,15 @@
 """Harmony, gpt-oss's chat format, through OpenAI's own library.
 
 A conversation becomes tokens with a system message that says who the model is, how hard it is to think and what day it
-is. A reply has channels: `analysis`, which is its thinking, and `final`, which is what the user is meant to read.
+is. A reply has channels: `analysis`, which is its thinking, `commentary`, in which functions are called, and `final`,
+which is what the user is meant to read.
 
 The library needs its vocabulary as a file, which it would download. The checkpoint's tokenizer has the same vocabulary:
 the file is written from that, and the library compares its digest with the one it knows. Nothing is downloaded.
 """
 
 import base64
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from openai_harmony import (
+    Author,
     Conversation,
     DeveloperContent,
     HarmonyEncoding,
@@ -28,20 +31,25 @@ from openai_harmony import (
     StreamableParser,
     StreamState,
     SystemContent,
+    ToolDescription,
     load_harmony_encoding,
 )
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.text.reply.parts import Parser, Part, PartKind
 from trtllm_dflash.text.stream import TextStream
 
 #: Tokens by which its tokenizer is known.
 _TOKENS = {"<|return|>": 200002, "<|channel|>": 200005, "<|start|>": 200006, "<|message|>": 200008}
 _VOCABULARY_FILE = "o200k_base.tiktoken"
 _VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"  # where the library looks for it
-_ARGUMENTS = ("reasoning_effort", "model_identity", "conversation_start_date")
-_FINAL = "final"
-_SPEAKERS = ("user", "assistant")  # whose message stands even where it is empty
+#: What the system message takes, as a chat template takes variables.
+ARGUMENTS = ("reasoning_effort", "model_identity", "conversation_start_date")
+_FINAL, _ANALYSIS, _COMMENTARY = "final", "analysis", "commentary"
+_FUNCTIONS = "functions."  # before a function's name
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_INSTRUCTORS = ("system", "developer")  # whose message is none where it is empty
 
 
 class Harmony:
@@ -66,37 +74,73 @@ class Harmony:
             except HarmonyError as error:
                 raise EngineError(f"tokenizer.json has Harmony's tokens, but not its vocabulary: {error}") from None
 
-    def encode(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any]) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Encodes a conversation as token ids, up to where the assistant's reply begins.
 
         Args:
-            messages: with roles user, assistant, and system or developer, whose text is the developer's instructions.
+            messages: with roles user, assistant, tool, and system or developer, whose text is the developer's
+                instructions; in OpenAI's form.
             arguments: `reasoning_effort` (low, medium, high), `model_identity`, `conversation_start_date` (today).
+            tools: functions that may be called, in OpenAI's form.
 
         Raises:
-            RequestError: a role or an argument is not known.
+            RequestError: a role or an argument is not known, or a tool's result names no call.
         """
         system = Message.from_role_and_content(Role.SYSTEM, _system(arguments))
-        rest = [_message(message) for message in messages if message["content"] or message["role"] in _SPEAKERS]
+        rest = _messages([message for message in messages if message["content"] or message["role"] not in _INSTRUCTORS])
+        if tools:
+            _offer(tools, rest)
         conversation = Conversation.from_messages([system, *rest])
-        return list(self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT))
+        try:
+            return list(self._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT))
+        except ValueError as error:  # a schema that is nested too deeply
+            raise RequestError(f"this conversation cannot be written in Harmony: {error}") from None
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Starts the text of a reply's final channel, which grows as tokens arrive; see `TextStream`."""
-        return _FinalText(StreamableParser(self._encoding, Role.ASSISTANT), self._tokenizer, stop)
+        return _FinalText(self.parser(calls=False), self._tokenizer, stop)
+
+    def parser(self, calls: bool) -> "HarmonyParser":
+        """Starts taking a reply apart; see `HarmonyParser`."""
+        return HarmonyParser(self._encoding, self._tokenizer, calls)
 
 
-class _FinalText(TextStream):
-    """Parses a reply's tokens, and keeps the text of the final message."""
+class HarmonyParser(Parser):
+    """Takes a reply's tokens apart by Harmony's channels.
 
-    def __init__(self, parser: StreamableParser, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        super().__init__(tokenizer, stop)
-        self._parser: StreamableParser | None = parser
+    Args:
+        calls: messages to functions are calls; else they count as thinking, as messages to other tools do.
+    """
+
+    def __init__(self, encoding: HarmonyEncoding, tokenizer: Tokenizer, calls: bool) -> None:
+        self._parser: StreamableParser | None = StreamableParser(encoding, Role.ASSISTANT)
+        self._tokenizer = tokenizer
+        self._calls = calls
         self._header: list[int] | None = []  # the tokens so far, while no message has begun
+        self._text = TextStream(tokenizer)  # of the message that is being read
+        self._kind: PartKind = "content"
+        self._parts: list[Part] = []
 
-    def push(self, token: int) -> None:
+    def read(self, text: str, token_ids: Sequence[int]) -> list[Part]:
+        for token in token_ids:
+            self._push(token)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        # A header of Harmony's that was cut short says nothing; a text in which none of its tokens came is no Harmony.
+        if self._header is not None and not set(self._header) & set(_TOKENS.values()):
+            self._take_as_it_is()
+        self._end_message()
+        return self._take()
+
+    def _push(self, token: int) -> None:
         if self._parser is None:
-            super().push(token)
+            self._show(token)
             return
         was_content = self._parser.state is StreamState.CONTENT
         try:
@@ -109,28 +153,80 @@ class _FinalText(TextStream):
             self._header = None
         elif self._header is not None:
             self._header.append(token)
-        # Neither the token that opens the content nor the one that ends it.
-        if was_content and is_content and self._parser.current_channel == _FINAL:
-            super().push(token)
+        # Neither the token that opens the content nor the one that ends it is part of it.
+        if was_content and is_content:
+            self._show(token)
+        elif is_content:
+            self._begin_message(self._parser.current_channel, self._parser.current_recipient)
+        elif was_content:
+            self._end_message()
 
-    def finish(self) -> None:
-        # A header of Harmony's that was cut short says nothing; a text in which none of its tokens came is no Harmony.
-        if self._header is not None and not set(self._header) & set(_TOKENS.values()):
-            self._take_as_it_is()
-        super().finish()
+    def _begin_message(self, channel: str | None, recipient: str | None) -> None:
+        self._text = TextStream(self._tokenizer)
+        before, self._kind = self._kind, "thinking"
+        if recipient is not None and recipient.startswith(_FUNCTIONS) and self._calls:
+            self._kind = "arguments"
+            self._parts.append(Part("call", recipient.removeprefix(_FUNCTIONS)))
+        elif recipient is None and channel != _ANALYSIS:
+            self._kind = "content"  # the answer, or a word about the calls that follow it
+        if self._kind == before != "arguments" and self._shown:
+            self._parts.append(Part(before, "\n"))
+
+    def _show(self, token: int) -> None:
+        self._text.push(token)
+        self._release()
+
+    def _end_message(self) -> None:
+        self._text.finish()
+        self._release()
+
+    def _release(self) -> None:
+        text = self._text.release()
+        if text:
+            self._shown = True
+            self._parts.append(Part(self._kind, text))
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
 
     def _take_as_it_is(self, *tokens: int) -> None:
         """Shows a reply that is not Harmony as it is: from here on all of it, and all before if none was shown yet."""
         self._parser = None
+        if self._kind != "content":
+            self._end_message()
+            self._text, self._kind = TextStream(self._tokenizer), "content"
         header, self._header = self._header or [], None
         for token in (*header, *tokens):
-            super().push(token)
+            self._show(token)
+
+    _shown = False  # anything yet
+
+
+class _FinalText(TextStream):
+    """Keeps the text of a reply that its reader is meant to see."""
+
+    def __init__(self, parser: HarmonyParser, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        super().__init__(tokenizer, stop)
+        self._parser = parser
+
+    def push(self, token: int) -> None:
+        self._add(self._parser.read("", [token]))
+
+    def finish(self) -> None:
+        self._add(self._parser.finish())
+        self.flush()
+
+    def _add(self, parts: list[Part]) -> None:
+        for part in parts:
+            if part.kind == "content":
+                self.append(part.text)
 
 
 def _system(arguments: Mapping[str, Any]) -> SystemContent:
-    unknown = sorted(set(arguments) - set(_ARGUMENTS))
+    unknown = sorted(set(arguments) - set(ARGUMENTS))
     if unknown:
-        raise RequestError(f"chat argument {unknown[0]!r} is not known to Harmony; known: {', '.join(_ARGUMENTS)}")
+        raise RequestError(f"chat argument {unknown[0]!r} is not known to Harmony; known: {', '.join(ARGUMENTS)}")
     effort = str(arguments.get("reasoning_effort", "medium")).capitalize()
     levels = [level.value for level in ReasoningEffort]
     if effort not in levels:
@@ -141,15 +237,63 @@ def _system(arguments: Mapping[str, Any]) -> SystemContent:
     return content.with_conversation_start_date(str(arguments.get("conversation_start_date", date.today())))
 
 
-def _message(message: Mapping[str, str]) -> Message:
-    role, text = message["role"], message["content"]
-    if role in ("system", "developer"):
-        return Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions(text))
-    if role == "user":
-        return Message.from_role_and_content(Role.USER, text)
-    if role == "assistant":
-        return Message.from_role_and_content(Role.ASSISTANT, text).with_channel(_FINAL)
-    raise RequestError(f"messages of the role {role!r} are not supported; use system, developer, user or assistant")
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    written: list[Message] = []
+    names: dict[str, str] = {}  # of functions, by the id of their call
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role in _INSTRUCTORS:
+            content = DeveloperContent.new().with_instructions(text)
+            written.append(Message.from_role_and_content(Role.DEVELOPER, content))
+        elif role == "user":
+            written.append(Message.from_role_and_content(Role.USER, text))
+        elif role == "assistant":
+            names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+            written += _reply(message)
+        elif role == "tool":
+            name = names.get(message.get("tool_call_id", ""), message.get("name"))
+            if name is None:
+                raise RequestError(f"the result of call {message.get('tool_call_id')!r}: there is no such call")
+            author = Author.new(Role.TOOL, _FUNCTIONS + name)
+            result = Message.from_author_and_content(author, text)
+            written.append(result.with_channel(_COMMENTARY).with_recipient("assistant"))
+        else:
+            raise RequestError(f"messages of the role {role!r} are not supported; use {', '.join(_ROLES)}")
+    return written
+
+
+def _reply(message: Mapping[str, Any]) -> list[Message]:
+    """Writes an assistant's message: its thinking, which the library leaves out once it is answered, text and calls."""
+    calls = message.get("tool_calls", ())
+    written = []
+    if message.get("reasoning_content"):
+        thinking = Message.from_role_and_content(Role.ASSISTANT, message["reasoning_content"])
+        written.append(thinking.with_channel(_ANALYSIS))
+    if message["content"] or not calls:
+        text = Message.from_role_and_content(Role.ASSISTANT, message["content"])
+        written.append(text.with_channel(_COMMENTARY if calls else _FINAL))
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        asked = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(_COMMENTARY)
+        asked = asked.with_recipient(_FUNCTIONS + call["function"]["name"])
+        written.append(asked.with_content_type("<|constrain|>json"))
+    return written
+
+
+def _offer(tools: Sequence[Mapping[str, Any]], messages: list[Message]) -> None:
+    """Adds functions to the developer's first message, or as one of its own before all others."""
+    described = [
+        ToolDescription.new(function["name"], function.get("description", ""), function.get("parameters"))
+        for function in (tool["function"] for tool in tools)
+    ]
+    for message in messages:
+        content = message.content[0]
+        if isinstance(content, DeveloperContent):
+            content.with_function_tools(described)
+            return
+    content = DeveloperContent.new().with_function_tools(described)
+    messages.insert(0, Message.from_role_and_content(Role.DEVELOPER, content))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The engine's tokenizer and chat format, through Hugging Face transformers; files only, never remote code."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
-from trtllm_dflash.text.harmony import Harmony
+from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
+from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, reply_parser
+from trtllm_dflash.text.reply.parts import Parser
+from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.stream import TextStream
 
 #: What a tokenizer consists of in a Hugging Face folder; copied into the engine directory.
@@ -26,6 +29,8 @@ TOKENIZER_FILES = (
 _LONG_WORD = 8  # characters of a token, in the mean: texts whose tokens would have to be longer are counted first
 _PIECE = 1 << 16  # characters that are counted at a time
 _SEAM = 256  # tokens that a cut between two pieces may add
+_OPENING_TOKENS = 8  # that the opening of a reply's thinking, and the newline behind it, have at most
+_VARIABLES = ("enable_thinking", "reasoning_effort")  # of chat templates, that clients set by fields of their own
 _COMPOSED = 4  # bytes that a normalizer may make one of: composing, at most 9 become 3
 
 
@@ -40,6 +45,7 @@ class TextCodec:
         self.backend.no_padding()
         self._chat_arguments = chat_arguments
         self._harmony = Harmony.of(self.backend)
+        self._template = str(tokenizer.chat_template or "")
         self._token_bytes = _most_bytes_of_a_token(self.backend)
 
     @classmethod
@@ -67,9 +73,18 @@ class TextCodec:
         return backend
 
     @property
-    def sets_thinking_apart(self) -> bool:
-        """Whether the chat format marks a reply's thinking, which its reader is not meant to see."""
-        return self._harmony is not None
+    def chat_format(self) -> ChatFormat | None:
+        """The way in which the model writes calls of tools; None where it has none, or none that is known."""
+        if self._harmony is not None:
+            return "harmony"
+        return format_of_template(self._template)
+
+    @property
+    def chat_variables(self) -> frozenset[str]:
+        """Names of variables that the chat template takes besides messages and tools."""
+        if self._harmony is not None:
+            return frozenset(ARGUMENTS)
+        return frozenset(name for name in _VARIABLES if name in self._template)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Encodes a raw text, with the special tokens that the tokenizer adds itself.
@@ -100,37 +115,52 @@ class TextCodec:
         return self.end_id if token is None else token
 
     def encode_chat(
-        self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None, most: int | None = None
+        self,
+        messages: list[dict[str, Any]],
+        arguments: Mapping[str, Any] | None = None,
+        most: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Encodes a conversation through the chat template. Arguments as in `chat_text`, errors as in `encode` too."""
         if most is not None and len(messages) > most:  # each has a token at least
             raise LongPromptError(f"there are more than {most} messages")
         if self._harmony is not None:
             if most is not None:
-                text = "".join(message["content"] for message in messages)
+                # Each token is of some text in it; the names of fields, which are not, are few.
+                text = "".join(_texts([*messages, *tools]))
                 self._check_length(text, len(text), most)
-            return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})})
-        return self._encode(self.chat_text(messages, arguments), special=False, most=most)
+            return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})}, tools)
+        return self._encode(self.chat_text(messages, arguments, tools), special=False, most=most)
 
-    def chat_text(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Renders a conversation with the chat template, up to where the assistant's reply begins.
 
         gpt-oss's are made by OpenAI's library instead; see `Harmony`.
 
         Args:
             arguments: given to the template besides the engine's own, and before them.
+            tools: functions that may be called, in OpenAI's form.
 
         Raises:
             RequestError: there is no chat template, or it refuses these messages.
         """
         if self._harmony is not None:
-            ids = self.encode_chat(messages, arguments)
+            ids = self.encode_chat(messages, arguments, tools=tools)
             return str(self._tokenizer.decode(ids, skip_special_tokens=False))
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **{**self._chat_arguments, **(arguments or {})}
+                messages,
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**self._chat_arguments, **(arguments or {})},
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
@@ -139,6 +169,18 @@ class TextCodec:
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Starts the text of a reply, which grows as tokens arrive, without any thinking that the chat format marks."""
         return TextStream(self.backend, stop) if self._harmony is None else self._harmony.reply(stop)
+
+    def parser(self, prompt_ids: Sequence[int], schemas: Mapping[str, Mapping[str, Any]] | None) -> Parser:
+        """Starts taking a reply apart.
+
+        Args:
+            prompt_ids: which may have ended inside the reply's thinking.
+            schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
+        """
+        if self._harmony is not None:
+            return self._harmony.parser(calls=schemas is not None)
+        thinking = self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip().endswith(OPENING)
+        return reply_parser(self.chat_format, schemas, thinking)
 
     def _encode(self, text: str, special: bool, most: int | None = None) -> list[int]:
         try:
@@ -177,3 +219,14 @@ def _most_bytes_of_a_token(tokenizer: Tokenizer) -> int | None:
         return None
     longest = max((len(token.encode(errors="replace")) for token in tokenizer.get_vocab()), default=1)
     return longest * (1 if tokenizer.normalizer is None else _COMPOSED)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Lists the texts in a JSON value, without the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, Iterable):
+        for each in value:
+            yield from _texts(each)

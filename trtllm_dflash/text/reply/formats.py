@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trtllm_dflash.text.reply.llama3 import Llama3Parser
-from trtllm_dflash.text.reply.parts import Parser, PlainParser
+from trtllm_dflash.text.reply.parts import PlainParser, TextParser
 from trtllm_dflash.text.reply.qwen3 import Qwen3Parser
 from trtllm_dflash.text.reply.qwen3_coder import Qwen3CoderParser
 from trtllm_dflash.text.reply.thinking import ThinkingParser
@@ -27,14 +27,14 @@ def format_of_template(template: str) -> ChatFormat | None:
 
 def reply_parser(
     chat_format: ChatFormat | None, schemas: Mapping[str, Mapping[str, Any]] | None, thinking: bool = False
-) -> Parser:
+) -> TextParser:
     """Makes a parser of one reply's text.
 
     Args:
         schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
         thinking: the prompt ended inside the thinking.
     """
-    calls: Parser = PlainParser()
+    calls: TextParser = PlainParser()
     if schemas is not None and chat_format == "llama3":
         calls = Llama3Parser()
     elif schemas is not None and chat_format == "qwen3":

@@ -4,10 +4,10 @@ The token `<|python_tag|>`, which may come first, is a special one and no text.
 """
 
 from trtllm_dflash.text.reply.json_call import JsonCall
-from trtllm_dflash.text.reply.parts import Parser
+from trtllm_dflash.text.reply.parts import TextParser
 
 
-class Llama3Parser(Parser):
+class Llama3Parser(TextParser):
     """Reads calls at the beginning of a reply. From the first text that is none, all is content."""
 
     def __init__(self) -> None:

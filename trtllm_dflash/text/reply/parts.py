@@ -1,10 +1,13 @@
 """The parts of a reply, and parsers that find them in text that comes in pieces of any size."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trtllm_dflash.text.stream import StoppableText
+
+PartKind = Literal["thinking", "content", "call", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -15,16 +18,31 @@ class Part:
         text: of a call, the function's name.
     """
 
-    kind: Literal["thinking", "content", "call", "arguments"]
+    kind: PartKind
     text: str
 
 
 class Parser(ABC):
-    """Takes a reply apart. It keeps back what may turn out to be markup, and no more."""
+    """Takes a reply apart."""
+
+    @abstractmethod
+    def read(self, text: str, token_ids: Sequence[int]) -> list[Part]:
+        """Adds a piece of the reply, as text and as tokens; returns the parts that are known now."""
+
+    @abstractmethod
+    def finish(self) -> list[Part]:
+        """Ends the reply; returns its last parts."""
+
+
+class TextParser(Parser):
+    """Takes a reply's text apart. It keeps back what may turn out to be markup, and no more."""
 
     def __init__(self) -> None:
         self._buffer = ""  # text that came and is not parsed
         self._parts: list[Part] = []
+
+    def read(self, text: str, token_ids: Sequence[int]) -> list[Part]:
+        return self.push(text)
 
     def push(self, text: str) -> list[Part]:
         """Adds a piece of the reply's text; returns the parts that are known now."""
@@ -34,7 +52,6 @@ class Parser(ABC):
         return self._take()
 
     def finish(self) -> list[Part]:
-        """Ends the reply; returns its last parts."""
         self._end()
         return self._take()
 
@@ -46,7 +63,7 @@ class Parser(ABC):
     def _end(self) -> None:
         """Parses what is left of the buffer: nothing follows."""
 
-    def _emit(self, kind: Literal["thinking", "content", "call", "arguments"], text: str) -> None:
+    def _emit(self, kind: PartKind, text: str) -> None:
         if text or kind == "call":
             self._parts.append(Part(kind, text))
 
@@ -63,7 +80,7 @@ class Parser(ABC):
         self._buffer = text[end:]
 
 
-class PlainParser(Parser):
+class PlainParser(TextParser):
     """Takes all text for content."""
 
     def _advance(self) -> bool:

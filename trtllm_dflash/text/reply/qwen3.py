@@ -1,12 +1,12 @@
 """Qwen3's calls: JSON between `<tool_call>` and `</tool_call>`, as Hermes writes them, among other text."""
 
 from trtllm_dflash.text.reply.json_call import JsonCall
-from trtllm_dflash.text.reply.parts import Parser
+from trtllm_dflash.text.reply.parts import TextParser
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-class Qwen3Parser(Parser):
+class Qwen3Parser(TextParser):
     """Sets such calls apart. One that is malformed before its arguments is content, as it stands."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trtllm_dflash.text.reply.parts import Parser, held
+from trtllm_dflash.text.reply.parts import TextParser, held
 from trtllm_dflash.text.reply.qwen3 import CLOSING, OPENING
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -33,7 +33,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}  # how templates have written JSON's words
 
 
-class Qwen3CoderParser(Parser):
+class Qwen3CoderParser(TextParser):
     """Sets such calls apart, and makes JSON of their arguments.
 
     Args:

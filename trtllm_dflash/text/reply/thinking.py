@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from trtllm_dflash.text.reply.parts import Parser
+from trtllm_dflash.text.reply.parts import TextParser
 
 OPENING, CLOSING = "<think>", "</think>"
 
 
-class ThinkingParser(Parser):
+class ThinkingParser(TextParser):
     """Sets thinking apart, and leaves the rest to another parser.
 
     Args:
@@ -15,7 +15,7 @@ class ThinkingParser(Parser):
         begun: the prompt ended inside the thinking.
     """
 
-    def __init__(self, rest: Parser, begun: bool = False) -> None:
+    def __init__(self, rest: TextParser, begun: bool = False) -> None:
         super().__init__()
         self._rest = rest
         self._state = self._before_thinking if begun else self._start

@@ -1,0 +1,179 @@
+"""Tools through the OpenAI API, by the official client: a stand-in engine speaks each format's lines."""
+
+import json
+import shutil
+
+import openai
+import pytest
+
+from tests.serving.fake_triton import fake_triton, response
+from tests.serving.test_gateway import client, gateway
+from tests.test_reply_parsers import written
+from trtllm_dflash.engine.directory import digest
+from trtllm_dflash.text.tokenizer import TextCodec
+
+pytestmark = pytest.mark.slow
+
+# As short as a template can be that asks for calls in the format: only the line about calls tells them apart.
+TEMPLATE = """{{%- if tools %}}{{% for tool in tools %}}tool {{{{ tool | tojson }}}}
+{{% endfor %}}{ask}
+{{% endif %}}{{%- for message in messages %}}{{{{ message.role }}}}: {{{{ message.content }}}}
+{{%- if message.reasoning_content is defined %}} (thought {{{{ message.reasoning_content }}}}){{% endif %}}
+{{%- for call in message.tool_calls or [] %}} calls {{{{ call.function.name }}}} {{{{ call.function.arguments.x }}}}
+{{%- endfor %}};
+{{% endfor %}}{{% if enable_thinking is defined and enable_thinking %}}<think>
+{{% endif %}}"""
+ASKS = {"qwen3": "<tool_call>", "qwen3-coder": "<tool_call><function=", "llama3": "Environment: ipython"}
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny_engine, tmp_path_factory):
+    """The shipped pair's engine, with a chat template that asks for calls in a format."""
+
+    def make(chat_format):
+        engine = shutil.copytree(tiny_engine, tmp_path_factory.mktemp("engines") / chat_format)
+        template = engine / "chat_template.jinja"
+        template.write_text(TEMPLATE.format(ask=ASKS[chat_format]))
+        config = json.loads((engine / "config.json").read_text())
+        config["files"][template.name] = digest(template)
+        (engine / "config.json").write_text(json.dumps(config))
+        return engine
+
+    return make
+
+
+def pieces(text):
+    """A reply's responses, five characters each."""
+    cut = [text[at : at + 5] for at in range(0, len(text), 5)] or [""]
+    return [response(piece, 1, "stop" if at == len(cut) else "") for at, piece in enumerate(cut, start=1)]
+
+
+class Script:
+    """A stand-in engine: its prompts as text, and a reply to each in turn."""
+
+    def __init__(self, engine, *replies):
+        self._codec = TextCodec.load(engine, {})
+        self._replies = iter(replies)
+        self.prompts = []
+
+    def __call__(self, inputs):
+        self.prompts.append(self._codec.decode(inputs["input_ids"]))
+        yield from pieces(next(self._replies))
+
+
+def tool(name, *parameters):
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in parameters}}
+    return {"type": "function", "function": {"name": name, "description": f"To {name}.", "parameters": schema}}
+
+
+TOOLS = [tool("double", "x"), tool("add", "x", "y"), tool("tell", "x")]
+ASKED = [{"role": "user", "content": "Double 4, add 5, tell me."}]
+
+
+@pytest.mark.parametrize("chat_format", ASKS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_calls_three_tools_to_its_end(engine_of, chat_format, stream):
+    """Its own loop, whole and streamed: calls are run, their results sent back, until there are no more."""
+    told = []
+    run = {"double": lambda x: 2 * x, "add": lambda x, y: x + y, "tell": lambda x: told.append(x) or "told"}
+    engine = engine_of(chat_format)
+    script = Script(
+        engine,
+        ("" if chat_format == "llama3" else "I double.\n") + written(chat_format, "double", {"x": 4}),
+        written(chat_format, "add", {"x": 8, "y": 5}),
+        written(chat_format, "tell", {"x": 13}),
+        "It is 13.",
+    )
+    messages = list(ASKED)
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        api = client(url)
+        while True:
+            if stream:
+                with api.chat.completions.stream(model="tiny", messages=messages, tools=TOOLS) as events:
+                    events.until_done()
+                    choice = events.get_final_completion().choices[0]
+            else:
+                choice = api.chat.completions.create(model="tiny", messages=messages, tools=TOOLS).choices[0]
+            message = choice.message
+            if not message.tool_calls:
+                break
+            assert choice.finish_reason == "tool_calls"
+            messages.append(message.to_dict(exclude_none=True))
+            for call in message.tool_calls:
+                result = run[call.function.name](**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+    assert (message.content, choice.finish_reason, told) == ("It is 13.", "stop", [13])
+    assert (messages[1].get("content") or "") == ("" if chat_format == "llama3" else "I double.")
+    assert len({call["id"] for message in messages for call in message.get("tool_calls", ())}) == 3
+    # What the model read: the tools, its own calls with arguments that are an object, and their results.
+    assert '"name": "add"' in script.prompts[0] and ASKS[chat_format] in script.prompts[0]
+    for line in ("calls double 4;\ntool: 8;", "calls add 8;\ntool: 13;", "calls tell 13;\ntool: told;"):
+        assert line in script.prompts[-1]
+
+
+def test_several_calls_are_streamed_one_after_another(engine_of):
+    engine = engine_of("qwen3")
+    calls = "\n".join(written("qwen3", "double", {"x": x}) for x in (1, 2))
+    script = Script(engine, f"<think>\nTwo.\n</think>\n\nBoth:\n{calls}", calls, calls)
+    arguments = dict(model="tiny", messages=ASKED, tools=TOOLS)
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        api = client(url)
+        deltas = [chunk.choices[0].delta for chunk in api.chat.completions.create(**arguments, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Two."
+        assert "".join(delta.content or "" for delta in deltas) == "Both:"
+        parts = [part for delta in deltas for part in delta.tool_calls or ()]
+        for index, x in enumerate((1, 2)):
+            first, *others = [part for part in parts if part.index == index]
+            assert (first.id[:5], first.type, first.function.name) == ("call_", "function", "double")
+            assert json.loads("".join(part.function.arguments for part in others)) == {"x": x}
+            assert all(part.id is None and part.function.name is None for part in others)
+            assert len(others) > 1  # they come as they are written
+        assert api.chat.completions.create(**arguments).choices[0].message.content is None
+        one = api.chat.completions.create(**arguments, parallel_tool_calls=False).choices[0]
+        assert [call.function.arguments for call in one.message.tool_calls] == ['{"x": 1}']
+        assert one.finish_reason == "tool_calls"
+
+
+def test_without_tools_or_with_none_there_are_no_calls(engine_of):
+    engine = engine_of("qwen3")
+    text = written("qwen3", "double", {"x": 1})
+    script = Script(engine, text, text)
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            reply = client(url).chat.completions.create(model="tiny", messages=ASKED, **more)
+            assert reply.choices[0].message.content == text
+            assert reply.choices[0].message.tool_calls is None
+    assert script.prompts[0] == script.prompts[1]
+
+
+def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    named = {"type": "function", "function": {"name": "double"}}
+    with gateway(engine_of("qwen3"), "127.0.0.1:1") as url, gateway(tiny_engine, "127.0.0.1:1") as unknown:
+        for at, param, more in (
+            (url, "tools", {"tools": strict}),
+            (url, "tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+            (url, "tool_choice", {"tools": TOOLS, "tool_choice": named}),
+            (unknown, "tools", {"tools": TOOLS}),
+            (unknown, "reasoning_effort", {"reasoning_effort": "low"}),
+        ):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                client(at).chat.completions.create(model="tiny", messages=ASKED, **more)
+            assert refusal.value.param == param and refusal.value.body["message"].startswith(f"{param}: ")
+
+
+def test_thinking_is_set_on_and_off(engine_of):
+    engine = engine_of("qwen3")
+    script = Script(engine, "Hm.\n</think>\n\nYes.", "Yes, st.", "Yes.")
+    ways = [{"reasoning_effort": "low"}, {"reasoning_effort": "none", "stop": ["st"]}]
+    ways.append({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}})
+    past = [*ASKED, {"role": "assistant", "content": "No.", "reasoning_content": "So."}, *ASKED]
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        replies = [
+            client(url).chat.completions.create(model="tiny", messages=past, **way).choices[0].message for way in ways
+        ]
+    assert [prompt.endswith("<think>\n") for prompt in script.prompts] == [True, False, False]
+    assert "(thought So.)" in script.prompts[0]
+    assert [reply.content for reply in replies] == ["Yes.", "Yes, ", "Yes."]
+    assert replies[0].reasoning_content == "Hm."
+    assert not hasattr(replies[1], "reasoning_content")

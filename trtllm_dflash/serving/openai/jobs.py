@@ -1,0 +1,170 @@
+"""Requests on their way through the engine: each choice of a reply, whole or as events of a stream."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
+from trtllm_dflash.serving.openai.errors import as_api_error
+from trtllm_dflash.serving.openai.replies import Form, Reply, Usage
+from trtllm_dflash.text.reply.parts import Parser, Part, StoppedParts
+
+_AHEAD = 2  # pieces of each choice that are kept for a client that reads slowly
+
+
+class Choice:
+    """One reply of a request.
+
+    Args:
+        request: to the engine.
+        parser: of its text and tokens.
+        stop: texts that end it and that the engine does not look for.
+        most_calls: of tools; None is any number.
+        counts_prompt: False where another choice has the same prompt, and counts it.
+
+    Attributes:
+        index: its place among the request's choices.
+        reason: "" until it has ended.
+    """
+
+    def __init__(
+        self,
+        request: TokenRequest,
+        parser: Parser,
+        stop: tuple[str, ...] = (),
+        most_calls: int | None = None,
+        counts_prompt: bool = True,
+        index: int = 0,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.reason = ""
+        self.usage = Usage(len(request.token_ids) if counts_prompt else 0)
+        self._parser = parser
+        self._shown = StoppedParts(stop, most_calls)
+        self._calls = False
+
+    def read(self, piece: Piece) -> list[Part]:
+        """Adds a piece; returns what it adds to the reply."""
+        self.usage.count(piece)
+        parts = self._parser.read(piece.text, piece.token_ids)
+        if piece.finish_reason:
+            parts += self._parser.finish()
+        shown = self._shown.take(parts, last=bool(piece.finish_reason))
+        self._calls = self._calls or any(part.kind == "call" for part in shown)
+        self.reason = "stop" if self._shown.stopped else piece.finish_reason
+        if self.reason == "stop" and self._calls:
+            self.reason = "tool_calls"
+        return shown
+
+    async def parts(self, triton: TritonClient) -> AsyncGenerator[tuple["Choice", list[Part]], None]:
+        """Yields what each of the engine's responses adds to the reply."""
+        async with aclosing(triton.stream(self.request)) as pieces:
+            async for piece in pieces:
+                yield self, self.read(piece)
+                if self.reason and not piece.finish_reason:  # the engine would go on
+                    break
+
+    async def reply(self, triton: TritonClient) -> Reply:
+        """Reads the whole reply."""
+        reply = Reply()
+        async with aclosing(self.parts(triton)) as parts:
+            async for _, added in parts:
+                reply.add(added)
+        reply.reason = self.reason
+        return reply
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, ready for the engine, and the form of its reply."""
+
+    choices: tuple[Choice, ...]
+    form: Form
+    stream: bool
+
+    async def whole(self, triton: TritonClient) -> dict[str, object]:
+        """Returns the body of the whole reply.
+
+        Raises:
+            ApiError: the server has refused or failed one of the choices.
+        """
+        tasks = [asyncio.create_task(choice.reply(triton)) for choice in self.choices]
+        try:
+            replies = await asyncio.gather(*tasks)
+        except Exception as error:
+            raise as_api_error(error, self._request_id) from None
+        finally:
+            for task in tasks:  # where one has failed, nobody reads the others
+                task.cancel()
+        return self.form.whole(replies, self._usage())
+
+    async def events(self, triton: TritonClient) -> AsyncGenerator[bytes, None]:
+        """Yields the reply's events, some at a time. Raises an ApiError only before the first."""
+        begun: set[int] = set()
+        ended: set[int] = set()
+        try:
+            async with aclosing(_merged([choice.parts(triton) for choice in self.choices])) as merged:
+                async for choice, parts in merged:
+                    events = b"" if choice.index in begun else self.form.opening(choice.index)
+                    begun.add(choice.index)
+                    events += self.form.parts(choice.index, parts)
+                    if choice.reason and choice.index not in ended:
+                        ended.add(choice.index)
+                        events += self.form.ending(choice.index, choice.reason)
+                        if len(ended) == len(self.choices):
+                            events += self.form.closing(self._usage())
+                    if events:
+                        yield events
+        except Exception as error:
+            refusal = as_api_error(error, self._request_id)
+            if not begun:
+                raise refusal from None
+            yield self.form.failing(refusal)
+
+    @property
+    def _request_id(self) -> str:
+        return self.choices[0].request.request_id
+
+    def _usage(self) -> Usage:
+        first, *others = (choice.usage for choice in self.choices)
+        return sum(others, first)
+
+
+_Parts = AsyncGenerator[tuple[Choice, list[Part]], None]
+
+
+async def _merged(streams: list[_Parts]) -> _Parts:
+    """Yields what all choices yield, as it comes. Where one fails, the others end."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield item
+        return
+    queue: asyncio.Queue[tuple[Choice, list[Part]] | Exception | None] = asyncio.Queue(_AHEAD * len(streams))
+
+    async def feed(stream: _Parts) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(feed(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

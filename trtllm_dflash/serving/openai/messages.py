@@ -1,0 +1,180 @@
+"""Messages and tools of a conversation, as OpenAI's clients write them."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from trtllm_dflash.serving.openai.errors import ApiError
+
+MOST_FIELDS = 100  # of a request or a message; and errors that are worth reading
+_MOST_TOOLS = 128  # of a request, and calls of a message
+
+#: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
+UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"function_call": (), "audio": ()}
+_IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations"})
+
+_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+def _text_of(content: object) -> object:
+    """Reads the text of a message's content: a string, or a list of text parts, which become lines."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content_part", "only parts of type text, with a text, are supported")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def asked_of(
+    values: object, unsupported: Mapping[str, tuple[object, ...]], ignored: frozenset[str], prefix: str
+) -> Any:
+    """Drops a request's fields that have no effect; refuses those that ask for something unsupported."""
+    if not isinstance(values, dict):
+        return values
+    if len(values) > MOST_FIELDS:
+        raise ApiError(400, f"{prefix or 'the body: '}{len(values)} fields; there are not as many", None)
+    asked = {name: value for name, value in values.items() if value is not None and name not in ignored}
+    for name in unsupported.keys() & asked.keys():
+        value = asked.pop(name)
+        # 1 == True in Python, and not here.
+        if not any(
+            value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in unsupported[name]
+        ):
+            raise ApiError(400, f"{prefix}{name}: this value is not supported", prefix + name, "unsupported_value")
+    return asked
+
+
+class CalledFunction(BaseModel):
+    """The function that a call names, and its arguments as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: _FunctionName
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's message."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a stream's pieces, which some clients put together so
+
+    def for_template(self) -> dict[str, Any]:
+        """Converts the call for chat templates, most of which want its arguments as an object."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": _object(self.function.arguments)},
+        }
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text_of)] = None
+    name: str | None = None
+    reasoning_content: str | None = None  # an assistant's, as replies here have it
+    tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=_MOST_TOOLS)] = []
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, UNSUPPORTED_IN_MESSAGE, _IGNORED_IN_MESSAGE, "messages.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Message":
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise PydanticCustomError("role", "only an assistant's message has tool_calls or reasoning_content")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise PydanticCustomError("role", "a message of the role tool, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "content: missing; only a message with tool_calls has none")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Converts the message for chat templates; most of them know no developer, OpenAI's newer name for system."""
+        given = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": [call.for_template() for call in self.tool_calls] or None,
+            "tool_call_id": self.tool_call_id,
+        }
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": self.content or ""}
+        return message | {name: value for name, value in given.items() if value is not None}
+
+
+class Function(BaseModel):
+    """A function that the model may call.
+
+    Attributes:
+        parameters: a JSON schema of its arguments; None: it has none.
+        strict: its arguments are held to that.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Converts the function for chat templates."""
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+class Tool(BaseModel):
+    """A tool of a chat: a function."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: _FunctionName
+
+
+class NamedTool(BaseModel):
+    """The function that a reply must call."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], FailFast(), Field(max_length=_MOST_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"]
+
+
+def _object(text: str) -> dict[str, Any] | str:
+    """Reads the arguments of a call; what is no JSON object stays text, as a model may have written it."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
