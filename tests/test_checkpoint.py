@@ -111,6 +111,13 @@ def test_a_missing_folder_is_named(tmp_path):
     )
 
 
+def test_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert refusal(tmp_path) == (
+        f"{tmp_path} is an adapter (adapter_config.json): LoRA is not supported; merge it into its model, and pass that"
+    )
+
+
 def test_a_missing_config_is_named(tmp_path):
     (make_target(tmp_path) / "config.json").unlink()
     assert refusal(tmp_path).startswith(f"{tmp_path}/config.json is missing")

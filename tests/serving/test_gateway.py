@@ -14,6 +14,7 @@ import openai
 import pytest
 import uvicorn
 
+import trtllm_dflash
 from tests.serving.fake_triton import Refuse, fake_triton, response
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.engine.directory import digest
@@ -231,10 +232,20 @@ def test_a_client_that_leaves_frees_its_slot(server, url):
     server.wait_for_gauge("dflash_slots_in_use", 0)
 
 
+def test_prompts_that_begin_alike_count_cached_tokens(api):
+    arguments = dict(model="tiny", prompt=[7, 5, 3] * 60, max_tokens=2, n=2)
+    usages = [api.completions.create(**arguments).usage for _ in range(2)]
+    assert [usage.prompt_tokens for usage in usages] == [180, 180]
+    assert 100 < usages[1].prompt_tokens_details.cached_tokens < 180
+    *_, last = api.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens_details.cached_tokens == usages[1].prompt_tokens_details.cached_tokens
+
+
 def test_the_models_and_the_health(url, api):
     assert [model.id for model in api.models.list()] == ["tiny"]
     assert api.models.retrieve("tiny").max_model_len == 2048
     assert Reply(url, "/health").json() == {"status": "ok"}
+    assert Reply(url, "/version").json() == {"version": trtllm_dflash.__version__}
 
 
 def test_the_metrics_are_handed_on_to_those_who_have_the_key(server, tiny_engine):
@@ -286,6 +297,7 @@ def alone(tiny_engine):
         ("modalities", ["text", "audio"]),
         ("reasoning_effort", "low"),
         ("unheard_of", 1),
+        ("lora_request", {"lora_name": "a"}),
         ("temperature", -0.1),
         ("temperature", "hot"),
         ("top_p", 0),
@@ -388,6 +400,31 @@ def test_a_body_that_is_no_request_is_refused(alone, body):
     assert reply.status == 400
     assert reply.json()["error"]["message"].startswith("the body: ")
     assert "Traceback" not in reply.text
+
+
+def test_texts_and_conversations_are_tokenized_and_back(alone, tiny):
+    def post(path, **body):
+        return Reply(alone, path, json.dumps(body), Authorization="Bearer sesame").json()
+
+    ids = tiny.encode("A fox. 🦊")
+    assert post("/tokenize", prompt="A fox. 🦊") == {"count": len(ids), "max_model_len": 2048, "tokens": ids}
+    words = post("/tokenize", model="tiny", prompt="A fox.", add_special_tokens=False)["tokens"]
+    assert words == tiny.codec.encode_words("A fox.")
+    chat = post("/tokenize", messages=SUM)["tokens"]
+    assert chat == tiny.encode(SUM)
+    assert post("/detokenize", tokens=chat)["prompt"] == tiny.codec.chat_text(SUM)
+    for path, param, body in (
+        ("/tokenize", "prompt", {}),
+        ("/tokenize", "prompt", {"prompt": "a", "messages": SUM}),
+        ("/tokenize", "prompt", {"prompt": "a " * 5000}),
+        ("/tokenize", "prompt", {"prompt": "a " * 5000, "add_special_tokens": False}),
+        ("/tokenize", "model", {"prompt": "a", "model": "b"}),
+        ("/detokenize", "tokens", {"tokens": [9999]}),
+        ("/detokenize", "tokens.0", {"tokens": ["a"]}),
+    ):
+        assert post(path, **body)["error"]["param"] == param
+    assert Reply(alone, "/tokenize", "{}").status == Reply(alone, "/detokenize", "{}").status == 401
+    assert Reply(alone, "/version").status == 401
 
 
 def test_a_prompt_that_is_too_long_is_refused(alone, tiny_engine):

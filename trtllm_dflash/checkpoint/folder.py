@@ -53,6 +53,9 @@ class CheckpointFolder:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; pass a checkpoint folder that has a config.json")
         if not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                reason = "LoRA is not supported; merge it into its model, and pass that"
+                raise CheckpointError(f"{path} is an adapter (adapter_config.json): {reason}")
             raise CheckpointError(f"{path}/config.json is missing; pass the folder that holds the checkpoint")
         # Hugging Face writes null for "the default": the same as leaving the key out.
         config = {key: value for key, value in read_json(path / "config.json").items() if value is not None}

@@ -32,6 +32,7 @@ _OUTPUTS = (
     "finish_reason",
     "total_draft_tokens",
     "total_accepted_draft_tokens",
+    "num_reused_tokens",
 )
 _IDS = ("output_ids", "accepted_per_step")
 _LOGPROBS = ("output_log_probs", "top_log_prob_ids", "top_log_probs")
@@ -85,6 +86,7 @@ class Piece:
         accepted_per_step: drafts accepted by each of its decoding steps; with the last piece, where the request wants
             ids.
         finish_reason: "stop" or "length" with the last piece, "" before it.
+        reused_tokens: of the prompt, whose K/V rows an earlier request had left; with the last piece.
         logprobs: of the new tokens, where the request asks for them.
         prompt_logprobs: of the prompt's tokens but the first, with the last piece.
     """
@@ -96,6 +98,7 @@ class Piece:
     accepted_tokens: int
     accepted_per_step: list[int]
     finish_reason: str
+    reused_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -251,6 +254,7 @@ def _piece(result: InferResult) -> Piece:
         accepted_tokens=_number(values["total_accepted_draft_tokens"]),
         accepted_per_step=_numbers(values.get("accepted_per_step", b"")),
         finish_reason=_text(values["finish_reason"]),
+        reused_tokens=_number(values.get("num_reused_tokens", b"")),
         logprobs=_logprobs(values, _LOGPROBS),
         prompt_logprobs=_logprobs(values, _PROMPT_LOGPROBS),
     )

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, S
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from trtllm_dflash import __version__
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import check_shared_files, read_config
 from trtllm_dflash.errors import EngineError
@@ -90,7 +91,10 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
     app.add_exception_handler(Exception, broken)
     for path, method, endpoint in (
         ("/health", "GET", gateway.health),
+        ("/version", "GET", gateway.version),
         ("/metrics", "GET", gateway.metrics),
+        ("/tokenize", "POST", gateway.tokenize),
+        ("/detokenize", "POST", gateway.detokenize),
         ("/v1/models", "GET", gateway.models),
         ("/v1/models/{name:path}", "GET", gateway.model),
         ("/v1/completions", "POST", gateway.completions),
@@ -140,6 +144,10 @@ class Gateway:
             raise ApiError(503, f"Triton at {self._settings.triton_url} is not ready", code="unavailable")
         return JSONResponse({"status": "ok"})
 
+    async def version(self) -> Response:
+        """Tells the version of this server."""
+        return JSONResponse({"version": __version__})
+
     async def metrics(self) -> Response:
         """Hands on Triton's metrics, for Prometheus."""
         if self._settings.metrics_url is None:
@@ -166,6 +174,20 @@ class Gateway:
     async def chat_completions(self, request: Request) -> Response:
         """Replies to a conversation."""
         return await self._answer(request, self._preparation.chat)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Counts the tokens of a prompt or a conversation, and lists them."""
+        return await self._convert(request, self._preparation.tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Decodes tokens."""
+        return await self._convert(request, self._preparation.detokenized)
+
+    async def _convert(self, request: Request, work: Callable[[bytes], dict[str, object]]) -> Response:
+        try:
+            return JSONResponse(await self._bodies.process(request, work))
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
 
     def _model(self) -> dict[str, object]:
         return {

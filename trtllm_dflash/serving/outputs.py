@@ -64,6 +64,12 @@ def _accepted_per_step(response: Response) -> Array:
     return np.array([[] if done is None else done.accepted_per_step], np.int32)
 
 
+def _reused_tokens(response: Response) -> Array:
+    """Makes the number of prompt tokens whose K/V rows an earlier request had left, known with the last response."""
+    done = response.update.completion
+    return _INT32_ZERO if done is None else _int32(done.reused_tokens)
+
+
 def _finish_reason(response: Response) -> Array:
     done = response.update.completion
     if response.stopped:
@@ -125,6 +131,7 @@ OUTPUTS: dict[str, Callable[[Response], Array]] = {
     "accepted_per_step": _accepted_per_step,
     "num_input_tokens": lambda response: _int32(len(response.asked.prompt_ids)),
     "num_output_tokens": lambda response: _int32(response.tokens),
+    "num_reused_tokens": _reused_tokens,
     "output_text": lambda response: string_tensor([response.text]),
     "finish_reason": _finish_reason,
     "request_key": lambda response: np.array([[response.key]], np.int64),

@@ -98,9 +98,9 @@ class TextCodec:
         """
         return self._encode(text, special=True, most=most)
 
-    def encode_words(self, text: str) -> list[int]:
-        """Encodes a text that is no prompt: without the special tokens that the tokenizer adds to one."""
-        return self._encode(text, special=False)
+    def encode_words(self, text: str, most: int | None = None) -> list[int]:
+        """Encodes a text without the special tokens that the tokenizer adds to a prompt; `most` as in `encode`."""
+        return self._encode(text, special=False, most=most)
 
     @property
     def end_id(self) -> int | None:

@@ -15,9 +15,16 @@ from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import TokenRequest
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.jobs import Choice, Job
-from trtllm_dflash.serving.openai.messages import Function, NamedTool, ToolChoice
+from trtllm_dflash.serving.openai.messages import Function, Message, NamedTool, ToolChoice
 from trtllm_dflash.serving.openai.replies import CompletionForm
-from trtllm_dflash.serving.openai.requests import ChatRequest, CommonRequest, CompletionRequest, parse
+from trtllm_dflash.serving.openai.requests import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -53,7 +60,7 @@ class Preparation:
         asked = parse(CompletionRequest, body)
         self.check_name(asked.model)
         limit = asked.max_tokens or _COMPLETION_TOKENS
-        choices = []
+        choices: list[Choice] = []
         for prompt in asked.prompt:
             request = self._request(asked, self._tokens(prompt, "prompt"), limit, request_id)
             for each in _with_seeds(request, asked.n):
@@ -65,14 +72,9 @@ class Preparation:
         """Makes a job of a body of /v1/chat/completions."""
         asked = parse(ChatRequest, body)
         self.check_name(asked.model)
-        messages = [message.for_template() for message in asked.messages]
         functions = self.offered([tool.function for tool in asked.tools], asked.tool_choice)
         arguments = {**self._effort(asked.reasoning_effort), **asked.chat_template_kwargs}
-        taken = sorted(_RENDERER_ARGUMENTS & arguments.keys())
-        if taken:
-            param = f"chat_template_kwargs.{taken[0]}"
-            raise ApiError(400, f"{param}: not a variable of the chat template", param)
-        ids = self._tokens(messages, "messages", arguments, functions)
+        ids = self._conversation(asked.messages, arguments, functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         schemas = {function.name: function.parameters or {} for function in functions} if functions else None
         most_calls = 1 if asked.parallel_tool_calls is False else None
@@ -82,6 +84,30 @@ class Preparation:
             for index, each in enumerate(requests)
         ]
         return Job(tuple(choices), CompletionForm(self._name, True, asked.include_usage), asked.stream)
+
+    def tokenized(self, body: bytes) -> dict[str, object]:
+        """Answers a body of /tokenize."""
+        asked = parse(TokenizeRequest, body)
+        self.check_name(asked.model or self._name)
+        if asked.prompt is not None and asked.add_special_tokens:
+            tokens = self._tokens(asked.prompt, "prompt")
+        elif asked.prompt is not None:
+            try:
+                words = self._codec.encode_words(asked.prompt, self._config.max_seq_len)
+            except RequestError as error:
+                raise _refusal(error, "prompt") from None
+            tokens = self._tokens(words, "prompt")
+        else:
+            functions = self.offered([tool.function for tool in asked.tools], None)
+            tokens = self._conversation(asked.messages, asked.chat_template_kwargs, functions)
+        return {"count": len(tokens), "max_model_len": self._config.max_seq_len, "tokens": tokens}
+
+    def detokenized(self, body: bytes) -> dict[str, object]:
+        """Answers a body of /detokenize."""
+        asked = parse(DetokenizeRequest, body)
+        self.check_name(asked.model or self._name)
+        tokens = self._tokens(asked.tokens, "tokens")
+        return {"prompt": self._codec.backend.decode(tokens, skip_special_tokens=False)}
 
     def offered(self, functions: Sequence[Function], choice: ToolChoice | NamedTool | None) -> list[Function]:
         """Returns the functions that a reply may call.
@@ -119,6 +145,15 @@ class Preparation:
         message = "reasoning_effort: only none; this engine's chat template has no variable for it"
         raise ApiError(400, message, "reasoning_effort", "unsupported_value")
 
+    def _conversation(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any], functions: Sequence[Function]
+    ) -> list[int]:
+        taken = sorted(_RENDERER_ARGUMENTS & arguments.keys())
+        if taken:
+            param = f"chat_template_kwargs.{taken[0]}"
+            raise ApiError(400, f"{param}: not a variable of the chat template", param)
+        return self._tokens([message.for_template() for message in messages], "messages", arguments, functions)
+
     def _tokens(
         self,
         prompt: Prompt,
@@ -129,8 +164,7 @@ class Preparation:
         try:
             return self._intake.encode(prompt, chat_arguments, [function.for_template() for function in functions])
         except RequestError as error:
-            code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
-            raise ApiError(400, f"{param}: {error.reason}", param, code) from None
+            raise _refusal(error, param) from None
 
     def _chat_choice(self, request: TokenRequest, parser: Parser, most_calls: int | None, index: int) -> Choice:
         """Makes a choice. Where its reply is parsed, stop strings are looked for here, in its content alone."""
@@ -160,6 +194,11 @@ class Preparation:
             ignore_eos=asked.ignore_eos,
         )
         return TokenRequest(ids, params, asked.draft, asked.priority, self._timeout, request_id, wants_ids=False)
+
+
+def _refusal(error: RequestError, param: str) -> ApiError:
+    code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
+    return ApiError(400, f"{param}: {error.reason}", param, code)
 
 
 def _with_seeds(request: TokenRequest, count: int) -> list[TokenRequest]:

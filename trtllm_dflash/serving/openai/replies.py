@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 
 from trtllm_dflash.serving.client import Piece
@@ -22,6 +23,7 @@ class Usage:
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, whose K/V rows an earlier request had left
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -31,6 +33,7 @@ class Usage:
         self.completion_tokens += piece.tokens
         self.drafted_tokens = piece.drafted_tokens
         self.accepted_tokens = piece.accepted_tokens
+        self.cached_tokens = min(piece.reused_tokens, self.prompt_tokens)  # 0 where another choice counts the prompt
 
     def body(self) -> dict[str, object]:
         """Makes OpenAI's `usage`."""
@@ -38,6 +41,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted_tokens,
                 "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
@@ -143,7 +147,7 @@ class CompletionForm(Form):
         return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, reason)
 
     def closing(self, usage: Usage) -> bytes:
-        body = {**self._head, "choices": [], "usage": usage.body()}
+        body: dict[str, object] = {**self._head, "choices": [], "usage": usage.body()}
         return event(body) + _DONE if self._include_usage else _DONE
 
     def _part(self, index: int, part: Part) -> bytes:
@@ -186,6 +190,6 @@ def _message(reply: Reply) -> dict[str, object]:
     return message
 
 
-def event(body: dict[str, object], name: str = "") -> bytes:
+def event(body: Mapping[str, object], name: str = "") -> bytes:
     """Makes a server-sent event."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + _JSON.encode(body).encode() + b"\n\n"

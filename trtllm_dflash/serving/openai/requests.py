@@ -19,7 +19,7 @@ from trtllm_dflash.runtime.request import MaxTokens, Seed, StopText, Temperature
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.messages import MOST_FIELDS, Message, NamedTool, ToolChoice, Tools, asked_of
 
-_R = TypeVar("_R", bound="CommonRequest")
+_R = TypeVar("_R", bound=BaseModel)
 
 MOST_CHOICES = 128  # of one request; each is a request to the engine
 
@@ -61,6 +61,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
     "moderation": (),
 }
+
+#: Names under which other servers take LoRA adapters.
+_ADAPTERS = ("lora_request", "lora_path", "adapter_id")
 
 
 def _prompt_list(prompt: object) -> object:
@@ -118,6 +121,9 @@ class CommonRequest(BaseModel):
     @classmethod
     def _supported(cls, values: object) -> object:
         asked = asked_of(values, UNSUPPORTED, IGNORED, "")
+        for name in _ADAPTERS:
+            if isinstance(asked, dict) and name in asked:
+                raise ApiError(400, f"{name}: LoRA adapters are not supported", name, "unsupported_value")
         if isinstance(asked, dict) and "stream_options" in asked and asked.get("stream") is not True:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options")
         return asked
@@ -163,6 +169,34 @@ class ChatRequest(CommonRequest):
             message = "max_tokens: differs from max_completion_tokens, its newer name; give one of them"
             raise ApiError(400, message, "max_tokens")
         return self
+
+
+class TokenizeRequest(BaseModel):
+    """The body of /tokenize: a prompt, or the conversation that a chat would make one of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True  # to a prompt
+    messages: Annotated[list[Message], FailFast()] = []
+    tools: Tools = []
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise ApiError(400, "prompt: give either a prompt or messages", "prompt")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of /detokenize."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: Annotated[list[NonNegativeInt], FailFast()]
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
