@@ -6,7 +6,7 @@ import shutil
 import openai
 import pytest
 
-from tests.serving.fake_triton import fake_triton, response
+from tests.serving.fake_triton import Refuse, fake_triton, response
 from tests.serving.test_gateway import client, gateway
 from tests.test_reply_parsers import written
 from trtllm_dflash.engine.directory import digest
@@ -177,3 +177,146 @@ def test_thinking_is_set_on_and_off(engine_of):
     assert [reply.content for reply in replies] == ["Yes.", "Yes, ", "Yes."]
     assert replies[0].reasoning_content == "Hm."
     assert not hasattr(replies[1], "reasoning_content")
+
+
+# -- /v1/responses ---------------------------------------------------------------------------------------------------
+
+FLAT = [{"type": "function", **one["function"]} for one in TOOLS]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_over_responses_calls_three_tools_to_its_end(engine_of, stream):
+    """Nothing is stored: what a response has goes back as input, with the calls' results."""
+    told = []
+    run = {"double": lambda x: 2 * x, "add": lambda x, y: x + y, "tell": lambda x: told.append(x) or "told"}
+    engine = engine_of("qwen3")
+    script = Script(
+        engine,
+        "Double.\n</think>\n\nI double.\n" + written("qwen3", "double", {"x": 4}),
+        "</think>" + written("qwen3", "add", {"x": 8, "y": 5}) + "\n" + written("qwen3", "double", {"x": 1}),
+        "</think>" + written("qwen3", "tell", {"x": 13}),
+        "</think>It is 13.",
+    )
+    items: list = list(ASKED)
+    arguments = dict(model="tiny", instructions="Be brief.", tools=FLAT, store=False, reasoning={"effort": "high"})
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        api = client(url)
+        for turn in range(4):
+            if stream:
+                with api.responses.stream(**arguments, input=items) as events:
+                    kinds = [event.type for event in events]
+                    response = events.get_final_response()
+                assert kinds[:2] == ["response.created", "response.in_progress"]
+                assert kinds[-1] == "response.completed"
+            else:
+                response = api.responses.create(**arguments, input=items)
+            assert response.status == "completed"
+            items += [item.to_dict() for item in response.output]
+            calls = [item for item in response.output if item.type == "function_call"]
+            for call in calls:
+                result = run[call.name](**json.loads(call.arguments))
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": str(result)})
+            assert len(calls) == [1, 2, 1, 0][turn]
+    assert (response.output_text, told) == ("It is 13.", [13])
+    assert [item["type"] for item in items[1:5]] == ["reasoning", "message", "function_call", "function_call_output"]
+    for line in (
+        "system: Be brief.;\nuser: Double 4",
+        "assistant: I double. (thought Double.) calls double 4;\ntool: 8;",
+        "calls add 8 calls double 1;\ntool: 13;\ntool: 2;",
+    ):
+        assert line in script.prompts[-1]
+
+
+def test_the_events_of_a_response_tell_it_whole(engine_of):
+    engine = engine_of("qwen3")
+    text = (
+        "<think>\nHm 🦊.\n</think>\n\nBoth:\n"
+        + written("qwen3", "double", {"x": 1})
+        + written("qwen3", "tell", {"x": 2})
+    )
+    script = Script(engine, text, text)
+    arguments = dict(model="tiny", input="Go.", tools=FLAT)
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        events = list(client(url).responses.create(**arguments, stream=True))
+        whole = client(url).responses.create(**arguments)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    done = events[-1].response
+
+    def told(item):
+        keys = {"type", "role", "content", "summary", "name", "arguments", "status"}
+        return {key: value for key, value in item.to_dict().items() if key in keys}
+
+    assert [told(item) for item in done.output] == [told(item) for item in whole.output]
+    assert [item.type for item in done.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert [event.item for event in events if event.type == "response.output_item.done"] == done.output
+    for index, item in enumerate(done.output):
+        of_item = [event for event in events if getattr(event, "output_index", None) == index]
+        kinds = [event.type.removeprefix("response.") for event in of_item]
+        deltas = "".join(event.delta for event in of_item if event.type.endswith(".delta"))
+        assert (kinds[0], kinds[-1]) == ("output_item.added", "output_item.done")
+        if item.type == "function_call":
+            assert deltas == item.arguments == of_item[-2].arguments
+        else:
+            assert (kinds[1], kinds[-2]) == ("content_part.added", "content_part.done")
+            assert deltas == item.content[0].text == of_item[-3].text
+    assert done.usage == whole.usage and whole.usage.output_tokens == len(pieces(text))
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
+    assert json.loads(done.model_dump_json())["tools"][0]["name"] == "double"
+
+
+def test_a_response_that_is_cut_off_or_fails_says_so(tiny_engine):
+    def long(_):
+        yield response("Half", 2, "length")
+
+    def fail(_):
+        yield response("Half", 2)
+        raise Refuse("INTERNAL", "Traceback")
+
+    with fake_triton(long) as (fake, triton), gateway(tiny_engine, triton) as url:
+        cut_off = client(url).responses.create(model="tiny", input="Go.", max_output_tokens=2)
+        assert (cut_off.status, cut_off.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert cut_off.output_text == "Half"
+        *_, last = client(url).responses.create(model="tiny", input="Go.", stream=True)
+        assert last.type == "response.incomplete"
+        fake.script = fail
+        *_, last = client(url).responses.create(model="tiny", input="Go.", stream=True)
+        assert (last.type, last.response.status) == ("response.failed", "failed")
+        assert last.response.error.message.startswith("the server failed; its log says why")
+        with pytest.raises(openai.InternalServerError):
+            client(url).responses.create(model="tiny", input="Go.")
+
+
+@pytest.mark.parametrize(
+    ("param", "more"),
+    [
+        ("store", {"store": True}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("conversation", {"conversation": "c"}),
+        ("background", {"background": True}),
+        ("tools.0.type", {"tools": [{"type": "web_search"}]}),
+        ("tools", {"tools": FLAT}),
+        ("text.format", {"text": {"format": {"type": "json_object"}}}),
+        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
+        ("input", {"input": []}),
+        ("input.0", {"input": [{"type": "web_search_call", "id": "w"}]}),
+        ("input.0", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///"}]}]}),
+        ("input", {"input": "word " * 3000}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("unheard_of", {"unheard_of": 1}),
+        ("lora_path", {"lora_path": "a"}),
+        ("model", {"model": "other"}),
+    ],
+)
+def test_what_responses_do_not_do_is_refused_by_name(unasked, param, more):
+    with pytest.raises(openai.APIStatusError) as refusal:
+        client(unasked).post("/responses", body={"model": "tiny", "input": "Go.", **more}, cast_to=object)
+    assert refusal.value.status_code in (400, 404)
+    assert refusal.value.body["param"].startswith(param)
+
+
+@pytest.fixture(scope="module")
+def unasked(tiny_engine):
+    """A gateway whose Triton is not there."""
+    with gateway(tiny_engine, "127.0.0.1:1") as url:
+        yield url

@@ -99,6 +99,7 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
         ("/v1/models/{name:path}", "GET", gateway.model),
         ("/v1/completions", "POST", gateway.completions),
         ("/v1/chat/completions", "POST", gateway.chat_completions),
+        ("/v1/responses", "POST", gateway.responses),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     return app
@@ -174,6 +175,10 @@ class Gateway:
     async def chat_completions(self, request: Request) -> Response:
         """Replies to a conversation."""
         return await self._answer(request, self._preparation.chat)
+
+    async def responses(self, request: Request) -> Response:
+        """Replies to a conversation of items."""
+        return await self._answer(request, self._preparation.response)
 
     async def tokenize(self, request: Request) -> Response:
         """Counts the tokens of a prompt or a conversation, and lists them."""

@@ -51,6 +51,8 @@ class Choice:
         parts = self._parser.read(piece.text, piece.token_ids)
         if piece.finish_reason:
             parts += self._parser.finish()
+        if parts and all(part.kind == "thinking" for part in parts):
+            self.usage.thinking_tokens += piece.tokens
         shown = self._shown.take(parts, last=bool(piece.finish_reason))
         self._calls = self._calls or any(part.kind == "call" for part in shown)
         self.reason = "stop" if self._shown.stopped else piece.finish_reason

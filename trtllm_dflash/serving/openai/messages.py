@@ -10,13 +10,13 @@ from pydantic_core import PydanticCustomError
 from trtllm_dflash.serving.openai.errors import ApiError
 
 MOST_FIELDS = 100  # of a request or a message; and errors that are worth reading
-_MOST_TOOLS = 128  # of a request, and calls of a message
+MOST_TOOLS = 128  # of a request, and calls of a message
 
 #: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"function_call": (), "audio": ()}
 _IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations"})
 
-_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 def _text_of(content: object) -> object:
@@ -56,7 +56,7 @@ class CalledFunction(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: _FunctionName
+    name: FunctionName
     arguments: str
 
 
@@ -88,7 +88,7 @@ class Message(BaseModel):
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
     name: str | None = None
     reasoning_content: str | None = None  # an assistant's, as replies here have it
-    tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=_MOST_TOOLS)] = []
+    tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=MOST_TOOLS)] = []
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
@@ -129,7 +129,7 @@ class Function(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: _FunctionName
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -155,7 +155,7 @@ class NamedFunction(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: _FunctionName
+    name: FunctionName
 
 
 class NamedTool(BaseModel):
@@ -167,7 +167,7 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-Tools = Annotated[list[Tool], FailFast(), Field(max_length=_MOST_TOOLS)]
+Tools = Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"]
 
 

@@ -15,16 +15,18 @@ from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import TokenRequest
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.jobs import Choice, Job
-from trtllm_dflash.serving.openai.messages import Function, Message, NamedTool, ToolChoice
+from trtllm_dflash.serving.openai.messages import Function
 from trtllm_dflash.serving.openai.replies import CompletionForm
 from trtllm_dflash.serving.openai.requests import (
     ChatRequest,
-    CommonRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeRequest,
     parse,
 )
+from trtllm_dflash.serving.openai.response_form import ResponseForm
+from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -73,17 +75,30 @@ class Preparation:
         asked = parse(ChatRequest, body)
         self.check_name(asked.model)
         functions = self.offered([tool.function for tool in asked.tools], asked.tool_choice)
-        arguments = {**self._effort(asked.reasoning_effort), **asked.chat_template_kwargs}
-        ids = self._conversation(asked.messages, arguments, functions)
+        arguments = {**self._effort(asked.reasoning_effort, "reasoning_effort"), **asked.chat_template_kwargs}
+        messages = [message.for_template() for message in asked.messages]
+        ids = self._conversation(messages, "messages", arguments, functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
-        schemas = {function.name: function.parameters or {} for function in functions} if functions else None
         most_calls = 1 if asked.parallel_tool_calls is False else None
         requests = _with_seeds(self._request(asked, ids, limit, request_id), asked.n)
         choices = [
-            self._chat_choice(each, self._codec.parser(ids, schemas), most_calls, index)
+            self._chat_choice(each, self._codec.parser(ids, _schemas(functions)), most_calls, index)
             for index, each in enumerate(requests)
         ]
         return Job(tuple(choices), CompletionForm(self._name, True, asked.include_usage), asked.stream)
+
+    def response(self, body: bytes, request_id: str) -> Job:
+        """Makes a job of a body of /v1/responses."""
+        asked = parse(ResponsesRequest, body)
+        self.check_name(asked.model)
+        functions = self.offered(asked.tools, asked.tool_choice)
+        arguments = {**self._effort(asked.reasoning.effort, "reasoning.effort"), **asked.chat_template_kwargs}
+        ids = self._conversation(asked.messages(), "input", arguments, functions)
+        limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
+        request = self._request(asked, ids, limit, request_id)
+        most_calls = None if asked.parallel_tool_calls else 1
+        choice = self._chat_choice(request, self._codec.parser(ids, _schemas(functions)), most_calls)
+        return Job((choice,), ResponseForm(asked, self._name, request.params.temperature), asked.stream)
 
     def tokenized(self, body: bytes) -> dict[str, object]:
         """Answers a body of /tokenize."""
@@ -99,7 +114,8 @@ class Preparation:
             tokens = self._tokens(words, "prompt")
         else:
             functions = self.offered([tool.function for tool in asked.tools], None)
-            tokens = self._conversation(asked.messages, asked.chat_template_kwargs, functions)
+            messages = [message.for_template() for message in asked.messages]
+            tokens = self._conversation(messages, "messages", asked.chat_template_kwargs, functions)
         return {"count": len(tokens), "max_model_len": self._config.max_seq_len, "tokens": tokens}
 
     def detokenized(self, body: bytes) -> dict[str, object]:
@@ -109,7 +125,7 @@ class Preparation:
         tokens = self._tokens(asked.tokens, "tokens")
         return {"prompt": self._codec.backend.decode(tokens, skip_special_tokens=False)}
 
-    def offered(self, functions: Sequence[Function], choice: ToolChoice | NamedTool | None) -> list[Function]:
+    def offered(self, functions: Sequence[Function], choice: object) -> list[Function]:
         """Returns the functions that a reply may call.
 
         Raises:
@@ -131,7 +147,7 @@ class Preparation:
             raise ApiError(400, message, "tools", "unsupported_value")
         return list(functions)
 
-    def _effort(self, effort: str | None) -> dict[str, Any]:
+    def _effort(self, effort: str | None, param: str) -> dict[str, Any]:
         """Returns the variable of the chat template by which a model thinks as hard as that."""
         variables = self._codec.chat_variables
         if effort is None:
@@ -142,17 +158,21 @@ class Preparation:
             return {"enable_thinking": effort != "none"}
         if effort == "none":
             return {}
-        message = "reasoning_effort: only none; this engine's chat template has no variable for it"
-        raise ApiError(400, message, "reasoning_effort", "unsupported_value")
+        message = f"{param}: only none; this engine's chat template has no variable for it"
+        raise ApiError(400, message, param, "unsupported_value")
 
     def _conversation(
-        self, messages: Sequence[Message], arguments: Mapping[str, Any], functions: Sequence[Function]
+        self,
+        messages: list[dict[str, Any]],
+        param: str,
+        arguments: Mapping[str, Any],
+        functions: Sequence[Function],
     ) -> list[int]:
         taken = sorted(_RENDERER_ARGUMENTS & arguments.keys())
         if taken:
-            param = f"chat_template_kwargs.{taken[0]}"
-            raise ApiError(400, f"{param}: not a variable of the chat template", param)
-        return self._tokens([message.for_template() for message in messages], "messages", arguments, functions)
+            variable = f"chat_template_kwargs.{taken[0]}"
+            raise ApiError(400, f"{variable}: not a variable of the chat template", variable)
+        return self._tokens(messages, param, arguments, functions)
 
     def _tokens(
         self,
@@ -166,7 +186,7 @@ class Preparation:
         except RequestError as error:
             raise _refusal(error, param) from None
 
-    def _chat_choice(self, request: TokenRequest, parser: Parser, most_calls: int | None, index: int) -> Choice:
+    def _chat_choice(self, request: TokenRequest, parser: Parser, most_calls: int | None, index: int = 0) -> Choice:
         """Makes a choice. Where its reply is parsed, stop strings are looked for here, in its content alone."""
         stop = request.params.stop
         if isinstance(parser, PlainParser):
@@ -180,7 +200,7 @@ class Preparation:
         )
         return Choice(request, parser, stop, most_calls, index == 0, index)
 
-    def _request(self, asked: CommonRequest, ids: list[int], max_tokens: int, request_id: str) -> TokenRequest:
+    def _request(self, asked: GenerationRequest, ids: list[int], max_tokens: int, request_id: str) -> TokenRequest:
         temperature = asked.temperature
         if temperature is None:
             temperature = 1.0 if self._config.sampling else 0.0
@@ -194,6 +214,10 @@ class Preparation:
             ignore_eos=asked.ignore_eos,
         )
         return TokenRequest(ids, params, asked.draft, asked.priority, self._timeout, request_id, wants_ids=False)
+
+
+def _schemas(functions: Sequence[Function]) -> dict[str, dict[str, Any]] | None:
+    return {function.name: function.parameters or {} for function in functions} or None
 
 
 def _refusal(error: RequestError, param: str) -> ApiError:

@@ -23,6 +23,7 @@ class Usage:
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    thinking_tokens: int = 0  # of responses that had nothing else in them
     cached_tokens: int = 0  # of the prompt, whose K/V rows an earlier request had left
 
     def __add__(self, other: "Usage") -> "Usage":
@@ -43,6 +44,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {
+                "reasoning_tokens": self.thinking_tokens,
                 "accepted_prediction_tokens": self.accepted_tokens,
                 "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
             },

@@ -90,23 +90,20 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # ignored
 
 
-class CommonRequest(BaseModel):
-    """Fields that both kinds of completion have. `top_k`, `ignore_eos`, `draft` and `priority` are not OpenAI's.
+class GenerationRequest(BaseModel):
+    """Fields of every request for a reply. `top_k`, `ignore_eos`, `draft` and `priority` are not OpenAI's.
 
     Attributes:
         temperature: None is OpenAI's 1, or 0 on an engine that is greedy only.
         seed: None is a random one.
         draft: False decodes plainly.
         priority: 1 is the most urgent; 0 is the default, which lies in between.
-        n: choices for each prompt, with seeds that follow one another.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP = 1.0
     top_k: TopK = 0
@@ -115,15 +112,31 @@ class CommonRequest(BaseModel):
     ignore_eos: bool = False
     draft: bool = True
     priority: Annotated[NonNegativeInt, Field(lt=2**31)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_adapter(cls, values: object) -> object:
+        named = next((name for name in _ADAPTERS if isinstance(values, dict) and values.get(name) is not None), None)
+        if named is not None:
+            raise ApiError(400, f"{named}: LoRA adapters are not supported", named, "unsupported_value")
+        return values
+
+
+class CommonRequest(GenerationRequest):
+    """Fields that both kinds of completion have.
+
+    Attributes:
+        n: choices for each prompt, with seeds that follow one another.
+    """
+
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
 
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, values: object) -> object:
         asked = asked_of(values, UNSUPPORTED, IGNORED, "")
-        for name in _ADAPTERS:
-            if isinstance(asked, dict) and name in asked:
-                raise ApiError(400, f"{name}: LoRA adapters are not supported", name, "unsupported_value")
         if isinstance(asked, dict) and "stream_options" in asked and asked.get("stream") is not True:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options")
         return asked

@@ -1,0 +1,237 @@
+"""Requests to /v1/responses: a conversation of items, which becomes messages for the chat template.
+
+Nothing is stored: each request has the whole conversation.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from trtllm_dflash.runtime.request import MaxTokens
+from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.messages import (
+    MOST_TOOLS,
+    CalledFunction,
+    Function,
+    FunctionName,
+    ToolCall,
+    ToolChoice,
+    asked_of,
+)
+from trtllm_dflash.serving.openai.requests import GenerationRequest
+
+#: Accepted and not acted upon: none of them changes what a reply says.
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "client_metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "stream_options",
+    }
+)
+
+#: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "context_management": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),  # thinking is not encrypted here, but content of its item
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_STATE = {
+    "store": "responses are not stored here; leave it out, or false",
+    "previous_response_id": "responses are not stored here; send the whole conversation as input",
+}
+
+_IGNORED_IN_ITEM = frozenset({"id", "status", "phase", "summary", "encrypted_content"})
+
+
+def _text_of(content: object) -> object:
+    """Reads a text: a string, or a list of parts of text, which become lines."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    kinds = [part.get("type") for part in content if isinstance(part, dict)]
+    if any(not isinstance(text, str) for text in texts) or not {*kinds} <= {*_TEXT_PARTS}:
+        raise PydanticCustomError("content_part", "only parts of text are supported: {parts}", {"parts": _PARTS})
+    return "\n".join(texts)  # type: ignore[arg-type]  # just looked at
+
+
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
+_PARTS = ", ".join(_TEXT_PARTS)
+_Text = Annotated[str, BeforeValidator(_text_of)]
+
+
+class _Item(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, {}, _IGNORED_IN_ITEM, "input.")
+
+
+class InputMessage(_Item):
+    """A turn of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Text
+
+
+class InputReasoning(_Item):
+    """An assistant's thinking, as replies here have it."""
+
+    type: Literal["reasoning"]
+    content: _Text = ""
+
+
+class InputCall(_Item):
+    """A call that an assistant made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: str
+
+
+class InputResult(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Text
+
+
+def _kind(item: object) -> object:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="only items of type message, reasoning, function_call and function_call_output are taken",
+    ),
+]
+
+
+def _items_of(given: object) -> object:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class _Kind(BaseModel):
+    type: Literal["function"]
+
+
+class ResponseTool(Function, _Kind):  # the kind is looked at first: of other tools, nothing else is worth telling
+    """A function that the model may call."""
+
+
+class NamedResponseTool(BaseModel):
+    """The function that a reply must call."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class Reasoning(BaseModel):
+    """The effort to think with. Summaries of thinking are not made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextConfig(BaseModel):
+    """The form of the reply's text, of which there is one: text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, {"format": ({"type": "text"},), "verbosity": ("medium",)}, frozenset(), "text.")
+
+
+class ResponsesRequest(GenerationRequest):
+    """The body of /v1/responses."""
+
+    input: Annotated[list[Item], FailFast(), Field(min_length=1), BeforeValidator(_items_of)]
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    tools: Annotated[list[ResponseTool], FailFast(), Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolChoice | NamedResponseTool | None = None
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    text: TextConfig = TextConfig()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        asked = asked_of(values, UNSUPPORTED, IGNORED, "")
+        for name, reason in _STATE.items():
+            if isinstance(asked, dict) and asked.pop(name, False) is not False:
+                raise ApiError(400, f"{name}: {reason}", name, "unsupported_value")
+        return asked
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Converts the conversation for chat templates."""
+        conversation = _Conversation()
+        if self.instructions:
+            conversation.say("system", self.instructions)
+        for item in self.input:
+            conversation.add(item)
+        return conversation.messages
+
+
+class _Conversation:
+    """Messages, made of items: what an assistant thought, said and called in a row is one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, text: str, **more: str) -> None:
+        self.messages.append({"role": "system" if role == "developer" else role, "content": text, **more})
+
+    def add(self, item: InputMessage | InputReasoning | InputCall | InputResult) -> None:
+        if isinstance(item, InputResult):
+            self.say("tool", item.output, tool_call_id=item.call_id)
+        elif isinstance(item, InputReasoning):
+            if item.content:
+                self._open("reasoning_content", "content", "tool_calls")["reasoning_content"] = item.content
+        elif isinstance(item, InputCall):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            call = ToolCall(id=item.call_id, function=function).for_template()
+            self._open().setdefault("tool_calls", []).append(call)
+        elif item.role == "assistant":
+            self._open("content", "tool_calls")["content"] = item.content
+        else:
+            self.say(item.role, item.content)
+
+    def _open(self, *without: str) -> dict[str, Any]:
+        """Returns the assistant's message that goes on: the last one, if it has none of these fields yet."""
+        last = self.messages[-1] if self.messages else {"role": ""}
+        if last["role"] != "assistant" or any(last.get(name) for name in without):
+            self.say("assistant", "")
+        return self.messages[-1]
