@@ -145,7 +145,7 @@ def test_each_of_n_choices_has_a_seed_of_its_own(api, tiny):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == [one.text for one in expected]
     assert sorted(chunk.choices[0].index for chunk in chunks if chunk.choices[0].finish_reason) == [0, 1, 2]
-    assert last.usage == reply.usage
+    assert (last.usage.prompt_tokens, last.usage.total_tokens) == (reply.usage.prompt_tokens, reply.usage.total_tokens)
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", [1, 1647, 202, 75], ["There was"], [[5, 6, 7]]])
@@ -283,17 +283,11 @@ def alone(tiny_engine):
     [
         ("n", 129),
         ("n", 0),
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tools.0.function.name", [{"type": "function", "function": {"name": "f<|im_end|>"}}]),
         ("tools.0.type", [{"type": "web_search"}]),
-        ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
         ("modalities", ["text", "audio"]),
         ("reasoning_effort", "low"),
         ("unheard_of", 1),
@@ -338,11 +332,8 @@ def test_what_is_not_supported_is_refused_by_name(alone, field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("echo", True),
         ("n", 65),
-        ("best_of", 2),
         ("suffix", "."),
-        ("logprobs", 0),
         ("messages", SUM),
         ("prompt", ["a", True]),
         ("prompt", ["a"] * 129),

@@ -39,6 +39,7 @@ from tokenizers import Tokenizer
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.text.reply.parts import Parser, Part, PartKind
 from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.token_text import bytes_of_characters
 
 #: Tokens by which its tokenizer is known.
 _TOKENS = {"<|return|>": 200002, "<|channel|>": 200005, "<|start|>": 200006, "<|message|>": 200008}
@@ -313,7 +314,7 @@ def _vocabulary_of(tokenizer: Tokenizer) -> Iterator[None]:
 
 def _vocabulary(tokenizer: Tokenizer) -> bytes:
     """Writes a vocabulary as tiktoken does: a line for each token, its bytes in base64 and its rank."""
-    byte_of = _bytes_of_characters()
+    byte_of = bytes_of_characters()
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     lines = []
@@ -324,10 +325,3 @@ def _vocabulary(tokenizer: Tokenizer) -> bytes:
         content = bytes(byte_of.get(character, 0) for character in token)
         lines.append(b"%s %d\n" % (base64.b64encode(content), rank))
     return b"".join(lines)
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Maps each character of a byte-level tokenizer to its byte; invisible bytes have stand-in characters."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(moved)}

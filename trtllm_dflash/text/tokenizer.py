@@ -179,8 +179,13 @@ class TextCodec:
         """
         if self._harmony is not None:
             return self._harmony.parser(calls=schemas is not None)
-        thinking = self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip().endswith(OPENING)
-        return reply_parser(self.chat_format, schemas, thinking)
+        return reply_parser(self.chat_format, schemas, self.begins_with_thinking(prompt_ids))
+
+    def begins_with_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the reply to that prompt begins inside its thinking."""
+        if self._harmony is not None:
+            return True
+        return self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip().endswith(OPENING)
 
     def _encode(self, text: str, special: bool, most: int | None = None) -> list[int]:
         try:

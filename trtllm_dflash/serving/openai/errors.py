@@ -18,6 +18,16 @@ _PARAMS = {
     "seed": "seed",
     "priority": "priority",
     "draft": "draft",
+    "num_log_probs": "logprobs",
+    "num_prompt_log_probs": "prompt_logprobs",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias_ids": "logit_bias",
+    "min_p": "min_p",
+    "min_tokens": "min_tokens",
+    "bad_words": "bad_words",
+    "guided_decoding_guide": "response_format",
 }
 
 

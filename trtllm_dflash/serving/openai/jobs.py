@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
 from trtllm_dflash.serving.openai.errors import as_api_error
-from trtllm_dflash.serving.openai.replies import Form, Reply, Usage
-from trtllm_dflash.text.reply.parts import Parser, Part, StoppedParts
+from trtllm_dflash.serving.openai.logprobs import Scored
+from trtllm_dflash.serving.openai.replies import Added, Form, Reply, Usage
+from trtllm_dflash.text.reply.parts import Parser, StoppedParts
 
 _AHEAD = 2  # pieces of each choice that are kept for a client that reads slowly
 
@@ -22,6 +23,8 @@ class Choice:
         stop: texts that end it and that the engine does not look for.
         most_calls: of tools; None is any number.
         counts_prompt: False where another choice has the same prompt, and counts it.
+        end_ids: tokens that end replies and are no part of them.
+        echo: the prompt's text, where the reply repeats it.
 
     Attributes:
         index: its place among the request's choices.
@@ -36,6 +39,8 @@ class Choice:
         most_calls: int | None = None,
         counts_prompt: bool = True,
         index: int = 0,
+        end_ids: frozenset[int] = frozenset(),
+        echo: str = "",
     ) -> None:
         self.request = request
         self.index = index
@@ -44,8 +49,11 @@ class Choice:
         self._parser = parser
         self._shown = StoppedParts(stop, most_calls)
         self._calls = False
+        self._end_ids = end_ids
+        self._echo = echo
+        self._scored_prompt: list[Scored] = []
 
-    def read(self, piece: Piece) -> list[Part]:
+    def read(self, piece: Piece) -> Added:
         """Adds a piece; returns what it adds to the reply."""
         self.usage.count(piece)
         parts = self._parser.read(piece.text, piece.token_ids)
@@ -58,9 +66,17 @@ class Choice:
         self.reason = "stop" if self._shown.stopped else piece.finish_reason
         if self.reason == "stop" and self._calls:
             self.reason = "tool_calls"
-        return shown
+        if piece.prompt_logprobs:
+            first, *others = self.request.token_ids
+            self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
+        return Added(shown, self._scored(piece))
 
-    async def parts(self, triton: TritonClient) -> AsyncGenerator[tuple["Choice", list[Part]], None]:
+    def _scored(self, piece: Piece) -> list[Scored]:
+        scored = [Scored(token, its) for token, its in zip(piece.token_ids, piece.logprobs, strict=False)]
+        ended = piece.finish_reason == "stop" and scored and scored[-1].token in self._end_ids
+        return scored[:-1] if ended else scored
+
+    async def added(self, triton: TritonClient) -> AsyncGenerator[tuple["Choice", Added], None]:
         """Yields what each of the engine's responses adds to the reply."""
         async with aclosing(triton.stream(self.request)) as pieces:
             async for piece in pieces:
@@ -70,21 +86,27 @@ class Choice:
 
     async def reply(self, triton: TritonClient) -> Reply:
         """Reads the whole reply."""
-        reply = Reply()
-        async with aclosing(self.parts(triton)) as parts:
-            async for _, added in parts:
+        reply = Reply(prompt=self._echo)
+        async with aclosing(self.added(triton)) as stream:
+            async for _, added in stream:
                 reply.add(added)
         reply.reason = self.reason
+        reply.scored_prompt = self._scored_prompt
         return reply
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request, ready for the engine, and the form of its reply."""
+    """A request, ready for the engine, and the form of its reply.
+
+    Attributes:
+        best: of each so many choices in a row, the replies to show: the likeliest; None: all.
+    """
 
     choices: tuple[Choice, ...]
     form: Form
     stream: bool
+    best: tuple[int, int] | None = None
 
     async def whole(self, triton: TritonClient) -> dict[str, object]:
         """Returns the body of the whole reply.
@@ -100,6 +122,10 @@ class Job:
         finally:
             for task in tasks:  # where one has failed, nobody reads the others
                 task.cancel()
+        if self.best is not None:
+            most, shown = self.best
+            groups = [replies[at : at + most] for at in range(0, len(replies), most)]
+            replies = [one for group in groups for one in sorted(group, key=_likelihood)[:shown]]
         return self.form.whole(replies, self._usage())
 
     async def events(self, triton: TritonClient) -> AsyncGenerator[bytes, None]:
@@ -107,11 +133,11 @@ class Job:
         begun: set[int] = set()
         ended: set[int] = set()
         try:
-            async with aclosing(_merged([choice.parts(triton) for choice in self.choices])) as merged:
-                async for choice, parts in merged:
+            async with aclosing(_merged([choice.added(triton) for choice in self.choices])) as merged:
+                async for choice, added in merged:
                     events = b"" if choice.index in begun else self.form.opening(choice.index)
                     begun.add(choice.index)
-                    events += self.form.parts(choice.index, parts)
+                    events += self.form.added(choice.index, added)
                     if choice.reason and choice.index not in ended:
                         ended.add(choice.index)
                         events += self.form.ending(choice.index, choice.reason)
@@ -134,19 +160,19 @@ class Job:
         return sum(others, first)
 
 
-_Parts = AsyncGenerator[tuple[Choice, list[Part]], None]
+_Stream = AsyncGenerator[tuple[Choice, Added], None]
 
 
-async def _merged(streams: list[_Parts]) -> _Parts:
+async def _merged(streams: list[_Stream]) -> _Stream:
     """Yields what all choices yield, as it comes. Where one fails, the others end."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for item in stream:
                 yield item
         return
-    queue: asyncio.Queue[tuple[Choice, list[Part]] | Exception | None] = asyncio.Queue(_AHEAD * len(streams))
+    queue: asyncio.Queue[tuple[Choice, Added] | Exception | None] = asyncio.Queue(_AHEAD * len(streams))
 
-    async def feed(stream: _Parts) -> None:
+    async def feed(stream: _Stream) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
@@ -170,3 +196,7 @@ async def _merged(streams: list[_Parts]) -> _Parts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _likelihood(reply: Reply) -> float:
+    return -reply.mean_logprob

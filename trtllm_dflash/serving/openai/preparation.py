@@ -19,6 +19,7 @@ from trtllm_dflash.serving.openai.messages import Function
 from trtllm_dflash.serving.openai.replies import CompletionForm
 from trtllm_dflash.serving.openai.requests import (
     ChatRequest,
+    CommonRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
@@ -29,6 +30,7 @@ from trtllm_dflash.serving.openai.response_form import ResponseForm
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
+from trtllm_dflash.text.token_text import TokenTexts
 from trtllm_dflash.text.tokenizer import TextCodec
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
@@ -51,6 +53,8 @@ class Preparation:
         self._intake = intake
         self._name = name
         self._timeout = timeout
+        self._texts = TokenTexts(codec.backend)
+        self._end_ids = frozenset(config.stop_token_ids)
 
     def check_name(self, name: str) -> None:
         """Refuses the name of another model."""
@@ -62,13 +66,28 @@ class Preparation:
         asked = parse(CompletionRequest, body)
         self.check_name(asked.model)
         limit = asked.max_tokens or _COMPLETION_TOKENS
+        more = _choice_values(asked, asked.logprobs)
+        best = None if asked.replies == asked.n else (asked.replies, asked.n)
+        if best is not None and asked.logprobs is None:
+            more["logprobs"] = 0
+        if asked.echo and asked.prompt_logprobs is None:
+            more["prompt_logprobs"] = asked.logprobs
         choices: list[Choice] = []
         for prompt in asked.prompt:
-            request = self._request(asked, self._tokens(prompt, "prompt"), limit, request_id)
-            for each in _with_seeds(request, asked.n):
-                choices.append(Choice(each, PlainParser(), index=len(choices), counts_prompt=each is request))
-        form = CompletionForm(self._name, False, asked.include_usage)
-        return Job(tuple(choices), form, asked.stream)
+            ids = self._tokens(prompt, "prompt")
+            echo = "" if not asked.echo else prompt if isinstance(prompt, str) else self._codec.decode(ids)
+            request = self._request(asked, ids, limit, request_id, more)
+            for each in _with_seeds(request, asked.replies):
+                choice = Choice(
+                    each,
+                    PlainParser(),
+                    counts_prompt=each is request,
+                    index=len(choices),
+                    end_ids=self._end_ids,
+                    echo=echo,
+                )
+                choices.append(choice)
+        return Job(tuple(choices), self._form(asked, False, asked.logprobs is not None), asked.stream, best)
 
     def chat(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/chat/completions."""
@@ -78,14 +97,16 @@ class Preparation:
         arguments = {**self._effort(asked.reasoning_effort, "reasoning_effort"), **asked.chat_template_kwargs}
         messages = [message.for_template() for message in asked.messages]
         ids = self._conversation(messages, "messages", arguments, functions)
+        self._check_structured(asked, ids, functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         most_calls = 1 if asked.parallel_tool_calls is False else None
-        requests = _with_seeds(self._request(asked, ids, limit, request_id), asked.n)
+        more = _choice_values(asked, asked.top_logprobs if asked.logprobs else None)
+        requests = _with_seeds(self._request(asked, ids, limit, request_id, more), asked.n)
         choices = [
             self._chat_choice(each, self._codec.parser(ids, _schemas(functions)), most_calls, index)
             for index, each in enumerate(requests)
         ]
-        return Job(tuple(choices), CompletionForm(self._name, True, asked.include_usage), asked.stream)
+        return Job(tuple(choices), self._form(asked, True, asked.logprobs), asked.stream)
 
     def response(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/responses."""
@@ -147,6 +168,22 @@ class Preparation:
             raise ApiError(400, message, "tools", "unsupported_value")
         return list(functions)
 
+    def _form(self, asked: CommonRequest, chat: bool, logprobs: bool) -> CompletionForm:
+        prompts = asked.prompt_logprobs is not None
+        texts = self._texts if logprobs or prompts else None
+        return CompletionForm(self._name, chat, asked.include_usage, texts, prompts)
+
+    def _check_structured(self, asked: ChatRequest, ids: list[int], functions: Sequence[Function]) -> None:
+        """Refuses a form for a reply of which only a part would be held to it."""
+        if asked.structured is None:
+            return
+        param = "response_format" if asked.response_format.structured else "structured_outputs"
+        if functions:
+            raise ApiError(400, f"{param}: not together with tools", param, "unsupported_value")
+        if self._codec.begins_with_thinking(ids):
+            message = f"{param}: the reply would begin with thinking, which a form leaves no room for; turn it off"
+            raise ApiError(400, message, param, "unsupported_value")
+
     def _effort(self, effort: str | None, param: str) -> dict[str, Any]:
         """Returns the variable of the chat template by which a model thinks as hard as that."""
         variables = self._codec.chat_variables
@@ -190,17 +227,24 @@ class Preparation:
         """Makes a choice. Where its reply is parsed, stop strings are looked for here, in its content alone."""
         stop = request.params.stop
         if isinstance(parser, PlainParser):
-            return Choice(request, parser, index=index, counts_prompt=index == 0)
+            return Choice(request, parser, index=index, counts_prompt=index == 0, end_ids=self._end_ids)
         if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
             raise ApiError(400, f"stop: at most {MOST_STOPS}, of {LONGEST_STOP} characters each, are taken", "stop")
         request = replace(
             request,
             params=request.params.model_copy(update={"stop": ()}),
-            wants_ids=self._codec.chat_format == "harmony",
+            wants_ids=request.wants_ids or self._codec.chat_format == "harmony",
         )
-        return Choice(request, parser, stop, most_calls, index == 0, index)
+        return Choice(request, parser, stop, most_calls, index == 0, index, self._end_ids)
 
-    def _request(self, asked: GenerationRequest, ids: list[int], max_tokens: int, request_id: str) -> TokenRequest:
+    def _request(
+        self,
+        asked: GenerationRequest,
+        ids: list[int],
+        max_tokens: int,
+        request_id: str,
+        more: Mapping[str, Any] | None = None,
+    ) -> TokenRequest:
         temperature = asked.temperature
         if temperature is None:
             temperature = 1.0 if self._config.sampling else 0.0
@@ -212,8 +256,26 @@ class Preparation:
             seed=asked.seed if asked.seed is not None else secrets.randbelow(2**63),
             stop=tuple(asked.stop),
             ignore_eos=asked.ignore_eos,
+            **(more or {}),
         )
-        return TokenRequest(ids, params, asked.draft, asked.priority, self._timeout, request_id, wants_ids=False)
+        wants_ids = params.logprobs is not None
+        return TokenRequest(ids, params, asked.draft, asked.priority, self._timeout, request_id, wants_ids)
+
+
+def _choice_values(asked: CommonRequest, logprobs: int | None) -> dict[str, Any]:
+    """Returns what says how tokens are chosen, besides temperature and filters, and what is told of that."""
+    return {
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "repetition_penalty": asked.repetition_penalty,
+        "logit_bias": asked.logit_bias,
+        "min_p": asked.min_p,
+        "min_tokens": asked.min_tokens,
+        "bad_words": tuple(asked.bad_words),
+        "logprobs": logprobs,
+        "prompt_logprobs": asked.prompt_logprobs,
+        "structured": asked.structured,
+    }
 
 
 def _schemas(functions: Sequence[Function]) -> dict[str, dict[str, Any]] | None:

@@ -9,7 +9,9 @@ from dataclasses import astuple, dataclass, field
 
 from trtllm_dflash.serving.client import Piece
 from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.logprobs import CompletionLogprobs, Scored, of_chat, of_prompt
 from trtllm_dflash.text.reply.parts import Part
+from trtllm_dflash.text.token_text import TokenTexts
 
 _DONE = b"data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -60,18 +62,45 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
+@dataclass(frozen=True)
+class Added:
+    """Parts and tokens that one of the engine's responses adds to a reply.
+
+    Attributes:
+        scored: the new tokens, where log-probabilities are asked for.
+    """
+
+    parts: list[Part]
+    scored: list[Scored] = field(default_factory=list)
+
+
 @dataclass
 class Reply:
-    """A whole reply."""
+    """A whole reply.
+
+    Attributes:
+        prompt: text of the prompt, where the reply repeats it.
+        scored, scored_prompt: tokens, where log-probabilities are asked for.
+    """
 
     thinking: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
     reason: str = ""
+    prompt: str = ""
+    scored: list[Scored] = field(default_factory=list)
+    scored_prompt: list[Scored] = field(default_factory=list)
 
-    def add(self, parts: list[Part]) -> None:
-        """Adds parts to it."""
-        for part in parts:
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of its tokens' log-probabilities, by which the best of several is found."""
+        own = [one.its.logprob for one in self.scored if one.its is not None]
+        return sum(own) / max(1, len(own))
+
+    def add(self, added: Added) -> None:
+        """Adds what a response adds."""
+        self.scored += added.scored
+        for part in added.parts:
             if part.kind == "thinking":
                 self.thinking += part.text
             elif part.kind == "content":
@@ -94,8 +123,8 @@ class Form(ABC):
         """Makes the events that begin a choice."""
 
     @abstractmethod
-    def parts(self, index: int, parts: list[Part]) -> bytes:
-        """Makes the events of what comes of a choice."""
+    def added(self, index: int, added: Added) -> bytes:
+        """Makes the events of what a response adds to a choice."""
 
     @abstractmethod
     def ending(self, index: int, reason: str) -> bytes:
@@ -116,9 +145,21 @@ class CompletionForm(Form):
     Args:
         model: its name.
         include_usage: the stream ends with the usage.
+        texts: of tokens, where log-probabilities are asked for.
+        prompts: with those of the prompts, as vLLM has them.
     """
 
-    def __init__(self, model: str, chat: bool, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        chat: bool,
+        include_usage: bool = False,
+        texts: TokenTexts | None = None,
+        prompts: bool = False,
+    ) -> None:
+        self._tokens = texts
+        self._prompts = prompts
+        self._logprobs: dict[int, CompletionLogprobs] = {}
         self._chat = chat
         self._include_usage = include_usage
         self._head = {
@@ -134,16 +175,37 @@ class CompletionForm(Form):
     def whole(self, replies: list[Reply], usage: Usage) -> dict[str, object]:
         choices = []
         for index, reply in enumerate(replies):
-            said = {"message": _message(reply)} if self._chat else {"text": reply.content}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": reply.reason})
+            said = {"message": _message(reply)} if self._chat else {"text": reply.prompt + reply.content}
+            scored = [*reply.scored_prompt, *reply.scored] if reply.prompt else reply.scored
+            logprobs = self._logprobs_of(index, scored)
+            choice: dict[str, object] = {"index": index, **said, "logprobs": logprobs, "finish_reason": reply.reason}
+            if self._prompts and self._tokens is not None:
+                choice["prompt_logprobs"] = of_prompt(reply.scored_prompt, self._tokens)
+            choices.append(choice)
         kind = {"object": "chat.completion"} if self._chat else {}
         return {**self._head, **kind, "choices": choices, "usage": usage.body()}
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self._chat else b""
 
-    def parts(self, index: int, parts: list[Part]) -> bytes:
-        return b"".join(self._part(index, part) for part in parts)
+    def added(self, index: int, added: Added) -> bytes:
+        if not added.scored:
+            return b"".join(self._part(index, part) for part in added.parts)
+        # With the first text, or with none: not all that the tokens stand for may be known yet.
+        first = next((at for at, part in enumerate(added.parts) if part.kind == "content"), len(added.parts))
+        before, rest = added.parts[:first], added.parts[first:]
+        text = rest[0].text if rest else ""
+        said: dict[str, object] = {"delta": {"content": text} if rest else {}} if self._chat else {"text": text}
+        events = [self._part(index, part) for part in before]
+        events.append(self._chunk(index, said, logprobs=self._logprobs_of(index, added.scored)))
+        return b"".join(events + [self._part(index, part) for part in rest[1:]])
+
+    def _logprobs_of(self, index: int, scored: list[Scored]) -> dict[str, object] | None:
+        if self._tokens is None or not scored:
+            return None
+        if self._chat:
+            return of_chat(scored, self._tokens)
+        return self._logprobs.setdefault(index, CompletionLogprobs(self._tokens)).body(scored)
 
     def ending(self, index: int, reason: str) -> bytes:
         return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, reason)
@@ -173,8 +235,14 @@ class CompletionForm(Form):
             self._around[index, name] = before + colon, after.removeprefix(b'""')
         return self._around[index, name]
 
-    def _chunk(self, index: int, said: dict[str, object], finish_reason: str | None = None) -> bytes:
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        index: int,
+        said: dict[str, object],
+        finish_reason: str | None = None,
+        logprobs: dict[str, object] | None = None,
+    ) -> bytes:
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return event({**self._head, "choices": [choice], **usage})
 

@@ -14,9 +14,25 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
-from trtllm_dflash.runtime.request import MaxTokens, Seed, StopText, Temperature, TopK, TopP
+from trtllm_dflash.runtime.request import (
+    BadWord,
+    LogitBias,
+    Logprobs,
+    MaxTokens,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    StopText,
+    Temperature,
+    TopK,
+    TopP,
+)
+from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.formats import ResponseFormat, StructuredOutputs
 from trtllm_dflash.serving.openai.messages import MOST_FIELDS, Message, NamedTool, ToolChoice, Tools, asked_of
 
 _R = TypeVar("_R", bound=BaseModel)
@@ -40,21 +56,9 @@ IGNORED = frozenset(
 
 #: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "verbosity": ("medium",),
@@ -75,6 +79,18 @@ def _prompt_list(prompt: object) -> object:
         if not isinstance(each, str) and not (isinstance(each, list) and all(type(token) is int for token in each)):
             raise PydanticCustomError("prompt", "must be a text or a list of token ids")
     return prompts
+
+
+def _by_token(biases: object) -> object:
+    """Reads the tokens of `logit_bias`, which are names of fields in JSON."""
+    if isinstance(biases, dict):
+        return {int(name) if name.isdecimal() and len(name) < 10 else name: bias for name, bias in biases.items()}
+    return biases
+
+
+def _count(most: object) -> object:
+    """Reads a completion's `logprobs`: a number, of which false is none."""
+    return None if most is False else most
 
 
 def _stop_list(stop: object) -> object:
@@ -123,15 +139,26 @@ class GenerationRequest(BaseModel):
 
 
 class CommonRequest(GenerationRequest):
-    """Fields that both kinds of completion have.
+    """Fields that both kinds of completion have. From `repetition_penalty` on they are vLLM's, but `response_format`.
 
     Attributes:
         n: choices for each prompt, with seeds that follow one another.
+        prompt_logprobs: log-probabilities of the prompt's tokens, and of so many likely ones in the place of each.
     """
 
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: Annotated[LogitBias, BeforeValidator(_by_token)] = Field(default_factory=dict)
+    min_p: MinP = 0.0
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    bad_words: Annotated[list[BadWord], FailFast()] = Field(default_factory=list)
+    prompt_logprobs: Logprobs | None = None
+    response_format: ResponseFormat = ResponseFormat()
+    structured_outputs: StructuredOutputs = StructuredOutputs()
 
     @model_validator(mode="before")
     @classmethod
@@ -141,6 +168,19 @@ class CommonRequest(GenerationRequest):
             raise ApiError(400, "stream_options: only with stream: true", "stream_options")
         return asked
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs: only without stream", "prompt_logprobs")
+        if self.response_format.structured and self.structured_outputs.structured:
+            raise ApiError(400, "structured_outputs: differs from response_format; give one", "structured_outputs")
+        return self
+
+    @property
+    def structured(self) -> Structured | None:
+        """The form that the reply is held to."""
+        return self.response_format.structured or self.structured_outputs.structured
+
     @property
     def include_usage(self) -> bool:
         """Whether the stream ends with the usage."""
@@ -148,15 +188,32 @@ class CommonRequest(GenerationRequest):
 
 
 class CompletionRequest(CommonRequest):
-    """The body of /v1/completions. Each prompt has choices of its own."""
+    """The body of /v1/completions. Each prompt has choices of its own.
+
+    Attributes:
+        best_of: replies to each prompt, of which the `n` likeliest are choices; None: `n`.
+        echo: the reply repeats the prompt, with its log-probabilities where they are asked for.
+    """
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompt_list)]
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    echo: bool = False
+    logprobs: Annotated[Logprobs | None, BeforeValidator(_count)] = None
+
+    @property
+    def replies(self) -> int:
+        """The number of replies that are made to each prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     @model_validator(mode="after")
-    def _few_choices(self) -> "CompletionRequest":
-        if self.n * len(self.prompt) > MOST_CHOICES:
-            message = f"n: {self.n} of {len(self.prompt)} prompts are more than {MOST_CHOICES} choices"
+    def _few_choices(self) -> Self:
+        if self.replies < self.n or (self.stream and self.replies > self.n):
+            raise ApiError(400, f"best_of: at least n ({self.n}), and not streamed", "best_of")
+        if self.replies * len(self.prompt) > MOST_CHOICES:
+            message = f"n: {self.replies} of {len(self.prompt)} prompts are more than {MOST_CHOICES} choices"
             raise ApiError(400, message, "n")
+        if self.echo and self.stream:
+            raise ApiError(400, "echo: only without stream", "echo")
         return self
 
 
@@ -170,14 +227,18 @@ class ChatRequest(CommonRequest):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]  # 4 MB can hold a million faulty ones
     max_completion_tokens: MaxTokens | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: Tools = []
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: Logprobs = 0
+    tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
+    def _agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only with logprobs: true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             message = "max_tokens: differs from max_completion_tokens, its newer name; give one of them"
             raise ApiError(400, message, "max_tokens")

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from trtllm_dflash.serving.openai.errors import ApiError
-from trtllm_dflash.serving.openai.replies import Form, Reply, Usage, event
+from trtllm_dflash.serving.openai.replies import Added, Form, Reply, Usage, event
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.text.reply.parts import Part
 
@@ -58,8 +58,8 @@ class ResponseForm(Form):
         body = self._response("in_progress")
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
-    def parts(self, index: int, parts: list[Part]) -> bytes:
-        return self._parts(parts)
+    def added(self, index: int, added: Added) -> bytes:
+        return self._parts(added.parts)
 
     def ending(self, index: int, reason: str) -> bytes:
         self._reason = reason

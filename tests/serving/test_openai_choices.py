@@ -1,0 +1,194 @@
+"""The OpenAI API tells how tokens are chosen, and says it: log-probabilities, penalties, forms, the best of several."""
+
+import json
+
+import openai
+import pytest
+
+from tests.serving.fake_triton import Refuse, fake_triton, response
+from tests.serving.test_gateway import STORY, Reply, client, gateway
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.text.token_text import TokenTexts
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    with gateway(server.engine, server.grpc_url, model_name="tiny") as url:
+        yield client(url)
+
+
+@pytest.fixture(scope="module")
+def texts(tiny):
+    return TokenTexts(tiny.codec.backend)
+
+
+def close(values):
+    return pytest.approx(values, abs=1e-4)
+
+
+def test_a_chat_tells_log_probabilities_whole_and_streamed(api, tiny, texts):
+    (expected,) = tiny.generate([STORY], SamplingParams(max_tokens=40, logprobs=3))
+    arguments = dict(model="tiny", messages=STORY, temperature=0, max_tokens=40, logprobs=True, top_logprobs=3)
+    whole = api.chat.completions.create(**arguments).choices[0].logprobs.content
+    chunks = [chunk.choices[0] for chunk in api.chat.completions.create(**arguments, stream=True)]
+    streamed = [one for chunk in chunks if chunk.logprobs is not None for one in chunk.logprobs.content]
+    assert streamed == whole
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == expected.text
+    assert b"".join(bytes(one.bytes) for one in whole).decode() == expected.text
+    assert [one.token for one in whole] == [texts.text(token) for token in expected.token_ids[: len(whole)]]
+    assert [one.logprob for one in whole] == close([its.logprob for its in expected.logprobs[: len(whole)]])
+    for one, its in zip(whole, expected.logprobs, strict=False):
+        assert [top.token for top in one.top_logprobs] == [texts.text(token) for token, _ in its.top_logprobs]
+        assert one.top_logprobs[0].logprob == close(one.logprob)  # greedy
+    arguments["top_logprobs"] = 0
+    assert all(one.top_logprobs == [] for one in api.chat.completions.create(**arguments).choices[0].logprobs.content)
+
+
+def test_a_completion_repeats_its_prompt_with_log_probabilities(api, tiny):
+    """As evaluations ask for them: `echo` with `logprobs`."""
+    (expected,) = tiny.generate([PROMPT], SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=1))
+    arguments = dict(model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, logprobs=1)
+    choice = api.completions.create(**arguments, echo=True).choices[0]
+    assert choice.text == PROMPT + expected.text
+    prompt = [None, *(its.logprob for its in expected.prompt_logprobs[1:])]
+    found = choice.logprobs
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    assert expected.finish_reason == "stop"  # the token that ends the reply is no part of it
+    assert found.token_logprobs[1:] == close(prompt[1:] + [its.logprob for its in expected.logprobs[:-1]])
+    for token, start, end in zip(found.tokens, found.text_offset, [*found.text_offset[1:], None], strict=True):
+        assert choice.text[start:end] == token
+    chunks = [chunk.choices[0] for chunk in api.completions.create(**arguments, stream=True)]
+    streamed = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    alone = api.completions.create(**arguments).choices[0].logprobs
+    assert [at for part in streamed for at in part.text_offset] == alone.text_offset
+    assert [logprob for part in streamed for logprob in part.token_logprobs] == alone.token_logprobs
+    prompts = api.completions.create(**arguments, extra_body={"prompt_logprobs": 0}).choices[0].prompt_logprobs
+    assert [each and next(iter(each.values()))["logprob"] for each in prompts[1:]] == close(prompt[1:])
+
+
+def test_the_best_of_several_are_the_likeliest(api, tiny):
+    sampled = dict(max_tokens=8, temperature=1.0)
+    several = [tiny.generate([PROMPT], SamplingParams(**sampled, seed=s, logprobs=0))[0] for s in range(7, 12)]
+
+    def mean(one):
+        own = [its.logprob for its in one.logprobs]
+        return sum(own) / len(own)
+
+    reply = api.completions.create(model="tiny", prompt=PROMPT, best_of=5, n=2, seed=7, **sampled)
+    likeliest = sorted(several, key=mean, reverse=True)[:2]
+    assert [choice.text for choice in reply.choices] == [one.text for one in likeliest]
+    assert all(choice.logprobs is None for choice in reply.choices)
+    assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in several)
+
+
+def test_how_tokens_are_chosen_reaches_the_engine(tiny_engine):
+    seen = {}
+
+    def note(inputs):
+        seen.update(inputs)
+        yield response("ok", 1, "stop")
+
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "min_p": 0.25}
+    asked |= {"min_tokens": 3, "logit_bias": {"5": -1, "6": 2.5}, "logprobs": True, "top_logprobs": 4}
+    with fake_triton(note) as (_, triton), gateway(tiny_engine, triton) as url:
+        reply = Reply(url, "/v1/chat/completions", json.dumps({"model": "tiny", "messages": STORY, **asked}))
+    assert reply.status == 200
+    scalars = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens")
+    assert {name: seen[name] for name in scalars} == {name: [asked[name]] for name in scalars}
+    assert (seen["logit_bias_ids"], seen["logit_bias_values"]) == ([5, 6], [-1, 2.5])
+    assert (seen["return_log_probs"], seen["num_log_probs"]) == ([True], [4])
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "guide"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            "json_schema",
+            '{"type": "object"}',
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice", '["yes", "no"]'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark_grammar", 'start: "a"'),
+        ({"structured_outputs": {"json": {"type": "object"}}}, "json_schema", '{"type": "object"}'),
+        ({"response_format": {"type": "text"}}, None, None),
+    ],
+)
+def test_forms_reach_the_engine(tiny_engine, monkeypatch, asked, kind, guide):
+    sent = []
+
+    async def note(self, request):
+        sent.append(request.params.structured)
+        raise Refuse("INTERNAL", "that is all")
+        yield
+
+    monkeypatch.setattr("trtllm_dflash.serving.client.TritonClient.stream", note)
+    with gateway(tiny_engine, "127.0.0.1:1") as url:
+        Reply(url, "/v1/chat/completions", json.dumps({"model": "tiny", "messages": STORY, **asked}))
+    from trtllm_dflash.serving.choice_fields import choice_tensors
+
+    tensors = choice_tensors(SamplingParams(structured=sent[0]))
+    written = [tensors[name].item().decode() for name in sorted(tensors, reverse=True)]
+    assert written == [text for text in (kind, guide) if text is not None]
+
+
+def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
+    def refuse(inputs):
+        field = "num_log_probs" if "return_log_probs" in inputs else "guided_decoding_guide"
+        raise Refuse("INVALID_ARG", f"{field}: not yet")
+        yield
+
+    with fake_triton(refuse) as (_, triton), gateway(tiny_engine, triton) as url:
+        for param, asked in (("logprobs", {"logprobs": True}), ("response_format", {"seed": 1})):
+            with pytest.raises(openai.BadRequestError, match=f"{param}: not yet") as refusal:
+                client(url).chat.completions.create(model="tiny", messages=STORY, **asked)
+            assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "asked"),
+    [
+        ("chat", "top_logprobs", {"top_logprobs": 3}),
+        ("chat", "top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("chat", "logprobs", {"logprobs": 3}),
+        ("chat", "presence_penalty", {"presence_penalty": 2.5}),
+        ("chat", "logit_bias", {"logit_bias": {"a": 1}}),
+        ("chat", "logit_bias", {"logit_bias": {"5": 101}}),
+        ("chat", "min_p", {"min_p": 2}),
+        ("chat", "repetition_penalty", {"repetition_penalty": 0}),
+        ("chat", "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        ("chat", "response_format", {"response_format": {"type": "xml"}}),
+        ("chat", "response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+        ("chat", "structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}),
+        (
+            "chat",
+            "structured_outputs",
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        ),
+        ("plain", "logprobs", {"logprobs": 21}),
+        ("plain", "logprobs", {"logprobs": True}),
+        ("plain", "echo", {"echo": True, "stream": True}),
+        ("plain", "best_of", {"best_of": 2, "n": 3}),
+        ("plain", "best_of", {"best_of": 3, "stream": True}),
+        ("plain", "best_of", {"best_of": 129}),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(unasked, path, param, asked):
+    body = {"messages": STORY} if path == "chat" else {"prompt": "a"}
+    path = "/chat/completions" if path == "chat" else "/completions"
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client(unasked).post(path, body={"model": "tiny", **body, **asked}, cast_to=object)
+    assert refusal.value.body["param"].startswith(param)
+    assert refusal.value.body["message"].startswith(param)
+
+
+@pytest.fixture(scope="module")
+def unasked(tiny_engine):
+    """A gateway whose Triton is not there."""
+    with gateway(tiny_engine, "127.0.0.1:1") as url:
+        yield url

@@ -1,0 +1,76 @@
+"""Forms that a client can hold a reply to: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
+
+from trtllm_dflash.runtime.structured import Structured
+from trtllm_dflash.serving.openai.errors import ApiError
+
+
+class JsonSchema(BaseModel):
+    """A JSON schema with a name. Every reply is held to it, `strict` or not."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format` of chats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            message = "response_format.json_schema: of the type json_schema, and of no other"
+            raise ApiError(400, message, "response_format.json_schema")
+        return self
+
+    @property
+    def structured(self) -> Structured | None:
+        """The form of the reply; None of a text."""
+        if self.type == "text":
+            return None
+        return Structured(kind=self.type, value=self.json_schema and self.json_schema.json_schema)
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: one of them at most.
+
+    Attributes:
+        choice: texts, of which the reply is one.
+        grammar: in Lark's form.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self._given()) > 1:
+            raise ApiError(400, f"structured_outputs: give one of {', '.join(self._given())}", "structured_outputs")
+        return self
+
+    @property
+    def structured(self) -> Structured | None:
+        """The form of the reply, if any."""
+        for kind, value in self._given().items():
+            return Structured.model_validate({"kind": kind, "value": None if kind == "json_object" else value})
+        return None
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in self if value is not None and value is not False}

@@ -1,0 +1,66 @@
+"""Log-probabilities of tokens, in the forms of OpenAI's chats and completions, and of vLLM's prompts."""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_dflash.runtime.request import TokenLogprobs
+from trtllm_dflash.text.token_text import TokenTexts
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token with its log-probability; None of a prompt's first, which follows nothing."""
+
+    token: int
+    its: TokenLogprobs | None
+
+
+def of_chat(scored: Sequence[Scored], texts: TokenTexts) -> dict[str, object]:
+    """Makes the `logprobs` of a chat's choice."""
+
+    def written(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.raw(token))}
+
+    content = []
+    for one in scored:
+        assert one.its is not None
+        top = [written(token, logprob) for token, logprob in one.its.top_logprobs]
+        content.append({**written(one.token, one.its.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Makes the `logprobs` of a completion's choice, of whose text it counts the characters."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0  # characters before the next token
+
+    def body(self, scored: Sequence[Scored]) -> dict[str, object]:
+        """Makes them of the next tokens."""
+        text, offsets = self._texts.text, []
+        for one in scored:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(self._texts.raw(one.token)))
+        top = [one.its and {text(token): logprob for token, logprob in one.its.top_logprobs} for one in scored]
+        return {
+            "tokens": [text(one.token) for one in scored],
+            "token_logprobs": [one.its and one.its.logprob for one in scored],
+            "top_logprobs": top if any(top) else None,
+            "text_offset": offsets,
+        }
+
+
+def of_prompt(scored: Sequence[Scored], texts: TokenTexts) -> list[dict[int, dict[str, object]] | None]:
+    """Makes `prompt_logprobs` as vLLM has them: of each token, and of the most likely ones in its place, by token."""
+
+    def written(one: Scored) -> dict[int, dict[str, object]] | None:
+        if one.its is None:
+            return None
+        each = [*one.its.top_logprobs, (one.token, one.its.logprob)]
+        return {token: {"logprob": logprob, "decoded_token": texts.text(token)} for token, logprob in each}
+
+    return [written(one) for one in scored]
