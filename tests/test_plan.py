@@ -193,7 +193,8 @@ def test_published_checkpoints_weigh_what_their_shapes_do():
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
-MODEL = ("build", "--plan", "--model", "gpt-oss-120b")
+LIMITS = ("--max-batch", 8, "--max-seq-len", 4096)  # of `config`
+MODEL = ("build", "--plan", "--model", "gpt-oss-120b", *LIMITS)
 
 
 @pytest.fixture
@@ -265,7 +266,7 @@ def test_states_are_read_and_written_once_a_step_whatever_its_rows():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_of_memory_are_all_of_the_memory_plan(name, tp):
     plan = BuildPlan.model_validate_json(
-        succeeds("build", "--plan", "--model", name, "--tp", tp, "--gpu", "b300", "--json")
+        succeeds("build", "--plan", "--model", name, "--tp", tp, "--gpu", "b300", *LIMITS, "--json")
     )
     memory, engine = plan.memory, config(name, tp=tp)
     parts = (memory.attention, memory.feed_forward, memory.experts, memory.embedding, memory.lm_head, memory.drafter)

@@ -25,6 +25,15 @@ class BuildOverrides(BaseModel):
     chunk: PositiveInt | None = None  # tokens of a prefill chunk
 
 
+class ServingLimits(BaseModel):
+    """Slots and their length that a pair is served with on a GPU that has room for them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_batch: PositiveInt
+    max_seq_len: PositiveInt  # tokens
+
+
 class PairFacts(BaseModel):
     """A catalog entry's facts on its checkpoints; None where it does not give one."""
 
@@ -53,12 +62,13 @@ class CatalogEntry(BaseModel):
     drafter_layers: PositiveInt
     chat: dict[str, bool | int | str] = Field(default_factory=dict)  # arguments of the chat template
     notes: list[str] = Field(default_factory=list)
+    limits: ServingLimits | None = None
     build: BuildOverrides = BuildOverrides()
 
     def build_values(self) -> dict[str, Any]:
         """Makes the settings of `build` for this pair; others keep their defaults."""
         values: dict[str, Any] = {"name": self.name, "target": self.target, "drafter": self.drafter}
-        values["facts"] = self.facts
+        values |= {"facts": self.facts, "limits": self.limits}
         if self.chat:
             values["chat_arguments"] = dict(self.chat)
         return values | self.build.model_dump(exclude_none=True)

@@ -195,7 +195,10 @@ def plan_operation(build: BuildSettings, settings: PlanSettings, operating: Oper
         published=PUBLISHED_RATIOS.get((engines[0].name, gpu.name)),
         error_bound=error_bound(engines[0]),
         too_large=too_large,
-        assumptions=[*_assumed(draft if drafted else None), *assumptions(engines[-1], gpu, settings.acceptance)],
+        assumptions=[
+            *_assumed(draft if drafted else None, engines[0].max_seq_len),
+            *assumptions(engines[-1], gpu, settings.acceptance),
+        ],
     )
 
 
@@ -204,6 +207,8 @@ def _engines(
 ) -> tuple[list[EngineConfig], dict[int, str]]:
     """Configures the engines that fit: with as many ranks as were asked for, else with each number of them."""
     engines, too_large = [], {}
+    if build.max_seq_len is None and build.limits is not None:  # the same for all of them
+        build = build.model_copy(update={"max_seq_len": build.limits.max_seq_len})
     for tp in (build.tp,) if "tp" in build.model_fields_set else RANKS:
         try:
             config = planned_engine(build.model_copy(update={"tp": tp}), gpu.name)
@@ -214,7 +219,7 @@ def _engines(
             continue
         check_plan(config, settings)
         try:
-            check_fits(config if "max_batch" in build.model_fields_set else _smallest(config), gpu.name)
+            check_fits(config if build.max_batch is not None else _smallest(config), gpu.name)
         except EngineError as error:
             too_large[tp] = str(error)
             continue
@@ -233,7 +238,7 @@ class _Node:
 
     def __init__(self, engine: EngineConfig, gpu: PublishedGPU, build: BuildSettings, length: int) -> None:
         self._engine, self._gpu, self._length = engine, gpu, length
-        self._most = build.max_batch if "max_batch" in build.model_fields_set else _MOST_BATCH
+        self._most = build.max_batch or _MOST_BATCH
 
     def plain(self) -> Iterator[Operation]:
         engine = self._engine.model_copy(update={"drafter": None, "block_size": 1})
@@ -310,10 +315,10 @@ def _frontier(operations: list[Operation]) -> list[Operation]:
     return frontier
 
 
-def _assumed(draft: Eagle3Draft | None) -> list[str]:
+def _assumed(draft: Eagle3Draft | None, max_seq_len: int) -> list[str]:
     notes = [
         f"Node: {NODE} GPUs, with engines of as many ranks as give the most throughput at that speed, all of them at "
-        "work on the same load; a user's speed is that of every slot."
+        f"work on the same load; each slot has room for {max_seq_len:,} tokens, and a user's speed is every slot's."
     ]
     if draft is not None:
         notes.append(

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trtllm_dflash.build.assumptions import assumptions, error_bound, expert_precision
 from trtllm_dflash.build.caches import page_limits
+from trtllm_dflash.build.defaults import choose_limits, memory_of
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
-from trtllm_dflash.build.settings import DEFAULTS_OF_TENSORRT, BuildSettings
+from trtllm_dflash.build.settings import DEFAULT_MAX_BATCH, DEFAULTS_OF_TENSORRT, BuildSettings
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
@@ -245,9 +246,10 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
     """
     is_here = build.target.startswith(PACKAGE) or Path(build.target).expanduser().is_dir()
     config = _engine_of_checkpoint(build, gpu) if is_here else _engine_of_shape(build, gpu)
-    tensorrt = build.backend == "tensorrt"
-    asked = {"gpu": gpu, "plugin": build.plugin} if tensorrt else {}
-    return config.model_copy(update={"backend": build.backend, "sampling": build.sampling, **asked})
+    backend = build.backend or "torch"
+    asked = {"gpu": gpu, "plugin": build.plugin} if backend == "tensorrt" else {}
+    config = config.model_copy(update={"backend": backend, "sampling": build.sampling, **asked})
+    return config.model_copy(update=choose_limits(config, build, memory_of(gpu)).changes)
 
 
 def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
@@ -255,7 +257,7 @@ def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     choice = build_precision(pair.target_config, pair.drafter_config, build, gpu)
     # For torch: no compiler is asked what it can compile here.
     kv = "engine" if build.backend == "tensorrt" else build.kv
-    settings = build.model_copy(update={**DEFAULTS_OF_TENSORRT, "backend": "torch", "kv": kv})
+    settings = build.model_copy(update={**DEFAULTS_OF_TENSORRT, "gpu": None, "backend": "torch", "kv": kv})
     return plan_engine(pair, settings, choice).config
 
 
@@ -272,14 +274,14 @@ def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
         name=build.name,
         precision=choice.engine,
         tp=build.tp,
-        max_batch=build.max_batch,
+        max_batch=build.max_batch or DEFAULT_MAX_BATCH,
         max_seq_len=models.max_seq_len,
         chunk=models.chunk,
         block_size=models.block_size,
         target=models.target,
         drafter=models.drafter,
         kv="fp8" if build.kv == "fp8" else None,
-        **page_limits(build.page_size, build.kv_memory, build.backend, models.max_seq_len),
+        **page_limits(build.page_size, build.kv_memory, build.backend or "torch", models.max_seq_len),
     )
 
 

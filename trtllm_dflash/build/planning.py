@@ -10,8 +10,14 @@ import torch
 
 import trtllm_dflash
 from trtllm_dflash.build.caches import check_caches, choose_caches, page_limits
+from trtllm_dflash.build.defaults import choose_backend, choose_limits, memory_of
 from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_precision
-from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, DEFAULTS_OF_TENSORRT, BuildSettings
+from trtllm_dflash.build.settings import (
+    DEFAULT_MAX_BATCH,
+    DEFAULT_MAX_SEQ_LEN,
+    DEFAULTS_OF_TENSORRT,
+    BuildSettings,
+)
 from trtllm_dflash.build.tensorrt_compiler import compile_target
 from trtllm_dflash.catalog import chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
@@ -78,6 +84,11 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
     """
     target, drafter = pair.target_config, pair.drafter_config
     _check_facts(settings, target, drafter)
+    room = memory_of(settings.gpu)
+    backend = None if settings.backend is not None else choose_backend(settings, target)
+    if backend is not None:
+        settings = settings.model_copy(update={"backend": backend.backend, "gpu": backend.gpu})
+    assert settings.backend is not None
     choice = choice or build_precision(target, drafter, settings)
     models = plan_models(target, drafter, settings, choice)
     draft_text = _draft_text(settings, pair)
@@ -91,7 +102,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         backend=settings.backend,
         precision=choice.engine,
         tp=settings.tp,
-        max_batch=settings.max_batch,
+        max_batch=settings.max_batch or DEFAULT_MAX_BATCH,
         max_seq_len=models.max_seq_len,
         chunk=models.chunk,
         block_size=models.block_size,
@@ -102,18 +113,20 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         stop_token_ids=_stop_token_ids(pair),
         chat_arguments=chat_arguments,
         sampling=settings.sampling,
-        gpu=settings.gpu.lower() if settings.gpu else None,
+        gpu=settings.gpu.lower() if settings.gpu and settings.backend == "tensorrt" else None,
         optimization_level=settings.optimization_level if settings.backend == "tensorrt" else None,
         workspace=settings.workspace,
         plugin=_plugin_digest(settings, models),
         versions=_versions(settings.backend),
     )
-    if config.gpu in GPUS:
-        check_fits(config, config.gpu)
+    limits = choose_limits(config, settings, room)
+    config = config.model_copy(update=limits.changes)
+    if settings.gpu is not None and settings.gpu.lower() in GPUS:
+        check_fits(config, settings.gpu)
     if settings.backend == "tensorrt":
         compile_target(load_tensorrt(), config.gpu)
-    remarks = tuple(remark for remark in (choice.said, caches.said) if remark is not None)
-    return EnginePlan(config, draft_text, remarks)
+    said = (choice.said, caches.said, None if backend is None else backend.remark, limits.remark)
+    return EnginePlan(config, draft_text, tuple(remark for remark in said if remark is not None))
 
 
 def plan_models(
@@ -150,12 +163,13 @@ def build_precision(
     Raises:
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
-    check_caches(settings.kv, settings.backend)
+    check_caches(settings.kv, settings.backend or "torch")
     lacking = torch_only(target)
-    if settings.backend == "tensorrt" and lacking is not None:
+    backend = settings.backend or "torch"
+    if backend == "tensorrt" and lacking is not None:
         raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
     asked = settings.precision, settings.drafter_precision
-    return choose_precision(target, drafter, settings.backend, *asked, gpu or settings.gpu)
+    return choose_precision(target, drafter, backend, *asked, gpu or settings.gpu)
 
 
 def as_planned(

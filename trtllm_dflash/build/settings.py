@@ -6,11 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.build.caches import CachePrecision
 from trtllm_dflash.build.precision import DrafterPrecision, TargetPrecision
-from trtllm_dflash.catalog import PairFacts
+from trtllm_dflash.catalog import PairFacts, ServingLimits
 from trtllm_dflash.engine.config import Backend
 
 #: Prompt and reply together, in tokens, where nothing else is said and the model takes as many.
 DEFAULT_MAX_SEQ_LEN = 4096
+#: Sequences at a time, likewise.
+DEFAULT_MAX_BATCH = 8
 
 
 class BuildSettings(BaseModel):
@@ -21,12 +23,12 @@ class BuildSettings(BaseModel):
     name: Annotated[str, Field(min_length=1)]
     target: str  # a folder, or a Hugging Face name
     drafter: str | None = None  # likewise; None builds plain decoding alone
-    backend: Backend = "torch"
+    backend: Backend | None = None  # default: tensorrt where it is here and compiles for the GPU, else torch
     precision: TargetPrecision | None = None  # default: a quantized checkpoint's, and bf16 (fp32 without a GPU)
     tp: PositiveInt = 1
     ep: bool = False  # ranks hold whole experts instead of a slice of each
-    max_batch: PositiveInt = 8
-    max_seq_len: PositiveInt | None = None  # default: 4096, or the model's own where it takes less
+    max_batch: PositiveInt | None = None  # default: the pair's on a GPU that is known, as many as fit; else 8
+    max_seq_len: PositiveInt | None = None  # likewise; else 4096, or the model's own where it takes less
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
     draft_vocab: Annotated[int, Field(ge=2)] | None = None  # tokens that are drafted; default: all
@@ -37,8 +39,9 @@ class BuildSettings(BaseModel):
     page_size: PositiveInt | None = None  # tokens in a page of the caches; None: what the engine's kernels like
     chat_arguments: dict[str, Any] | None = None  # default: the catalog's for this target
     facts: Annotated[PairFacts | None, Field(exclude=True)] = None  # what the catalog says of these checkpoints
-    # TensorRT's alone:
+    limits: Annotated[ServingLimits | None, Field(exclude=True)] = None  # of a known pair, where nothing is asked for
     gpu: str | None = None  # a GPU's name, or a compute capability such as sm120; None: the GPU present
+    # TensorRT's alone:
     sampling: bool = True  # False leaves sampling out of the plan
     optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
     workspace: PositiveInt | None = None  # MiB of scratch that a kernel may take; None: all there is
@@ -49,5 +52,5 @@ class BuildSettings(BaseModel):
 #: The settings that are TensorRT's alone, and their defaults, which another backend's must keep.
 DEFAULTS_OF_TENSORRT: dict[str, Any] = {
     name: BuildSettings.model_fields[name].default
-    for name in ("gpu", "sampling", "optimization_level", "workspace", "workers", "plugin")
+    for name in ("sampling", "optimization_level", "workspace", "workers", "plugin")
 }

@@ -20,8 +20,8 @@ def comparison_lines(found: Comparison) -> list[Table | str]:
         return [*refused]
     plan = found.plans[0]
     notes = dict.fromkeys(note for each in found.plans for note in each.assumptions)
-    head = f"{_what(plan)}; slots of {plan.max_seq_len:,} tokens, steps with {plan.cache_length:,} in each"
-    return [head, _comparison_table(found), *refused, f"GB: with the caches of {plan.max_batch} slots.", *notes]
+    head = f"{_what(plan)}; steps with {plan.cache_length:,} tokens in each slot"
+    return [head, _comparison_table(found), *refused, "GB: with the caches of those slots.", *notes]
 
 
 def _head_lines(plan: BuildPlan) -> list[str]:
@@ -82,7 +82,7 @@ def _pages(pages: Pages) -> str:
 def _comparison_table(found: Comparison) -> Table:
     """Write a line for each GPU: the slots that fit, and the speed with few and with more."""
     table = Table("GPU")
-    for column in ("GB\non each", "largest\nbatch", "longest\ncontext"):
+    for column in ("slots of\ntokens", "GB\non each", "largest\nbatch", "longest\ncontext"):
         table.add_column(column, justify="right")
     kinds = ["plain\ntokens/s/user", "DFlash\ntokens/s/user", "over\nplain"]
     if any(plan.acceptance is None for plan in found.plans):
@@ -91,7 +91,14 @@ def _comparison_table(found: Comparison) -> Table:
         for kind in kinds:
             table.add_column(f"batch {batch}\n{kind}", justify="right")
     for plan in found.plans:
-        row = [plan.gpu, f"{plan.memory.total / _GB:.1f}", f"{plan.largest_batch:,}", f"{plan.largest_seq_len:,}"]
+        slots = f"{plan.max_batch} of {plan.max_seq_len:,}"
+        row = [
+            plan.gpu,
+            slots,
+            f"{plan.memory.total / _GB:.1f}",
+            f"{plan.largest_batch:,}",
+            f"{plan.largest_seq_len:,}",
+        ]
         for batch in COMPARED:
             row += _compared(plan, batch, len(kinds))
         table.add_row(*row)
