@@ -13,10 +13,10 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
-from trtllm_dflash.models import target_weights
+from trtllm_dflash.models import target_weights, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.planned import DeltaNet, PlannedConfig
+from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 
@@ -29,8 +29,14 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     """
     target, drafter = config.target, config.drafter
     notes = [*_steps(config), *_ranks(config, gpu)]
-    if isinstance(target, PlannedConfig):
-        notes += _planned(target)
+    if isinstance(target, PlannedConfig) or torch_only(target) is not None:
+        notes.append(
+            f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted, "
+            "and steps predicted as if there were some; none has been compared."
+        )
+    nets = sum(isinstance(mixer, DeltaNet) for mixer in mixers_of(target))
+    if nets:
+        notes.append(f"States: {nets} of {target.layers} layers keep one in FP32, read and written once in a step.")
     if target.moe is not None:
         notes += _experts(config, target.moe)
     notes += _caches(config, target)
@@ -88,17 +94,6 @@ def _steps(config: EngineConfig) -> list[str]:
         f"on 1 and gpt-oss-120b on 2 within {MIXTURE_ERROR_BOUND:.0%}. Other GPUs are taken to wait as long.",
         f"Backend: steps are {steps}; none of a TensorRT plan has been measured.",
     ]
-
-
-def _planned(target: PlannedConfig) -> list[str]:
-    notes = [
-        f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted from "
-        "its published shape, and steps predicted as if there were some; none has been compared."
-    ]
-    nets = sum(isinstance(mixer, DeltaNet) for mixer in target.mixers)
-    if nets:
-        notes.append(f"States: {nets} of {target.layers} layers keep one in FP32, read and written once in a step.")
-    return notes
 
 
 def _ranks(config: EngineConfig, gpu: PublishedGPU) -> list[str]:

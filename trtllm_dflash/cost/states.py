@@ -31,9 +31,6 @@ def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], t
 
 def state_bytes(config: EngineConfig) -> int:
     """Bytes of one slot's states on one rank."""
-    if isinstance(config.target, PlannedConfig):
-        nets = [mixer for mixer in config.target.mixers if isinstance(mixer, DeltaNet)]
-        return sum(net_state_bytes(net, config.block_size, config.tp) for net in nets)
     return sum(prod(shape) * dtype.itemsize for shape, dtype in state_tensors(config).values())
 
 

@@ -66,7 +66,7 @@ def read_planned_config(raw: dict[str, Any]) -> DecoderConfig:
         CheckpointError: as `read_target_config`.
     """
     kind = raw.get("model_type")
-    return read_target_config(raw) if kind not in PLANNED else PLANNED[kind](raw)
+    return PLANNED[kind](raw) if kind in PLANNED else read_target_config(raw)
 
 
 def build_target(config: DecoderConfig) -> Decoder:

@@ -1,6 +1,6 @@
 """Targets that are planned for and not computed yet: the matrices that they hold, and the rows and states they keep.
 
-Qwen3.5, Qwen3.6, Qwen3-Next, Gemma 4 and Kimi-K2.5. `build --plan` counts with these, and the other runtimes' scripts
+Gemma 4 and Kimi-K2.5. `build --plan` counts with these, and the other runtimes' scripts
 do. Vectors (norms but for the two of a layer, biases, gates of states) are left out: they weigh nothing.
 """
 
@@ -13,7 +13,7 @@ from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.rope import RopeConfig
 from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPrecision, in_precision
 
-_SLIDING, _LINEAR = "sliding_attention", "linear_attention"
+_SLIDING = "sliding_attention"
 _PACKED = 32  # numbers of INT4 that share a scale
 
 
@@ -124,45 +124,6 @@ def mixers_of(config: DecoderConfig) -> tuple[Attends | DeltaNet, ...]:
 # -- families --------------------------------------------------------------------------------------------------------
 
 
-def _read_gated_delta_nets(raw: dict[str, Any]) -> PlannedConfig:
-    """Reads Qwen3.5, Qwen3.6 and Qwen3-Next: gated delta nets, and gated attention in every fourth layer."""
-    text = raw.get("text_config", raw)
-    hidden, size = text["hidden_size"], text["head_dim"]
-    heads, kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
-    net = DeltaNet(
-        text["linear_num_key_heads"],
-        text["linear_num_value_heads"],
-        text["linear_key_head_dim"],
-        text["linear_value_head_dim"],
-        text["linear_conv_kernel_dim"],
-    )
-    attention = Attends(heads, kv_heads, size, size)
-    mixers = tuple(net if kind == _LINEAR else attention for kind in text["layer_types"])
-    matrices: list[Matrix] = []
-    for i, mixer in enumerate(mixers):
-        layer = f"model.layers.{i}."
-        if isinstance(mixer, DeltaNet):
-            gate = net.value_heads * net.value_size
-            matrices += [
-                _rows(layer + "linear_attn.qkvz_proj", net.channels + gate, hidden, net.key_heads),
-                _rows(layer + "linear_attn.ba", 2 * net.value_heads, hidden, net.key_heads),
-                _rows(layer + "linear_attn.conv1d", net.channels, net.kernel, net.key_heads),
-                _columns(layer + "linear_attn.out_proj", hidden, gate, net.key_heads),
-            ]
-        else:
-            # Each query head has a gate as large.
-            matrices += _attention(
-                layer, hidden, {"q": (2 * heads, size), "k": (kv_heads, size), "v": (kv_heads, size)}
-            )
-            matrices.append(_columns(layer + "self_attn.o_proj", hidden, heads * size, heads))
-        if "num_experts" not in text:
-            matrices += _feed_forward(layer + "mlp.", hidden, text["intermediate_size"])
-            continue
-        matrices += _experts(layer, hidden, text["num_experts"], text["moe_intermediate_size"])
-        matrices += _feed_forward(layer + "mlp.shared_expert.", hidden, text["shared_expert_intermediate_size"])
-    return _planned(raw, text, mixers, matrices, "num_experts", "num_experts_per_tok")
-
-
 def _read_gemma4(raw: dict[str, Any]) -> PlannedConfig:
     """Reads Gemma 4: full layers have larger heads, fewer of them, and values that are made of their keys."""
     text = raw["text_config"]
@@ -214,9 +175,6 @@ def _read_kimi(raw: dict[str, Any]) -> PlannedConfig:
 
 #: `model_type` in config.json -> the reader of what is planned for.
 PLANNED: dict[str, Callable[[dict[str, Any]], PlannedConfig]] = {
-    "qwen3_5": _read_gated_delta_nets,
-    "qwen3_5_moe": _read_gated_delta_nets,
-    "qwen3_next": _read_gated_delta_nets,
     "gemma4": _read_gemma4,
     "kimi_k25": _read_kimi,
 }
