@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_json
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.checkpoint.speculators import speculators_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
@@ -43,9 +44,6 @@ _SHARD = 5_000_000_000  # bytes of a file; a larger checkpoint has several, and 
 
 #: In a drafter's configuration, code that is not in the folder: nobody needs it, and nobody should run it.
 _CODE = "auto_map"
-
-#: What z-lab's format adds to a layer stack's configuration, and speculators' keeps elsewhere.
-_DRAFTING = ("architectures", "dflash_config", "block_size", "num_target_layers", _CODE)
 
 
 def export(engine: Path, output: Path, force: bool = False, progress: Progress = lambda *_: None) -> bool:
@@ -126,26 +124,8 @@ def _write_drafter(engine: Path, config: EngineConfig, ranks: list[Any], folder:
     raw.pop(_CODE, None)
     own_vocabulary = drafter.draft_vocab_size is not None
     if own_vocabulary and "speculators_model_type" not in raw:
-        raw = {
-            "speculators_model_type": "dflash",
-            "architectures": ["DFlashDraftModel"],
-            "transformer_layer_config": {key: value for key, value in raw.items() if key not in _DRAFTING},
-            "block_size": drafter.block_size,
-            "mask_token_id": drafter.mask_token_id,
-            "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.tap_layers],  # the embedding's output is 0
-            "target_hidden_size": drafter.hidden_size,
-            "draft_vocab_size": drafter.draft_vocab_size,
-            # vLLM takes the format for what it is only where it finds this (transformers_utils/config.py).
-            "speculators_config": {
-                "algorithm": "dflash",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.block_size - 1}],
-                "verifier": {
-                    "name_or_path": f"../{TARGET}",
-                    "architectures": read_json(engine / TARGET_CONFIG_FILE).get("architectures", []),
-                },
-            },
-        }
+        architectures = read_json(engine / TARGET_CONFIG_FILE).get("architectures", [])
+        raw = speculators_config(raw, drafter, f"../{TARGET}", architectures)
     _write_json(folder / CONFIG_FILE, raw)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
