@@ -29,6 +29,7 @@ LAYERS = (
     {"model_card"},
     {"serving"},
     {"quantize"},
+    {"train"},
     {"bench"},
     {"sweep"},
     {"foreign"},

@@ -24,6 +24,7 @@ from trtllm_dflash.commands.report import report
 from trtllm_dflash.commands.serve import serve
 from trtllm_dflash.commands.sweep import sweep
 from trtllm_dflash.commands.terminal import logged_to_terminal
+from trtllm_dflash.commands.train import train
 from trtllm_dflash.errors import DFlashError
 
 
@@ -67,6 +68,7 @@ def main(context: click.Context, verbose: bool) -> None:
 main.add_command(models)
 main.add_command(build)
 main.add_command(quantize)
+main.add_command(train)
 main.add_command(inspect)
 main.add_command(generate)
 main.add_command(deploy)

@@ -91,6 +91,11 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
     return DrafterCheckpoint(config, folder, keys, draft_to_target, quantized=quantized)
 
 
+def read_drafter_config(raw: dict[str, Any], target_layers: int | None = None) -> DrafterConfig:
+    """Reads a drafter's shape from the content of its config.json; arguments and errors as in `open_drafter`."""
+    return _read_config(raw, target_layers)
+
+
 def default_tap_layers(target_layers: int, layers: int) -> list[int]:
     """Chooses z-lab's taps where a config names none: evenly from layer 1 to the last but two (`n//2` for one)."""
     if layers == 1:

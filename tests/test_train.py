@@ -1,0 +1,334 @@
+"""The parts of a training: masks, anchors, losses and weights equal plain loops; blocks equal those that are served."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
+from tests.conftest import refusal
+from trtllm_dflash import LLM
+from trtllm_dflash.checkpoint.drafter import open_drafter
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.models import build_target
+from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.quantize.drafter import ops_over
+from trtllm_dflash.train.anchors import anchored, eligible_rows, pick_anchors
+from trtllm_dflash.train.documents import Document, Pack, Packs, generator
+from trtllm_dflash.train.evaluation import Tally
+from trtllm_dflash.train.features import FrozenTarget
+from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weights
+from trtllm_dflash.train.mask import Visibility
+from trtllm_dflash.train.network import TrainedDrafter
+from trtllm_dflash.train.optimizer import learning_rate
+from trtllm_dflash.train.prompts import split
+from trtllm_dflash.train.settings import TrainSettings
+from trtllm_dflash.train.state import State
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def pack() -> Pack:
+    """Three documents: lengths 9, 6 and 7, prompts of 4, 2 and 3 tokens."""
+    ids = torch.randint(0, 100, (22,), generator=generator(3)).tolist()
+    return Pack.of([Document(ids[:9], 4), Document(ids[9:15], 2), Document(ids[15:], 3)])
+
+
+# -- packs and anchors -------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_document_once_in_packs_that_are_not_too_long():
+    documents = [Document([1] * (3 + i % 7), 1) for i in range(40)]
+    packs = Packs(documents, 12, seed=5)
+    for epoch in (0, 1):
+        lengths = [sum(len(documents[i].token_ids) for i in chosen) for chosen in packs.epoch(epoch)]
+        assert sorted(i for chosen in packs.epoch(epoch) for i in chosen) == list(range(40))
+        assert max(lengths) <= 12
+    assert packs.epoch(0) != packs.epoch(1)
+    assert packs.epoch(1) == Packs(documents, 12, seed=5).epoch(1) != Packs(documents, 12, seed=6).epoch(1)
+
+
+def test_anchors_are_reply_tokens_that_have_a_next_one_in_their_document(pack):
+    firsts, expected = [0, 9, 15, 22], []
+    for i, document in enumerate(pack.documents):
+        expected += range(firsts[i] + document.prompt, firsts[i + 1] - 1)
+    assert eligible_rows(pack).tolist() == expected
+    drawn = [pick_anchors(pack, 5, generator(0, step)).tolist() for step in range(30)]
+    assert all(len(set(rows)) == 5 and set(rows) <= set(expected) and rows == sorted(rows) for rows in drawn)
+    assert {row for rows in drawn for row in rows} == set(expected)
+    assert drawn[7] == pick_anchors(pack, 5, generator(0, 7)).tolist()
+    assert len(pick_anchors(pack, 1000, generator(0, 0))) == len(expected)
+
+
+def test_labels_are_the_tokens_behind_the_anchor_up_to_the_end_of_its_document(pack):
+    rows = eligible_rows(pack)
+    anchors = anchored(pack, rows, BLOCK)
+    for a, row in enumerate(rows.tolist()):
+        for k in range(1, BLOCK):
+            inside = row + k < 22 and pack.document[row + k] == pack.document[row]
+            assert anchors.counts[a, k - 1] == inside
+            if inside:
+                assert anchors.labels[a, k - 1] == pack.token_ids[row + k]
+
+
+# -- the mask, and the block that is drafted under it ------------------------------------------------------------------
+
+
+def test_the_mask_equals_a_plain_loop(pack):
+    rows = torch.tensor([4, 7, 11, 20])
+    mask = Visibility(pack, rows, BLOCK).dense()
+    tokens = len(pack.token_ids)
+    assert mask.shape == (len(rows) * BLOCK, tokens + len(rows) * BLOCK)
+    for row in range(len(mask)):
+        anchor = int(rows[row // BLOCK])
+        for key in range(tokens):
+            assert mask[row, key] == (pack.document[key] == pack.document[anchor] and key < anchor)
+        for key in range(len(rows) * BLOCK):
+            assert mask[row, tokens + key] == (key // BLOCK == row // BLOCK)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_target, partial(make_target, family="llama"), make_gpt_oss, make_qwen3_moe],
+    ids=["qwen3", "llama", "gpt-oss", "qwen3-moe"],
+)
+def test_blocks_of_a_pack_are_what_the_served_drafter_computes(make, tmp_path):
+    make(tmp_path / "target")
+    make_drafter(tmp_path / "drafter", tmp_path / "target", attention_bias=True)
+    folders = tmp_path / "target", tmp_path / "drafter"
+    ids = torch.randint(0, 127, (50,), generator=generator(1)).tolist()
+    pack = Pack.of([Document(ids[:30], 10), Document(ids[30:], 5)])
+    with LLM.from_pretrained(*folders, device="cpu", max_seq_len=64) as llm:
+        checkpoint = open_drafter(folders[1])
+        target = FrozenTarget(llm, checkpoint.config.tap_layers)
+        trained = TrainedDrafter(checkpoint.config, target.embedding, 64)
+        trained.load({key: checkpoint.folder.read(checkpoint.keys[key]) for key in trained.shapes()})
+        rows = eligible_rows(pack)[::5]
+        with torch.no_grad():
+            logits = F.linear(trained(pack, target.features(pack).taps, rows), target.head)
+            served = torch.cat([served_logits(llm, pack, row) for row in rows.tolist()])
+    torch.testing.assert_close(logits, served, atol=1e-4, rtol=1e-4)
+    assert len(rows) == 7 and logits.std() > 1
+
+
+class LogitOps(TorchOps):
+    """TorchOps that drafts logits instead of the likeliest tokens."""
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def served_logits(llm: LLM, pack: Pack, row: int) -> torch.Tensor:
+    """Logits [1, block - 1, V] after the token at a place of a pack, by the step's own operations over caches."""
+    config = llm.config.drafter
+    assert config is not None
+    ops, drafter, target = ops_over(llm, LogitOps), Drafter(config), build_target(llm.config.target)
+    first = row - int(pack.position[row])
+    start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([row - first], dtype=torch.int32)
+    features = target.forward(ops, pack.token_ids[None, first:row].int(), start, config.tap_layers)
+    context = drafter.context(ops, features.taps, start)
+    block = torch.arange(config.block_size, dtype=torch.int32)[None]
+    return drafter.draft(ops, context, start, count, pack.token_ids[row : row + 1].int(), block)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows(pack):
+    """Anchors, hidden rows [A, 3, 8] and a head [20, 8]."""
+    anchors = anchored(pack, eligible_rows(pack), BLOCK)
+    anchors.labels.remainder_(20)
+    hidden = torch.randn(len(anchors.rows), BLOCK - 1, 8, generator=generator(8), requires_grad=True)
+    return anchors, hidden, torch.randn(20, 8, generator=generator(9))
+
+
+def plain_dpace(ce: list[float]) -> list[float]:
+    """w_j = sum over m >= j of the product of s_i up to m, s_i = (1 - a) exp(-CE_i) + a, a = 0.5."""
+    s = [0.5 * math.exp(-value) + 0.5 for value in ce]
+    return [sum(math.prod(s[: m + 1]) for m in range(j, len(s))) for j in range(len(s))]
+
+
+@pytest.mark.parametrize("weighting", ["dpace", "exponential"])
+def test_the_loss_and_its_weights_equal_the_published_formulas(weighting, rows):
+    anchors, hidden, head = rows
+    total = weights = 0.0
+    leading = []
+    for a in range(len(hidden)):
+        count = int(anchors.counts[a].sum())
+        logits = (hidden[a] @ head.t()).double().detach()
+        ce = [float(F.cross_entropy(logits[k], anchors.labels[a, k])) for k in range(count)]
+        weight = plain_dpace(ce) if weighting == "dpace" else [math.exp(-k / (7 * BLOCK / 16)) for k in range(count)]
+        total += sum(w * c for w, c in zip(weight, ce, strict=True))
+        weights += sum(weight)
+        right = [bool(logits[k].argmax() == anchors.labels[a, k]) for k in range(count)]
+        leading.append(right.index(False) if False in right else count)
+    loss = block_loss(hidden, head, anchors, weighting)
+    assert loss.value.item() == pytest.approx(total / weights, rel=1e-5)
+    assert loss.accepted.item() == pytest.approx(sum(leading) / len(leading))
+
+
+def test_weights_are_a_function_of_their_own_block_and_of_rows_that_count():
+    ce, counts = torch.tensor([[0.3, 2.0, 0.1, 5.0]]), torch.tensor([[True, True, True, False]])
+    assert dpace_weights(ce, counts)[0, :3].tolist() == pytest.approx(plain_dpace([0.3, 2.0, 0.1]))
+    assert dpace_weights(ce, counts)[0, 3] == exponential_weights(5, counts)[0, 3] == 0
+    published = {16: 7.0, 10: 5.0, 8: 4.0}
+    for block, gamma in published.items():
+        weights = exponential_weights(block, torch.ones(1, block - 1, dtype=torch.bool))[0]
+        assert weights.tolist() == pytest.approx([math.exp(-k / gamma) for k in range(block - 1)])
+
+
+def test_distillation_is_the_divergence_from_the_target(rows):
+    anchors, hidden, head = rows
+    teacher = torch.randn(*hidden.shape[:2], 20, generator=generator(10))
+    loss = block_loss(hidden, head, anchors, "exponential", lambda part: teacher[part])
+    wanted, found = teacher.double().softmax(-1), (hidden @ head.t()).double().softmax(-1)
+    each = (wanted * (wanted.log() - found.log())).sum(-1)
+    weight = exponential_weights(BLOCK, anchors.counts)
+    assert loss.value.item() == pytest.approx((each * weight).sum().item() / weight.sum().item(), rel=1e-5)
+    assert block_loss(hidden, head, anchors, "dpace", lambda part: (hidden @ head.t())[part]).value.abs() < 1e-6
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_chunks_of_the_head_change_neither_the_loss_nor_its_gradient(distilled, rows):
+    anchors, hidden, head = rows
+    logits = torch.randn(*hidden.shape[:2], 20, generator=generator(11))
+    teacher = (lambda part: logits[part]) if distilled else None
+    whole = block_loss(hidden, head, anchors, "dpace", teacher)
+    parts = block_loss(hidden, head, anchors, "dpace", teacher, chunk_bytes=4 * 20 * (BLOCK - 1) * 2)
+    assert parts.value.item() == pytest.approx(whole.value.item())
+    gradients = [torch.autograd.grad(loss.value, hidden)[0] for loss in (whole, parts)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_rate_warms_up_and_ends_near_zero():
+    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.25) and max(rates) == pytest.approx(rates[3], rel=0.01)
+    assert rates[50] == pytest.approx(0.5) and rates[99] < 1e-3
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_a_tally_counts_tokens_a_step_and_shares_by_position():
+    tally = Tally()
+    tally.add(2, 3)
+    tally.add(0, 1)
+    assert tally.length == 2.0
+    assert tally.by_position == [0.5, 1.0, 0.0]
+
+
+# -- prompts and state -------------------------------------------------------------------------------------------------
+
+
+def settings(data: Path, **values: object) -> TrainSettings:
+    return TrainSettings.model_validate({"target": "t", "data": data, **values})
+
+
+def write(file: Path, rows: list[object]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_prompt_stays_on_its_side_whatever_else_is_in_the_file(tmp_path):
+    rows: list[object] = [{"prompt": f"What is {i} + {i}?", "domain": "sums"} for i in range(200)]
+    one = split(settings(write(tmp_path / "a.jsonl", rows), held_out=0.2))
+    other = split(settings(write(tmp_path / "b.jsonl", [rows[0], *rows[100:], *rows[:50]]), held_out=0.2))
+    sides = {record.id: False for record in one.training} | {record.id: True for record in one.held_out}
+    assert len(sides) == 200 and 20 <= len(one.held_out) <= 60
+    assert {record.id for record in other.held_out} <= {id for id, held in sides.items() if held}
+    assert len(other.training) + len(other.held_out) == 150  # the one that is there twice counts once
+    assert {record.domain for record in one.training} == {"sums"}
+
+
+def test_general_data_is_the_share_that_was_asked_for(tmp_path):
+    own = write(tmp_path / "own.jsonl", [{"prompt": f"own {i}", "domain": "own"} for i in range(300)])
+    general = write(tmp_path / "all.jsonl", [{"prompt": f"all {i}", "domain": "all"} for i in range(300)])
+    parts = split(settings(own, general=general, general_share=0.2))
+    assert sum(record.domain == "all" for record in parts.training) == pytest.approx(0.2 * len(parts.training), abs=1)
+    assert any(record.domain == "all" for record in parts.held_out)
+
+
+def test_conversations_end_before_the_reply_and_thinking_has_its_share(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows: list[object] = [{"messages": [{"role": "system", "content": str(i)}, *messages]} for i in range(100)]
+    parts = split(settings(write(tmp_path / "a.jsonl", rows), thinking=0.25))
+    records = parts.training + parts.held_out
+    assert all(record.messages is not None and record.messages[-1]["role"] == "user" for record in records)
+    assert 10 <= sum(bool(record.thinking) for record in records) <= 40
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", '{"text": "a"}', '{"messages": []}', '{"prompt_ids": [1, -2], "reply_ids": [1]}', '{"prompt_ids": [1]}'],
+)
+def test_a_line_that_is_no_record_is_named(line, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a"}\n\n' + line + "\n")
+    with pytest.raises(SettingsError, match=r"--data .*a\.jsonl: line 3 is not a JSON object with"):
+        split(settings(file))
+
+
+def test_a_state_directory_belongs_to_its_target_its_settings_and_one_process(tmp_path):
+    folder = tmp_path / "state"
+    with State.opened(folder, "a" * 64) as state:
+        assert state.begin("split", {"held_out": 0.1})
+        state.write("made.txt", "1")
+        state.finish("split", "made.txt", count=1)
+        with pytest.raises(SettingsError, match="another training is using it"), State.opened(folder, "a" * 64):
+            pass
+    with pytest.raises(SettingsError, match="belongs to a target with other files"), State.opened(folder, "b" * 64):
+        pass
+    with State.opened(folder, "a" * 64) as state:
+        assert not state.begin("split", {"held_out": 0.1})
+        assert state.facts("split") == {"count": 1}
+        with pytest.raises(SettingsError, match=r"--held-out: .* was begun with 0\.1, not 0\.2"):
+            state.begin("split", {"held_out": 0.2})
+        (folder / "made.txt").write_text("2")
+        with pytest.raises(SettingsError, match=r"made\.txt: is missing or has changed"):
+            state.begin("split", {"held_out": 0.1})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("")
+    with pytest.raises(SettingsError, match="is no state directory"), State.opened(tmp_path / "other", "a"):
+        pass
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_no_half_file(tmp_path, monkeypatch):
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    said = pytest.raises(SettingsError, match="cannot be written \\(No space left on device\\)")
+    with said, State.opened(tmp_path / "state", "a") as state:
+        state.write("file", "before")
+        monkeypatch.setattr(Path, "write_text", full)
+        state.write("file", "after")
+    monkeypatch.undo()
+    assert (tmp_path / "state" / "file").read_text() == "before"
+    assert not list((tmp_path / "state").glob(".*"))
+    with State.opened(tmp_path / "state", "a") as state, pytest.raises(SettingsError, match="no space for checkpoints"):
+        state.check_space("checkpoints", 10**18)
+
+
+def test_wrong_input_is_refused_in_one_line(tmp_path):
+    make_target(tmp_path / "target")
+    make_drafter(tmp_path / "drafter", tmp_path / "target")
+    data = write(tmp_path / "a.jsonl", [{"prompt": "b"}])
+    place = ("--target", tmp_path / "target", "--output", tmp_path / "out")
+    masked = (*place, "--mask-token", 9)
+    given = (*place, "--data", data)
+    begun = (*given, "--from", tmp_path / "drafter")
+    assert "cannot be read (No such file" in refusal("train", *masked, "--data", tmp_path / "none.jsonl")
+    assert "none of the prompts is held out" in refusal("train", *masked, "--data", data)
+    assert "--mask-token: every row of the embedding" in refusal("train", *given)
+    assert "--taps 1,x" in refusal("train", *given, "--taps", "1,x")
+    assert "--taps 4: the target has layers 0 to 3" in refusal("train", *given, "--taps", "1,4")
+    assert "--until build" in refusal("train", *given, "--until", "build")
+    assert "--objective l1" in refusal("train", *given, "--objective", "l1")
+    assert "--block: the drafter of --from has 8" in refusal("train", *begun, "--block", 16)
+    assert "--pack 64: is shorter than --max-seq-len 128" in refusal(
+        "train", *begun, "--max-seq-len", 128, "--pack", 64
+    )

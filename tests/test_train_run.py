@@ -1,0 +1,155 @@
+"""`train` on the shipped pair: acceptance is kept, and is that of real decoding; pauses change no bit."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import TINY, run, succeeds
+from trtllm_dflash.checkpoint.drafter import open_drafter
+from trtllm_dflash.train.phases import train
+from trtllm_dflash.train.settings import TrainSettings
+from trtllm_dflash.train.trainer import BEST, CHECKPOINT, LOG, Trainer, read_log
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = {"max_seq_len": 192, "max_tokens": 40, "max_batch": 8, "held_out": 0.3}
+FLAGS = ("--target", TINY / "target", "--device", "cpu", "--pack", 256, "--anchors", 8)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Four prompts of each kind."""
+    rows = [json.loads(line) for line in (TINY / "prompts.jsonl").read_text().splitlines()][2::16]
+    file: Path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row["prompt"], "domain": row["kind"]}) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory) -> tuple[Path, dict]:
+    """30 steps from the shipped drafter: the state directory, and the report."""
+    output = tmp_path_factory.mktemp("train") / "tiny"
+    lengths = [word for name, value in LENGTHS.items() for word in ("--" + name.replace("_", "-"), value)]
+    steps = ("--from", TINY / "drafter", "--steps", 30, "--rate", 1e-5, "--evaluate-every", 30)
+    report = json.loads(succeeds("train", *FLAGS, "--data", data, *lengths, *steps, "--output", output, "--json"))
+    return output, report
+
+
+def test_thirty_small_steps_keep_the_acceptance(trained):
+    _, report = trained
+    before, after = report["evaluations"]
+    assert (before["step"], after["step"]) == (0, 30)
+    assert before["tau"] > 4
+    assert after["tau"] == pytest.approx(before["tau"], rel=0.02)
+    assert set(after["by_domain"]) == {"arithmetic", "python", "json", "story"}
+
+
+def test_simulated_acceptance_is_that_of_real_decoding(trained):
+    _, report = trained
+    assert report["decoded"]["steps"] > 20
+    assert report["exported"]["tau"] == pytest.approx(report["decoded"]["tau"], rel=0.01)
+
+
+def test_both_formats_are_read_back_equal_and_built_at_once(trained, tmp_path):
+    output, _ = trained
+    best = load_file(output / BEST)
+    for name in ("drafter", "drafter-speculators"):
+        opened = open_drafter(output / name, 8)
+        assert opened.config == open_drafter(TINY / "drafter").config
+        assert all(torch.equal(opened.folder.read(opened.keys[key]), tensor) for key, tensor in best.items())
+        assert "# DFlash drafter for" in (output / name / "README.md").read_text()
+    pair = ("--target", TINY / "target", "--drafter", output / "drafter")
+    assert "built" in succeeds("build", *pair, "--precision", "fp32", "--output", tmp_path / "engine")
+
+
+def test_a_finished_training_does_nothing_again(trained, data):
+    output, report = trained
+    times = {file: file.stat().st_mtime_ns for file in output.rglob("*.safetensors")}
+    settings = {"target": str(TINY / "target"), "from": str(TINY / "drafter"), "data": data, "device": "cpu", **LENGTHS}
+    recipe = {"pack": 256, "anchors": 8, "steps": 30, "rate": 1e-5, "evaluate_every": 30}
+    assert train(TrainSettings.model_validate({**settings, **recipe}), output) == report
+    assert times == {file: file.stat().st_mtime_ns for file in output.rglob("*.safetensors")}
+
+
+# -- pauses ------------------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """What ends a training as SIGKILL does: nothing is saved."""
+
+
+def train_from_nothing(replies: Path, data: Path, output: Path, progress=lambda *_: None, **changes: object) -> None:
+    """Six steps over the same replies, in a state directory of their own."""
+    if not output.exists():
+        output.mkdir()
+        manifest = json.loads((replies / "manifest.json").read_text())
+        manifest["phases"] = {name: manifest["phases"][name] for name in ("split", "regenerate")}
+        (output / "manifest.json").write_text(json.dumps(manifest))
+        for folder in ("prompts", "replies"):
+            shutil.copytree(replies / folder, output / folder)
+    shape = {"layers": 1, "block": 8, "taps": (2, 5), "pack": 192, "anchors": 4, "packs": 2}
+    recipe = {"steps": 6, "rate": 2e-3, "evaluate_every": 3, "save_every": 2, "objective": "kd", **shape, **changes}
+    settings = {"target": str(TINY / "target"), "data": data, "device": "cpu", **LENGTHS, **recipe}
+    train(TrainSettings.model_validate(settings), output, "train", progress)
+
+
+def test_a_training_that_was_killed_and_interrupted_is_equal_to_one_that_was_not(trained, data, tmp_path):
+    replies, _ = trained
+    train_from_nothing(replies, data, tmp_path / "whole")
+
+    def kill(what: str, done: int, total: int) -> None:
+        if (what, done) == ("training", 5):
+            raise Killed
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if (what, done) == ("training", 4):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    paused = tmp_path / "paused"
+    with pytest.raises(Killed):
+        train_from_nothing(replies, data, paused, kill)
+    assert '"step": 4' in load_place(paused)
+    (paused / CHECKPOINT).unlink()  # and once more, from the start
+    with pytest.raises(KeyboardInterrupt):
+        train_from_nothing(replies, data, paused, interrupt)
+    assert '"step": 5' in load_place(paused)
+    train_from_nothing(replies, data, paused)
+
+    for name in (CHECKPOINT, BEST):
+        whole, parts = (load_file(folder / name) for folder in (tmp_path / "whole", paused))
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(whole[key], parts[key]) for key in whole)
+    logs = [read_log(folder / LOG) for folder in (tmp_path / "whole", paused)]
+    losses, others = ([(row["step"], row.get("loss"), row.get("acceptance")) for row in log] for log in logs)
+    assert losses == others and len(losses) == 6 + 3
+    assert losses[0][2]["tau"] >= 1 and losses[-2][1] < losses[1][1]
+
+
+def load_place(folder: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(folder / CHECKPOINT, framework="pt") as opened:
+        return str(opened.metadata()["place"])
+
+
+def test_ctrl_c_ends_with_130_and_half_a_line_of_replies_is_made_again(trained, data, tmp_path, monkeypatch):
+    replies, _ = trained
+    output = tmp_path / "state"
+    shutil.copytree(replies, output)
+    manifest = json.loads((output / "manifest.json").read_text())
+    manifest["phases"] = {"split": manifest["phases"]["split"]}
+    (output / "manifest.json").write_text(json.dumps(manifest))
+    file = output / "replies" / "training.jsonl"
+    whole = file.read_text()
+    file.write_text(whole[:-30])  # a process that was killed while it wrote
+    monkeypatch.setattr(Trainer, "measure", lambda self: signal.raise_signal(signal.SIGINT))
+    lengths = [word for name, value in LENGTHS.items() for word in ("--" + name.replace("_", "-"), value)]
+    result = run("train", *FLAGS, "--data", data, *lengths, "--output", output, "--mask-token", 3)
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+    assert sorted(file.read_text().splitlines()) == sorted(whole.splitlines())

@@ -1,0 +1,78 @@
+"""`train`: a drafter for one's own target."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trtllm_dflash.commands.settings import given, validated
+from trtllm_dflash.commands.terminal import progress_bar
+from trtllm_dflash.errors import SettingsError
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--target", required=True, help="Target checkpoint: a folder or a Hugging Face name.")
+@click.option("--data", required=True, type=_FILE, help="Prompts: JSON lines; see docs/train.md.")
+@click.option("--output", required=True, type=_FILE, help="State directory; an interrupted training goes on in it.")
+@click.option(
+    "--from", "from_", help="Drafter to begin with: a folder or a Hugging Face name.  [default: from nothing]"
+)
+@click.option("--layers", type=int, help="Of the drafter.  [default: 5]")
+@click.option("--block", type=int, help="Anchor and drafts: rows of a block.  [default: 16]")
+@click.option("--taps", metavar="N,N,...", help="Target layers whose outputs it reads, from 0.  [default: auto, even]")
+@click.option("--mask-token", type=int, help="Id that masks drafts.  [default: one that no text uses]")
+@click.option("--domain-key", help="Field of a record that names its domain.  [default: domain]")
+@click.option("--held-out", type=float, help="Share of the prompts to measure on.  [default: 0.03125]")
+@click.option("--evaluate-on", type=int, help="Held-out prompts, at most.  [default: 256]")
+@click.option("--general", type=_FILE, help="Other prompts, against forgetting.")
+@click.option("--general-share", type=float, help="Of those among all.  [default: 0.15]")
+@click.option("--thinking", type=float, help="Share of the prompts with thinking on.  [default: as the template does]")
+@click.option("--temperature", type=float, help="Of the replies.  [default: the target's generation_config.json]")
+@click.option("--max-seq-len", type=int, help="Tokens of a prompt and its reply.  [default: 4096, or less]")
+@click.option("--max-tokens", type=int, help="Of a reply.  [default: 2048]")
+@click.option("--max-batch", type=int, help="Replies at a time.  [default: 32]")
+@click.option("--objective", help="ce: the text's tokens; kd: the target's distribution.  [default: ce]")
+@click.option("--weighting", help="Of positions: dpace or exponential.  [default: dpace]")
+@click.option("--pack", type=int, help="Tokens that go through the drafter together.  [default: 8192]")
+@click.option("--packs", type=int, help="Of a step.  [default: 1]")
+@click.option("--anchors", type=int, help="Blocks of a pack.  [default: 512]")
+@click.option("--rate", type=float, help="Peak learning rate.  [default: 6e-4; with --from 1e-4]")
+@click.option("--epochs", type=int, help="[default: 6]")
+@click.option("--steps", type=int, help="Instead of --epochs.")
+@click.option("--hours", type=float, help="Of training, at most.")
+@click.option("--evaluate-every", type=int, help="Steps.  [default: a twentieth of all]")
+@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: 500]")
+@click.option("--patience", type=int, help="Evaluations without a better one before it ends.  [default: 5]")
+@click.option("--seed", type=int, help="Of everything that is drawn.  [default: 0]")
+@click.option("--device", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--until", help="Last phase: split, regenerate, train, export, evaluate or report.  [default: report]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def train(output: Path, from_: str | None, taps: str | None, until: str | None, as_json: bool, **flags: Any) -> None:
+    """Train a drafter for a target, on features of the engine that will serve both."""
+    from trtllm_dflash.train import phases
+    from trtllm_dflash.train.settings import TrainSettings
+
+    until = until or phases.PHASES[-1]
+    if until not in phases.PHASES:
+        raise SettingsError(f"--until {until}: choose {', '.join(phases.PHASES)}")
+    values = given({**flags, "from": from_, "taps": _layers(taps)})
+    settings = validated(TrainSettings, values)
+    with progress_bar() as progress:
+        report = phases.train(settings, output, until, progress, lambda line: click.echo(line, err=as_json))
+    if as_json and report is not None:
+        click.echo(json.dumps(report, indent=2))
+    elif report is not None:
+        click.echo(f"{output}: trained; build with --target {settings.target} --drafter {output / 'drafter'}")
+
+
+def _layers(taps: str | None) -> tuple[int, ...] | None:
+    if taps in (None, "auto"):
+        return None
+    assert taps is not None
+    try:
+        return tuple(int(tap) for tap in taps.split(","))
+    except ValueError:
+        raise SettingsError(f"--taps {taps}: give layers as numbers: 1,9,17, or auto") from None

@@ -1,0 +1,129 @@
+"""Simulated acceptance: how many drafts a target would accept, counted on its greedy replies without decoding.
+
+One pass of the target over a prompt and its greedy reply gives the features of every position; a step at a position
+accepts the longest run of drafts that equals the reply. For greedy chains the count is that of real decoding.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from trtllm_dflash.train.documents import Document, Pack
+from trtllm_dflash.train.features import FrozenTarget
+from trtllm_dflash.train.network import PackContext, TrainedDrafter
+
+Tensor = torch.Tensor
+
+#: Tokens of documents that are looked at together.
+_TOGETHER = 8192
+
+
+@dataclass
+class Tally:
+    """Counts of decoding steps."""
+
+    steps: int = 0
+    tokens: int = 0  # that they added to replies
+    accepted: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # position 1.. -> drafts accepted there
+    tried: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # position -> steps that could accept there
+
+    def add(self, accepted: int, possible: int) -> None:
+        """Counts a step that accepted so many drafts of so many that the reply had room for."""
+        self.steps += 1
+        self.tokens += accepted + 1
+        for position in range(1, possible + 1):
+            self.tried[position] += 1
+            self.accepted[position] += position <= accepted
+
+    @property
+    def length(self) -> float:
+        """Tokens a step, the target's own included: tau."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of the steps whose drafts are accepted up to each position, from the first."""
+        return [self.accepted[position] / self.tried[position] for position in sorted(self.tried)]
+
+
+@dataclass
+class Acceptance:
+    """Acceptance on held-out prompts."""
+
+    overall: Tally = field(default_factory=Tally)
+    domains: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+
+    def add(self, domain: str, accepted: int, possible: int) -> None:
+        """Counts a step; see `Tally.add`."""
+        self.overall.add(accepted, possible)
+        self.domains[domain].add(accepted, possible)
+
+    def as_json(self) -> dict[str, object]:
+        """Describes it in JSON."""
+        return {
+            "tau": round(self.overall.length, 4),
+            "steps": self.overall.steps,
+            "by_position": [round(share, 4) for share in self.overall.by_position],
+            "by_domain": {name: round(tally.length, 4) for name, tally in sorted(self.domains.items())},
+        }
+
+
+@torch.no_grad()
+def simulate(
+    drafter: TrainedDrafter,
+    target: FrozenTarget,
+    documents: list[Document],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Acceptance:
+    """Counts the steps of greedy decoding of these replies.
+
+    Args:
+        documents: prompts with the target's own greedy replies.
+        progress: told how many are done.
+    """
+    acceptance = Acceptance()
+    done = 0
+    for together in _groups(documents):
+        pack = Pack.of(together, target.device)
+        context = drafter.context(pack, target.features(pack).taps)
+        _walk(drafter, target, context, acceptance)
+        done += len(together)
+        progress(done, len(documents))
+    return acceptance
+
+
+def _groups(documents: list[Document]) -> list[list[Document]]:
+    """Divides documents into groups of at most `_TOGETHER` tokens (or of one)."""
+    groups: list[list[Document]] = []
+    room = 0
+    for document in documents:
+        size = len(document.token_ids)
+        if size > room:
+            groups.append([])
+            room = _TOGETHER
+        groups[-1].append(document)
+        room -= size
+    return groups
+
+
+def _walk(drafter: TrainedDrafter, target: FrozenTarget, context: PackContext, acceptance: Acceptance) -> None:
+    """Decodes a pack's replies in lockstep, a block of each a time."""
+    documents = context.pack.documents
+    most = drafter.config.block_size - 1
+    firsts = [0]
+    for document in documents:
+        firsts.append(firsts[-1] + len(document.token_ids))
+    at = [document.prompt for document in documents]  # the anchor: the token that was chosen last
+    while live := [i for i, document in enumerate(documents) if at[i] < len(document.token_ids) - 1]:
+        rows = torch.tensor([firsts[i] + at[i] for i in live], device=target.device)
+        drafts = (drafter.draft(context, rows) @ target.head.t()).argmax(dim=-1).tolist()
+        for i, drafted in zip(live, drafts, strict=True):
+            left = documents[i].token_ids[at[i] + 1 :]
+            equal = (draft == token for draft, token in zip(drafted, left, strict=False))
+            accepted = next((k for k, same in enumerate(equal) if not same), min(most, len(left)))
+            # The last step of a reply ends with it, whatever the target would have said next.
+            accepted = min(accepted, len(left) - 1)
+            acceptance.add(documents[i].domain, accepted, min(most, len(left) - 1))
+            at[i] += accepted + 1

@@ -1,0 +1,168 @@
+"""The drafter in training: the model of `models/drafter.py`, over operations that torch differentiates.
+
+What is trained is what is served, by construction: parameters have the checkpoint's names and are fused, in each pass,
+into the engine's tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.rope import rope_tables
+from trtllm_dflash.ops.base import AttentionLayer, Context, Ops
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.train.documents import Pack
+from trtllm_dflash.train.mask import Attention, Visibility, attention_of
+
+Tensor = torch.Tensor
+
+
+class BlockOps(TorchOps):
+    """Computes a drafter's context rows over a pack [1, S, H], and its blocks [A, block, H], without caches.
+
+    The LM head is the loss's, which takes rows in chunks: `linear` of it, and `argmax`, hand the rows on as they are.
+
+    Args:
+        weights: as in `TorchOps`.
+        positions: of the pack's tokens in their documents, [1, S].
+        attention: of the blocks; None: nothing is drafted.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], positions: Tensor, attention: Attention | None = None) -> None:
+        super().__init__(weights, {})
+        self._positions = positions
+        self._attention = attention
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        if name == "lm_head":
+            return x
+        weight = self.weights[name + ".weight"]
+        return F.linear(x.to(weight.dtype), weight, self.weights.get(name + ".bias"))
+
+    def embedding(self, name: str, ids: Tensor) -> Tensor:
+        return super().embedding(name, ids).float()  # the residual stream is FP32
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
+        weight = self.weights[name + ".weight"]
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _split_qkv(self, layer: AttentionLayer, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return Ops._split_qkv(self, layer, qkv, positions)  # TorchOps' own writes in place
+
+    def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
+        k = self.split_heads(kv, 2 * index * layer.kv_heads, layer.kv_heads, layer.head_size)
+        v = self.split_heads(kv, (2 * index + 1) * layer.kv_heads, layer.kv_heads, layer.head_size)
+        return Context((self.rope(layer.rope, self._norm_heads(layer, "k", k), self._positions), v), index)
+
+    def block_attention(
+        self, layer: AttentionLayer, context: Context[Tensor], qkv: Tensor, start: Tensor, committed: Tensor
+    ) -> Tensor:
+        assert self._attention is not None
+        parts = self._split_qkv(layer, qkv, self.positions(self.block_start(start, committed), qkv))
+        # [A, heads, block, D] -> [1, heads, A * block, D]
+        q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in parts)
+        context_k, context_v = (rows.to(q.dtype) for rows in context.tensors)
+        out = self._attention(q, torch.cat([context_k, k], dim=2), torch.cat([context_v, v.to(q.dtype)], dim=2))
+        return out[0].unflatten(1, qkv.shape[:2]).permute(1, 2, 0, 3).flatten(2)
+
+
+@dataclass(frozen=True, eq=False)
+class PackContext:
+    """The context rows of a pack, and the tensors that they were computed with."""
+
+    pack: Pack
+    weights: Mapping[str, Tensor]
+    rows: list[Context[Tensor]]  # of each layer
+
+
+class TrainedDrafter(nn.Module):
+    """A drafter's parameters in FP32, by their names in a checkpoint.
+
+    Args:
+        config: its shape.
+        embedding: the target's, [V, H]; not trained.
+        positions: most tokens of a document.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, config: DrafterConfig, embedding: Tensor, positions: int, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self._drafter = Drafter(config)
+        self._embedding = embedding
+        tables = rope_tables(config.rope, config.head_size, positions + config.block_size)
+        self._rope = [table.to(embedding.device) for table in tables]
+        generator = torch.Generator().manual_seed(seed)
+        for key, shape in self.shapes().items():
+            values = _initial(key, shape, config, generator)
+            self.register_parameter(_parameter_name(key), nn.Parameter(values.to(embedding.device)))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Lists the checkpoint's tensors with their shapes."""
+        return {part.key: part.shape for weight in self._drafter.weights() for part in weight.parts}
+
+    def tensors(self) -> dict[str, nn.Parameter]:
+        """Lists the parameters by their names in a checkpoint."""
+        return {key: self.get_parameter(_parameter_name(key)) for key in self.shapes()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over a checkpoint's tensors."""
+        with torch.no_grad():
+            for key, parameter in self.tensors().items():
+                parameter.copy_(tensors[key])
+
+    def context(self, pack: Pack, taps: list[Tensor]) -> PackContext:
+        """Computes a pack's context rows from its taps [1, S, H]."""
+        weights = self._engine_tensors()
+        ops = BlockOps(weights, pack.position[None])
+        start = torch.zeros(1, dtype=torch.int32, device=pack.position.device)
+        return PackContext(pack, weights, self._drafter.context(ops, taps, start))
+
+    def draft(self, context: PackContext, rows: Tensor) -> Tensor:
+        """Computes the rows [A, block - 1, H], ready for the LM head, of blocks after the anchors at places [A]."""
+        pack, size = context.pack, self.config.block_size
+        attention = attention_of(Visibility(pack, rows, size))
+        ops = BlockOps(context.weights, pack.position[None], attention)
+        offsets = torch.arange(size, device=rows.device)[None]
+        start = pack.position[rows]
+        return self._drafter.draft(ops, context.rows, start, torch.zeros_like(start), pack.token_ids[rows], offsets)
+
+    def forward(self, pack: Pack, taps: list[Tensor], rows: Tensor) -> Tensor:
+        """Computes `draft` with the pack's own context."""
+        return self.draft(self.context(pack, taps), rows)
+
+    def _engine_tensors(self) -> dict[str, Tensor]:
+        mine: dict[str, Tensor] = dict(self.tensors())
+        fused = {w.name: torch.cat([mine[part.key] for part in w.parts]) for w in self._drafter.weights()}
+        cos, sin = self._rope
+        return {
+            **fused,
+            "model.embed_tokens.weight": self._embedding,
+            PREFIX + "rope.cos": cos,
+            PREFIX + "rope.sin": sin,
+        }
+
+
+def _parameter_name(key: str) -> str:
+    return key.replace(".", "/")  # torch takes no dots
+
+
+def _initial(key: str, shape: tuple[int, ...], config: DrafterConfig, generator: torch.Generator) -> Tensor:
+    """Draws a matrix; norms are ones, biases zeros. What writes to the residual stream starts smaller, by the depth."""
+    if len(shape) == 1:
+        return torch.zeros(shape) if key.endswith(".bias") else torch.ones(shape)
+    deviation = shape[1] ** -0.5
+    if key.endswith(("o_proj.weight", "down_proj.weight")):
+        deviation /= (2 * config.layers) ** 0.5
+    return torch.randn(shape, generator=generator) * deviation

@@ -1,0 +1,345 @@
+"""`train`: the phases, from prompts to a drafter that is exported, measured and reported on.
+
+    split -> regenerate -> train -> export -> evaluate -> report
+
+Each is made once, goes on where it was interrupted, and says first what it will cost.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN
+from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, read_drafter_config
+from trtllm_dflash.checkpoint.hub import resolve
+from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.checkpoint.validation import reading_config
+from trtllm_dflash.cost.gpus import gigabytes
+from trtllm_dflash.engine.config import Progress
+from trtllm_dflash.engine.directory import digest
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.llm import LLM
+from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.text.tokenizer import TextCodec
+from trtllm_dflash.train.evaluation import simulate
+from trtllm_dflash.train.export import SPECULATORS, ZLAB, write_both
+from trtllm_dflash.train.features import FrozenTarget
+from trtllm_dflash.train.network import TrainedDrafter
+from trtllm_dflash.train.prompts import as_lines, read_lines, split
+from trtllm_dflash.train.regenerate import Rate, read_documents, regenerate, sampling_of
+from trtllm_dflash.train.report import CARD, PLOT, REPORT, can_plot, make_report, model_card, plot
+from trtllm_dflash.train.settings import TrainSettings
+from trtllm_dflash.train.shape import check_shape, config_of, new_config
+from trtllm_dflash.train.state import State, writing
+from trtllm_dflash.train.trainer import BEST, LOG, Trainer, computing, read_log
+
+PHASES = ("split", "regenerate", "train", "export", "evaluate", "report")
+
+#: The parts of the data, and their files in the state directory.
+TRAINING, HELD_OUT = "training", "held_out"
+
+#: Settings that decide what a phase makes.
+_OF_SPLIT = ("domain_key", "held_out", "evaluate_on", "general_share", "thinking")
+_OF_REPLIES = ("temperature", "max_tokens")
+_OF_TRAINING = (
+    *("layers", "block", "taps", "mask_token", "objective", "weighting", "pack", "packs", "anchors", "rate"),
+    *("epochs", "steps", "hours", "evaluate_every", "seed"),
+)
+
+#: Bytes a parameter: FP32 and two moments, written beside the last ones; BF16 of the best, and of two exports.
+_CHECKPOINT_BYTES = 2 * 12 + 2 * 2 + 2 * 2
+_TOKEN_BYTES = 6  # of a token id in a file of replies, about
+
+
+def train(
+    settings: TrainSettings,
+    output: Path,
+    until: str = PHASES[-1],
+    progress: Progress = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any] | None:
+    """Runs the phases up to `until` in the state directory `output`; returns the report, where it comes so far.
+
+    Args:
+        say: told what each phase will cost, and what it has made; a line each.
+
+    Raises:
+        DFlashError: the target, the prompts, a setting or the directory cannot be used.
+    """
+    pair = open_pair(resolve(settings.target), None if settings.start is None else resolve(settings.start))
+    with State.opened(output, _digest_of(pair.target_folder.path)) as state, writing(output):
+        training = Training(settings, pair, state, progress, say)
+        for name in PHASES[: PHASES.index(until) + 1]:
+            getattr(training, name)()
+        return json.loads((output / REPORT).read_text()) if until == PHASES[-1] else None
+
+
+@dataclass
+class Training:
+    """The phases of one training."""
+
+    settings: TrainSettings
+    pair: Pair
+    state: State
+    progress: Progress
+    say: Callable[[str], None]
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its reply, at most."""
+        asked, most = self.settings.max_seq_len, self.pair.target_config.max_positions
+        length = asked or min(DEFAULT_MAX_SEQ_LEN, most, self.settings.pack)
+        if length > most:
+            raise SettingsError(f"--max-seq-len {length}: the target takes at most {most} positions")
+        if length > self.settings.pack:
+            raise SettingsError(f"--pack {self.settings.pack}: is shorter than --max-seq-len {length}")
+        return length
+
+    @cached_property
+    def raw_config(self) -> dict[str, Any]:
+        """The drafter's configuration in z-lab's format."""
+        if self.pair.drafter is not None:
+            check_shape(self.settings, self.pair.drafter.config)
+            return config_of(self.pair.drafter)
+        codec = TextCodec.load(self.pair.target_folder.path, {})
+        return new_config(self.settings, self.pair.target_folder, self.pair.target_config, codec)
+
+    @cached_property
+    def config(self) -> Any:
+        """The drafter's shape."""
+        with reading_config(self.pair.target_folder.path):
+            return read_drafter_config(self.raw_config)
+
+    # -- prompts and replies ---------------------------------------------------------------------------------------
+
+    def split(self) -> None:
+        """Splits the prompts into those to train on and those held out."""
+        self.config, self.max_seq_len  # noqa: B018 - refuses a wrong shape before anything is made
+        files = {"data": self.settings.data, "general": self.settings.general}
+        digests = {name: None if file is None else _file_digest(name, file)[:12] for name, file in files.items()}
+        if not self.state.begin("split", {**digests, **_chosen(self.settings, _OF_SPLIT)}):
+            return
+        parts = split(self.settings)
+        for name, records in ((TRAINING, parts.training), (HELD_OUT, parts.held_out)):
+            self.state.write(_prompts(name), as_lines(records))
+        self.say(f"split: {len(parts.training):,} prompts to train on, {len(parts.held_out):,} held out")
+        self.state.finish(
+            "split",
+            *map(_prompts, (TRAINING, HELD_OUT)),
+            training=len(parts.training),
+            held_out=len(parts.held_out),
+            data=_file_digest("data", self.settings.data),
+            target=_digest_of(self.pair.target_folder.path),
+        )
+
+    def regenerate(self) -> None:
+        """Has the target reply to all prompts."""
+        chosen = {**_chosen(self.settings, _OF_REPLIES), "max_seq_len": self.max_seq_len}
+        if not self.state.begin("regenerate", chosen):
+            return
+        began, skipped = time.perf_counter(), {}
+        with self._engine(self.settings.start, self.settings.max_batch) as llm:
+            for name in (HELD_OUT, TRAINING):
+                records = read_lines(self.state.folder / _prompts(name))
+                skipped[name] = regenerate(
+                    llm,
+                    records,
+                    self.state.folder / _replies(name),
+                    self._sampling(0.0 if name == HELD_OUT else self.settings.temperature),
+                    lambda done, total, name=name: self.progress(f"replies, {name.replace('_', ' ')}", done, total),
+                    lambda rate, left, name=name: self._announce_replies(name, rate, left),
+                )
+        tokens = {}
+        for name in (TRAINING, HELD_OUT):
+            documents = read_documents(self.state.folder / _replies(name))
+            if not documents:
+                raise SettingsError(f"--data {self.settings.data}: no {name.replace('_', ' ')} prompt has a reply")
+            tokens[name] = sum(document.reply for document in documents)
+        self.say(f"regenerate: replies of {tokens[TRAINING]:,} tokens to train on, {tokens[HELD_OUT]:,} held out")
+        if any(skipped.values()):
+            self.say(f"regenerate: {sum(skipped.values())} prompts are too long for --max-seq-len and left out")
+        self.state.finish(
+            "regenerate",
+            *map(_replies, (TRAINING, HELD_OUT)),
+            tokens=tokens,
+            too_long=skipped,
+            seconds=round(time.perf_counter() - began, 2),
+        )
+
+    def _announce_replies(self, name: str, rate: Rate, left: int) -> None:
+        each, speed = rate.tokens / rate.replies, rate.tokens / rate.seconds
+        tokens = int(left * each)
+        self.state.check_space("replies", tokens * _TOKEN_BYTES)
+        self.say(
+            f"regenerate: {left:,} more {name.replace('_', ' ')} prompts, about {each:.0f} tokens each at {speed:,.0f} "
+            f"tokens/s: {_duration(tokens / speed)}, {gigabytes(tokens * _TOKEN_BYTES)}"
+        )
+
+    def _sampling(self, temperature: float | None) -> SamplingParams:
+        return sampling_of(self.pair.target_folder.path, temperature, self.settings.max_tokens)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Trains the drafter."""
+        start = None if self.pair.drafter is None else _digest_of(self.pair.drafter.folder.path)[:12]
+        if not self.state.begin("train", {"from": start, **_chosen(self.settings, _OF_TRAINING)}):
+            return
+        began = time.perf_counter()
+        with self._engine(None, 1, kernels="torch") as llm:
+            trainer = self._trainer(llm)
+            steps = self._plan(trainer)
+            trainer.run(steps, self.progress)
+        place = trainer.place
+        self.say(
+            f"train: {place.step:,} steps, the best after {place.best_step:,}: {place.best:.2f} tokens a decoding step"
+        )
+        earlier = self.state.facts("train").get("seconds", 0.0)
+        self.state.finish(
+            "train",
+            BEST,
+            best_step=place.best_step,
+            tau=round(place.best, 4),
+            tokens=sum(len(document.token_ids) for document in trainer.documents),
+            seconds=round(earlier + time.perf_counter() - began, 2),
+        )
+
+    def _trainer(self, llm: LLM) -> Trainer:
+        target = FrozenTarget(llm, self.config.tap_layers)
+        drafter = TrainedDrafter(self.config, target.embedding, self.max_seq_len, self.settings.seed)
+        if self.pair.drafter is not None:
+            drafter.load(_tensors_of(self.pair.drafter, drafter))
+        parts = (read_documents(self.state.folder / _replies(name)) for name in (TRAINING, HELD_OUT))
+        return Trainer(drafter, target, *parts, settings=self.settings, state=self.state)
+
+    def _plan(self, trainer: Trainer) -> int:
+        """Decides on the number of steps, once, by a measured one; says what they will cost."""
+        facts = self.state.facts("train")
+        if "steps" not in facts:
+            seconds = trainer.measure()
+            steps = self.settings.steps or trainer.steps_of_all_epochs
+            if self.settings.hours is not None:
+                steps = max(1, min(steps, int(self.settings.hours * 3600 / seconds)))
+            self.state.note("train", steps=steps, seconds_a_step=round(seconds, 5))
+        parameters = sum(parameter.numel() for parameter in trainer.drafter.parameters())
+        self.state.check_space("checkpoints", parameters * _CHECKPOINT_BYTES)
+        settings, steps, each = self.settings, int(facts["steps"]), float(facts["seconds_a_step"])
+        self.say(
+            f"train: {parameters / 1e6:,.1f} M parameters, {steps:,} steps of {settings.packs} x {settings.pack:,} "
+            f"tokens and {settings.anchors} blocks, {each:.2f} s each: {_duration(steps * each)}, "
+            f"{gigabytes(parameters * _CHECKPOINT_BYTES)}"
+        )
+        return steps
+
+    # -- what comes of it ------------------------------------------------------------------------------------------
+
+    def export(self) -> None:
+        """Writes the best drafter in both formats."""
+        if not self.state.begin("export", {}):
+            return
+        architectures = self.pair.target_folder.config.get("architectures", [])
+        tensors = load_file(self.state.folder / BEST)
+        files = write_both(
+            self.state.folder, self.raw_config, self.config, tensors, self.settings.target, architectures
+        )
+        self.say(f"export: {self.state.folder / ZLAB} in z-lab's format, {SPECULATORS} in speculators'")
+        self.state.finish("export", *files)
+
+    def evaluate(self) -> None:
+        """Measures the exported drafter: simulated, and in real decoding of the held-out prompts."""
+        if not self.state.begin("evaluate", {}):
+            return
+        held_out = read_documents(self.state.folder / _replies(HELD_OUT))
+        tokens = sum(document.reply for document in held_out)
+        self.say(f"evaluate: {len(held_out):,} held-out replies of {tokens:,} tokens, simulated and decoded")
+        with self._engine(None, 1, kernels="torch") as llm:
+            target = FrozenTarget(llm, self.config.tap_layers)
+            drafter = TrainedDrafter(self.config, target.embedding, self.max_seq_len)
+            drafter.load(load_file(self.state.folder / BEST))
+            with computing(target.device):
+                simulated = simulate(drafter, target, held_out, lambda *done: self.progress("simulating", *done))
+        with self._engine(str(self.state.folder / ZLAB), self.settings.max_batch) as llm:
+            prompts = [list(document.token_ids[: document.prompt]) for document in held_out]
+            self.progress("decoding", 0, 1)
+            replies = llm.generate(list(prompts), self._sampling(0.0))
+            self.progress("decoding", 1, 1)
+        added = sum(len(reply.token_ids) - 1 for reply in replies)
+        steps = sum(reply.steps for reply in replies)
+        decoded = {"tau": round(added / max(1, steps), 4), "steps": steps}
+        self.say(
+            f"evaluate: {simulated.overall.length:.2f} tokens a decoding step simulated, {decoded['tau']:.2f} real"
+        )
+        self.state.finish("evaluate", simulated=simulated.as_json(), decoded=decoded)
+
+    def report(self) -> None:
+        """Writes the report, its picture, and the model cards."""
+        if not self.state.begin("report", {}):
+            return
+        phases = {name: self.state.facts(name) for name in PHASES[:-1]}
+        report = make_report(self.settings, self.config, phases, read_log(self.state.folder / LOG))
+        cards = [f"{folder}/{CARD}" for folder in (ZLAB, SPECULATORS)]
+        for card in cards:
+            self.state.write(card, model_card(report))
+        self.state.write(REPORT, json.dumps(report, indent=2) + "\n")
+        if can_plot():
+            with self.state.aside(PLOT) as partial:
+                plot(report, partial)
+        else:
+            self.say("report: no picture without matplotlib: pip install 'trtllm-dflash[plots]'")
+        self.state.finish("report", REPORT, *cards)
+
+    def _engine(self, drafter: str | None, slots: int, kernels: Any = "auto") -> LLM:
+        """Loads an engine of the target, with a drafter or alone."""
+        return LLM.from_pretrained(
+            self.settings.target,
+            drafter,
+            device=self.settings.device,
+            max_batch=slots,
+            max_seq_len=self.max_seq_len,
+            kernels=kernels,
+            prepare=kernels == "auto",
+        )
+
+
+def _chosen(settings: TrainSettings, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in names}
+
+
+def _prompts(part: str) -> str:
+    return f"prompts/{part}.jsonl"
+
+
+def _replies(part: str) -> str:
+    return f"replies/{part}.jsonl"
+
+
+def _tensors_of(checkpoint: DrafterCheckpoint, drafter: TrainedDrafter) -> dict[str, Any]:
+    return {key: checkpoint.folder.read(checkpoint.keys[key]) for key in drafter.shapes()}
+
+
+def _digest_of(folder: Path) -> str:
+    """Computes one digest of a checkpoint's files."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
+    lines = (f"{file.name} {digest(file)}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _file_digest(flag: str, file: Path) -> str:
+    try:
+        return digest(file)
+    except OSError as error:
+        raise SettingsError(f"--{flag} {file}: cannot be read ({error.strerror})") from None
+
+
+def _duration(seconds: float) -> str:
+    """Formats a time: `40 s`, `12 min`, `3.4 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,147 @@
+"""Prompts to train on, as JSON lines, and their split into those that are trained on and those that are held out.
+
+A record is a prompt, a conversation up to the reply, or token ids of a prompt and its reply, such as a server harvests:
+
+    {"prompt": "...", "domain": "code"}
+    {"messages": [{"role": "user", "content": "..."}]}
+    {"prompt_ids": [1, 2, 3], "reply_ids": [4, 5]}
+
+Which part a prompt belongs to depends on its content alone: one more prompt in the file moves no other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.train.settings import TrainSettings
+
+_UNNAMED = ""  # the domain of records that name none
+
+
+@dataclass(frozen=True)
+class Record:
+    """A prompt: messages, or token ids."""
+
+    id: str
+    line: int  # of its file
+    domain: str
+    messages: list[dict[str, str]] | None = None
+    prompt_ids: list[int] | None = None
+    reply_ids: list[int] | None = None  # the target's own, sampled as it is served
+    thinking: bool | None = None  # None: as the chat template does by itself
+
+
+@dataclass(frozen=True)
+class Split:
+    """The records to train on, and those to measure on."""
+
+    training: list[Record]
+    held_out: list[Record]
+
+
+def split(settings: TrainSettings) -> Split:
+    """Reads the prompts and splits them.
+
+    Raises:
+        SettingsError: a file cannot be read, a line is no record, or one of the parts has none.
+    """
+    parts = _divided(settings, "--data", settings.data)
+    if settings.general is not None:
+        general = _divided(settings, "--general", settings.general)
+        seen = {record.id for record in parts.training}
+        most = round(len(parts.training) * settings.general_share / (1 - settings.general_share))
+        others = [record for record in general.training if record.id not in seen][:most]
+        parts = Split(parts.training + others, parts.held_out + general.held_out)
+    for part, name in ((parts.held_out, "held out"), (parts.training, "left to train on")):
+        if not part:
+            raise SettingsError(f"--held-out {settings.held_out:g}: none of the prompts is {name}; give more of them")
+    held_out = sorted(parts.held_out, key=lambda record: record.id)[: settings.evaluate_on]
+    return Split(parts.training, held_out)
+
+
+def as_lines(records: list[Record]) -> str:
+    """Writes records as JSON lines."""
+    return "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+
+
+def read_lines(file: Path) -> list[Record]:
+    """Reads what `as_lines` wrote."""
+    return [Record(**json.loads(line)) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _divided(settings: TrainSettings, flag: str, file: Path) -> Split:
+    training, held_out = [], []
+    seen: set[str] = set()
+    for record in _records(settings, flag, file):
+        if record.id not in seen:
+            seen.add(record.id)
+            share = int(record.id, 16) / 16 ** len(record.id)
+            (held_out if share < settings.held_out else training).append(record)
+    return Split(training, held_out)
+
+
+def _records(settings: TrainSettings, flag: str, file: Path) -> Iterator[Record]:
+    try:
+        # Not splitlines: it also splits at U+2028 and the like, which stand as they are inside JSON.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise SettingsError(f"{flag} {file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{flag} {file}: is not UTF-8 ({error})") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            record = _record(line, number, settings)
+            if record is None:
+                raise SettingsError(
+                    f'{flag} {file}: line {number} is not a JSON object with a "prompt", "messages", or "prompt_ids" '
+                    'and "reply_ids"'
+                )
+            yield record
+
+
+def _record(line: str, number: int, settings: TrainSettings) -> Record | None:
+    """Reads a record; None where it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    domain = row.get(settings.domain_key)
+    named = {"line": number, "domain": domain if isinstance(domain, str) else _UNNAMED}
+    if "prompt_ids" in row:
+        ids, reply = row["prompt_ids"], row.get("reply_ids")
+        if not (_are_ids(ids) and _are_ids(reply)):
+            return None
+        return Record(_digest(ids), **named, prompt_ids=ids, reply_ids=reply)
+    messages = _messages(row)
+    if messages is None:
+        return None
+    id = _digest([[message["role"], " ".join(message["content"].lower().split())] for message in messages])
+    thinking = None if settings.thinking is None else int(id[-8:], 16) / 16**8 < settings.thinking
+    return Record(id, **named, messages=messages, thinking=thinking)
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, str]] | None:
+    """Reads a conversation up to the reply; None where there is none."""
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return None
+    found = [{key: message.get(key) for key in ("role", "content")} for message in messages]
+    if found and found[-1]["role"] == "assistant":
+        found.pop()  # the reply: the target's own takes its place
+    return found if found and all(isinstance(text, str) for message in found for text in message.values()) else None
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:32]
