@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
 from tests.conftest import refusal
-from trtllm_dflash import LLM
+from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
@@ -26,7 +26,8 @@ from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weig
 from trtllm_dflash.train.mask import Visibility
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import learning_rate
-from trtllm_dflash.train.prompts import split
+from trtllm_dflash.train.prompts import Record, split
+from trtllm_dflash.train.regenerate import read_documents, regenerate, sampling_of
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.state import State
 
@@ -260,6 +261,45 @@ def test_conversations_end_before_the_reply_and_thinking_has_its_share(tmp_path)
     records = parts.training + parts.held_out
     assert all(record.messages is not None and record.messages[-1]["role"] == "user" for record in records)
     assert 10 <= sum(bool(record.thinking) for record in records) <= 40
+
+
+def test_replies_are_the_target_s_or_a_record_s_own_and_are_made_once(tmp_path):
+    records = [
+        Record("a", 1, "x", prompt_ids=[1, 2, 3], reply_ids=[9] * 99),
+        Record("b", 2, "y", prompt_ids=list(range(40)), reply_ids=[5, 6]),
+        Record("c", 3, "y", prompt_ids=[4, 5], reply_ids=[7, 8]),
+    ]
+    params = SamplingParams(max_tokens=6)
+    rates: list[tuple[int, int]] = []
+    quiet = {"progress": lambda *_: None, "on_rate": lambda rate, left: rates.append((rate.tokens, left))}
+    with LLM.from_pretrained(make_target(tmp_path / "target"), None, device="cpu", max_seq_len=32) as llm:
+        greedy = [llm.generate([record.prompt_ids or []], params)[0].token_ids for record in (records[0], records[2])]
+        assert regenerate(llm, records, tmp_path / "asked", params, keep=False, **quiet) == 1  # b is too long
+        assert [list(d.token_ids[d.prompt :]) for d in read_documents(tmp_path / "asked")] == greedy
+        assert rates == [(6, 1)]
+
+        assert regenerate(llm, records, tmp_path / "kept", params, keep=True, **quiet) == 0
+        kept = read_documents(tmp_path / "kept")  # as long as the engine: nothing of b's reply is left
+        assert [(list(d.token_ids), d.prompt, d.domain) for d in kept] == [
+            ([1, 2, 3] + [9] * 29, 3, "x"),
+            ([4, 5, 7, 8], 2, "y"),
+        ]
+
+        whole = (tmp_path / "asked").read_text()
+        (tmp_path / "asked").write_text(whole[:-9])  # killed while it wrote
+        regenerate(llm, records, tmp_path / "asked", params, keep=False, **quiet)
+        assert (tmp_path / "asked").read_text() == whole
+
+
+def test_replies_are_sampled_as_the_target_s_own_configuration_says(tmp_path):
+    file = tmp_path / "generation_config.json"
+    assert sampling_of(tmp_path, None, 9) == SamplingParams(max_tokens=9)
+    file.write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}))
+    assert sampling_of(tmp_path, None, 9) == SamplingParams(max_tokens=9, temperature=0.6, top_k=20, top_p=0.95)
+    assert sampling_of(tmp_path, 0.0, 9) == SamplingParams(max_tokens=9)
+    file.write_text(json.dumps({"do_sample": True, "temperature": -1}))
+    with pytest.raises(SettingsError, match=r"generation_config\.json: temperature"):
+        sampling_of(tmp_path, None, 9)
 
 
 @pytest.mark.parametrize(

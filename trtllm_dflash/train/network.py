@@ -74,7 +74,8 @@ class BlockOps(TorchOps):
         q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in parts)
         context_k, context_v = (rows.to(q.dtype) for rows in context.tensors)
         out = self._attention(q, torch.cat([context_k, k], dim=2), torch.cat([context_v, v.to(q.dtype)], dim=2))
-        return out[0].unflatten(1, qkv.shape[:2]).permute(1, 2, 0, 3).flatten(2)
+        rows: Tensor = out[0].unflatten(1, qkv.shape[:2])  # [heads, A, block, D]
+        return rows.permute(1, 2, 0, 3).flatten(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,4 +166,5 @@ def _initial(key: str, shape: tuple[int, ...], config: DrafterConfig, generator:
     deviation = shape[1] ** -0.5
     if key.endswith(("o_proj.weight", "down_proj.weight")):
         deviation /= (2 * config.layers) ** 0.5
-    return torch.randn(shape, generator=generator) * deviation
+    values: Tensor = torch.randn(shape, generator=generator) * deviation
+    return values

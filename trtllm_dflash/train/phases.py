@@ -21,11 +21,12 @@ from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, read_drafter_con
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.validation import reading_config
-from trtllm_dflash.cost.gpus import gigabytes
+from trtllm_dflash.cost.gpus import GB, gigabytes
 from trtllm_dflash.engine.config import Progress
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.llm import LLM
+from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.evaluation import simulate
@@ -37,7 +38,7 @@ from trtllm_dflash.train.regenerate import Rate, read_documents, regenerate, sam
 from trtllm_dflash.train.report import CARD, PLOT, REPORT, can_plot, make_report, model_card, plot
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.shape import check_shape, config_of, new_config
-from trtllm_dflash.train.state import State, writing
+from trtllm_dflash.train.state import State
 from trtllm_dflash.train.trainer import BEST, LOG, Trainer, computing, read_log
 
 PHASES = ("split", "regenerate", "train", "export", "evaluate", "report")
@@ -74,8 +75,9 @@ def train(
         DFlashError: the target, the prompts, a setting or the directory cannot be used.
     """
     pair = open_pair(resolve(settings.target), None if settings.start is None else resolve(settings.start))
-    with State.opened(output, _digest_of(pair.target_folder.path)) as state, writing(output):
-        training = Training(settings, pair, state, progress, say)
+    target = _digest_of(pair.target_folder.path)
+    with State.opened(output, target) as state:
+        training = Training(settings, pair, target, state, progress, say)
         for name in PHASES[: PHASES.index(until) + 1]:
             getattr(training, name)()
         return json.loads((output / REPORT).read_text()) if until == PHASES[-1] else None
@@ -87,6 +89,7 @@ class Training:
 
     settings: TrainSettings
     pair: Pair
+    target: str  # its digest
     state: State
     progress: Progress
     say: Callable[[str], None]
@@ -112,7 +115,7 @@ class Training:
         return new_config(self.settings, self.pair.target_folder, self.pair.target_config, codec)
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> DrafterConfig:
         """The drafter's shape."""
         with reading_config(self.pair.target_folder.path):
             return read_drafter_config(self.raw_config)
@@ -136,7 +139,7 @@ class Training:
             training=len(parts.training),
             held_out=len(parts.held_out),
             data=_file_digest("data", self.settings.data),
-            target=_digest_of(self.pair.target_folder.path),
+            target=self.target,
         )
 
     def regenerate(self) -> None:
@@ -144,18 +147,10 @@ class Training:
         chosen = {**_chosen(self.settings, _OF_REPLIES), "max_seq_len": self.max_seq_len}
         if not self.state.begin("regenerate", chosen):
             return
-        began, skipped = time.perf_counter(), {}
+        began, skipped = time.perf_counter(), dict[str, int]()
         with self._engine(self.settings.start, self.settings.max_batch) as llm:
             for name in (HELD_OUT, TRAINING):
-                records = read_lines(self.state.folder / _prompts(name))
-                skipped[name] = regenerate(
-                    llm,
-                    records,
-                    self.state.folder / _replies(name),
-                    self._sampling(0.0 if name == HELD_OUT else self.settings.temperature),
-                    lambda done, total, name=name: self.progress(f"replies, {name.replace('_', ' ')}", done, total),
-                    lambda rate, left, name=name: self._announce_replies(name, rate, left),
-                )
+                skipped[name] = self._regenerate(llm, name)
         tokens = {}
         for name in (TRAINING, HELD_OUT):
             documents = read_documents(self.state.folder / _replies(name))
@@ -173,13 +168,25 @@ class Training:
             seconds=round(time.perf_counter() - began, 2),
         )
 
+    def _regenerate(self, llm: LLM, name: str) -> int:
+        """Has the target reply to the prompts of a part; returns the number of those that are too long."""
+        return regenerate(
+            llm,
+            read_lines(self.state.folder / _prompts(name)),
+            self.state.folder / _replies(name),
+            self._sampling(0.0 if name == HELD_OUT else self.settings.temperature),
+            keep=name == TRAINING,
+            progress=lambda done, total: self.progress(f"replies, {name.replace('_', ' ')}", done, total),
+            on_rate=lambda rate, left: self._announce_replies(name, rate, left),
+        )
+
     def _announce_replies(self, name: str, rate: Rate, left: int) -> None:
         each, speed = rate.tokens / rate.replies, rate.tokens / rate.seconds
         tokens = int(left * each)
         self.state.check_space("replies", tokens * _TOKEN_BYTES)
         self.say(
             f"regenerate: {left:,} more {name.replace('_', ' ')} prompts, about {each:.0f} tokens each at {speed:,.0f} "
-            f"tokens/s: {_duration(tokens / speed)}, {gigabytes(tokens * _TOKEN_BYTES)}"
+            f"tokens/s: {_duration(tokens / speed)}, {_size(tokens * _TOKEN_BYTES)}"
         )
 
     def _sampling(self, temperature: float | None) -> SamplingParams:
@@ -216,8 +223,8 @@ class Training:
         drafter = TrainedDrafter(self.config, target.embedding, self.max_seq_len, self.settings.seed)
         if self.pair.drafter is not None:
             drafter.load(_tensors_of(self.pair.drafter, drafter))
-        parts = (read_documents(self.state.folder / _replies(name)) for name in (TRAINING, HELD_OUT))
-        return Trainer(drafter, target, *parts, settings=self.settings, state=self.state)
+        training, held_out = (read_documents(self.state.folder / _replies(name)) for name in (TRAINING, HELD_OUT))
+        return Trainer(drafter, target, training, held_out, self.settings, self.state)
 
     def _plan(self, trainer: Trainer) -> int:
         """Decides on the number of steps, once, by a measured one; says what they will cost."""
@@ -234,7 +241,7 @@ class Training:
         self.say(
             f"train: {parameters / 1e6:,.1f} M parameters, {steps:,} steps of {settings.packs} x {settings.pack:,} "
             f"tokens and {settings.anchors} blocks, {each:.2f} s each: {_duration(steps * each)}, "
-            f"{gigabytes(parameters * _CHECKPOINT_BYTES)}"
+            f"{_size(parameters * _CHECKPOINT_BYTES)}"
         )
         return steps
 
@@ -336,6 +343,11 @@ def _file_digest(flag: str, file: Path) -> str:
         return digest(file)
     except OSError as error:
         raise SettingsError(f"--{flag} {file}: cannot be read ({error.strerror})") from None
+
+
+def _size(count: int) -> str:
+    """Formats a number of bytes: `12.3 GB`, `4 MB`."""
+    return gigabytes(count) if count >= GB else f"{count / 1e6:.0f} MB"
 
 
 def _duration(seconds: float) -> str:

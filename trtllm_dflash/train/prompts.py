@@ -74,14 +74,10 @@ def read_lines(file: Path) -> list[Record]:
 
 
 def _divided(settings: TrainSettings, flag: str, file: Path) -> Split:
-    training, held_out = [], []
-    seen: set[str] = set()
-    for record in _records(settings, flag, file):
-        if record.id not in seen:
-            seen.add(record.id)
-            share = int(record.id, 16) / 16 ** len(record.id)
-            (held_out if share < settings.held_out else training).append(record)
-    return Split(training, held_out)
+    records = {record.id: record for record in _records(settings, flag, file)}.values()
+    held_out = [record for record in records if int(record.id, 16) / 16 ** len(record.id) < settings.held_out]
+    out = {record.id for record in held_out}
+    return Split([record for record in records if record.id not in out], held_out)
 
 
 def _records(settings: TrainSettings, flag: str, file: Path) -> Iterator[Record]:
@@ -111,19 +107,18 @@ def _record(line: str, number: int, settings: TrainSettings) -> Record | None:
         return None
     if not isinstance(row, dict):
         return None
-    domain = row.get(settings.domain_key)
-    named = {"line": number, "domain": domain if isinstance(domain, str) else _UNNAMED}
+    named = row.get(settings.domain_key)
+    domain = named if isinstance(named, str) else _UNNAMED
     if "prompt_ids" in row:
         ids, reply = row["prompt_ids"], row.get("reply_ids")
-        if not (_are_ids(ids) and _are_ids(reply)):
-            return None
-        return Record(_digest(ids), **named, prompt_ids=ids, reply_ids=reply)
+        known = _are_ids(ids) and _are_ids(reply)
+        return Record(_digest(ids), number, domain, prompt_ids=ids, reply_ids=reply) if known else None
     messages = _messages(row)
     if messages is None:
         return None
     id = _digest([[message["role"], " ".join(message["content"].lower().split())] for message in messages])
     thinking = None if settings.thinking is None else int(id[-8:], 16) / 16**8 < settings.thinking
-    return Record(id, **named, messages=messages, thinking=thinking)
+    return Record(id, number, domain, messages, thinking=thinking)
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, str]] | None:

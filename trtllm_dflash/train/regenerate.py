@@ -7,11 +7,15 @@ held-out prompts are greedy, those to train on as the target's own generation co
 import json
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from trtllm_dflash.checkpoint.folder import read_json
+from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import LongPromptError, RequestError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
@@ -37,9 +41,27 @@ def sampling_of(folder: Path, temperature: float | None, max_tokens: int) -> Sam
     file = folder / "generation_config.json"
     stated = read_json(file) if file.is_file() else {}
     own = stated.get("temperature", 1.0) if stated.get("do_sample") else 0.0
-    chosen = own if temperature is None else temperature
-    filters = {} if chosen == 0 else {"top_k": stated.get("top_k") or 0, "top_p": stated.get("top_p") or 1.0}
-    return SamplingParams(max_tokens=max_tokens, temperature=chosen, **filters)
+    values = {"max_tokens": max_tokens, "temperature": own if temperature is None else temperature}
+    if values["temperature"]:
+        values |= {"top_k": stated.get("top_k") or 0, "top_p": stated.get("top_p") or 1.0}
+    try:
+        return SamplingParams.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(f"{file}: {first_problem(error)}") from None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A record's prompt and reply; without one where its prompt is too long."""
+
+    record: Record
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+    def as_line(self) -> str:
+        """Writes it as a JSON line."""
+        names = {"id": self.record.id, "domain": self.record.domain}
+        return json.dumps({**names, "prompt_ids": self.prompt_ids, "reply_ids": self.token_ids}) + "\n"
 
 
 def regenerate(
@@ -47,50 +69,58 @@ def regenerate(
     records: list[Record],
     file: Path,
     params: SamplingParams,
+    keep: bool,
     progress: Callable[[int, int], None],
     on_rate: Callable[[Rate, int], None],
 ) -> int:
     """Writes a reply to each record, a line each; goes on behind those that are there.
 
     Args:
-        on_rate: told once what the first replies took, and how many are left.
+        keep: takes over the replies of records that have one.
+        on_rate: told what the first replies took, and how many are left, if any.
 
     Returns:
         The number of prompts that were left out, for being too long.
     """
     there = _read_whole_lines(file)
     left = [record for record in records if record.id not in there]
-    done, skipped, rate, told = len(records) - len(left), 0, Rate(), False
-    waiting = iter(left)
-    scheduler = Scheduler(llm.session)
-    running: dict[Sequence, Record] = {}
-    began = time.perf_counter()
+    kept = [record for record in left if keep and record.reply_ids]
+    asked = [record for record in left if not (keep and record.reply_ids)]
     file.parent.mkdir(exist_ok=True)
+    began, rate, skipped = time.perf_counter(), Rate(), 0
     with file.open("a", encoding="utf-8") as lines:
-        while True:
-            while len(running) < 2 * llm.config.max_batch and (record := next(waiting, None)) is not None:
-                sequence = None if record.reply_ids and params.temperature > 0 else _sequence(llm, record, params)
-                if sequence is None and record.reply_ids is None:
-                    skipped += 1
-                elif sequence is None:
-                    _write(lines, record, record.prompt_ids or [], record.reply_ids or [])
-                else:
-                    running[sequence] = record
-                    scheduler.submit(sequence)
-            if not running:
-                break
-            for sequence in scheduler.step():
-                if not sequence.done:
-                    continue
-                record = running.pop(sequence)
-                reply = sequence.completion().token_ids
-                _write(lines, record, sequence.prompt_ids, reply)
-                rate = Rate(rate.replies + 1, rate.tokens + len(reply), time.perf_counter() - began)
-                if not told and rate.replies >= min(llm.config.max_batch, len(left)):
-                    on_rate(rate, len(left) - rate.replies - skipped)
-                    told = True
-                progress(done + rate.replies + skipped, len(records))
+        lines.writelines(_kept(llm, record).as_line() for record in kept)
+        for done, reply in enumerate(_replies(llm, asked, params), start=1):
+            if reply.token_ids:
+                lines.write(reply.as_line())
+                lines.flush()  # a process that is killed has lost what was under way alone
+                rate = Rate(rate.replies + 1, rate.tokens + len(reply.token_ids), time.perf_counter() - began)
+                if rate.replies == llm.config.max_batch and done < len(asked):
+                    on_rate(rate, len(asked) - done)
+            else:
+                skipped += 1
+            progress(len(records) - len(asked) + done, len(records))
     return skipped
+
+
+def _replies(llm: LLM, records: list[Record], params: SamplingParams) -> Iterator[Reply]:
+    """Generates replies, as many at a time as the engine has slots; yields each when it is complete."""
+    scheduler = Scheduler(llm.session)
+    waiting = iter(records)
+    running: dict[Sequence, Record] = {}
+    while True:
+        while len(running) < 2 * llm.config.max_batch and (record := next(waiting, None)) is not None:
+            sequence = _sequence(llm, record, params)
+            if sequence is None:
+                yield Reply(record, [], [])
+            else:
+                running[sequence] = record
+                scheduler.submit(sequence)
+        if not running:
+            return
+        for sequence in scheduler.step():
+            if sequence.done:
+                yield Reply(running.pop(sequence), sequence.prompt_ids, sequence.completion().token_ids)
 
 
 def read_documents(file: Path) -> list[Document]:
@@ -120,13 +150,17 @@ def _sequence(llm: LLM, record: Record, params: SamplingParams) -> Sequence | No
         raise SettingsError(f"--data: line {record.line}: {error}") from None
 
 
-def _write(lines, record: Record, prompt: list[int], reply: list[int]) -> None:  # type: ignore[no-untyped-def]
-    row = {"id": record.id, "domain": record.domain, "prompt_ids": prompt, "reply_ids": reply}
-    lines.write(json.dumps(row) + "\n")
-    lines.flush()  # a process that is killed has lost what was under way alone
+def _kept(llm: LLM, record: Record) -> Reply:
+    """Takes over a record's own reply, as far as the engine's length goes."""
+    assert record.prompt_ids is not None and record.reply_ids is not None
+    length, vocabulary = llm.config.max_seq_len, llm.config.target.vocab_size
+    if max(*record.prompt_ids, *record.reply_ids) >= vocabulary:
+        raise SettingsError(f"--data: line {record.line}: token ids are 0 to {vocabulary - 1}")
+    prompt = record.prompt_ids[:length]
+    return Reply(record, prompt, record.reply_ids[: length - len(prompt)])
 
 
-def _read_whole_lines(file: Path) -> dict[str, dict]:  # type: ignore[type-arg]
+def _read_whole_lines(file: Path) -> dict[str, dict[str, Any]]:
     """Reads a file of replies by their records' ids, and cuts off a line that was never finished."""
     if not file.is_file():
         return {}
