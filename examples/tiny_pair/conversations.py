@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 Tokens: TypeAlias = "np.ndarray[Any, np.dtype[np.int16]]"
-REPLY, FIRST = 1, 2  # what a token is: 0 for the prompt's side, 1 inside a reply, 2 the first token of a reply
+REPLY = 1  # what a token is: 0 for the prompt's side, 1 inside a reply
 
 
 class Conversations:
@@ -43,7 +43,6 @@ class Conversations:
             index = next(self.order)
         part = np.full(len(self.turns[index]), REPLY, np.int16)
         part[: self.starts[index]] = 0
-        part[self.starts[index]] = FIRST
         part[-1] = 0  # the line break after <|im_end|> belongs to the template
         return self.turns[index], part
 

@@ -1,4 +1,4 @@
-"""Qwen3 in plain torch, with the parameter names of the published checkpoints; the drafter is made of the same parts.
+"""Qwen3 in plain torch, with the parameter names of the published checkpoints.
 
 Letters in shapes: B rows of a batch, S tokens, H hidden, N query heads, G KV heads, D head size, V vocabulary.
 """
@@ -54,10 +54,10 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (self.groups, self.size))).transpose(1, 2), rope)
         return k, self.v_proj(x).unflatten(-1, (self.groups, self.size)).transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Causal if there is no mask. KV heads are repeated by hand: with a mask, not every kernel knows groups."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attends causally. KV heads are repeated by hand: not every kernel knows groups."""
         k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=mask is None)
+        out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
         rows: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return rows
 
@@ -81,24 +81,10 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        context: Tensor | None = None,
-        context_rope: Rope | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """A target layer; with `context` rows a drafter layer, whose keys and values come from context and block rows.
-
-        Context rows go to k_proj and v_proj as they are: only block rows pass input_layernorm.
-        """
+    def forward(self, x: Tensor, rope: Rope) -> Tensor:
         attention, y = self.self_attn, self.input_layernorm(x)
         k, v = attention.keys_values(y, rope)
-        if context is not None and context_rope is not None:
-            context_k, context_v = attention.keys_values(context, context_rope)
-            k, v = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
-        x = x + attention.attend(attention.queries(y, rope), k, v, mask)
+        x = x + attention.attend(attention.queries(y, rope), k, v)
         rows: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return rows
 
@@ -113,17 +99,14 @@ class Target(nn.Module):
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
         self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
-    def forward(self, ids: Tensor, tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """ids [B, S] -> logits [B, S, V]; and the residual stream after the tapped layers, joined: [B, S, taps * H]."""
-        rope = rope_of(
-            torch.arange(ids.shape[1], device=ids.device), self.config["head_dim"], self.config["rope_theta"]
-        )
-        x, taps = self.embed_tokens(ids), []
-        for number, layer in enumerate(self.layers):
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, S] -> logits [B, S, V]."""
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        rope = rope_of(positions, self.config["head_dim"], self.config["rope_theta"])
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
             x = layer(x, rope)
-            if number in tap_layers:
-                taps.append(x)
-        return self.lm_head(self.norm(x)), torch.cat(taps, -1) if taps else None
+        return self.lm_head(self.norm(x))
 
     def lm_head(self, x: Tensor) -> Tensor:
         return F.linear(x, self.embed_tokens.weight)

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Makes the tiny pair from nothing on one GPU: tokenizer, held-out prompts, target, drafter, measurement.
-# Needs torch, transformers, tokenizers, safetensors and numpy. Usage: reproduce.sh [folder for the pair]
+# Needs trtllm-dflash itself. Usage: reproduce.sh [folder for the pair] [folder for the drafter's training]
 set -euo pipefail
 cd "$(dirname "$0")"
 pair=${1:-../../trtllm_dflash/pairs/tiny}
-mkdir -p "$pair"
+training=${2:-drafter-training}
+mkdir -p "$pair/drafter" "$training"
 
 python3 tokenizer.py --out "$pair/target"
 python3 corpus.py --write "$pair/prompts.jsonl"
 python3 train_target.py --out "$pair/target"
-python3 train_drafter.py --target "$pair/target" --out "$pair/drafter"
+python3 drafter_records.py --tokenizer "$pair/target/tokenizer.json" --write "$training/records.jsonl"
+trtllm-dflash train --target "$pair/target" --data "$training/records.jsonl" --held-out 0.001 --max-tokens 320 \
+    --layers 2 --taps 1,3,5 --pack 8192 --packs 2 --anchors 1024 --rate 2e-3 --steps 3800 --output "$training/state"
+cp "$training"/state/drafter/{config.json,model.safetensors} "$pair/drafter"
 python3 measure.py --target "$pair/target" --drafter "$pair/drafter" --prompts "$pair/prompts.jsonl" --device cuda --each 16

@@ -85,7 +85,7 @@ def main() -> None:
 
     def losses(ids: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(args.device, torch.bfloat16):
-            logits, _ = model(ids)
+            logits = model(ids)
         each = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         reply = (parts[:, 1:] > 0).flatten().float()
         weight = reply + PROMPT_WEIGHT * (1 - reply)

@@ -11,8 +11,9 @@ Which part a prompt belongs to depends on its content alone: one more prompt in 
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ class Record:
     line: int  # of its file
     domain: str
     messages: list[dict[str, str]] | None = None
-    prompt_ids: list[int] | None = None
-    reply_ids: list[int] | None = None  # the target's own, sampled as it is served
+    prompt_ids: Sequence[int] | None = None
+    reply_ids: Sequence[int] | None = None  # the target's own, sampled as it is served
     thinking: bool | None = None  # None: as the chat template does by itself
 
 
@@ -65,12 +66,17 @@ def split(settings: TrainSettings) -> Split:
 
 def as_lines(records: list[Record]) -> str:
     """Writes records as JSON lines."""
-    return "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+    return "".join(json.dumps(vars(record), ensure_ascii=False, default=list) + "\n" for record in records)
 
 
 def read_lines(file: Path) -> list[Record]:
     """Reads what `as_lines` wrote."""
-    return [Record(**json.loads(line)) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    with file.open(encoding="utf-8", newline="\n") as lines:
+        rows = map(json.loads, lines)
+        return [
+            Record(**{**row, "prompt_ids": _ids(row["prompt_ids"]), "reply_ids": _ids(row["reply_ids"])})
+            for row in rows
+        ]
 
 
 def _divided(settings: TrainSettings, flag: str, file: Path) -> Split:
@@ -82,21 +88,21 @@ def _divided(settings: TrainSettings, flag: str, file: Path) -> Split:
 
 def _records(settings: TrainSettings, flag: str, file: Path) -> Iterator[Record]:
     try:
-        # Not splitlines: it also splits at U+2028 and the like, which stand as they are inside JSON.
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        # Lines end with \n alone: U+2028 and the like stand as they are inside JSON.
+        with file.open(encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                record = _record(line, number, settings) if line.strip() else None
+                if record is not None:
+                    yield record
+                elif line.strip():
+                    raise SettingsError(
+                        f'{flag} {file}: line {number} is not a JSON object with a "prompt", "messages", or '
+                        '"prompt_ids" and "reply_ids"'
+                    )
     except OSError as error:
         raise SettingsError(f"{flag} {file}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise SettingsError(f"{flag} {file}: is not UTF-8 ({error})") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            record = _record(line, number, settings)
-            if record is None:
-                raise SettingsError(
-                    f'{flag} {file}: line {number} is not a JSON object with a "prompt", "messages", or "prompt_ids" '
-                    'and "reply_ids"'
-                )
-            yield record
 
 
 def _record(line: str, number: int, settings: TrainSettings) -> Record | None:
@@ -112,7 +118,7 @@ def _record(line: str, number: int, settings: TrainSettings) -> Record | None:
     if "prompt_ids" in row:
         ids, reply = row["prompt_ids"], row.get("reply_ids")
         known = _are_ids(ids) and _are_ids(reply)
-        return Record(_digest(ids), number, domain, prompt_ids=ids, reply_ids=reply) if known else None
+        return Record(_digest(ids), number, domain, prompt_ids=_ids(ids), reply_ids=_ids(reply)) if known else None
     messages = _messages(row)
     if messages is None:
         return None
@@ -135,7 +141,12 @@ def _messages(row: dict[str, Any]) -> list[dict[str, str]] | None:
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _ids(values: list[int] | None) -> Sequence[int] | None:
+    """Packs token ids: there may be many, and a list takes several times as much."""
+    return None if values is None else array("i", values)
 
 
 def _digest(content: object) -> str:

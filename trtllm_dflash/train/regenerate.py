@@ -82,7 +82,7 @@ def regenerate(
     Returns:
         The number of prompts that were left out, for being too long.
     """
-    there = _read_whole_lines(file)
+    there = {row["id"] for row in _read_whole_lines(file)}
     left = [record for record in records if record.id not in there]
     kept = [record for record in left if keep and record.reply_ids]
     asked = [record for record in left if not (keep and record.reply_ids)]
@@ -125,10 +125,9 @@ def _replies(llm: LLM, records: list[Record], params: SamplingParams) -> Iterato
 
 def read_documents(file: Path) -> list[Document]:
     """Reads replies as documents; those with nothing to draft are left out."""
-    rows = _read_whole_lines(file).values()
     return [
         Document(array("i", row["prompt_ids"] + row["reply_ids"]), len(row["prompt_ids"]), row["domain"])
-        for row in rows
+        for row in _read_whole_lines(file)
         if len(row["reply_ids"]) >= _LEAST
     ]
 
@@ -137,7 +136,7 @@ def _sequence(llm: LLM, record: Record, params: SamplingParams) -> Sequence | No
     """Makes a record ready for a scheduler; None where its prompt is too long."""
     try:
         if record.prompt_ids is not None:
-            ids = llm.intake.encode(record.prompt_ids)
+            ids = llm.intake.encode(list(record.prompt_ids))
         else:
             assert record.messages is not None
             arguments = None if record.thinking is None else {"enable_thinking": record.thinking}
@@ -156,18 +155,19 @@ def _kept(llm: LLM, record: Record) -> Reply:
     length, vocabulary = llm.config.max_seq_len, llm.config.target.vocab_size
     if max(*record.prompt_ids, *record.reply_ids) >= vocabulary:
         raise SettingsError(f"--data: line {record.line}: token ids are 0 to {vocabulary - 1}")
-    prompt = record.prompt_ids[:length]
-    return Reply(record, prompt, record.reply_ids[: length - len(prompt)])
+    prompt = list(record.prompt_ids[:length])
+    return Reply(record, prompt, list(record.reply_ids[: length - len(prompt)]))
 
 
-def _read_whole_lines(file: Path) -> dict[str, dict[str, Any]]:
-    """Reads a file of replies by their records' ids, and cuts off a line that was never finished."""
+def _read_whole_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Reads the rows of a file of replies, and cuts off a line that was never finished."""
     if not file.is_file():
-        return {}
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with file.open("r+b") as opened:
-            opened.truncate(whole)
-    rows = (json.loads(line) for line in content[:whole].splitlines())
-    return {row["id"]: row for row in rows}
+        return
+    with file.open("r+b") as lines:
+        whole = 0
+        for line in lines:
+            if not line.endswith(b"\n"):
+                lines.truncate(whole)
+                return
+            whole += len(line)
+            yield json.loads(line)
