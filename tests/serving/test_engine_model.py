@@ -139,6 +139,9 @@ def model(tiny_engine, monkeypatch):
         "draft": "true",
         "draft_length": "15",
         "draft_tree": "31",
+        "harvest": "",
+        "harvest_share": "0.01",
+        "harvest_mb": "1000",
     }
     config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     loaded = engine_model.EngineModel()

@@ -150,6 +150,9 @@ def test_settings_reach_the_engine(tiny_engine):
         draft_tree=31,
         exclude_input_in_output=True,
         deadline_seconds=90,
+        harvest="/var/Harvest of 'mine'",
+        harvest_share=0.5,
+        harvest_mb=7,
     )
     text = render(tiny_engine, settings)["tensorrt_llm/config.pbtxt"]
     parameters = text_format.Parse(text, ModelConfig()).parameters
@@ -168,6 +171,9 @@ def test_settings_reach_the_engine(tiny_engine):
         "exclude_input_in_output": "true",
         "decoupled": "true",
         "deadline_seconds": "90.0",
+        "harvest": "/var/Harvest of 'mine'",
+        "harvest_share": "0.5",
+        "harvest_mb": "7",
     }
 
 

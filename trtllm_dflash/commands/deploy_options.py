@@ -39,6 +39,11 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
         click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),
         draft_tree_option,
+        click.option(
+            "--harvest", metavar="DIR", help="Write replies there as token ids, for `train`.  [default: none]"
+        ),
+        click.option("--harvest-share", type=float, help="Of the replies.  [default: 0.01]"),
+        click.option("--harvest-mb", type=int, help="MB in all, at most.  [default: 1000]"),
         click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
         click.option(
             "--exclude-input-in-output/--include-input-in-output",

@@ -19,6 +19,7 @@ from trtllm_dflash.errors import (
     ShutdownError,
 )
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, check_draft_length
+from trtllm_dflash.runtime.harvest import Harvest
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.prefill_budget import (
     MIN_PIECE,
@@ -80,6 +81,9 @@ class Service:
         self._intake = intake
         self._after_step = after_step
         self._clock = clock
+        self._harvest: Harvest | None = None
+        if settings.harvest:
+            self._harvest = Harvest(Path(settings.harvest), settings.harvest_share, settings.harvest_mb * 10**6)
         lengths = _lengths(self._config, settings)
         times = cache(lambda: step_times(session, folder, lengths))
         length = _choose_draft_length(session, settings, times)
@@ -176,6 +180,8 @@ class Service:
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             raise EngineError(f"a step has not ended in {_CLOSE_SECONDS} s; end the process")
+        if self._harvest is not None:
+            self._harvest.close()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -234,6 +240,8 @@ class Service:
                 del self._tickets[sequence]
                 with self._changed:
                     self._taken -= 1
+                if self._harvest is not None and update.completion is not None:
+                    self._harvest.take(sequence)
             try:
                 ticket.on_update(update)
             except Exception:  # the caller's fault, and no other request's

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.runtime.draft_length import DraftLengthChoice
 from trtllm_dflash.runtime.prefill_budget import PrefillTokensChoice
@@ -19,6 +19,9 @@ class ServiceSettings(BaseModel):
         max_queue: requests that may wait for a slot.
         draft: False never drafts.
         draft_length: tokens to draft a step; "auto": the best number at each load.
+        harvest: folder that sampled replies are written to, as token ids; "": none are. See `runtime.harvest`.
+        harvest_share: of the replies.
+        harvest_mb: most that is written, in MB.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,3 +32,6 @@ class ServiceSettings(BaseModel):
     max_queue: NonNegativeInt = 256
     draft: bool = True
     draft_length: DraftLengthChoice = "auto"
+    harvest: str = ""
+    harvest_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    harvest_mb: PositiveInt = 1000

@@ -90,6 +90,7 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
         "max_batch_size": str(config.max_batch),
         "requests": str(config.max_batch + settings.max_queue + _SPARE_REQUESTS),
         **{name: str(value).lower() for name, value in settings.model_dump().items()},
+        "harvest": _escaped(os.path.abspath(settings.harvest)) if settings.harvest else "",
     }
     folder = _templates()
     files = {}
