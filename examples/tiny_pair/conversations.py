@@ -17,9 +17,9 @@ REPLY = 1  # what a token is: 0 for the prompt's side, 1 inside a reply
 
 
 class Conversations:
-    def __init__(self, tokenizer_file: Path, seed: int, exchanges: int) -> None:
+    def __init__(self, tokenizer_file: Path, seed: int, exchanges: int, kind: str | None = None) -> None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        found = training_exchanges(seed, exchanges)
+        found = training_exchanges(seed, exchanges, kind)
         asks = tokenizer.encode_batch_fast(
             [f"<|im_start|>user\n{e.prompt}<|im_end|>\n<|im_start|>assistant\n" for e in found]
         )

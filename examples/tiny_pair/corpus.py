@@ -47,12 +47,12 @@ def exchange(kind: str, rng: Random, held_out: bool = False) -> Exchange:
             return Exchange(kind, prompt, reply)
 
 
-def training_exchanges(seed: int, count: int) -> list[Exchange]:
-    """Distinct training exchanges. Arithmetic is the hardest to learn, so it gets twice as many as the others."""
+def training_exchanges(seed: int, count: int, kind: str | None = None) -> list[Exchange]:
+    """Distinct training exchanges, of one kind or of all: arithmetic, the hardest, twice as often as the others."""
     rng = Random(seed)
     found: dict[str, Exchange] = {}
     while len(found) < count:
-        made = exchange(rng.choice(["arithmetic", *KINDS]), rng)
+        made = exchange(kind or rng.choice(["arithmetic", *KINDS]), rng)
         found.setdefault(made.prompt, made)
     return list(found.values())
 

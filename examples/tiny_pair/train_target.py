@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conversations import Conversations
 from qwen3 import Target, initialise
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,16 +70,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
     parser.add_argument("--exchanges", type=int, default=600_000, help="distinct training exchanges")
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--begin", type=Path, help="train this checkpoint further, instead of a new one")
+    parser.add_argument("--kind", help="train on this kind of text alone")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     torch.manual_seed(1)
     torch.set_float32_matmul_precision("high")
     began = time.time()
-    data = Conversations(args.out / "tokenizer.json", seed=1, exchanges=args.exchanges)
+    data = Conversations(args.out / "tokenizer.json", seed=1, exchanges=args.exchanges, kind=args.kind)
     print(f"{len(data.turns)} exchanges, {data.tokens / 1e6:.1f} M tokens, {time.time() - began:.0f} s", flush=True)
 
     model = Target(CONFIG).to(args.device)
     initialise(model, CONFIG["num_hidden_layers"])
+    if args.begin is not None:
+        there = load_file(args.begin / "model.safetensors")
+        model.load_state_dict({name.removeprefix("model."): values for name, values in there.items()})
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     optimizer = torch.optim.AdamW(groups(model), lr=args.rate, betas=(0.9, 0.95), fused=args.device == "cuda")
 

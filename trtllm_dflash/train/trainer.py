@@ -84,7 +84,7 @@ class Trainer:
         """Measures the seconds of a step, in steps that change nothing."""
         for _ in range(2):  # the first one also compiles, and allocates
             began = time.perf_counter()
-            self._loss(self._packs.pack(0, 0, self.target.device), 0).value.backward()
+            self.loss(self._packs.pack(0, 0, self.target.device), 0).value.backward()
             self.drafter.zero_grad(set_to_none=True)
             if self.target.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -129,7 +129,7 @@ class Trainer:
             if place.pack >= len(self._packs.epoch(place.epoch)):
                 place = replace(place, epoch=place.epoch + 1, pack=0)
             pack = self._packs.pack(place.epoch, place.pack, self.target.device)
-            loss = self._loss(pack, number * self.settings.packs + part)
+            loss = self.loss(pack, number * self.settings.packs + part)
             (loss.value / self.settings.packs).backward()
             place = replace(place, pack=place.pack + 1)
         self._optimizer.step(number)
@@ -144,7 +144,7 @@ class Trainer:
             }
             write(json.dumps(row) + "\n")
 
-    def _loss(self, pack: Pack, number: int) -> Loss:
+    def loss(self, pack: Pack, number: int) -> Loss:
         """Computes the loss of the number-th pack, counted from 0 over the whole training."""
         features = self.target.features(pack)
         chosen = pick_anchors(pack, self.settings.anchors, generator(self.settings.seed, number, 1))
