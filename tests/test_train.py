@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
 from tests.conftest import refusal
@@ -23,7 +24,7 @@ from trtllm_dflash.train.documents import Document, Pack, Packs, generator
 from trtllm_dflash.train.evaluation import Tally
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weights
-from trtllm_dflash.train.mask import Visibility
+from trtllm_dflash.train.mask import FlexAttention, MaskedAttention, Visibility
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import learning_rate
 from trtllm_dflash.train.prompts import Record, split
@@ -92,6 +93,17 @@ def test_the_mask_equals_a_plain_loop(pack):
             assert mask[row, key] == (pack.document[key] == pack.document[anchor] and key < anchor)
         for key in range(len(rows) * BLOCK):
             assert mask[row, tokens + key] == (key // BLOCK == row // BLOCK)
+
+
+@pytest.mark.slow  # what it imports takes long
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_and_the_dense_mask_are_one(pack):
+    visibility = Visibility(pack, eligible_rows(pack)[::2], BLOCK)
+    rows, keys = len(visibility.block), len(visibility.key_block)
+    draw = partial(torch.randn, generator=generator(4))
+    q, k, v = draw(1, 4, rows, 16), draw(1, 2, keys, 16), draw(1, 2, keys, 16)
+    flex = FlexAttention(visibility, flex_attention)
+    torch.testing.assert_close(flex(q, k, v), MaskedAttention(visibility)(q, k, v))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def _walk(drafter: TrainedDrafter, target: FrozenTarget, context: PackContext, a
     at = [document.prompt for document in documents]  # the anchor: the token that was chosen last
     while live := [i for i, document in enumerate(documents) if at[i] < len(document.token_ids) - 1]:
         rows = torch.tensor([firsts[i] + at[i] for i in live], device=target.device)
-        drafts = (drafter.draft(context, rows) @ target.head.t()).argmax(dim=-1).tolist()
+        drafts = target.choices(drafter.draft(context, rows)).tolist()
         for i, drafted in zip(live, drafts, strict=True):
             left = documents[i].token_ids[at[i] + 1 :]
             equal = (draft == token for draft, token in zip(drafted, left, strict=False))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -40,7 +41,7 @@ class FrozenTarget:
         self.embedding = weights["model.embed_tokens.weight"]  # [V, H]
         head = linear_weight(weights, "lm_head")
         whole = head if isinstance(head, Tensor) else head.dequantize()
-        self.head: Tensor = whole.to_dense() if whole.is_mkldnn else whole  # [V, H]
+        self.head: Tensor = (whole.to_dense() if whole.is_mkldnn else whole).to(self.embedding.dtype)  # [V, H]
 
     @torch.no_grad()
     def features(self, pack: Pack) -> Features:
@@ -54,6 +55,11 @@ class FrozenTarget:
         """Computes logits [..., V] of hidden [..., H], which the final norm has not seen yet."""
         rows = self._target.logits(self._ops, hidden.reshape(1, -1, hidden.shape[-1]))
         return rows.view(*hidden.shape[:-1], -1)
+
+    @torch.no_grad()
+    def choices(self, hidden: Tensor) -> Tensor:
+        """Chooses the likeliest token of each of the drafter's rows [..., H], which its last norm has seen: [...]."""
+        return F.linear(hidden.to(self.head.dtype), self.head).argmax(dim=-1)
 
     def _pass(self, document: Document) -> tuple[list[Tensor], Tensor]:
         ids = torch.tensor([list(document.token_ids)], dtype=torch.int32, device=self.device)

@@ -96,7 +96,7 @@ def _row_losses(
     hidden: Tensor, head: Tensor, labels: Tensor, teacher: Callable[[], Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes each row's loss, its label's cross entropy, and whether the label is likeliest: [a, K] each."""
-    logits = F.linear(hidden, head).float()
+    logits = F.linear(hidden.to(head.dtype), head).float()
     log_probs = logits.log_softmax(dim=-1)
     ce = -log_probs.gather(-1, labels[..., None])[..., 0]
     right = logits.argmax(dim=-1) == labels

@@ -6,7 +6,7 @@ before their anchor, of the same document, and all rows of their own block; neve
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from trtllm_dflash.train.documents import Pack
 Tensor = torch.Tensor
 
 _CONTEXT = -1  # the block of a context row
+_SIZES = 1024  # rows and keys of `FlexAttention` come in multiples of it
 
 
 class Visibility:
@@ -68,31 +69,47 @@ class MaskedAttention:
 
 
 class FlexAttention:
-    """Attention by torch's `flex_attention`, compiled, which skips what nobody sees: for GPUs. Untested."""
+    """Attention by torch's `flex_attention`, which skips what nobody sees. Compiled, on a GPU, it is untested.
 
-    def __init__(self, visibility: Visibility) -> None:
-        from torch.nn.attention import flex_attention
+    Rows and keys are padded to few sizes: each new size is compiled anew.
 
-        rows, keys = len(visibility.block), len(visibility.key_block)
-        self._mask = flex_attention.create_block_mask(
-            lambda batch, head, row, key: visibility.sees(row, key), None, None, rows, keys, visibility.block.device
-        )
-        self._attend = _compiled()
+    Args:
+        attend: `flex_attention`; None compiles it.
+    """
+
+    def __init__(self, visibility: Visibility, attend: Callable[..., Any] | None = None) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        self._rows, self._keys = len(visibility.block), len(visibility.key_block)
+        sizes = _rounded(self._rows), _rounded(self._keys)
+        last_row, last_key = self._rows - 1, self._keys - 1
+
+        def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            is_there = (row <= last_row) & (key <= last_key)
+            return is_there & visibility.sees(row.clamp(max=last_row), key.clamp(max=last_key))
+
+        self._mask = create_block_mask(sees, None, None, *sizes, device=visibility.block.device)
+        self._attend = attend or _compiled()
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        grouped = q.shape[1] != keys.shape[1]
-        out: Tensor = self._attend(q, keys, values, block_mask=self._mask, enable_gqa=grouped)
-        return out
+        q = F.pad(q, (0, 0, 0, _rounded(self._rows) - self._rows))
+        keys, values = (F.pad(x, (0, 0, 0, _rounded(self._keys) - self._keys)) for x in (keys, values))
+        out: Tensor = self._attend(q, keys, values, block_mask=self._mask, enable_gqa=q.shape[1] != keys.shape[1])
+        return out[:, :, : self._rows]
+
+
+def attention_of(visibility: Visibility, kind: Literal["masked", "flex"]) -> Attention:
+    """Makes the attention of these blocks."""
+    return FlexAttention(visibility) if kind == "flex" else MaskedAttention(visibility)
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _SIZES) * _SIZES
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Compiles `flex_attention` once for all packs of one shape."""
-    from torch.nn.attention import flex_attention
+    """Compiles `flex_attention`, once for all packs."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention.flex_attention, dynamic=False)
-
-
-def attention_of(visibility: Visibility) -> Attention:
-    """Chooses how the attention of these blocks is computed on their device."""
-    return FlexAttention(visibility) if visibility.block.is_cuda else MaskedAttention(visibility)
+    return torch.compile(flex_attention)

@@ -6,6 +6,7 @@ into the engine's tensors.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -95,11 +96,20 @@ class TrainedDrafter(nn.Module):
         embedding: the target's, [V, H]; not trained.
         positions: most tokens of a document.
         seed: of the initial weights.
+        attention: of the blocks; see `train.mask`.
     """
 
-    def __init__(self, config: DrafterConfig, embedding: Tensor, positions: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: DrafterConfig,
+        embedding: Tensor,
+        positions: int,
+        seed: int = 0,
+        attention: Literal["masked", "flex"] = "masked",
+    ) -> None:
         super().__init__()
         self.config = config
+        self._attention = attention
         self._drafter = Drafter(config)
         self._embedding = embedding
         tables = rope_tables(config.rope, config.head_size, positions + config.block_size)
@@ -108,6 +118,11 @@ class TrainedDrafter(nn.Module):
         for key, shape in self.shapes().items():
             values = _initial(key, shape, config, generator)
             self.register_parameter(_parameter_name(key), nn.Parameter(values.to(embedding.device)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._embedding.device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Lists the checkpoint's tensors with their shapes."""
@@ -133,7 +148,7 @@ class TrainedDrafter(nn.Module):
     def draft(self, context: PackContext, rows: Tensor) -> Tensor:
         """Computes the rows [A, block - 1, H], ready for the LM head, of blocks after the anchors at places [A]."""
         pack, size = context.pack, self.config.block_size
-        attention = attention_of(Visibility(pack, rows, size))
+        attention = attention_of(Visibility(pack, rows, size), self._attention)
         ops = BlockOps(context.weights, pack.position[None], attention)
         offsets = torch.arange(size, device=rows.device)[None]
         start = pack.position[rows]

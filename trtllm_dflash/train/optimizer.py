@@ -31,7 +31,7 @@ class Optimizer:
         matrices = [p for p in self._parameters.values() if p.ndim == 2]
         others = [p for p in self._parameters.values() if p.ndim != 2]
         groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(groups, lr=peak, betas=_BETAS)
+        self._adam = torch.optim.AdamW(groups, lr=peak, betas=_BETAS, fused=drafter.device.type == "cuda")
 
     def step(self, number: int) -> None:
         """Makes the step of that number, from 0, with the gradients that are there, and clears them."""

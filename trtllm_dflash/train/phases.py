@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +74,13 @@ def train(
         DFlashError: the target, the prompts, a setting or the directory cannot be used.
     """
     pair = open_pair(resolve(settings.target), None if settings.start is None else resolve(settings.start))
+    raw = _raw_config(settings, pair)
+    with reading_config(pair.target_folder.path):
+        config = read_drafter_config(raw)
+    length = _max_seq_len(settings, pair)
     target = _digest_of(pair.target_folder.path)
     with State.opened(output, target) as state:
-        training = Training(settings, pair, target, state, progress, say)
+        training = Training(settings, pair, target, raw, config, length, state, progress, say)
         for name in PHASES[: PHASES.index(until) + 1]:
             getattr(training, name)()
         return json.loads((output / REPORT).read_text()) if until == PHASES[-1] else None
@@ -90,41 +93,17 @@ class Training:
     settings: TrainSettings
     pair: Pair
     target: str  # its digest
+    raw_config: dict[str, Any]  # the drafter's, in z-lab's format
+    config: DrafterConfig
+    max_seq_len: int  # of a prompt and its reply
     state: State
     progress: Progress
     say: Callable[[str], None]
-
-    @cached_property
-    def max_seq_len(self) -> int:
-        """Tokens of a prompt and its reply, at most."""
-        asked, most = self.settings.max_seq_len, self.pair.target_config.max_positions
-        length = asked or min(DEFAULT_MAX_SEQ_LEN, most, self.settings.pack)
-        if length > most:
-            raise SettingsError(f"--max-seq-len {length}: the target takes at most {most} positions")
-        if length > self.settings.pack:
-            raise SettingsError(f"--pack {self.settings.pack}: is shorter than --max-seq-len {length}")
-        return length
-
-    @cached_property
-    def raw_config(self) -> dict[str, Any]:
-        """The drafter's configuration in z-lab's format."""
-        if self.pair.drafter is not None:
-            check_shape(self.settings, self.pair.drafter.config)
-            return config_of(self.pair.drafter)
-        codec = TextCodec.load(self.pair.target_folder.path, {})
-        return new_config(self.settings, self.pair.target_folder, self.pair.target_config, codec)
-
-    @cached_property
-    def config(self) -> DrafterConfig:
-        """The drafter's shape."""
-        with reading_config(self.pair.target_folder.path):
-            return read_drafter_config(self.raw_config)
 
     # -- prompts and replies ---------------------------------------------------------------------------------------
 
     def split(self) -> None:
         """Splits the prompts into those to train on and those held out."""
-        self.config, self.max_seq_len  # noqa: B018 - refuses a wrong shape before anything is made
         files = {"data": self.settings.data, "general": self.settings.general}
         digests = {name: None if file is None else _file_digest(name, file)[:12] for name, file in files.items()}
         if not self.state.begin("split", {**digests, **_chosen(self.settings, _OF_SPLIT)}):
@@ -220,11 +199,15 @@ class Training:
 
     def _trainer(self, llm: LLM) -> Trainer:
         target = FrozenTarget(llm, self.config.tap_layers)
-        drafter = TrainedDrafter(self.config, target.embedding, self.max_seq_len, self.settings.seed)
+        drafter = self._drafter(target)
         if self.pair.drafter is not None:
             drafter.load(_tensors_of(self.pair.drafter, drafter))
         training, held_out = (read_documents(self.state.folder / _replies(name)) for name in (TRAINING, HELD_OUT))
         return Trainer(drafter, target, training, held_out, self.settings, self.state)
+
+    def _drafter(self, target: FrozenTarget) -> TrainedDrafter:
+        settings = self.settings
+        return TrainedDrafter(self.config, target.embedding, self.max_seq_len, settings.seed, settings.attention)
 
     def _plan(self, trainer: Trainer) -> int:
         """Decides on the number of steps, once, by a measured one; says what they will cost."""
@@ -268,7 +251,7 @@ class Training:
         self.say(f"evaluate: {len(held_out):,} held-out replies of {tokens:,} tokens, simulated and decoded")
         with self._engine(None, 1, kernels="torch") as llm:
             target = FrozenTarget(llm, self.config.tap_layers)
-            drafter = TrainedDrafter(self.config, target.embedding, self.max_seq_len)
+            drafter = self._drafter(target)
             drafter.load(load_file(self.state.folder / BEST))
             with computing(target.device):
                 simulated = simulate(drafter, target, held_out, lambda *done: self.progress("simulating", *done))
@@ -313,6 +296,25 @@ class Training:
             kernels=kernels,
             prepare=kernels == "auto",
         )
+
+
+def _raw_config(settings: TrainSettings, pair: Pair) -> dict[str, Any]:
+    """Makes the drafter's configuration in z-lab's format."""
+    if pair.drafter is not None:
+        check_shape(settings, pair.drafter.config)
+        return config_of(pair.drafter)
+    return new_config(settings, pair.target_folder, pair.target_config, TextCodec.load(pair.target_folder.path, {}))
+
+
+def _max_seq_len(settings: TrainSettings, pair: Pair) -> int:
+    """Chooses the most tokens of a prompt and its reply."""
+    most = pair.target_config.max_positions
+    length = settings.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, most, settings.pack)
+    if length > most:
+        raise SettingsError(f"--max-seq-len {length}: the target takes at most {most} positions")
+    if length > settings.pack:
+        raise SettingsError(f"--pack {settings.pack}: is shorter than --max-seq-len {length}")
+    return length
 
 
 def _chosen(settings: TrainSettings, names: tuple[str, ...]) -> dict[str, Any]:

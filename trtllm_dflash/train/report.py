@@ -74,7 +74,7 @@ def model_card(report: dict[str, Any]) -> str:
             f"| mask token | {shape['mask_token_id']} |",
             f"| begun | {begun} |",
             f"| prompts | {split['training']:,}, sha256 {split['data']} |",
-            f"| tokens | {train['tokens']:,}, the target's own replies among them |",
+            f"| tokens | {train['tokens']:,} of prompts and replies |",
             f"| steps | {train['best_step']} of {recipe['steps']}, the best on held-out prompts |",
             f"| of a step | {recipe['packs']} x {recipe['pack']:,} tokens, {recipe['anchors']} random blocks each |",
             f"| loss | {recipe['objective']}, {recipe['weighting']} weights |",

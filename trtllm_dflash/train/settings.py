@@ -54,6 +54,7 @@ class TrainSettings(BaseModel):
     save_every: PositiveInt = 500  # steps
     patience: PositiveInt = 5  # evaluations without a better one, after which training ends
     seed: NonNegativeInt = 0
+    attention: Literal["masked", "flex"] = "masked"  # see `train.mask`
     device: str = "auto"
 
     @property

@@ -66,6 +66,10 @@ def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
         raise SettingsError(f"--from {path}: is quantized; begin with the drafter that it was made from")
     if config.draft_vocab_size is not None:
         raise SettingsError(f"--from {path}: has a vocabulary of its own, which is not trained")
+    if config.windows is not None:
+        raise SettingsError(f"--from {path}: has layers with a window, which are not trained")
+    if "DFlashDraftModel" not in raw.get("architectures", ["DFlashDraftModel"]):
+        raise SettingsError(f"--from {path}: {', '.join(raw['architectures'])} is not trained, only DFlashDraftModel")
     layers = raw.get("transformer_layer_config", raw)
     return {
         **{key: value for key, value in layers.items() if key not in ("auto_map", "torch_dtype")},
