@@ -5,12 +5,14 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.conftest import TINY, run, succeeds
+from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.train.phases import train
 from trtllm_dflash.train.settings import TrainSettings
@@ -18,7 +20,7 @@ from trtllm_dflash.train.trainer import BEST, CHECKPOINT, LOG, Trainer, read_log
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = {"max_seq_len": 192, "max_tokens": 40, "max_batch": 8, "held_out": 0.3}
+LENGTHS: dict[str, Any] = {"max_seq_len": 192, "max_tokens": 40, "max_batch": 8, "held_out": 0.3}
 FLAGS = ("--target", TINY / "target", "--device", "cpu", "--pack", 256, "--anchors", 8)
 
 
@@ -54,6 +56,19 @@ def test_simulated_acceptance_is_that_of_real_decoding(trained):
     _, report = trained
     assert report["decoded"]["steps"] > 20
     assert report["exported"]["tau"] == pytest.approx(report["decoded"]["tau"], rel=0.01)
+
+
+def test_simulated_trees_are_those_of_real_decoding(trained):
+    output, report = trained
+    rows = [json.loads(line) for line in (output / "replies" / "held_out.jsonl").read_text().splitlines()]
+    params = SamplingParams(max_tokens=LENGTHS["max_tokens"])
+    pair = TINY / "target", output / "drafter"
+    with LLM.from_pretrained(*pair, device="cpu", max_batch=8, max_seq_len=256, draft_tree=31) as llm:
+        replies = llm.generate([row["prompt_ids"] for row in rows], params)
+    assert sorted(reply.token_ids for reply in replies) == sorted(row["reply_ids"] for row in rows)
+    tau = sum(len(reply.token_ids) - 1 for reply in replies) / sum(reply.steps for reply in replies)
+    assert report["trees"]["31"] == pytest.approx(tau, rel=0.01)
+    assert report["trees"]["31"] > report["exported"]["tau"]
 
 
 def test_both_formats_are_read_back_equal_and_built_at_once(trained, tmp_path):

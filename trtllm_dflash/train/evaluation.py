@@ -1,15 +1,18 @@
 """Simulated acceptance: how many drafts a target would accept, counted on its greedy replies without decoding.
 
 One pass of the target over a prompt and its greedy reply gives the features of every position; a step at a position
-accepts the longest run of drafts that equals the reply. For greedy chains the count is that of real decoding.
+accepts the longest run of drafts that equals the reply, of a chain or in a tree. The count is that of real decoding.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
+from trtllm_dflash.ops.draft_tree import RANKS, DraftTree, chain_tree
+from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.train.documents import Document, Pack
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.network import PackContext, TrainedDrafter
@@ -76,19 +79,22 @@ def simulate(
     target: FrozenTarget,
     documents: list[Document],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    tree: DraftTree | None = None,
 ) -> Acceptance:
     """Counts the steps of greedy decoding of these replies.
 
     Args:
         documents: prompts with the target's own greedy replies.
+        tree: that is drafted; None: the chain of a whole block.
         progress: told how many are done.
     """
     acceptance = Acceptance()
+    tree = tree or chain_tree(drafter.config.block_size - 1)
     done = 0
     for together in _groups(documents):
         pack = Pack.of(together, target.device)
         context = drafter.context(pack, target.features(pack).taps)
-        _walk(drafter, target, context, acceptance)
+        _walk(drafter, target, context, tree, acceptance)
         done += len(together)
         progress(done, len(documents))
     return acceptance
@@ -108,22 +114,36 @@ def _groups(documents: list[Document]) -> list[list[Document]]:
     return groups
 
 
-def _walk(drafter: TrainedDrafter, target: FrozenTarget, context: PackContext, acceptance: Acceptance) -> None:
+def _walk(
+    drafter: TrainedDrafter, target: FrozenTarget, context: PackContext, tree: DraftTree, acceptance: Acceptance
+) -> None:
     """Decodes a pack's replies in lockstep, a block of each a time."""
     documents = context.pack.documents
-    most = drafter.config.block_size - 1
-    firsts = [0]
-    for document in documents:
-        firsts.append(firsts[-1] + len(document.token_ids))
+    ops = TorchOps({}, {})
+    firsts = list(accumulate((len(document.token_ids) for document in documents), initial=0))
     at = [document.prompt for document in documents]  # the anchor: the token that was chosen last
     while live := [i for i, document in enumerate(documents) if at[i] < len(document.token_ids) - 1]:
         rows = torch.tensor([firsts[i] + at[i] for i in live], device=target.device)
-        drafts = target.choices(drafter.draft(context, rows)).tolist()
-        for i, drafted in zip(live, drafts, strict=True):
-            left = documents[i].token_ids[at[i] + 1 :]
-            equal = (draft == token for draft, token in zip(drafted, left, strict=False))
-            accepted = next((k for k, same in enumerate(equal) if not same), min(most, len(left)))
+        best = ops.top_ids(target.drafted_logits(drafter.draft(context, rows)), RANKS)
+        trees = ops.grow_tree(tree, context.pack.token_ids[rows].int(), *best)
+        for i, tokens, parents in zip(live, *(part.tolist() for part in trees), strict=True):
             # The last step of a reply ends with it, whatever the target would have said next.
-            accepted = min(accepted, len(left) - 1)
-            acceptance.add(documents[i].domain, accepted, min(most, len(left) - 1))
+            possible = documents[i].token_ids[at[i] + 1 : -1]
+            accepted = _depth(tokens, parents, possible)
+            acceptance.add(documents[i].domain, accepted, min(max(tree.depths), len(possible)))
             at[i] += accepted + 1
+
+
+def _depth(tokens: list[int], parents: list[int], reply: Sequence[int]) -> int:
+    """Follows a reply down a tree of drafts, whose row 0 is the bonus token; returns the number of drafts that it has.
+
+    Args:
+        tokens, parents: of each row.
+    """
+    children = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    row: int | None = 0
+    for depth, token in enumerate(reply):
+        row = children.get((row, token))
+        if row is None:
+            return depth
+    return len(reply)

@@ -57,9 +57,9 @@ class FrozenTarget:
         return rows.view(*hidden.shape[:-1], -1)
 
     @torch.no_grad()
-    def choices(self, hidden: Tensor) -> Tensor:
-        """Chooses the likeliest token of each of the drafter's rows [..., H], which its last norm has seen: [...]."""
-        return F.linear(hidden.to(self.head.dtype), self.head).argmax(dim=-1)
+    def drafted_logits(self, hidden: Tensor) -> Tensor:
+        """Computes logits [..., V] of the drafter's rows [..., H], which its last norm has seen."""
+        return F.linear(hidden.to(self.head.dtype), self.head)
 
     def _pass(self, document: Document) -> tuple[list[Tensor], Tensor]:
         ids = torch.tensor([list(document.token_ids)], dtype=torch.int32, device=self.device)

@@ -26,9 +26,11 @@ from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.ops.draft_tree import TREE_SIZES, draft_tree, listed_nodes
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.text.tokenizer import TextCodec
-from trtllm_dflash.train.evaluation import simulate
+from trtllm_dflash.train.documents import Document
+from trtllm_dflash.train.evaluation import Acceptance, simulate
 from trtllm_dflash.train.export import SPECULATORS, ZLAB, write_both
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.network import TrainedDrafter
@@ -249,12 +251,28 @@ class Training:
         held_out = read_documents(self.state.folder / _replies(HELD_OUT))
         tokens = sum(document.reply for document in held_out)
         self.say(f"evaluate: {len(held_out):,} held-out replies of {tokens:,} tokens, simulated and decoded")
+        simulated, trees = self._simulate(held_out)
+        decoded = self._decode(held_out)
+        self.say(
+            f"evaluate: {simulated.overall.length:.2f} tokens a decoding step simulated, {decoded['tau']:.2f} real"
+        )
+        self.state.finish("evaluate", simulated=simulated.as_json(), trees=trees, decoded=decoded)
+
+    def _simulate(self, held_out: list[Document]) -> tuple[Acceptance, dict[int, float]]:
+        """Simulates the exported drafter; returns its acceptance, and that of trees by their size."""
+        block = self.config.block_size
+        sizes = [nodes for nodes in TREE_SIZES if listed_nodes(nodes, block) >= nodes]
         with self._engine(None, 1, kernels="torch") as llm:
             target = FrozenTarget(llm, self.config.tap_layers)
             drafter = self._drafter(target)
             drafter.load(load_file(self.state.folder / BEST))
             with computing(target.device):
-                simulated = simulate(drafter, target, held_out, lambda *done: self.progress("simulating", *done))
+                chain = simulate(drafter, target, held_out, lambda *done: self.progress("simulating", *done))
+                trees = [simulate(drafter, target, held_out, tree=draft_tree(nodes, block)) for nodes in sizes]
+        return chain, {nodes: round(tree.overall.length, 4) for nodes, tree in zip(sizes, trees, strict=True)}
+
+    def _decode(self, held_out: list[Document]) -> dict[str, Any]:
+        """Decodes the held-out prompts with the exported drafter."""
         with self._engine(str(self.state.folder / ZLAB), self.settings.max_batch) as llm:
             prompts = [list(document.token_ids[: document.prompt]) for document in held_out]
             self.progress("decoding", 0, 1)
@@ -262,11 +280,7 @@ class Training:
             self.progress("decoding", 1, 1)
         added = sum(len(reply.token_ids) - 1 for reply in replies)
         steps = sum(reply.steps for reply in replies)
-        decoded = {"tau": round(added / max(1, steps), 4), "steps": steps}
-        self.say(
-            f"evaluate: {simulated.overall.length:.2f} tokens a decoding step simulated, {decoded['tau']:.2f} real"
-        )
-        self.state.finish("evaluate", simulated=simulated.as_json(), decoded=decoded)
+        return {"tau": round(added / max(1, steps), 4), "steps": steps}
 
     def report(self) -> None:
         """Writes the report, its picture, and the model cards."""
@@ -295,6 +309,7 @@ class Training:
             max_seq_len=self.max_seq_len,
             kernels=kernels,
             prepare=kernels == "auto",
+            draft_tree="off",
         )
 
 

@@ -46,6 +46,7 @@ def make_report(
         "before": evaluations[0],
         "exported": phases["evaluate"]["simulated"],
         "decoded": phases["evaluate"]["decoded"],
+        "trees": phases["evaluate"]["trees"],
         "losses": [{"step": row["step"], "loss": row["loss"]} for row in log if "loss" in row],
         "evaluations": evaluations,
     }
@@ -87,6 +88,8 @@ def model_card(report: dict[str, Any]) -> str:
             "| domain | tokens a step |",
             "|---|---|",
             *rows,
+            "",
+            ", ".join(f"{tau:.2f} with trees of {nodes} drafts" for nodes, tau in report["trees"].items()),
             "",
             "| position | " + " | ".join(str(i) for i in range(1, len(positions) + 1)) + " |",
             "|" + "---|" * (len(positions) + 1),
