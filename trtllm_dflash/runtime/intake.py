@@ -166,7 +166,7 @@ class Intake:
             return None
         if self._codec is None:
             raise RequestError("needs a tokenizer, and this engine has none", "structured")
-        if self._codec.sets_thinking_apart and _is_chat(prompt):
+        if self._codec.chat_format == "harmony" and _is_chat(prompt):
             raise RequestError("not yet in chats of this format, which marks its thinking; leave it out", "structured")
         if params.ignore_eos:
             raise RequestError("ends with the model's end token; leave out ignore_eos", "structured")
