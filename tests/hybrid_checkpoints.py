@@ -27,9 +27,12 @@ _EXPERTS = {
 }
 
 
-def make_hybrid(path: Path, layout: str, *, vocab: int = 128, seed: int = 0, layers: int = 4) -> Path:
-    """A hybrid saved by transformers in one of `LAYOUTS`, whose nets remember hundreds of rows."""
-    model = _model(layout, vocab, layers)
+def make_hybrid(path: Path, layout: str, *, vocab: int = 128, seed: int = 0, **shape: int) -> Path:
+    """A hybrid saved by transformers in one of `LAYOUTS`, whose nets remember hundreds of rows.
+
+    `shape`: settings of the text model's configuration besides.
+    """
+    model = _model(layout, {"vocab_size": vocab, **shape})
     generator = torch.Generator().manual_seed(seed)
     fill(model, generator)
     with torch.no_grad():
@@ -42,17 +45,16 @@ def make_hybrid(path: Path, layout: str, *, vocab: int = 128, seed: int = 0, lay
     if layout == "qwen3_5_moe, stacked":
         edit_tensors(path, _stack)
     if layout == "qwen3_5":  # what it predicts further tokens with, in its published checkpoints
-        edit_tensors(path, lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(64, 128)}))
+        edit_tensors(path, lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(4, 8)}))
     if layout.startswith("qwen3_5_moe"):
         edit_config(path, lambda raw: raw["text_config"].pop("intermediate_size", None))
     return path
 
 
-def _model(layout: str, vocab: int, layers: int) -> PreTrainedModel:
+def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
     shape = {
-        "vocab_size": vocab,
         "hidden_size": 64,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -63,6 +65,7 @@ def _model(layout: str, vocab: int, layers: int) -> PreTrainedModel:
         "max_position_embeddings": 2048,
         "bos_token_id": None,
         "eos_token_id": None,
+        **changes,
     }
     rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.25}
     if layout == "qwen3_next":
@@ -72,7 +75,13 @@ def _model(layout: str, vocab: int, layers: int) -> PreTrainedModel:
         text = Qwen3_5TextConfig(**shape, intermediate_size=96, rope_parameters=rope, tie_word_embeddings=True)
         return Qwen3_5ForCausalLM(text)
     ids = {f"{kind}_token_id": i for i, kind in enumerate(("image", "video", "vision_start", "vision_end"))}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": shape["hidden_size"],
+    }
     text_config = {**shape, "rope_parameters": rope}
     if layout == "qwen3_5":
         config = Qwen3_5Config(text_config={**text_config, "intermediate_size": 96}, vision_config=vision, **ids)

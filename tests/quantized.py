@@ -12,8 +12,8 @@ Tensor = torch.Tensor
 
 E4M3_MOST = 448.0
 
-#: Ends of the names of projections, MiniMax's experts' too.
-_PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+#: Ends of the names of projections, MiniMax's experts' and gated delta nets' too.
+_PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "_qkvz.weight", "_qkv.weight", "_z.weight")
 
 #: What a checkpoint's config.json says of each layout.
 METHODS = {

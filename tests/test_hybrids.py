@@ -12,11 +12,12 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from tests.checkpoints import edit_config, make_drafter
+from tests.checkpoints import edit_config, edit_tensors, make_drafter
 from tests.conftest import refusal, succeeds
 from tests.family_checks import assert_ranks_agree
 from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits
+from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
@@ -62,6 +63,21 @@ def test_every_logit_is_transformers_own(layout, hybrid):
         expected = reference(hybrid(layout), layout)(torch.tensor([IDS])).logits[0]
     actual = all_logits(llm, IDS)
     assert (actual - expected).norm(dim=-1).div(expected.norm(dim=-1)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored"),
+    [("qwen3_next", "blocks"), ("qwen3_5", "blocks"), ("qwen3_next", "channel"), ("qwen3_5", "nvfp4")],
+)
+def test_in_few_bits_its_logits_are_those_of_the_numbers_that_they_stand_for(layout, stored, tmp_path):
+    shape = {"hidden_size": 128, "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    quantized, numbers = (make_hybrid(tmp_path / name, layout, **shape) for name in ("quantized", "numbers"))
+    stands_for = quantize_folder(quantized, stored)
+    assert {name.split(".")[-2] for name in stands_for} >= {"out_proj", "q_proj", "down_proj"}
+    assert {"in_proj_qkvz", "in_proj_qkv"} & {name.split(".")[-2] for name in stands_for}
+    edit_tensors(numbers, lambda tensors: tensors.update(stands_for))
+    logits = [all_logits(load(folder), IDS[:20]) for folder in (quantized, numbers)]
+    assert (logits[0] - logits[1]).norm() / logits[1].norm() < 1e-5
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
