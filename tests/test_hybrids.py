@@ -21,8 +21,13 @@ from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.cost.floor import step_work
+from trtllm_dflash.cost.memory import plan_memory
+from trtllm_dflash.cost.shapes import shape_config
+from trtllm_dflash.cost.states import state_bytes
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models import build_target
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Piece, Step
 from trtllm_dflash.session.choice import find_kernels
@@ -252,6 +257,11 @@ def test_inspect_says_how_large_a_slots_state_is(engine):
     size = 4 * 3 * (4 * 16 * 16 + 8 * (64 + 32 + 4) + 11 * 128)
     assert f"states (3 slots of {size / 1e6:.2f} MB) {3 * size / 1e6:.1f} MB" in said
     assert json.loads(succeeds("inspect", engine, "--json"))["memory_per_gpu"]["states"] == 3 * size
+    with LLM.load(engine, "cpu") as llm:
+        session = llm.session
+        held = sum(x.nbytes for x in (*session.caches.values(), *session.states.tensors.values()))
+        plan = plan_memory(session.config)
+        assert held == plan.target_cache + plan.drafter_cache + plan.states
 
 
 def test_in_bf16_too_drafted_text_is_plain_text(hybrid, tmp_path):
@@ -261,6 +271,41 @@ def test_in_bf16_too_drafted_text_is_plain_text(hybrid, tmp_path):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     drafted = llm.generate([[1, 2, 3], [4] * 30], params)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in llm.generate([[1, 2, 3], [4] * 30], params, False)]
+
+
+@pytest.mark.slow
+def test_steps_of_a_hybrid_are_timed(engine, tmp_path):
+    flags = "--batch", 2, "--rounds", 1, "--steps", 3, "--cache-length", 40, "--device", "cpu"
+    succeeds("bench", "step", "--engine", engine, *flags, "--json", tmp_path / "steps.json")
+    rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
+    assert {row["arm"] for row in rows} == {"plain", "context only", "drafted"}
+
+
+def test_the_shape_of_qwen3_5_27b_on_eight_ranks():
+    config = shape_config("qwen3.5-27b", precision="bf16", tp=8, max_batch=8, max_seq_len=4096, chunk=512)
+    shapes = {weight.name: weight.shape(8, 7) for weight in build_target(config.target).weights()}
+    net = "model.layers.0.linear_attn."
+    # 2 key heads and their 6 value heads of 128 each.
+    assert shapes[net + "in_proj.weight"] == (2 * 2 * 128 + 2 * 6 * 128, 5120)
+    assert shapes[net + "gates.weight"] == (12, 5120)
+    assert shapes[net + "conv1d.weight"] == (10 * 128, 1, 4)
+    assert shapes[net + "out_proj.weight"] == (5120, 6 * 128)
+    # 3 query heads with their gates, and half of the ranks share a key head.
+    assert shapes["model.layers.3.self_attn.qkv_proj.weight"] == ((3 + 1 + 1 + 3) * 256, 5120)
+    # As published: 144 MiB of states, 24.1 of pending rows, 17.8 of the convolution's.
+    whole = shape_config("qwen3.5-27b", precision="bf16", max_batch=8, max_seq_len=4096, chunk=512, tp=1)
+    assert state_bytes(whole) / 2**20 == pytest.approx(144 + 24.1 + 17.8, abs=0.1)
+    assert state_bytes(config) * 8 == state_bytes(whole)
+    assert whole.drafter.rope.rotary_size is None
+
+
+def test_a_step_reads_keys_of_the_layers_that_attend_and_states_of_the_others():
+    config = shape_config("qwen3.5-27b", precision="bf16", max_batch=8, max_seq_len=4096, chunk=512, tp=1)
+    (short,), (long,) = (step_work(config, Drafting.OFF, batch=1, rows=1, length=n) for n in (1000, 2000))
+    assert long.bytes - short.bytes == 1000 * 16 * 2 * 4 * 256 * 2
+    (one,), (two,) = (step_work(config, Drafting.OFF, batch=n, rows=1, length=1000) for n in (1, 2))
+    keys = 1001 * 16 * 2 * 4 * 256 * 2
+    assert two.bytes - one.bytes == keys + 2 * state_bytes(config) + 5120 * 2
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.session.calls import Decode, Prefill, Prepare
+from trtllm_dflash.session.calls import Decode, Place, Prefill, Prepare
 from trtllm_dflash.session.choice import Choice, Kernels, find_kernels
 from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
@@ -267,6 +267,8 @@ class StepBench:
         step = Decode([arm.rows] * batch, arm.drafting, arm.rows, sampled=False)
         try:
             for slot in range(batch):
+                if plan.config.target.delta is not None:
+                    session.place(Place(slot, start - 1))
                 outcome = session.prefill(Prefill(slot, start - 1, [0], True, arm.drafting, arm.rows))
             outcome.read()
             launched: deque[Outcome] = deque()

@@ -15,7 +15,7 @@ from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 
 #: What a drafter has of its target.
-_TARGETS = ("vocab_size", "hidden_size", "norm_eps", "max_positions", "rope", "attention_bias")
+_TARGETS = ("vocab_size", "hidden_size", "norm_eps", "max_positions", "attention_bias")
 
 #: The published shapes that we compute.
 SHAPES = {name: shape for name, shape in PUBLISHED.items() if shape.family in FAMILIES}
@@ -110,6 +110,7 @@ def drafter_of(shape: Shape, target: DecoderConfig) -> DrafterConfig:
     facts, widths = shape.facts, shape.drafter
     return DrafterConfig(
         **target.model_dump(include=set(_TARGETS)),
+        rope=target.rope.model_copy(update={"rotary_size": None}),  # it rotates whole heads
         family="dflash",
         layers=facts.drafter_layers,
         heads=widths.heads,

@@ -121,6 +121,14 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Lets a slot's recurrent states stand at a position, whatever they hold: for measurements of random weights."""
+
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True)
 class Prepare:
     """Prepares the kinds of decoding steps that requests may need; plain ones always are."""
 
@@ -128,13 +136,15 @@ class Prepare:
     sampled: bool  # besides greedy ones
 
 
-Call = Step | Prefill | Decode | Copy | Prepare
+Call = Step | Prefill | Decode | Copy | Place | Prepare
 
 
 def words_of(call: Call) -> Iterator[int]:
     """Encodes a call as integers; real numbers by their bits."""
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
+    elif isinstance(call, Place):
+        yield from (5, call.slot, call.position)
     elif isinstance(call, Step):
         yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs, call.tree)
         yield from _listed(call.penalized)
@@ -166,6 +176,8 @@ def call_of(words: list[int]) -> Call:
     kind, *rest = words
     if kind == 0:
         return Copy(*rest)
+    if kind == 5:
+        return Place(*rest)
     if kind == 3:
         sampled, *lengths = rest
         return Prepare(tuple(lengths), bool(sampled))

@@ -16,7 +16,7 @@ from trtllm_dflash.engine.paging import Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.session.calls import Call, Copy, Decode, Prefill, Prepare, Step, call_of, words_of
+from trtllm_dflash.session.calls import Call, Copy, Decode, Place, Prefill, Prepare, Step, call_of, words_of
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
@@ -160,6 +160,13 @@ class Session(ABC):
             tokens = self._slots.tokens.index_select(0, torch.tensor(slots, device=self.device))
         return [row[1:] for row in tokens.tolist()]
 
+    def place(self, call: Place) -> None:
+        """Lets a slot's recurrent states, where there are some, stand at a position. Errors as in `prefill`."""
+        self._check_open()
+        if self.communicator.size > 1:
+            self._send(call)
+        self._place(call)
+
     @torch.inference_mode()
     def step(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int = 0) -> StepOutputs[Tensor]:
         """Runs one step of these very inputs, on this rank alone; inputs and outputs lie on the CPU.
@@ -176,6 +183,8 @@ class Session(ABC):
         while (call := self._receive()) is not None:
             if isinstance(call, Copy):
                 self._copy(call)
+            elif isinstance(call, Place):
+                self._place(call)
             elif isinstance(call, Prepare):
                 self._prepare(call, lambda what, done, total: None)
             else:
@@ -206,6 +215,9 @@ class Session(ABC):
 
     def _prepare(self, call: Prepare, progress: Progress) -> None:  # noqa: B027
         """Prepares on this rank."""
+
+    def _place(self, call: Place) -> None:  # noqa: B027
+        """Places a slot's recurrent states on this rank."""
 
     def _cache_rows(self, name: str, tokens: int) -> int:
         """Number of rows of a cache that hold the first `tokens` tokens."""

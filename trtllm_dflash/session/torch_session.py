@@ -23,7 +23,7 @@ from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.penalties import Penalties
 from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.session.calls import Step
+from trtllm_dflash.session.calls import Place, Step
 from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.penalties import PenaltyTensors
@@ -92,6 +92,10 @@ class TorchSession(Session):
 
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
+
+    def _place(self, call: Place) -> None:
+        if self.states is not None:
+            self.states.place(call.slot, call.position)
 
     def _free(self) -> None:
         self.weights = {}

@@ -141,9 +141,9 @@ def _depth(tokens: list[int], parents: list[int], reply: Sequence[int]) -> int:
         tokens, parents: of each row.
     """
     children = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    row: int | None = 0
+    row = 0
     for depth, token in enumerate(reply):
-        row = children.get((row, token))
-        if row is None:
+        if (row, token) not in children:
             return depth
+        row = children[row, token]
     return len(reply)
