@@ -15,8 +15,8 @@ from trtllm_dflash.build.weights import read_engine_tensors
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.torch_session import TorchSession
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=5)
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.9, seed=5)
 
 
 def random_ids(*lengths: int, vocab: int = 128, seed: int = 0) -> list[list[int]]:

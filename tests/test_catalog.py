@@ -63,6 +63,8 @@ def test_only_families_that_are_computed_are_buildable():
         "qwen3.5-122b-a10b",
         "qwen3.6-27b",
         "qwen3.6-35b-a3b",
+        "gemma-4-31b",
+        "gemma-4-26b-a4b",
     }
 
 

@@ -107,6 +107,8 @@ def test_models_lists_every_build_config():
         "qwen3.5-122b-a10b",
         "qwen3.6-27b",
         "qwen3.6-35b-a3b",
+        "gemma-4-31b",
+        "gemma-4-26b-a4b",
     }
 
 

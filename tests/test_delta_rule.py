@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.test_row_exactness import ROWS
+from trtllm_dflash.ops.activations import sigmoid
 from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.delta_rule import softplus
 from trtllm_dflash.ops.delta_states import DeltaStates, Run, part_shapes
-from trtllm_dflash.ops.experts import sigmoid
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 LAYER = DeltaLayer("net.", key_heads=2, value_heads=6, key_size=16, value_size=24, kernel=4, norm_eps=1e-6)

@@ -101,4 +101,4 @@ def test_the_histogram_is_of_all_steps(outputs, tiny):
 
 
 def test_a_pair_that_cannot_be_built_yet_has_no_demo():
-    assert "gemma4 cannot be built yet" in refusal("demo", "--model", "gemma-4-31b")
+    assert "kimi_k25 cannot be built yet" in refusal("demo", "--model", "kimi-k2.5")

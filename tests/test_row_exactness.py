@@ -9,9 +9,9 @@ import torch
 
 from tests.conftest import build_tiny
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.ops.activations import gelu, silu, tanh
 from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, hidden_keys
 from trtllm_dflash.ops.cpu_products import packed, product
-from trtllm_dflash.ops.experts import silu
 from trtllm_dflash.pairs.prompts import read_prompts
 
 ROWS = (1, 2, 3, 5, 7, 16, 17, 33, 64, 100)
@@ -74,6 +74,18 @@ def test_an_activation_depends_on_no_other_number(alpha):
     for rows in ROWS:
         assert torch.equal(silu(x[1 : 1 + rows], alpha), whole[1 : 1 + rows])
     torch.testing.assert_close(whole, x * torch.sigmoid(alpha * x))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(gelu, lambda x: torch.nn.functional.gelu(x, approximate="tanh")), (tanh, torch.tanh)],
+)
+def test_gelu_and_tanh_depend_on_no_other_number_and_are_torch_s(ours, theirs):
+    x = 4 * torch.randn(101, 333, generator=torch.Generator().manual_seed(0))
+    whole = ours(x)
+    for rows in ROWS:
+        assert torch.equal(ours(x[1 : 1 + rows]), whole[1 : 1 + rows])
+    torch.testing.assert_close(whole, theirs(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

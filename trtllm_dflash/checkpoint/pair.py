@@ -1,7 +1,7 @@
 """A target and its drafter, opened together and known to belong together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, open_drafter
@@ -56,6 +56,9 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
         return Pair(folder, config, None, quantized, keys)
     opened = open_drafter(drafter, config.layers)
     _check_match(target, config, drafter, opened)
+    if config.embedding_scale is not None:
+        scaled = opened.config.model_copy(update={"embedding_scale": config.embedding_scale})
+        opened = replace(opened, config=scaled)
     return Pair(folder, config, opened, quantized, keys)
 
 

@@ -184,7 +184,10 @@ def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
 
 def _indivisible(tp: int, config: DecoderConfig) -> str | None:
     """Names the part of a model that `tp` ranks cannot share evenly; None: they can share all of it."""
-    heads = unshared_heads(tp, config.heads, config.kv_heads)
+    kv_heads = config.kv_heads
+    if config.full_attention is not None and unshared_heads(tp, config.heads, kv_heads) is None:
+        kv_heads = config.full_attention.kv_heads
+    heads = unshared_heads(tp, config.heads, kv_heads)
     if heads == "query":
         return f"the {config.heads} query heads"
     delta = config.delta
@@ -192,11 +195,11 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
         return f"the {delta.key_heads} key heads of its gated delta nets"
     moe = config.moe
     sizes = {"rows of the vocabulary": config.vocab_size}
-    if moe is None:
+    if moe is None or config.full_attention is not None:  # Gemma's experts stand beside a feed-forward
         sizes["FFN columns"] = config.intermediate_size
-    elif moe.expert_parallel:
+    if moe is not None and moe.expert_parallel:
         sizes["experts"] = moe.experts
-    elif not moe.mxfp4:  # whose blocks are padded
+    elif moe is not None and not moe.mxfp4:  # whose blocks are padded
         sizes["FFN columns of an expert"] = moe.intermediate_size
     if moe is not None and moe.shared_size is not None:
         sizes["FFN columns of the shared expert"] = moe.shared_size
@@ -205,4 +208,4 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
     for name, size in sizes.items():
         if size % tp:
             return f"the {size} {name}"
-    return None if heads is None else f"the {config.kv_heads} key/value heads, nor they it"
+    return None if heads is None else f"the {kv_heads} key/value heads, nor they it"

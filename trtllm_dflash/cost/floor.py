@@ -1,8 +1,8 @@
 """The floor of a decoding step: the bytes that it must move and the operations that it must do, counted.
 
-Counted are weights, embedding rows, and K/V rows read and written; of experts those that the rows are expected to
-choose, of layers with a window the rows that it shows. Not counted is what can stay on the chip: activations, logits,
-the few integers; nor norms, RoPE and softmax among the operations, nor what ranks send each other.
+Counted are weights, embedding rows, K/V rows and states read and written; of experts those that the rows are expected
+to choose, of layers with a window the rows that it shows. Not counted is what can stay on the chip: activations,
+logits, the few integers; nor norms, RoPE and softmax among the operations, nor what ranks send each other.
 """
 
 from collections import Counter

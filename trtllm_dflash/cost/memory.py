@@ -157,8 +157,9 @@ def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
 
 def _completed(config: EngineConfig) -> int:
     """Counts the numbers that a session adds to the stored ones: RoPE tables, and a rank's slice of a tied head."""
-    models = [config.target] + ([config.drafter] if config.drafter is not None else [])
-    count = sum(config.cache_length * (model.rope.rotary_size or model.head_size) for model in models)
+    models = [config.target] if config.drafter is None else [config.target, config.drafter]
+    ropes = [rope for model in models for rope in model.ropes.values()]
+    count = sum(config.cache_length * (rope.rotary_size or size) for rope, size in ropes)
     if config.target.tied_embeddings and config.tp > 1:  # a tensor of its own
         count += config.target.vocab_size // config.tp * config.target.hidden_size
     return count
@@ -198,7 +199,7 @@ def windowed_caches(config: EngineConfig, paging: Paging) -> set[str]:
     """Names the caches that have pages of their own: those of layers with a window."""
     windows = config.target.windows if paging.window else None
     windowed = [i for i, window in enumerate(windows or ()) if window]
-    return {f"model.layers.{i}.{kind}" for i in windowed for kind in ("key", "value")}
+    return {f"model.layers.{i}.{kind}" for i in windowed for kind in config.target.caches(i)}
 
 
 def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
@@ -243,7 +244,7 @@ def _have_kernels(config: EngineConfig) -> bool:
     if torch_only(config.target) is not None:
         return False
     computed = None if isinstance(config.target, PlannedConfig) else config.target
-    heads = [model.head_size for model in (computed, config.drafter) if model is not None]
+    heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
     reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
 
@@ -272,7 +273,7 @@ def _scratch(config: EngineConfig) -> int:
     """Bytes of activations in the larger of the two profiles: the widest layer's, the taps, and the logits in FP32."""
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
-    shared = units_per_rank(target.heads, config.tp) * target.head_size
+    shared = units_per_rank(target.heads, config.tp) * max(target.head_sizes)
     moe = target.moe
     columns = target.intermediate_size
     if moe is not None:
@@ -285,7 +286,8 @@ def _scratch(config: EngineConfig) -> int:
     logits = target.vocab_size * 3 if config.sampling else 2 * target.vocab_size // config.tp
     # A layer's keys and values in the engine's type, made by way of FP32: a prompt's chunk reads those of its slot, and
     # where our kernels do not compute, a step those of all slots.
-    cache = units_per_rank(target.kv_heads, config.tp) * target.head_size * config.cache_length
+    shapes = {shape for i in range(target.layers) for shape in target.caches(i).values()}
+    cache = max(units_per_rank(heads, config.tp) * size for heads, size in shapes) * config.cache_length
     slots = 1 if _have_kernels(config) else config.max_batch
     widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
     return rows * wide * size + logit_rows * logits * 4 + widened

@@ -78,6 +78,12 @@ class EngineConfig(BaseModel):
         return self.target.attention_sinks and self.backend == "tensorrt" and self.plugin is None
 
     @property
+    def head_sizes(self) -> list[int]:
+        """Sizes of heads that its models' caches have."""
+        models = [self.target] if self.drafter is None else [self.target, self.drafter]
+        return sorted({size for model in models for size in model.head_sizes})
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of weights, activations and, unless `kv` gives another, caches."""
         return DTYPES[self.precision]

@@ -28,6 +28,7 @@ class MoEConfig(BaseModel):
     normalized: bool  # see `MoELayer`
     clamp: ClampedSwiglu | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"  # see `MoELayer`
+    activation: Literal["silu", "gelu"] = "silu"
     mxfp4: bool = False  # how the experts' matrices are stored
     stacked: bool = False  # likewise: those of a layer as one tensor, not each by itself
     shared_size: PositiveInt | None = None  # columns of an expert that every row goes through, with a gate of its own
@@ -45,6 +46,17 @@ class DeltaConfig(BaseModel):
     key_size: PositiveInt  # numbers of a head
     value_size: PositiveInt
     kernel: PositiveInt  # rows that the convolution before them sees
+
+
+class FullAttention(BaseModel):
+    """The layers without a window, of a model whose layers with one have other heads (Gemma 4)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kv_heads: PositiveInt
+    head_size: PositiveInt
+    rope: RopeConfig
+    keys_as_values: bool  # see `AttentionLayer`
 
 
 class DecoderConfig(BaseModel):
@@ -67,6 +79,9 @@ class DecoderConfig(BaseModel):
     attention_bias: bool = False
     windows: tuple[PositiveInt | None, ...] | None = None  # keys that a row sees, by layer; None: all
     attention_sinks: bool = False
+    full_attention: FullAttention | None = None  # None: all layers have the heads that are said above
+    embedding_scale: float | None = None  # that embeddings are multiplied by
+    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
     moe: MoEConfig | None = None  # None: dense
     delta: DeltaConfig | None = None  # None: every layer attends
     linear_precision: WeightPrecision | None = None  # of its matrices; None: the engine's
@@ -76,6 +91,31 @@ class DecoderConfig(BaseModel):
     def attention_layers(self) -> list[int]:
         """The layers that attend, and so have K/V caches."""
         return [i for i in range(self.layers) if self.delta is None or not self.delta.layers[i]]
+
+    def window(self, i: int) -> int | None:
+        """Keys that a row of layer i sees; None: all."""
+        return self.windows[i] if self.windows else None
+
+    def caches(self, i: int) -> dict[str, tuple[int, int]]:
+        """Heads of layer i's caches, and their sizes, by kind."""
+        if self.delta is not None and self.delta.layers[i]:
+            return {}
+        full = self.full_attention if self.window(i) is None else None
+        shape = (self.kv_heads, self.head_size) if full is None else (full.kv_heads, full.head_size)
+        return {"key": shape, "value": shape}
+
+    @property
+    def head_sizes(self) -> set[int]:
+        """Sizes of heads that its caches have."""
+        return {size for i in range(self.layers) for _, size in self.caches(i).values()}
+
+    @property
+    def ropes(self) -> dict[str, tuple[RopeConfig, int]]:
+        """Rotary embeddings by the names of their tables, each with the size of its heads."""
+        ropes = {"rope": (self.rope, self.head_size)}
+        if self.full_attention is not None:
+            ropes["full_rope"] = self.full_attention.rope, self.full_attention.head_size
+        return ropes
 
 
 def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
@@ -167,7 +207,7 @@ class Decoder:
 
     def forward(self, ops: Ops[T], token_ids: T, start: T, tap_layers: tuple[int, ...]) -> Features[T]:
         """Runs token_ids [B, Q] at positions start [B] onwards, appending their K and V to the cache."""
-        x = Residual(ops.embedding("model.embed_tokens", token_ids))
+        x = Residual(embedded(ops, token_ids, self.config))
         streams = []
         for i in range(self.config.layers):
             stream, x = self._layer(ops, i, x, start)
@@ -180,7 +220,8 @@ class Decoder:
 
     def logits(self, ops: Ops[T], hidden: T) -> T:
         """Computes logits [B, R, V/tp] of hidden [B, R, H], which the final norm has not seen yet."""
-        return ops.norm_linear("model.norm", "lm_head", Residual(hidden), self.config.norm_eps)[1]
+        logits = ops.norm_linear("model.norm", "lm_head", Residual(hidden), self.config.norm_eps)[1]
+        return logits if self.config.logit_cap is None else ops.cap(logits, self.config.logit_cap)
 
     def keep_path(self, ops: Ops[T], start: T, verdict: Acceptance[T]) -> None:
         """Moves the K and V of a tree's accepted rows to their positions."""
@@ -201,8 +242,7 @@ class Decoder:
 
     def attention_layer(self, tp: int, i: int) -> AttentionLayer:
         """Describes the attention of layer i on one of `tp` ranks."""
-        window = self.config.windows[i] if self.config.windows else None
-        return attention_layer(f"model.layers.{i}.", "rope", self.config, tp, self.head_norms, window)
+        return attention_layer(f"model.layers.{i}.", "rope", self.config, tp, self.head_norms, self.config.window(i))
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         """Computes a layer's feed-forward, with its norm before and its sum over the ranks after."""
@@ -210,6 +250,13 @@ class Decoder:
 
 
 # -- pieces that targets and the drafter share -----------------------------------------------------------------------
+
+
+def embedded(ops: Ops[T], token_ids: T, c: DecoderConfig) -> T:
+    """Embeds token_ids [B, N], multiplied by the target's scale where it has one: [B, N, H]."""
+    if c.embedding_scale is None:
+        return ops.embedding("model.embed_tokens", token_ids)
+    return ops.scaled_embedding("model.embed_tokens", token_ids, c.embedding_scale)
 
 
 def attention_layer(

@@ -14,6 +14,7 @@ from trtllm_dflash.models.decoder import (
     DecoderConfig,
     attention_layer,
     attention_weights,
+    embedded,
     head_norm_weights,
     mlp,
     mlp_weights,
@@ -134,7 +135,10 @@ class Drafter:
     def _logits(self, ops: Ops[T], context: list[Context[T]], start: T, committed: T, bonus: T, block_offsets: T) -> T:
         """Computes the logits of the block's drafts, of the drafter's vocabulary: [B, Bd - 1, V/tp]."""
         c = self.config
-        x = Residual(ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id))
+        if c.embedding_scale is None:
+            x = Residual(ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id))
+        else:  # the target's embedding, and so its scale
+            x = Residual(embedded(ops, ops.masked_block(bonus, block_offsets, c.mask_token_id), c))
         for i, rows in enumerate(context):
             prefix = f"{PREFIX}layers.{i}."
             stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)

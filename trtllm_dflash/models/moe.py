@@ -56,10 +56,14 @@ class MoEDecoder(Decoder, ABC):
 
     def experts(self, prefix: str, tp: int, rank: int) -> MoELayer:
         """Describes a layer's experts on `rank` of `tp`."""
-        moe = self.moe
-        first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
-        chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores
-        return MoELayer(prefix + "mlp.", moe.experts, first, last - first, *chosen)
+        return describe_experts(prefix, self.moe, tp, rank)
+
+
+def describe_experts(prefix: str, moe: MoEConfig, tp: int, rank: int) -> MoELayer:
+    """Describes the experts that `rank` of `tp` has of a layer."""
+    first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
+    chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores, moe.activation
+    return MoELayer(prefix + "mlp.", moe.experts, first, last - first, *chosen)
 
 
 def separate_experts(prefix: str, moe: MoEConfig, hidden: int, sources: Mapping[str, str]) -> list[Weight]:
@@ -73,23 +77,25 @@ def separate_experts(prefix: str, moe: MoEConfig, hidden: int, sources: Mapping[
 
     def part(expert: int, name: str) -> Part:
         key = sources[name].format(expert) + ".weight"
-        if name == "down":
-            return Part(key, (hidden, size), columns, size)
-        return Part(key, (size, hidden), rows, size)
+        return Part(key, (hidden, size), columns, size) if name == "down" else Part(key, (size, hidden), rows, size)
 
     return _stacks(prefix, moe, part)
 
 
-def stacked_experts(prefix: str, moe: MoEConfig, hidden: int) -> list[Weight]:
-    """Lists the stacks of a layer's experts, which the checkpoint has as two tensors, gates above ups."""
+def stacked_experts(prefix: str, moe: MoEConfig, hidden: int, source: str) -> list[Weight]:
+    """Lists the stacks of a layer's experts, which the checkpoint has as two tensors, gates above ups.
+
+    Args:
+        source: what their names there begin with.
+    """
     size, count = moe.intermediate_size, moe.experts
     rows, columns = (Split.WHOLE, Split.WHOLE) if moe.expert_parallel else (Split.ROWS, Split.COLUMNS)
 
     def part(expert: int, name: str) -> Part:
         if name == "down":
-            return Part(prefix + "mlp.experts.down_proj", (count, hidden, size), columns, size, matrix=expert)
+            return Part(source + "down_proj", (count, hidden, size), columns, size, matrix=expert)
         section = (0, size) if name == "gate" else (size, 2 * size)
-        key, shape = prefix + "mlp.experts.gate_up_proj", (count, 2 * size, hidden)
+        key, shape = source + "gate_up_proj", (count, 2 * size, hidden)
         return Part(key, shape, rows, size, section=section, matrix=expert)
 
     return _stacks(prefix, moe, part)

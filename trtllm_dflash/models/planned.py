@@ -112,13 +112,15 @@ def mixers_of(config: DecoderConfig) -> tuple[Attends | DeltaNet, ...]:
     """Lists what mixes tokens in each layer of any target or drafter."""
     if isinstance(config, PlannedConfig):
         return config.mixers
-    size, delta = config.head_size, config.delta
-    windows = config.windows or (None,) * config.layers
-    attends = tuple(Attends(config.heads, config.kv_heads, size, size, window) for window in windows)
-    if delta is None:
-        return attends
-    net = DeltaNet(delta.key_heads, delta.value_heads, delta.key_size, delta.value_size, delta.kernel)
-    return tuple(net if is_net else mixer for is_net, mixer in zip(delta.layers, attends, strict=True))
+    return tuple(_mixer_of(config, i) for i in range(config.layers))
+
+
+def _mixer_of(config: DecoderConfig, i: int) -> Attends | DeltaNet:
+    delta = config.delta
+    if delta is not None and delta.layers[i]:
+        return DeltaNet(delta.key_heads, delta.value_heads, delta.key_size, delta.value_size, delta.kernel)
+    kv_heads, size = config.caches(i)["key"]
+    return Attends(config.heads, kv_heads, size, size, config.window(i))
 
 
 # -- families --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Qwen3Moe(MoEDecoder):
 
     def expert_weights(self, prefix: str) -> list[Weight]:
         if self.moe.stacked:
-            return stacked_experts(prefix, self.moe, self.config.hidden_size)
+            return stacked_experts(prefix, self.moe, self.config.hidden_size, prefix + "mlp.experts.")
         sources = {name: prefix + "mlp.experts.{}." + name + "_proj" for name in ("gate", "up", "down")}
         return separate_experts(prefix, self.moe, self.config.hidden_size, sources)
 

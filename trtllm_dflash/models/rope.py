@@ -14,7 +14,7 @@ class RopeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -26,6 +26,7 @@ class RopeConfig(BaseModel):
     beta_slow: float = 1.0  # and below which it is slowed by the whole factor
     truncate: bool = True  # the bounds between the two are whole dimensions
     attention_factor: float = 1.0  # of cos and sin, so that its square is of every score
+    share: float = 1.0  # proportional's alone: of a head's pairs, the first so many turn
 
 
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
@@ -52,8 +53,10 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
         )
     if kind == "yarn":
         return _read_yarn(scaling, theta, raw)
+    if kind == "proportional":
+        return RopeConfig(kind=kind, theta=theta, share=scaling.get("partial_rotary_factor", 1.0))
     raise CheckpointError(
-        f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn"
+        f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn, proportional"
     )
 
 
@@ -106,6 +109,8 @@ def rope_tables(config: RopeConfig, head_size: int, positions: int) -> tuple[tor
         frequencies = _llama3(config, frequencies)
     elif config.kind == "yarn":
         frequencies = _yarn(config, frequencies, head_size)
+    elif config.kind == "proportional":
+        frequencies[int(config.share * head_size // 2) :] = 0
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
 

@@ -6,7 +6,14 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.weights import Weight
 
 _PREFIX, _WRAPPED = "model.", "model.language_model."
-_STACKED = ("qwen3_next", "qwen3_5_moe")  # families with experts in either form
+#: Families with experts in either form -> the end of the name of a layer's tensor of them.
+_STACKED = {
+    "qwen3_next": ".mlp.experts.gate_up_proj",
+    "qwen3_5_moe": ".mlp.experts.gate_up_proj",
+    "gemma4": ".experts.gate_up_proj",
+}
+#: Patterns of tensors that a family's checkpoints have for images and sound.
+_BESIDE = {"gemma4": ("model.vision_tower.*", "model.embed_vision.*", "model.audio_tower.*", "model.embed_audio.*")}
 
 
 def as_stored(config: DecoderConfig, names: Iterable[str]) -> DecoderConfig:
@@ -14,13 +21,13 @@ def as_stored(config: DecoderConfig, names: Iterable[str]) -> DecoderConfig:
     moe = config.moe
     if moe is None or config.family not in _STACKED:
         return config
-    stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    stacked = any(name.endswith(_STACKED[config.family]) for name in names)
     return config.model_copy(update={"moe": moe.model_copy(update={"stacked": stacked})})
 
 
 def beside_text(config: DecoderConfig) -> tuple[str, ...]:
-    """Patterns of tensors that a family's checkpoints have for images, and for drafts of their own."""
-    return () if config.delta is None else ("model.visual.*", "mtp.*")
+    """Patterns of tensors that a family's checkpoints have for more than text, and for drafts of their own."""
+    return _BESIDE.get(config.family, () if config.delta is None else ("model.visual.*", "mtp.*"))
 
 
 def checkpoint_names(weights: Iterable[Weight], names: Collection[str]) -> dict[str, str]:

@@ -11,11 +11,26 @@ its own FFN columns and its own slice of the vocabulary.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
+from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, MoELayer
 from trtllm_dflash.ops.penalties import Penalties
+
+__all__ = [
+    "MOST_LOGPROBS",
+    "Acceptance",
+    "AttentionLayer",
+    "ClampedSwiglu",
+    "Context",
+    "DeltaLayer",
+    "Logprobs",
+    "MoELayer",
+    "Ops",
+    "Residual",
+    "SamplingInputs",
+]
 
 T = TypeVar("T")
 
@@ -59,104 +74,6 @@ class Context(Generic[T]):
 
     tensors: tuple[T, ...]
     index: int  # of the layer, among the drafter's
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """One attention layer on one rank.
-
-    Its caches are `{prefix}key` and `{prefix}value`; the norms of its heads, where it has them,
-    `{prefix}self_attn.q_norm` and `{prefix}self_attn.k_norm`; its sinks, where it has them, `{prefix}self_attn.sinks`.
-    """
-
-    prefix: str
-    rope: str  # name of the RoPE tables; YaRN's attention factor is in them
-    heads: int
-    kv_heads: int
-    head_size: int
-    norm_eps: float | None  # None: heads are not normed
-    window: int | None = None  # keys that a row sees, itself included; None: all
-    has_sinks: bool = False
-
-    @property
-    def sinks(self) -> str | None:
-        """The name of the sinks [heads], where there are any."""
-        return self.prefix + "self_attn.sinks" if self.has_sinks else None
-
-
-@dataclass(frozen=True)
-class ClampedSwiglu:
-    """gpt-oss's activation of gate and up: min(gate, limit) * sigmoid(alpha * gate') * (clamp(up, -limit, limit) + 1).
-
-    gate' is the clamped gate. A zero gate gives zero, so FFN columns that are padded with zeros add nothing.
-    """
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True)
-class MoELayer:
-    """The experts of one mixture-of-experts feed-forward on one rank.
-
-    E: experts that this rank has; F: FFN columns that it has of each, zeros for padding included.
-
-    | tensor | shape | type |
-    |---|---|---|
-    | `{prefix}experts.gate_up_proj.weight` | [E, 2F, H]: all gate rows, then all up rows | the engine's |
-    | `{prefix}experts.down_proj.weight` | [E, H, F] | the engine's |
-    | `{prefix}experts.gate_up_proj.bias`, where there is one | [E, 2F] | the engine's |
-    | `{prefix}experts.down_proj.bias`, where there is one | [E, H]; of divided columns, on rank 0 alone | likewise |
-
-    In MXFP4 (OCP Microscaling: E2M1 values, an E8M0 scale for 32 of them along the last dimension; see `ops.mxfp4`),
-    each `.weight` [E, O, I] is instead
-
-    | `.blocks` | [E, O, I / 32, 16]: two values a byte, the even one in the low half | uint8 |
-    | `.scales` | [E, O, I / 32]: 127 + the power of two | uint8 |
-
-    In FP8 and NVFP4 (see `ops.linear_weight`), `.weight` has its scales beside it, of every expert
-
-    | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
-    | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
-
-    A router of sigmoid scores has `{prefix}router.correction_bias` FP32 [experts], whole on every rank.
-
-    Ranks divide either each expert's columns (all have all experts: `first` 0, `count` `experts`), or the experts.
-    """
-
-    prefix: str
-    experts: int  # that the router chooses among: on all ranks together
-    first: int  # the first expert that this rank has
-    count: int  # how many it has
-    top_k: int  # experts a row
-    normalized: bool  # a row's top_k weights add up to 1
-    clamp: ClampedSwiglu | None = None  # None: plain SwiGLU
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of logits; sigmoids are chosen by their sum with the bias
-
-
-@dataclass(frozen=True)
-class DeltaLayer:
-    """One gated delta net on one rank: Hk key heads of Dk, Hv value heads of Dv, and Hv / Hk of these to a key head.
-
-    | tensor | shape | type |
-    |---|---|---|
-    | `{prefix}conv1d.weight` | [C, 1, kernel]; C channels: all queries, all keys, all values | the engine's |
-    | `{prefix}A_log`, `{prefix}dt_bias` | [Hv] | FP32 |
-    | `{prefix}norm.weight` | [Dv] | FP32 |
-    """
-
-    prefix: str
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    kernel: int
-    norm_eps: float
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a row that go through the convolution."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
 
 class Ops(ABC, Generic[T]):
@@ -222,12 +139,13 @@ class Ops(ABC, Generic[T]):
         causal: bool,
         window: int | None = None,
         sinks: str | None = None,
+        scale: float | None = None,
     ) -> T:
-        """Computes softmax(q k^T / sqrt(D)) v over lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
+        """Computes softmax(q k^T * scale) v over lengths [B] cache rows: q [B, heads, N, D] -> [B, N, heads*D].
 
         The last query row is aligned with the last key: row i stands at p = lengths - N + i. Causal: it sees no key
         after p. window: it sees no key at or before p - window. sinks: the name of a tensor [heads]; each is one more
-        logit of its head's softmax, not scaled, whose value is zero.
+        logit of its head's softmax, not scaled, whose value is zero. scale: 1 / sqrt(D) unless it is given.
         """
 
     @abstractmethod
@@ -298,14 +216,8 @@ class Ops(ABC, Generic[T]):
         q, k, v = self._split_qkv(layer, qkv, self.positions(start, qkv))
         keys = self.append_kv(layer.prefix + "key", k, start)
         values = self.append_kv(layer.prefix + "value", v, start)
-        return self.attention(q, keys, values, self.key_lengths(start, qkv), True, layer.window, layer.sinks)
-
-    def norm_projections(self, layer: AttentionLayer, qkv: T, eps: float) -> T:
-        """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
-
-        By `{prefix}self_attn.q_norm.weight` [heads*D] and `k_norm.weight` [kv_heads*D]; qkv as in `self_attention`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no norm over a whole projection")
+        lengths = self.key_lengths(start, qkv)
+        return self.attention(q, keys, values, lengths, True, layer.window, layer.sinks, layer.scale)
 
     def context_rows(self, layer: AttentionLayer, kv: T, index: int, start: T) -> Context[T]:
         """Takes the context rows of a drafter's index-th layer, from start [B] on, out of all layers' K and V in `kv`.
@@ -341,7 +253,12 @@ class Ops(ABC, Generic[T]):
         """Splits qkv into q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""
         q = self.split_heads(qkv, 0, layer.heads, layer.head_size)
         k = self.split_heads(qkv, layer.heads, layer.kv_heads, layer.head_size)
-        v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
+        v = k
+        if not layer.keys_as_values:
+            v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
+        if layer.norms_values:
+            assert layer.norm_eps is not None
+            v = self.unit_norm(v, layer.norm_eps)
         q, k = self._norm_heads(layer, "q", q), self._norm_heads(layer, "k", k)
         return self.rope(layer.rope, q, positions), self.rope(layer.rope, k, positions), v
 
@@ -376,6 +293,39 @@ class Ops(ABC, Generic[T]):
         next call's start says how many of them stay, and S absorbs these first. A call of more rows than a block leaves
         S behind its last row instead. A slot that takes no part keeps all as it is; one that starts at 0 needs nothing.
         """
+        raise NotImplementedError
+
+    # -- some families' own: a backend that lacks them refuses those before it begins; see `Decoder.torch_only` --------
+
+    def norm_projections(self, layer: AttentionLayer, qkv: T, eps: float) -> T:
+        """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
+
+        By `{prefix}self_attn.q_norm.weight` [heads*D] and `k_norm.weight` [kv_heads*D]; qkv as in `self_attention`.
+        """
+        raise NotImplementedError
+
+    def scaled_embedding(self, name: str, ids: T, factor: float) -> T:
+        """Embeds ids [B, N] by `name`, times the factor as the table's type has it: [B, N, H]."""
+        raise NotImplementedError
+
+    def scale(self, x: T, factor: float) -> T:
+        """Multiplies x by a factor, in FP32 inside."""
+        raise NotImplementedError
+
+    def multiply(self, name: str, x: T) -> T:
+        """Multiplies x by the one number `name` [1]."""
+        raise NotImplementedError
+
+    def unit_norm(self, x: T, eps: float) -> T:
+        """Computes x / sqrt(mean(x^2) + eps) over the last dimension, in FP32 inside."""
+        raise NotImplementedError
+
+    def geglu(self, x: T) -> T:
+        """Computes gelu(gate) * up [B, N, F] of x [B, N, 2F], which holds gate, then up; GELU by its form with tanh."""
+        raise NotImplementedError
+
+    def cap(self, logits: T, cap: float) -> T:
+        """Computes cap * tanh(logits / cap)."""
         raise NotImplementedError
 
     # -- rows and positions ----------------------------------------------------------------------------------------

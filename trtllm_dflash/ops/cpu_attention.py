@@ -56,16 +56,19 @@ def _spare_rows(rows: int, group: int) -> int:
     return -rows % (_ROWS // math.gcd(_ROWS, group))
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None, scale: float | None = None
+) -> Tensor:
     """Attends from q [heads, n, D] to keys and values [kv_heads, L, D]: [n, heads*D] in q's type.
 
     Args:
         hidden: [n, L], both rounded up; see `hidden_keys`.
         sinks: [heads]; each is one more logit of its head's softmax, whose value is zero.
+        scale: of scores; None: 1 / sqrt(D).
     """
     heads, rows, size = q.shape
     kv_heads, padded = len(keys), len(hidden)
-    wide = q.float() * size**-0.5
+    wide = q.float() * (size**-0.5 if scale is None else scale)
     if padded > rows:
         wide = F.pad(wide, (0, 0, 0, padded - rows))
     scores = _scores(wide.reshape(kv_heads, -1, size), keys).view(kv_heads, heads // kv_heads, padded, -1)
@@ -75,7 +78,14 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tenso
 
 
 def attend_paths(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, paths: Tensor, hidden: Tensor, sinks: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    paths: Tensor,
+    hidden: Tensor,
+    sinks: Tensor | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attends as `attend` does, from rows of a tree: each sees the first `start` keys, and those of its own path.
 
@@ -86,7 +96,8 @@ def attend_paths(
     heads, rows, size = q.shape
     kv_heads, padded = len(keys), len(hidden)
     shape, shared = (kv_heads, heads // kv_heads, padded), start // TILE * TILE
-    wide = F.pad(q.float() * size**-0.5, (0, 0, 0, padded - rows)).view(*shape, size)
+    wide = q.float() * (size**-0.5 if scale is None else scale)
+    wide = F.pad(wide, (0, 0, 0, padded - rows)).view(*shape, size)
     own_keys, own_values = (_own_tiles(x, shared, start, paths) for x in (keys, values))
     scores = _together(_scores(_apart(wide, rows), own_keys), *shape)
     if shared:

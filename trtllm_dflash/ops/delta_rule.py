@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from trtllm_dflash.ops.activations import sigmoid, silu
 from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.cpu_norm import normed
 from trtllm_dflash.ops.delta_states import DeltaStates, NetState, Run
-from trtllm_dflash.ops.experts import sigmoid, silu
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_dflash.ops import cpu_products
-from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
+from trtllm_dflash.ops.activations import gelu, sigmoid, silu
+from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
 
@@ -56,13 +57,20 @@ class Experts:
     gate_up: ExpertMatrix  # [2F, H] each
     down: ExpertMatrix  # [H, F] each
     correction: Tensor | None = None  # FP32 [experts], added to sigmoid scores before the choice
+    scales: Tensor | None = None  # [experts], of their weights in a row
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], layer: MoELayer) -> "Experts":
         """Reads the experts of `layer` from a rank's weights."""
         prefix = layer.prefix + "experts."
         gate_up, down = (ExpertMatrix.of(weights, prefix + name) for name in ("gate_up_proj", "down_proj"))
-        return cls(gate_up, down, weights.get(layer.prefix + "router.correction_bias"))
+        router = (weights.get(f"{layer.prefix}router.{name}") for name in ("correction_bias", "expert_scale"))
+        return cls(gate_up, down, *router)
+
+    def route(self, layer: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses each row's experts and their weights, as `route`."""
+        ids, shares = route(layer, logits, self.correction)
+        return ids, shares if self.scales is None else shares * self.scales.float()[ids]
 
 
 def route(layer: MoELayer, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -86,45 +94,25 @@ def _route_by_sigmoids(layer: MoELayer, scores: Tensor, correction: Tensor) -> t
     return ids, shares
 
 
-def activate(gate_up: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
-    """Computes SwiGLU, or its clamped kind, of gate and up [..., 2F]: [..., F]."""
+def activate(gate_up: Tensor, layer: MoELayer) -> Tensor:
+    """Computes a layer's activation of gate and up [..., 2F]: [..., F]."""
     gate, up = gate_up.chunk(2, dim=-1)
+    clamp = layer.clamp
     if clamp is None:
-        return silu(gate) * up
+        return (gelu(gate) if layer.activation == "gelu" else silu(gate)) * up
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return silu(gate, clamp.alpha) * (up + 1)
 
 
-def silu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """Computes x * sigmoid(alpha * x).
-
-    On the CPU from `exp`: torch's own sigmoid has other digits where a thread's last few numbers are computed singly,
-    so that a row would depend on how many there are.
-    """
-    if x.is_cuda:
-        return F.silu(x) if alpha == 1 else x * torch.sigmoid(alpha * x)
-    wide = x.float()
-    scaled = wide.neg() if alpha == 1 else wide * -alpha
-    return wide.div(scaled.exp_().add_(1)).to(x.dtype)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """Computes 1 / (1 + exp(-x)) of FP32; on the CPU from `exp`, as in `silu`."""
-    if x.is_cuda:
-        return x.sigmoid()
-    below = x.neg().exp_().add_(1)
-    return torch.ones_like(below).div_(below)
-
-
 def one_by_one(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
     """Computes `Ops.moe` for rows x [N, H], expert by expert: only those that a row chose. The host reads their ids."""
-    ids, shares = route(layer, logits, experts.correction)
+    ids, shares = experts.route(layer, logits)
     total = torch.zeros(x.shape, device=x.device)
     for expert in range(layer.first, layer.first + layer.count):
         rows, places = torch.where(ids == expert)
         if len(rows):
             own = expert - layer.first
-            h = activate(_linear(x[rows], experts.gate_up, own), layer.clamp)
+            h = activate(_linear(x[rows], experts.gate_up, own), layer)
             y = _linear(h, experts.down, own).float()
             total.index_add_(0, rows, y * shares[rows, places, None])
     return total.to(x.dtype)
@@ -136,7 +124,7 @@ def in_tiles(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Te
     The N * k pairs of row and expert are sorted by expert and laid out in tiles, each of one expert, the last of each
     expert's padded. There are as many tiles as the worst routing needs.
     """
-    ids, shares = route(layer, logits, experts.correction)
+    ids, shares = experts.route(layer, logits)
     rows, k = ids.shape
     pairs = rows * k
     size = max(1, pairs // layer.count)
@@ -160,7 +148,7 @@ def in_tiles(layer: MoELayer, experts: Experts, x: Tensor, logits: Tensor) -> Te
     parts = []
     for tile in range(0, tiles, _TILES):
         which = expert[tile : tile + _TILES]
-        h = activate(_tile_linear(laid_out[tile : tile + _TILES], experts.gate_up, which), layer.clamp)
+        h = activate(_tile_linear(laid_out[tile : tile + _TILES], experts.gate_up, which), layer)
         parts.append(_tile_linear(h, experts.down, which))
     y = torch.cat([part.flatten(0, 1) for part in parts])  # [tiles * size, H]
     y = F.pad(y, (0, 0, 0, 1))  # what the pairs of other ranks take

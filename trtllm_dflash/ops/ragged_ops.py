@@ -260,7 +260,7 @@ class RaggedOps(TorchOps):
             # Nobody sees the tiles before the window of the first row.
             first = 0 if layer.window is None else max(0, end - part.shape[1] + 1 - layer.window) // TILE * TILE
             hidden = self._hidden(first, end, part.shape[1], layer.heads // layer.kv_heads, causal, layer.window)
-            out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks))
+            out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks, layer.scale))
         return (out[0] if len(out) == 1 else torch.cat(out))[None]
 
     def _attend_paths(self, layer: AttentionLayer, segment: Segment, q: Tensor) -> Tensor:
@@ -274,7 +274,8 @@ class RaggedOps(TorchOps):
             self._masks[key] = _path_rows(segment, first), hidden
         paths, hidden = self._masks[key]
         sinks = None if layer.sinks is None else self.weights[layer.sinks]
-        return attend_paths(q[0], keys[:, first:], values[:, first:], start - first, paths, hidden, sinks)[None]
+        seen = keys[:, first:], values[:, first:], start - first, paths, hidden
+        return attend_paths(q[0], *seen, sinks, layer.scale)[None]
 
     def _hidden(self, *key: Any) -> Tensor:
         """Makes the mask of `hidden_keys`, once for all layers."""

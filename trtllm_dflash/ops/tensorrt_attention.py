@@ -60,10 +60,11 @@ class TensorRTAttention(TensorRTLayers):
         causal: bool,
         window: int | None = None,
         sinks: str | None = None,
+        scale: float | None = None,
     ) -> ITensor:
         size = q.shape[3]
         # The layer has no scale of its own.
-        q = self._binary("PROD", q, self._fill(size**-0.5, 4, q.dtype), "scale")
+        q = self._binary("PROD", q, self._fill(size**-0.5 if scale is None else scale, 4, q.dtype), "scale")
         if sinks is not None:
             q = self._with_sinks(q, sinks, keys.shape[3])
         if window is None:

@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_dflash.ops import cpu_products
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, DeltaLayer, MoELayer, Ops, SamplingInputs
+from trtllm_dflash.ops.activations import sigmoid, silu
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, DeltaLayer, MoELayer, SamplingInputs
 from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs, TokenMask
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.cpu_norm import normed
 from trtllm_dflash.ops.delta_rule import gated_delta
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
-from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one, sigmoid, silu
+from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
 from trtllm_dflash.ops.fp8 import (
     FP8,
     Fp8Weight,
@@ -26,11 +27,12 @@ from trtllm_dflash.ops.fp8 import (
 )
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.penalties import Penalties, penalized
+from trtllm_dflash.ops.torch_family_ops import TorchFamilyOps
 
 Tensor = torch.Tensor
 
 
-class TorchOps(Ops[Tensor]):
+class TorchOps(TorchFamilyOps):
     """Computes each operation at once, with torch.
 
     Args:
@@ -128,7 +130,11 @@ class TorchOps(Ops[Tensor]):
         if qkv.is_cuda:
             return super()._split_qkv(layer, qkv, positions)
         both = self.split_heads(qkv, 0, layer.heads + layer.kv_heads, layer.head_size)  # queries and keys at once
-        v = self.split_heads(qkv, layer.heads + layer.kv_heads, layer.kv_heads, layer.head_size)
+        first_value = layer.heads + (0 if layer.keys_as_values else layer.kv_heads)
+        v = self.split_heads(qkv, first_value, layer.kv_heads, layer.head_size)
+        if layer.norms_values:
+            assert layer.norm_eps is not None
+            v = normed(v, layer.norm_eps)
         if layer.norm_eps is not None:
             norms = [self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"] for which in "qk"]
             both = normed(both.to(norms[0].dtype), layer.norm_eps)
@@ -137,18 +143,6 @@ class TorchOps(Ops[Tensor]):
             both = both.to(qkv.dtype)
         q, k = self.rope(layer.rope, both, positions).split([layer.heads, layer.kv_heads], dim=1)
         return q, k, v
-
-    def norm_projections(self, layer: AttentionLayer, qkv: Tensor, eps: float) -> Tensor:
-        sizes = [heads * layer.head_size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
-        *normed, v = qkv.split(sizes, dim=-1)
-        squares = torch.cat([x.float().square().sum(dim=-1, keepdim=True) for x in normed], dim=-1)
-        sums = self.all_reduce(squares).split(1, dim=-1)
-        for i, (which, x) in enumerate(zip("qk", normed, strict=True)):
-            # Keys that several ranks hold are counted as often as they are held, in the sum as in the number.
-            root = (sums[i] / (self.tp * sizes[i])).add_(eps).rsqrt_()
-            weight = self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"]
-            normed[i] = (x.float() * root).to(x.dtype) * weight
-        return torch.cat([*normed, v], dim=-1)
 
     def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
         cache = self.caches[name]
@@ -184,6 +178,7 @@ class TorchOps(Ops[Tensor]):
         causal: bool,
         window: int | None = None,
         sinks: str | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         # On CPU the longest sequence bounds the work; on CUDA reading it back would stop the device.
         bound = keys.shape[2] if keys.is_cuda else int(lengths.max())
@@ -197,8 +192,10 @@ class TorchOps(Ops[Tensor]):
             )
         keys, values = keys[:, :, :bound], values[:, :, :bound]
         if sinks is not None:
+            assert scale is None
             return self._attention_with_sinks(q, keys, values, mask, self.weights[sinks])
-        out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=q.shape[1] != keys.shape[1])
+        gqa = q.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2).flatten(2)
 
     @staticmethod

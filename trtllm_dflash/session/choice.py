@@ -73,14 +73,13 @@ def find_kernels(
         raise EngineError(f"{config.name}: gated delta nets are computed on a CPU alone so far: --device cpu")
     if asked == "torch":
         return None, "as --kernels torch says"
-    heads = [model.head_size for model in (config.target, config.drafter) if model is not None]
     lacking = torch_only(config.target)
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
-    reason = reason or kernels.why_unsupported(config.dtype, heads, capability)
+    reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability)
     if reason is not None:
         return None, reason
     try:
         library = kernels.load_for(capability)
     except EngineError as error:
         raise EngineError(f"{error}; or, slower, compute with torch's: --kernels torch") from None
-    return library, f"heads of {', '.join(map(str, sorted(set(heads))))} on {kernels.gpu_name(capability)}"
+    return library, f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"

@@ -19,11 +19,11 @@ def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, ran
         size = target.vocab_size // config.tp
         complete["lm_head.weight"] = weights["model.embed_tokens.weight"][rank * size : (rank + 1) * size]
     device = weights["model.embed_tokens.weight"].device
-    models = {"rope": target} if config.drafter is None else {"rope": target, PREFIX + "rope": config.drafter}
-    for name, model in models.items():
-        cos, sin = rope_tables(model.rope, model.head_size, config.cache_length)
-        complete[name + ".cos"] = cos.to(device, config.dtype)
-        complete[name + ".sin"] = sin.to(device, config.dtype)
+    models = {"": target} if config.drafter is None else {"": target, PREFIX: config.drafter}
+    for prefix, model in models.items():
+        for name, (rope, size) in model.ropes.items():
+            for table, values in zip(("cos", "sin"), rope_tables(rope, size, config.cache_length), strict=True):
+                complete[f"{prefix}{name}.{table}"] = values.to(device, config.dtype)
     if config.kv == "fp8":
         for name in cache_shapes(config):
             complete.setdefault(name + ".scale", torch.ones((), device=device))
