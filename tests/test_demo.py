@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.conftest import refusal, succeeds
+from tests.conftest import succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
@@ -98,7 +98,3 @@ def test_the_histogram_is_of_all_steps(outputs, tiny):
         share = accepted.count(int(count)) / len(accepted)
         assert float(percent) == pytest.approx(100 * share, abs=0.1)
         assert len(bar) == round(40 * share)
-
-
-def test_a_pair_that_cannot_be_built_yet_has_no_demo():
-    assert "kimi_k25 cannot be built yet" in refusal("demo", "--model", "kimi-k2.5")

@@ -9,6 +9,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
+from trtllm_dflash.ops.int4 import INT4_BLOCK, PACKED, Int4Weight
 from trtllm_dflash.ops.linear_weight import stored_tensors
 from trtllm_dflash.ops.mxfp4 import ONE
 
@@ -29,6 +30,9 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         if weight.precision is WeightPrecision.BYTES:
             tensors[weight.name] = _random_bytes(weight, config, rank, generator)
             continue
+        if weight.precision is WeightPrecision.INT4:
+            tensors |= stored_tensors(weight.linear, _random_int4(weight, config, rank, generator))
+            continue
         tensor = torch.empty(weight.shape(config.tp, rank), dtype=_dtype(weight, config), device=device)
         if tensor.ndim > 1:
             tensor.normal_(0, _STD, generator=generator)
@@ -44,6 +48,15 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
 
 def _dtype(weight: Weight, config: EngineConfig) -> torch.dtype:
     return torch.float32 if weight.precision is WeightPrecision.FP32 else config.dtype
+
+
+def _random_int4(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> Int4Weight:
+    """Whole numbers of about 5, all with the scale that makes them about as large as other matrices' numbers."""
+    *stack, columns = weight.shape(config.tp, rank)
+    shape, device, most = (*stack, columns // PACKED), generator.device, torch.iinfo(torch.int32)
+    values = torch.randint(most.min, most.max, shape, generator=generator, dtype=torch.int32, device=device)
+    scale = torch.full((*stack, columns // INT4_BLOCK), _STD / 5, dtype=torch.bfloat16, device=device)
+    return Int4Weight(values, scale)
 
 
 def _random_bytes(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> torch.Tensor:

@@ -13,6 +13,7 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
+from trtllm_dflash.ops.int4 import INT4_BLOCK
 
 #: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
 Format: TypeAlias = Literal["fp8", "nvfp4"]
@@ -22,7 +23,12 @@ CAPABILITY: dict[str, int] = {"fp8": 89, "nvfp4": 100}
 TargetPrecision: TypeAlias = Precision | Format | Literal["auto"]
 DrafterPrecision: TypeAlias = Format | Literal["auto"]
 
-_FORMATS = {WeightPrecision.FP8: "fp8", WeightPrecision.FP8_BLOCKS: "fp8", WeightPrecision.NVFP4: "nvfp4"}
+_FORMATS = {
+    WeightPrecision.FP8: "fp8",
+    WeightPrecision.FP8_BLOCKS: "fp8",
+    WeightPrecision.NVFP4: "nvfp4",
+    WeightPrecision.INT4: "int4",
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ def _format(
             raise SettingsError(f"the {role}'s checkpoint is {held}, and sm{place.gpu} has {_list(place.has)}: {hint}")
         return held
     if asked == "auto":
+        if held == "int4":  # no GPU multiplies it, and in any other type it has four times the bytes
+            return held
         if place.gpu is None:
             return None
         best = held or "fp8"
@@ -140,6 +148,11 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
             raise SettingsError(
                 f"{'--drafter-' if weight.name.startswith(PREFIX) else '--'}precision {kind.value}: {weight.name} of a "
                 f"rank is {sides} with --tp {tp}, and {kind.name} needs multiples of {FP8_MULTIPLE}"
+            )
+        if kind is WeightPrecision.INT4 and shape[-1] % INT4_BLOCK:
+            raise SettingsError(
+                f"--tp {tp}: {weight.name} of a rank has {shape[-1]} columns, no whole number of the checkpoint's INT4 "
+                f"blocks of {INT4_BLOCK}; use fewer ranks or --ep"
             )
         held = [part.held(tp, 0) for part in weight.parts]
         joined = weight.parts_of_each > 1 or held[0] != weight.parts[0].sides

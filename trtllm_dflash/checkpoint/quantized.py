@@ -14,6 +14,7 @@ from trtllm_dflash.checkpoint.folder import FLOATING_DTYPES, CheckpointFolder, r
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.weights import Part, Weight, WeightPrecision
 from trtllm_dflash.ops.fp8 import FP8, FP8_BLOCK, Fp8Weight
+from trtllm_dflash.ops.int4 import INT4_BLOCK, PACKED, Int4Weight
 from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
 
 #: ModelOpt's summary of what it did, beside config.json.
@@ -25,7 +26,7 @@ _CACHE_SCALES = ("*.k_scale", "*.v_scale")
 #: quant_method in config.json -> the layouts of it that are read; None: whatever the tensors are. MXFP4 is a family's.
 _READ: dict[str, tuple[str, ...] | None] = {
     "modelopt": ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4"),
-    "compressed-tensors": ("float-quantized", "naive-quantized"),
+    "compressed-tensors": ("float-quantized", "naive-quantized", "pack-quantized"),
     "fp8": None,
     "mxfp4": None,
 }
@@ -35,6 +36,7 @@ _BLOCK = {
     WeightPrecision.FP8: (1, 1),
     WeightPrecision.FP8_BLOCKS: (FP8_BLOCK, FP8_BLOCK),
     WeightPrecision.NVFP4: (1, NVFP4_BLOCK),
+    WeightPrecision.INT4: (1, INT4_BLOCK),
 }
 
 
@@ -90,9 +92,11 @@ def _find_quantized(
     for part in parts:
         name = keys.get(part.key, part.key)
         info = folder.tensors.get(name)
-        if info is not None and len(part.shape) == 2 and info.dtype in ("F8_E4M3", "U8"):
-            layout = _fp8 if info.dtype == "F8_E4M3" else _nvfp4
-            found[name] = layout(folder, name, part.shape)
+        if info is None or len(part.shape) != 2 or info.dtype not in _LAYOUTS:
+            continue
+        if part.alternating:
+            raise CheckpointError(f"{folder.path}: tensor {name} is quantized, which rotated projections may not be")
+        found[name] = _LAYOUTS[info.dtype](folder, name, part.shape)
     return found
 
 
@@ -162,6 +166,10 @@ def read_matrix(
         _check_finite(folder, matrix.scale, scale)
         global_scale = _number(folder, matrix.global_scale).expand(len(values))
         return Nvfp4Weight(values, scale, global_scale, input_scale)
+    if matrix.precision is WeightPrecision.INT4:
+        scale = read(matrix.scale, column_unit=INT4_BLOCK)
+        _check_finite(folder, matrix.scale, scale)
+        return Int4Weight(read(name, column_unit=PACKED), scale)
     values = read(name)
     _check_finite(folder, name, values)
     if matrix.precision is WeightPrecision.FP8_BLOCKS:
@@ -173,9 +181,14 @@ def read_matrix(
     return Fp8Weight(values, scale.contiguous(), input_scale)
 
 
+def _said(folder: CheckpointFolder) -> Any:
+    """Reads `quantization_config`, which a model of more than text may nest in its `text_config`."""
+    return folder.config.get("quantization_config", (folder.config.get("text_config") or {}).get("quantization_config"))
+
+
 def cache_format(folder: CheckpointFolder) -> str | None:
     """Reads the format that a checkpoint sets for caches, in ModelOpt's words (FP8, NVFP4, ...); None: it sets none."""
-    said = folder.config.get("quantization_config")
+    said = _said(folder)
     scheme = said.get("kv_cache_scheme") if isinstance(said, dict) else None
     if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
         return "FP8"
@@ -224,7 +237,7 @@ def _cache_scale(folder: CheckpointFolder, key: str) -> torch.Tensor:
 
 
 def _check_method(folder: CheckpointFolder) -> None:
-    said = folder.config.get("quantization_config")
+    said = _said(folder)
     if said is None and (folder.path / MODELOPT_FILE).is_file():
         said = read_json(folder.path / MODELOPT_FILE).get("quantization")
     if said is None:
@@ -233,6 +246,8 @@ def _check_method(folder: CheckpointFolder) -> None:
         raise CheckpointError(f"{folder.path}: config.json: quantization_config is not an object")
     method = said.get("quant_method", "modelopt")
     kind = said.get("quant_algo") if method == "modelopt" else said.get("format")
+    if kind == "pack-quantized":
+        _check_int4(folder, said)
     read = _READ.get(method, ())
     caches_alone = kind is None or (method, kind) == ("compressed-tensors", "dense")
     if method in _READ and caches_alone and cache_format(folder) is not None:
@@ -242,6 +257,18 @@ def _check_method(folder: CheckpointFolder) -> None:
             f"{folder.path}: quantized by {method} as {kind}, which is not read; make FP8 or NVFP4 of the unquantized "
             "checkpoint: trtllm-dflash quantize --format fp8|nvfp4"
         )
+
+
+def _check_int4(folder: CheckpointFolder, said: Mapping[str, Any]) -> None:
+    """Refuses packed whole numbers of another size, or with other scales, than `ops.int4`'s."""
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_BLOCK}
+    for group in (said.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        for key, value in wanted.items():
+            if weights.get(key, value) != value:
+                raise CheckpointError(
+                    f"{folder.path}: packed weights of {key} {weights[key]!r} are not read; read: {value!r}"
+                )
 
 
 def _fp8(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
@@ -276,6 +303,21 @@ def _nvfp4(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> Quant
     if tensors[global_scale] not in ((), (1,)):
         raise CheckpointError(f"{folder.path}: tensor {global_scale} is {list(tensors[global_scale])} instead of []")
     return _matrix(folder, name, (outputs, inputs // 2), WeightPrecision.NVFP4, scale, tensors, global_scale)
+
+
+def _int4(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
+    outputs, inputs = shape
+    scale = _companion(folder, name, "weight_scale")
+    if scale is None:
+        raise CheckpointError(f"{folder.path}: tensor {name} is INT4 and has no {_beside(name, 'weight_scale')}")
+    _check_dtype(folder, scale, ("BF16",))
+    # The last is the matrix's own shape, which config.json says too.
+    tensors = {scale: (outputs, inputs // INT4_BLOCK), _beside(name, "weight_shape"): (2,)}
+    return _matrix(folder, name, (outputs, inputs // PACKED), WeightPrecision.INT4, scale, tensors)
+
+
+#: safetensors' type of a matrix in few bits -> its layout.
+_LAYOUTS = {"F8_E4M3": _fp8, "U8": _nvfp4, "I32": _int4}
 
 
 def _matrix(
@@ -321,4 +363,4 @@ def _companion(folder: CheckpointFolder, name: str, *suffixes: str) -> str | Non
 
 
 def _beside(name: str, suffix: str) -> str:
-    return name.removesuffix("weight") + suffix
+    return name.removesuffix("_packed").removesuffix("weight") + suffix

@@ -13,6 +13,7 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import Content, Part, Split, Weight
 from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight
 from trtllm_dflash.ops.mxfp4 import NAN
 
@@ -65,6 +66,8 @@ class RankReader:
 
         values = joined([part.values for part in slices])
         scale = joined([part.scale for part in slices])
+        if isinstance(slices[0], Int4Weight):
+            return Int4Weight(values, scale)
         # What goes in is one and the same, so the largest is its true range. Of experts it is the largest of all, too.
         inputs = [part.input_scale for part in slices if part.input_scale is not None]
         input_scale = torch.stack(inputs).amax() if len(inputs) == len(slices) else None
@@ -86,7 +89,7 @@ class RankReader:
             start, stop = first // unit * unit, min(-(-last // unit) * unit, part.sides[dimension or 0])
             numbers = self._read_matrix(part, dimension, start, stop).dequantize()
             numbers = numbers if dimension is None else numbers.narrow(dimension, first - start, last - first)
-            slices.append(_runs(numbers, part))
+            slices.append(_deinterleaved(_runs(numbers, part), part))
         return torch.cat(slices).reshape(weight.shape(self.tp, self.rank))
 
     def _name(self, part: Part) -> str:
@@ -115,7 +118,7 @@ class RankReader:
         axis, key = part.axis, self._name(part)
         stored = self.folder.read(key, *self._bounds(part), matrix=part.matrix)
         if part.content is Content.NUMBERS:
-            values = _runs(_as_numbers(self.folder, key, stored, dtype), part)
+            values = _deinterleaved(_runs(_as_numbers(self.folder, key, stored, dtype), part), part)
             values = values + 1 if part.less_one else values
         else:
             values = stored
@@ -174,6 +177,15 @@ def _runs(x: torch.Tensor, part: Part, rows: int = 1) -> torch.Tensor:
     return units[:, first:last].flatten(0, 1)
 
 
+def _deinterleaved(x: torch.Tensor, part: Part) -> torch.Tensor:
+    """Sets apart the first and the second of the pairs that end each of a part's units."""
+    if not part.alternating:
+        return x
+    units = x.unflatten(0, (-1, part.shape[0] // part.units))
+    plain, pairs = units.split([units.shape[1] - part.alternating, part.alternating], dim=1)
+    return torch.cat([plain, pairs[:, 0::2], pairs[:, 1::2]], dim=1).flatten(0, 1)
+
+
 def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
     """Pads dimension `axis` of x to `size`."""
     if x.shape[axis] == size:
@@ -195,7 +207,7 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
         return f"the {delta.key_heads} key heads of its gated delta nets"
     moe = config.moe
     sizes = {"rows of the vocabulary": config.vocab_size}
-    if moe is None or config.full_attention is not None:  # Gemma's experts stand beside a feed-forward
+    if moe is None or moe.dense_layers or config.full_attention is not None:  # Gemma's experts stand beside one
         sizes["FFN columns"] = config.intermediate_size
     if moe is not None and moe.expert_parallel:
         sizes["experts"] = moe.experts

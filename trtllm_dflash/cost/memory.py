@@ -149,7 +149,7 @@ def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
 
     Experts it dequantizes as rows choose them.
     """
-    kinds = WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4
+    kinds = WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4, WeightPrecision.INT4
     if backend == "torch" and weight.precision in kinds and weight.stack is None:
         return WeightPrecision.ENGINE
     return weight.precision
@@ -191,7 +191,7 @@ def cache_shapes(config: EngineConfig, paging: Paging | None = None) -> dict[str
 def _kept_sizes(mixer: Attends) -> list[tuple[str, int]]:
     """Lists the caches of a layer and the size of their rows in each head."""
     if mixer.latent:
-        return [("key", mixer.row)]
+        return [("latent", mixer.row)]
     return [("key", mixer.key_size), ("value", mixer.value_size)]
 
 

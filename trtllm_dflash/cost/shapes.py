@@ -88,8 +88,19 @@ def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, D
         SettingsError: the shape is not known.
     """
     shape = find_shape(name)
-    target = read_target_config(shape.target_of(layers or shape.facts.target_layers))
+    raw = shape.target_of(layers or shape.facts.target_layers)
+    target = read_target_config(raw)
+    if _packs_experts(raw):
+        weights = build_target(target).weights()
+        plain = tuple(weight.linear for weight in weights if weight.is_matrix and weight.stack is None)
+        packed = {"linear_precision": WeightPrecision.INT4, "plain_linears": plain}
+        target = target.model_copy(update=packed)
     return target, drafter_of(shape, target)
+
+
+def _packs_experts(raw: dict[str, Any]) -> bool:
+    """Whether a published target's experts are in INT4 (Kimi-K2.5's)."""
+    return "config_groups" in (raw.get("text_config") or {}).get("quantization_config", {})
 
 
 def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:

@@ -7,6 +7,7 @@ from trtllm_dflash.models.decoder import Decoder, DecoderConfig
 from trtllm_dflash.models.drafter import Drafter, DrafterConfig
 from trtllm_dflash.models.gemma4 import Gemma4
 from trtllm_dflash.models.gpt_oss import GptOss
+from trtllm_dflash.models.kimi_k25 import KimiK25
 from trtllm_dflash.models.llama import Llama
 from trtllm_dflash.models.minimax_m2 import MiniMaxM2
 from trtllm_dflash.models.planned import PLANNED, Planned, PlannedConfig
@@ -43,9 +44,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Qwen35,
     "qwen3_5_moe": Qwen35Moe,
     "gemma4": Gemma4,
+    "kimi_k25": KimiK25,
 }
 #: `model_type` of a text model that was saved by itself -> its family.
-_TEXT_MODELS = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "gemma4_text": "gemma4"}
+_TEXT_MODELS = {
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "gemma4_text": "gemma4",
+    "kimi_k2": "kimi_k25",
+}
 
 
 def read_target_config(raw: dict[str, Any]) -> DecoderConfig:

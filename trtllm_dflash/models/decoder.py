@@ -7,7 +7,7 @@ fused tensor is named as the layer's others are (`qkv_proj`, `gate_up_proj`).
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
@@ -28,10 +28,12 @@ class MoEConfig(BaseModel):
     normalized: bool  # see `MoELayer`
     clamp: ClampedSwiglu | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"  # see `MoELayer`
+    scale: float = 1.0
     activation: Literal["silu", "gelu"] = "silu"
     mxfp4: bool = False  # how the experts' matrices are stored
     stacked: bool = False  # likewise: those of a layer as one tensor, not each by itself
-    shared_size: PositiveInt | None = None  # columns of an expert that every row goes through, with a gate of its own
+    shared_size: PositiveInt | None = None  # columns of an expert that every row goes through
+    dense_layers: NonNegativeInt = 0  # the first so many layers have a feed-forward and no experts
     expert_parallel: bool = False  # ranks hold whole experts, not a slice of each
 
 
@@ -59,6 +61,19 @@ class FullAttention(BaseModel):
     keys_as_values: bool  # see `AttentionLayer`
 
 
+class LatentAttention(BaseModel):
+    """Attention to one row of few numbers for all heads (MLA, arXiv 2405.04434); see `LatentLayer`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    query_rank: PositiveInt
+    rank: PositiveInt
+    plain_size: PositiveInt
+    rotary_size: PositiveInt
+    value_size: PositiveInt
+    scale: float  # of scores
+
+
 class DecoderConfig(BaseModel):
     """The shape of a decoder, as read from a Hugging Face config.json."""
 
@@ -80,6 +95,7 @@ class DecoderConfig(BaseModel):
     windows: tuple[PositiveInt | None, ...] | None = None  # keys that a row sees, by layer; None: all
     attention_sinks: bool = False
     full_attention: FullAttention | None = None  # None: all layers have the heads that are said above
+    latent_attention: LatentAttention | None = None  # in all layers
     embedding_scale: float | None = None  # that embeddings are multiplied by
     logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
     moe: MoEConfig | None = None  # None: dense
@@ -100,6 +116,8 @@ class DecoderConfig(BaseModel):
         """Heads of layer i's caches, and their sizes, by kind."""
         if self.delta is not None and self.delta.layers[i]:
             return {}
+        if self.latent_attention is not None:
+            return {"latent": (1, self.latent_attention.rank + self.latent_attention.rotary_size)}
         full = self.full_attention if self.window(i) is None else None
         shape = (self.kv_heads, self.head_size) if full is None else (full.kv_heads, full.head_size)
         return {"key": shape, "value": shape}
@@ -112,7 +130,8 @@ class DecoderConfig(BaseModel):
     @property
     def ropes(self) -> dict[str, tuple[RopeConfig, int]]:
         """Rotary embeddings by the names of their tables, each with the size of its heads."""
-        ropes = {"rope": (self.rope, self.head_size)}
+        latent = self.latent_attention
+        ropes = {"rope": (self.rope, self.head_size if latent is None else latent.rotary_size)}
         if self.full_attention is not None:
             ropes["full_rope"] = self.full_attention.rope, self.full_attention.head_size
         return ropes

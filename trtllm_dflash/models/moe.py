@@ -18,6 +18,10 @@ class MoEDecoder(Decoder, ABC):
     #: The router's name in the checkpoint's layers; an engine's is `mlp.router`.
     router = "mlp.router"
 
+    #: The name there of an expert that every row goes through, where there is one, and whether it has a gate.
+    shared = "mlp.shared_expert"
+    has_shared_gate = True
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         assert config.moe is not None
@@ -39,20 +43,18 @@ class MoEDecoder(Decoder, ABC):
         if self.moe.shared_size is not None:
             shared = prefix + "mlp.shared_expert"
             own = ops.linear(shared + ".down_proj", ops.linear_swiglu(shared + ".gate_up_proj", h))
-            y = ops.add(y, ops.gated(own, ops.linear(shared + "_gate", h)))
+            y = ops.add(y, ops.gated(own, ops.linear(shared + "_gate", h)) if self.has_shared_gate else own)
         return Residual(stream, ops.all_reduce(y))
 
     def _shared_weights(self, prefix: str, size: int) -> list[Weight]:
         """Lists the tensors of the expert of all rows, whose columns ranks divide, and its gate."""
-        shared, hidden = prefix + "mlp.shared_expert", self.config.hidden_size
-        gate_up = tuple(Part(f"{shared}.{n}_proj.weight", (size, hidden), Split.ROWS, size) for n in ("gate", "up"))
-        down = Part(shared + ".down_proj.weight", (hidden, size), Split.COLUMNS, size)
-        gate = Part(shared + "_gate.weight", (1, hidden))
-        return [
-            Weight(shared + ".gate_up_proj.weight", gate_up),
-            Weight(down.key, (down,)),
-            Weight(gate.key, (gate,)),
-        ]
+        shared, source, hidden = prefix + "mlp.shared_expert", prefix + self.shared, self.config.hidden_size
+        gate_up = tuple(Part(f"{source}.{n}_proj.weight", (size, hidden), Split.ROWS, size) for n in ("gate", "up"))
+        down = Part(source + ".down_proj.weight", (hidden, size), Split.COLUMNS, size)
+        weights = [Weight(shared + ".gate_up_proj.weight", gate_up), Weight(shared + ".down_proj.weight", (down,))]
+        if self.has_shared_gate:
+            weights.append(Weight(shared + "_gate.weight", (Part(source + "_gate.weight", (1, hidden)),)))
+        return weights
 
     def experts(self, prefix: str, tp: int, rank: int) -> MoELayer:
         """Describes a layer's experts on `rank` of `tp`."""
@@ -62,7 +64,7 @@ class MoEDecoder(Decoder, ABC):
 def describe_experts(prefix: str, moe: MoEConfig, tp: int, rank: int) -> MoELayer:
     """Describes the experts that `rank` of `tp` has of a layer."""
     first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
-    chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores, moe.activation
+    chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores, moe.activation, moe.scale
     return MoELayer(prefix + "mlp.", moe.experts, first, last - first, *chosen)
 
 

@@ -119,6 +119,9 @@ def _mixer_of(config: DecoderConfig, i: int) -> Attends | DeltaNet:
     delta = config.delta
     if delta is not None and delta.layers[i]:
         return DeltaNet(delta.key_heads, delta.value_heads, delta.key_size, delta.value_size, delta.kernel)
+    latent = config.latent_attention
+    if latent is not None:
+        return Attends(config.heads, 1, latent.rank + latent.rotary_size, latent.rank, latent=True)
     kv_heads, size = config.caches(i)["key"]
     return Attends(config.heads, kv_heads, size, size, config.window(i))
 

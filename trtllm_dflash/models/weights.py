@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, Literal
 
 from trtllm_dflash.ops.fp8 import FP8_BLOCK
+from trtllm_dflash.ops.int4 import INT4_BLOCK
 from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK
 from trtllm_dflash.ops.mxfp4 import ONE
 
@@ -49,6 +50,7 @@ class WeightPrecision(str, Enum):
     FP8 = "fp8"  # a matrix as E4M3, with one FP32 scale a row of what the rank holds
     FP8_BLOCKS = "fp8-blocks"  # with one a block of 128 by 128
     NVFP4 = "nvfp4"
+    INT4 = "int4"  # see `ops/int4.py`
     BYTES = "bytes"  # as the checkpoint's
     FP32 = "fp32"  # in any engine: numbers that fewer bits would change too much
 
@@ -61,6 +63,8 @@ class WeightPrecision(str, Enum):
             return count
         if self is WeightPrecision.FP32:
             return 4 * count
+        if self is WeightPrecision.INT4:
+            return count // 2 + 2 * (count // INT4_BLOCK)
         *stack, rows, columns = shape
         if self is WeightPrecision.FP8:
             return count + 4 * prod(stack) * rows
@@ -89,6 +93,7 @@ class Part:
     run: tuple[int, int] | None = None  # first and past-the-last of each unit's rows
     matrix: int | None = None  # of a stack
     less_one: bool = False  # an engine's numbers are these and 1
+    alternating: int = 0  # of each unit's rows, the last so many are pairs; an engine has all first, then all second
 
     @property
     def sides(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
-from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, MoELayer
+from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, LatentLayer, MoELayer
 from trtllm_dflash.ops.penalties import Penalties
 
 __all__ = [
@@ -25,12 +25,14 @@ __all__ = [
     "ClampedSwiglu",
     "Context",
     "DeltaLayer",
+    "LatentLayer",
     "Logprobs",
     "MoELayer",
     "Ops",
     "Residual",
     "SamplingInputs",
 ]
+
 
 T = TypeVar("T")
 
@@ -301,6 +303,15 @@ class Ops(ABC, Generic[T]):
         """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
 
         By `{prefix}self_attn.q_norm.weight` [heads*D] and `k_norm.weight` [kv_heads*D]; qkv as in `self_attention`.
+        """
+        raise NotImplementedError
+
+    def latent_attention(self, layer: LatentLayer, q: T, kv: T, start: T) -> T:
+        """Attends causally over the cache and the rows themselves: [B, N, heads * value size].
+
+        Args:
+            q: [B, N, heads * (plain size + rotary size)], as projected.
+            kv: [B, N, rank + rotary size], as projected; appended to the cache at start [B], normed and rotated.
         """
         raise NotImplementedError
 

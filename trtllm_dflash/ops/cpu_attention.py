@@ -73,7 +73,7 @@ def attend(
         wide = F.pad(wide, (0, 0, 0, padded - rows))
     scores = _scores(wide.reshape(kv_heads, -1, size), keys).view(kv_heads, heads // kv_heads, padded, -1)
     probs = _probabilities(scores, hidden, sinks)
-    out = _weighted_sum(probs.flatten(1, 2), values).view(heads, padded, size)
+    out = _weighted_sum(probs.flatten(1, 2), values).view(heads, padded, -1)
     return out[:, :rows].transpose(0, 1).flatten(1).to(q.dtype)
 
 

@@ -70,7 +70,9 @@ class Experts:
     def route(self, layer: MoELayer, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses each row's experts and their weights, as `route`."""
         ids, shares = route(layer, logits, self.correction)
-        return ids, shares if self.scales is None else shares * self.scales.float()[ids]
+        if self.scales is not None:
+            shares = shares * self.scales.float()[ids]
+        return ids, shares if layer.scale == 1 else shares * layer.scale
 
 
 def route(layer: MoELayer, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,26 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True)
+class LatentLayer:
+    """One layer's latent attention (MLA, arXiv 2405.04434) on one rank.
+
+    A row of its cache `{prefix}latent` [B, 1, S, rank + rotary size], the same on every rank, is key and value of all
+    heads: `rank` numbers, normed by `{prefix}self_attn.kv_a_layernorm`, and a part that is rotated. Of each head,
+    `{prefix}self_attn.latent_up` [heads * (plain size + value size), rank] makes a key's other part, then a value.
+    """
+
+    prefix: str
+    rope: str
+    heads: int
+    rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+    norm_eps: float
+    scale: float  # of scores
+
+
+@dataclass(frozen=True)
 class ClampedSwiglu:
     """gpt-oss's activation of gate and up: min(gate, limit) * sigmoid(alpha * gate') * (clamp(up, -limit, limit) + 1).
 
@@ -83,6 +103,7 @@ class MoELayer:
     clamp: ClampedSwiglu | None = None  # None: plain SwiGLU
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of logits; sigmoids are chosen by their sum with the bias
     activation: Literal["silu", "gelu"] = "silu"  # of gates; GELU by its form with tanh
+    scale: float = 1.0  # that a row's weights are multiplied by, last
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, taken
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.mxfp4 import unpack
 
 Tensor = torch.Tensor
@@ -43,7 +44,7 @@ class Nvfp4Weight:
         return (blocks * scale[..., None]).flatten(-2)
 
 
-QuantizedWeight: TypeAlias = Fp8Weight | Nvfp4Weight
+QuantizedWeight: TypeAlias = Fp8Weight | Nvfp4Weight | Int4Weight
 LinearWeight: TypeAlias = Tensor | QuantizedWeight
 
 
@@ -52,6 +53,8 @@ def linear_weight(weights: Mapping[str, Tensor], name: str) -> LinearWeight:
     values = weights[name + ".weight"]
     if values.dtype == FP8:
         return Fp8Weight(values, weights[name + ".scale"], weights.get(name + ".input_scale"))
+    if values.dtype == torch.int32:
+        return Int4Weight(values, weights[name + ".scale"])
     if values.dtype == torch.uint8:
         scales = weights[name + ".scale"], weights[name + ".global_scale"]
         return Nvfp4Weight(values, *scales, weights.get(name + ".input_scale"))

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, LatentLayer, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, attend_paths, hidden_from_paths, hidden_keys
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
+from trtllm_dflash.ops.latent_attention import absorb
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -205,6 +206,23 @@ class RaggedOps(TorchOps):
                 out.append(self._attend_paths(layer, segment, q[:, :, segment.run :]))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
+    def latent_attention(self, layer: LatentLayer, q: Tensor, kv: Tensor, start: Tensor) -> Tensor:
+        """Attends as `TorchOps` does, absorbed whatever the number of rows.
+
+        A prompt's rows would cost less otherwise, and have other digits in their last places: then a sequence that is
+        computed again, or shares what another one generated, might not have the same text.
+        """
+        plain, rotated, rows = self._latent_rows(layer, q, kv, self._layout.positions)
+        queries = absorb(layer, self.weights[layer.prefix + "self_attn.latent_up"], plain, rotated)
+        name, out = layer.prefix + "latent", []
+        for segment, own, new in zip(
+            self._layout.segments, self._layout.split(queries), self._layout.split(rows), strict=True
+        ):
+            self._write_rows(name, segment.pages, segment.start, new[0])
+            keys = self._rows(name, segment.pages, segment.start + segment.count, q.dtype)
+            out.append(self._attend_rows(own[0], keys, keys[..., : layer.rank], True, scale=layer.scale))
+        return self._risen(layer, torch.cat(out)[None])
+
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         k = self.split_heads(kv, 2 * index * layer.kv_heads, layer.kv_heads, layer.head_size)
         v = self.split_heads(kv, (2 * index + 1) * layer.kv_heads, layer.kv_heads, layer.head_size)
@@ -231,43 +249,60 @@ class RaggedOps(TorchOps):
 
     def _append(self, layer: AttentionLayer, segment: Segment, start: int, k: Tensor, v: Tensor) -> None:
         """Writes k and v [1, heads, n, D] into a slot's pages, from position start on."""
-        pages, size, count = segment.pages_of(layer), self._layout.page_rows, k.shape[2]
         for kind, rows in (("key", k[0]), ("value", v[0])):
-            name = layer.prefix + kind
-            cache = self.caches[name]
-            if cache.dtype == FP8:
-                # Written as bytes: not every one of torch's kernels knows FP8.
-                rows, cache = (
-                    quantize_cache_rows(rows, self.weights[name + ".scale"]).view(torch.uint8),
-                    cache.view(torch.uint8),
-                )
-            at = start
-            while at < start + count:
-                page, first = divmod(at, size)
-                end = min(size, first + start + count - at)
-                cache[pages[page]][:, first:end] = rows[:, at - start : at - start + end - first]
-                at += end - first
+            self._write_rows(layer.prefix + kind, segment.pages_of(layer), start, rows)
+
+    def _write_rows(self, name: str, pages: Sequence[int], start: int, rows: Tensor) -> None:
+        """Writes rows [heads, n, D] into a cache's pages, from position start on."""
+        size, count, cache = self._layout.page_rows, rows.shape[1], self.caches[name]
+        if cache.dtype == FP8:
+            # Written as bytes: not every one of torch's kernels knows FP8.
+            rows, cache = (
+                quantize_cache_rows(rows, self.weights[name + ".scale"]).view(torch.uint8),
+                cache.view(torch.uint8),
+            )
+        at = start
+        while at < start + count:
+            page, first = divmod(at, size)
+            end = min(size, first + start + count - at)
+            cache[pages[page]][:, first:end] = rows[:, at - start : at - start + end - first]
+            at += end - first
 
     def _attend(self, layer: AttentionLayer, segment: Segment, q: Tensor, length: int, causal: bool) -> Tensor:
         """Attends from q [1, heads, n, D], a slot's last rows, to its first `length` rows: [1, n, heads*D]."""
-        rows = q.shape[2]
-        keys, values = (self._rows(layer, kind, segment, length, q.dtype) for kind in ("key", "value"))
+        pages = segment.pages_of(layer)
+        keys, values = (self._rows(layer.prefix + kind, pages, length, q.dtype) for kind in ("key", "value"))
         sinks = None if layer.sinks is None else self.weights[layer.sinks]
+        return self._attend_rows(q[0], keys, values, causal, layer.window, sinks, layer.scale)[None]
+
+    def _attend_rows(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        causal: bool,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attends from q [heads, n, D], a slot's last rows, to all its rows [kv_heads, L, D]: [n, heads*D]."""
+        group, rows, length = len(q) // len(keys), q.shape[1], keys.shape[1]
         out: list[Tensor] = []
         end = length - rows if causal else length
-        for part in q[0].split(BLOCK if causal else rows, dim=1):
+        for part in q.split(BLOCK if causal else rows, dim=1):
             end += part.shape[1] if causal else 0
             # Nobody sees the tiles before the window of the first row.
-            first = 0 if layer.window is None else max(0, end - part.shape[1] + 1 - layer.window) // TILE * TILE
-            hidden = self._hidden(first, end, part.shape[1], layer.heads // layer.kv_heads, causal, layer.window)
-            out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks, layer.scale))
-        return (out[0] if len(out) == 1 else torch.cat(out))[None]
+            first = 0 if window is None else max(0, end - part.shape[1] + 1 - window) // TILE * TILE
+            hidden = self._hidden(first, end, part.shape[1], group, causal, window)
+            out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks, scale))
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _attend_paths(self, layer: AttentionLayer, segment: Segment, q: Tensor) -> Tensor:
         """Attends from q [1, heads, n, D], the rows behind a tree's run, each along its own path: [1, n, heads*D]."""
         window, start = layer.window, segment.start
         first = 0 if window is None else min(start, max(0, start + 2 - window)) // TILE * TILE
-        keys, values = (self._rows(layer, kind, segment, start + segment.count, q.dtype) for kind in ("key", "value"))
+        pages, length = segment.pages_of(layer), start + segment.count
+        keys, values = (self._rows(layer.prefix + kind, pages, length, q.dtype) for kind in ("key", "value"))
         key = "paths", segment.slot, layer.heads // layer.kv_heads, window
         if key not in self._masks:
             hidden = hidden_from_paths(first, segment.positions[segment.run :], key[2], window)
@@ -284,11 +319,10 @@ class RaggedOps(TorchOps):
             hidden = self._masks[key] = hidden_keys(*key)
         return hidden
 
-    def _rows(self, layer: AttentionLayer, kind: str, segment: Segment, length: int, dtype: torch.dtype) -> Tensor:
+    def _rows(self, name: str, pages: Sequence[int], length: int, dtype: torch.dtype) -> Tensor:
         """Takes a slot's first `length` rows of a cache: [heads, length, D]; scratch before a layer's window."""
-        name = layer.prefix + kind
         cache = self.caches[name]
-        pages = segment.pages_of(layer)[: -(-length // self._layout.page_rows)]
+        pages = pages[: -(-length // self._layout.page_rows)]
         if len(pages) == 1:
             rows = cache[pages[0]][:, :length]
         else:

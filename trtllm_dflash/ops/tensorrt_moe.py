@@ -151,7 +151,7 @@ class TensorRTMoE(TensorRTQuantized):
             largest = own.amax()
             rest = None if (own == largest).all() else own / largest
             numbers = self._nvfp4_numbers(name, values, stored.scale.transpose(0, 1).flatten(1), largest, dtype)
-        elif stored.by_block:
+        elif isinstance(stored, Fp8Weight) and stored.by_block:
             numbers = self._fp8_numbers(name, Fp8Weight(values, stored.scale.transpose(0, 1).flatten(1)), dtype)
         else:
             constants = self._named(name + ".weight", values), self._named(name + ".scale", stored.scale.t())
@@ -242,6 +242,7 @@ class TensorRTMoE(TensorRTQuantized):
         if isinstance(stored, Fp8Weight):
             flat = Fp8Weight(values.flatten(0, 1), part(stored.scale).flatten(0, 1))
             return self._reshape(self._fp8_numbers(name, flat, dtype), (count, outputs, inputs))
+        assert isinstance(stored, Nvfp4Weight)  # INT4 is refused before
         # An expert's scale of scales, along the first dimension.
         numbers = self._packed(values, self.trt.fp4, "values")
         scales, own = self._named(name + ".scale", part(stored.scale)), self._constant(part(stored.global_scale)[:, 0])
@@ -255,4 +256,5 @@ def _joined_rows(stored: QuantizedWeight) -> QuantizedWeight:
     values, scale = stored.values.flatten(0, 1), stored.scale.flatten(0, 1)
     if isinstance(stored, Fp8Weight):
         return Fp8Weight(values, scale, stored.input_scale)
+    assert isinstance(stored, Nvfp4Weight)
     return Nvfp4Weight(values, scale, stored.global_scale.flatten(), stored.input_scale)

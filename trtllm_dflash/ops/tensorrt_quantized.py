@@ -14,6 +14,7 @@ class TensorRTQuantized(TensorRTLayers):
         """Multiplies x [B, N, I] by the weight `name` [O, I]: [B, N, O] in x's type."""
         if isinstance(stored, Fp8Weight):
             return self._fp8_product(name, x, stored)
+        assert isinstance(stored, Nvfp4Weight)  # INT4 is refused before
         return self._nvfp4_product(name, x, stored)
 
     def _fp8_product(self, name: str, x: ITensor, stored: Fp8Weight) -> ITensor:

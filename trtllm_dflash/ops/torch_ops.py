@@ -74,6 +74,7 @@ class TorchOps(TorchFamilyOps):
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = linear_weight(self.weights, name), self.weights.get(name + ".bias")
         if isinstance(weight, Tensor):
+            x = x.to(weight.dtype)  # a router's may be FP32 in any engine
             return F.linear(x, weight, bias) if x.is_cuda else cpu_products.product(x, weight, bias)
         y = self.quantized_product(x, weight)
         return y if bias is None else y + bias

@@ -52,6 +52,8 @@ def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | No
         return "this engine has no drafter"
     if config.target.delta is not None:
         return "gated delta nets would need a state for each branch; leave it out"
+    if config.target.latent_attention is not None:
+        return "latent attention verifies chains alone so far; leave it out"
     if config.backend == "tensorrt":
         return "TensorRT plans verify chains alone; leave it out"
     if device.type != "cpu":
