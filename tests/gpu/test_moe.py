@@ -138,7 +138,7 @@ def moe_in_float64(case: Case, weights: dict[str, torch.Tensor], x: torch.Tensor
         for matrix in (experts.gate_up, experts.down):
             h = h @ matrix.numbers(own, torch.float32).to(case.dtype).double().T
             h = h if matrix.bias is None else h + matrix.bias[own].double()
-            h = activate(h, layer.clamp) if matrix is experts.gate_up else h
+            h = activate(h, layer) if matrix is experts.gate_up else h
         out.index_add_(0, rows, h * shares[rows, slots, None].double())
     return out
 

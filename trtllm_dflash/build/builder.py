@@ -25,6 +25,7 @@ from trtllm_dflash.engine.directory import (
     written_aside,
 )
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
 from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 
 
@@ -80,6 +81,8 @@ def _copy_files(pair: Pair, settings: BuildSettings, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (pair.target_folder.path / name).is_file():
             shutil.copyfile(pair.target_folder.path / name, folder / name)
+    if needs_conversion(pair.target_folder.path):
+        convert(pair.target_folder.path, folder)
     shutil.copyfile(pair.target_folder.path / CONFIG_FILE, folder / TARGET_CONFIG_FILE)
     if pair.drafter is not None:
         shutil.copyfile(pair.drafter.folder.path / CONFIG_FILE, folder / DRAFTER_CONFIG_FILE)

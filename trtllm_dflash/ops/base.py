@@ -19,14 +19,12 @@ from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, 
 from trtllm_dflash.ops.penalties import Penalties
 
 __all__ = [
-    "MOST_LOGPROBS",
     "Acceptance",
     "AttentionLayer",
     "ClampedSwiglu",
     "Context",
     "DeltaLayer",
     "LatentLayer",
-    "Logprobs",
     "MoELayer",
     "Ops",
     "Residual",

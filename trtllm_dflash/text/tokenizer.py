@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -13,6 +14,7 @@ from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, rep
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
 
 #: What a tokenizer consists of in a Hugging Face folder; copied into the engine directory.
 TOKENIZER_FILES = (
@@ -50,11 +52,15 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
-        """Loads the tokenizer in a folder; None where it has no tokenizer.json.
+        """Loads the tokenizer in a folder; None where it has none.
 
         Raises:
             EngineError: its files cannot be read.
         """
+        if needs_conversion(folder):
+            with TemporaryDirectory() as converted:
+                convert(folder, Path(converted))
+                return cls.load(Path(converted), chat_arguments)
         if not (folder / "tokenizer.json").is_file():
             return None
         try:
