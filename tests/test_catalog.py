@@ -6,7 +6,7 @@ import pytest
 
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.catalog import CatalogEntry, find_entry, find_entry_or_target, load_catalog
-from trtllm_dflash.checkpoint.drafter import default_tap_layers
+from trtllm_dflash.checkpoint.drafter_config import default_tap_layers
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.errors import SettingsError

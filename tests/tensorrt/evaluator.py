@@ -240,8 +240,8 @@ def _unary(layer: Any, inputs: list[Tensor]) -> Tensor:
 
 
 def _activation(layer: Any, inputs: list[Tensor]) -> Tensor:
-    assert _as(layer, "IActivationLayer").type == trt.ActivationType.SIGMOID
-    return torch.sigmoid(inputs[0])
+    operations = {"SIGMOID": torch.sigmoid, "TANH": torch.tanh}
+    return operations[_as(layer, "IActivationLayer").type.name](inputs[0])
 
 
 def _cast(layer: Any, inputs: list[Tensor]) -> Tensor:

@@ -162,9 +162,9 @@ def _drafter(drafter: DrafterConfig, acceptance: float | None) -> list[str]:
             "Drafter: FP8, read in half the time; measured steps of such drafters were up to 7% slower than predicted."
         )
     if acceptance is not None:
-        survival = ImposedAcceptance(acceptance, drafter.block_size).survival
+        survival = ImposedAcceptance(acceptance, drafter.step_rows).survival
         notes.append(
-            f"Acceptance: given, not measured: {acceptance:g} tokens a step with {drafter.block_size} rows, at which "
+            f"Acceptance: given, not measured: {acceptance:g} tokens a step with {drafter.step_rows} rows, at which "
             f"each draft survives with {survival:.3f} once those before it have."
         )
     return notes

@@ -33,7 +33,7 @@ from trtllm_dflash.engine.directory import (
 )
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target, pair_weights
-from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter
+from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
 from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 
@@ -77,6 +77,8 @@ def _check(engine: Path, config: EngineConfig) -> None:
         raise EngineError(f"{engine}: was built before engines kept {TARGET_CONFIG_FILE}; build it again: --force")
     if config.kv is not None:
         raise EngineError(f"{engine}: its caches are FP8, which is not written back; build it with --kv engine")
+    if config.drafter is not None and (config.drafter.from_anchor or not _is_whole(config.drafter)):
+        raise EngineError(f"{engine}: a DSpark drafter is not written back; use its checkpoint itself")
     check_shared_files(engine, config)
     for weight in pair_weights(config.target, config.drafter):
         if weight.precision is not WeightPrecision.ENGINE:
@@ -84,6 +86,11 @@ def _check(engine: Path, config: EngineConfig) -> None:
                 f"{engine}: {weight.name} is stored as {weight.precision.name}, which is not written back; "
                 "use the checkpoint itself, or export an engine that was built without"
             )
+
+
+def _is_whole(drafter: DrafterConfig) -> bool:
+    """Whether an engine has all of its drafter's tensors: of DSpark's, the confidence head stays behind."""
+    return drafter.selector is None or drafter.selector.kind == "dflash2"
 
 
 def _rank(engine: Path, config: EngineConfig, rank: int) -> Path:

@@ -295,7 +295,7 @@ def check_plan(config: EngineConfig, settings: PlanSettings) -> None:
     if tokens is not None:
         if config.drafter is None:
             raise SettingsError(f"--acceptance {tokens:g}: there is no drafter; give --drafter")
-        check_acceptance("--acceptance", tokens, config.drafter.block_size)
+        check_acceptance("--acceptance", tokens, config.drafter.step_rows)
     if length is not None and length >= config.max_seq_len:
         raise SettingsError(
             f"--cache-length {length}: a slot holds less than --max-seq-len {config.max_seq_len} tokens"
@@ -396,7 +396,7 @@ def _point(
     parts = count.parts(drafting, batch, drafts + 1, length)
     tokens = 1.0 if drafts == 0 else None
     if drafts and acceptance is not None and config.drafter is not None:
-        tokens = ImposedAcceptance(acceptance, config.drafter.block_size).at(drafts + 1)
+        tokens = ImposedAcceptance(acceptance, config.drafter.step_rows).at(drafts + 1)
     rate = None if tokens is None else batch * tokens / time.seconds
     moe, touched = config.target.moe, None
     if moe is not None:

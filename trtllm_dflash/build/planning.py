@@ -33,8 +33,9 @@ from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES
 from trtllm_dflash.models import torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import HEAD, DrafterConfig
+from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.tensorrt_drafting import MOST_DRAFTS
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.pairs.prompts import PROMPTS
@@ -92,7 +93,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
     choice = choice or build_precision(target, drafter, settings)
     models = plan_models(target, drafter, settings, choice)
     draft_text = _draft_text(settings, pair)
-    _check_tensorrt_settings(settings)
+    _check_tensorrt_settings(settings, models)
     caches = choose_caches(pair, settings.kv, settings.backend, choice.engine)
     chat_arguments = settings.chat_arguments
     if chat_arguments is None:
@@ -204,8 +205,9 @@ def _divide_experts(target: DecoderConfig, settings: BuildSettings) -> DecoderCo
 
 
 def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, choice: PrecisionChoice) -> DrafterConfig | None:
-    """Apply these settings' precision, block and vocabulary to the checkpoint's drafter."""
-    asked = [name for name in ("draft_vocab", "drafter_precision") if getattr(settings, name) is not None]
+    """Apply these settings' precision, window and vocabulary to the checkpoint's drafter."""
+    knobs = ("draft_vocab", "draft_window", "drafter_precision")
+    asked = [name for name in knobs if getattr(settings, name) is not None]
     if drafter is None:
         if asked:
             knob = asked[0].replace("_", "-")
@@ -214,6 +216,8 @@ def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, choice: Pre
             )
         return None
     changes = dict(choice.drafter)
+    if settings.draft_window is not None:
+        changes["windows"] = _draft_windows(settings.draft_window, drafter)
     if settings.draft_vocab is not None:
         _check_draft_vocab(settings.draft_vocab, settings, drafter)
         changes["draft_vocab_size"] = settings.draft_vocab
@@ -224,7 +228,18 @@ def _lighter(drafter: DrafterConfig | None, settings: BuildSettings, choice: Pre
     return drafter.model_copy(update=changes)
 
 
+def _draft_windows(size: int, drafter: DrafterConfig) -> tuple[int, ...]:
+    """Narrow every layer's window to `size`; a layer that has a smaller one keeps it."""
+    if size < drafter.block_size:
+        raise SettingsError(f"--draft-window {size}: give at least the drafter's block of {drafter.block_size}")
+    return tuple(min(size, window or size) for window in drafter.windows or (None,) * drafter.layers)
+
+
 def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfig) -> None:
+    if drafter.selector is not None:
+        raise SettingsError(
+            f"--draft-vocab {size}: a DFlash 2 or DSpark drafter chooses among its whole vocabulary; leave it out"
+        )
     if drafter.draft_vocab_size is not None:
         raise SettingsError(
             f"--draft-vocab {size}: the drafter brings a vocabulary of its own, of {drafter.draft_vocab_size} tokens"
@@ -244,9 +259,9 @@ def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
         if asked not in (None, 1):
             raise SettingsError(f"--block-size {asked}: without a drafter nothing is drafted; give --drafter")
         return 1
-    size = asked or drafter.block_size
-    if not 2 <= size <= drafter.block_size:
-        raise SettingsError(f"--block-size {size}: the drafter was trained for blocks of 2 to {drafter.block_size}")
+    size = asked or drafter.step_rows
+    if not 2 <= size <= drafter.step_rows:
+        raise SettingsError(f"--block-size {size}: the drafter was trained for blocks of 2 to {drafter.step_rows}")
     return size
 
 
@@ -310,8 +325,12 @@ def _check_facts(settings: BuildSettings, target: DecoderConfig, drafter: Drafte
             )
 
 
-def _check_tensorrt_settings(settings: BuildSettings) -> None:
+def _check_tensorrt_settings(settings: BuildSettings, models: PlannedModels) -> None:
     if settings.backend == "tensorrt":
+        if models.drafter is not None and models.drafter.selector is not None and models.block_size > 1 + MOST_DRAFTS:
+            raise SettingsError(
+                f"--block-size {models.block_size}: TensorRT's layers choose at most {MOST_DRAFTS} drafts in a chain"
+            )
         if settings.precision == "fp32":
             raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
         return
@@ -329,6 +348,9 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "--plugin needs the datacenter edition of TensorRT (pip install tensorrt, on the GPU to build for): "
             "TensorRT-RTX has no plugin layers"
         )
+    lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
+    if lacking is not None:
+        raise SettingsError(f"--plugin: it has no {lacking}; leave it out")
     for model in (models.target, models.drafter):
         if model is not None and model.head_size not in HEAD_SIZES:
             known = " and ".join(map(str, HEAD_SIZES))

@@ -32,6 +32,7 @@ class BuildSettings(BaseModel):
     chunk: PositiveInt = 512
     block_size: PositiveInt | None = None  # default: the drafter's
     draft_vocab: Annotated[int, Field(ge=2)] | None = None  # tokens that are drafted; default: all
+    draft_window: PositiveInt | None = None  # tokens that the drafter sees; default: as its checkpoint says
     draft_text: str | None = None  # a file to count them in; default: the shipped pair's prompts, for it alone
     drafter_precision: DrafterPrecision | None = None  # of its matrices; default: its checkpoint's
     kv: CachePrecision = "auto"  # of caches; auto: as the target's checkpoint says, else the engine's type

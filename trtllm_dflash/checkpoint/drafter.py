@@ -1,38 +1,24 @@
-"""DFlash drafter checkpoints, in the two formats that exist.
+"""Drafter checkpoints: DFlash, DFlash 2 and DSpark, in the formats of `drafter_config`.
 
-z-lab (also NVIDIA ModelOpt's export): a Qwen3 config.json with `dflash_config`, and no embedding or LM head.
-speculators (vllm-project/speculators): the layers' config nested in `transformer_layer_config`, tap layers counted from
-the embedding's output, and perhaps a reduced vocabulary with a head of its own. Both name their tensors alike.
+All name their tensors alike. z-lab's have no embedding and no LM head; the others' have copies of the target's, and
+speculators' perhaps a reduced vocabulary with a head of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from trtllm_dflash.checkpoint.drafter_config import is_deepspec, read_drafter_config
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, check_tensors
 from trtllm_dflash.checkpoint.slicing import RankReader
 from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models.decoder import read_decoder_config
 from trtllm_dflash.models.drafter import Drafter, DrafterConfig
 
-#: Settings under which a drafter computes something else than ours does -> the only value that we compute.
-#: Every one of them would cost acceptance without any error.
-_COMPUTED = {
-    "use_swa": False,
-    "is_causal": False,
-    "causal": False,
-    "is_neox_style": True,
-    "projector_type": "dflash",
-    "sample_from_anchor": False,
-    "shift_label": False,
-}
-
-#: What a speculators checkpoint may carry besides: copies of the target's tensors, and the vocabulary maps.
+#: What a checkpoint may carry besides: copies of the target's tensors, and the vocabulary maps.
 _COPIES = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 _MAPS = ("d2t", "t2d")
 
@@ -53,18 +39,6 @@ class DrafterCheckpoint:
         return RankReader(self.folder, tp, rank, self.keys, self.quantized)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings that the two formats keep in different places."""
-
-    layers: dict[str, Any]  # the layers' own Hugging Face config
-    block_size: Any
-    mask_token_id: Any
-    target_layers: Any
-    tap_layers: Any  # z-lab's counting: 0 is the output of the first layer
-    draft_vocab_size: Any = None
-
-
 def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpoint:
     """Reads a drafter's configuration and vocabulary map, and checks its tensors against them.
 
@@ -81,7 +55,7 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
     # NVIDIA NeMo's trainer saves the drafter as a submodule.
     prefix = "model." if "fc.weight" not in folder.tensors and "model.fc.weight" in folder.tensors else ""
     with reading_config(path):
-        config = _read_config(folder.config, target_layers)
+        config = read_drafter_config(folder.config, target_layers)
         _check_taps(config, folder, prefix + "fc.weight")
     weights = Drafter(config).weights()
     keys = {part.key: prefix + part.key for weight in weights for part in weight.parts}
@@ -89,134 +63,6 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
     config = config.model_copy(update=precision)
     draft_to_target = None if config.draft_vocab_size is None else _read_map(folder, config)
     return DrafterCheckpoint(config, folder, keys, draft_to_target, quantized=quantized)
-
-
-def read_drafter_config(raw: dict[str, Any], target_layers: int | None = None) -> DrafterConfig:
-    """Reads a drafter's shape from the content of its config.json; arguments and errors as in `open_drafter`."""
-    return _read_config(raw, target_layers)
-
-
-def default_tap_layers(target_layers: int, layers: int) -> list[int]:
-    """Chooses z-lab's taps where a config names none: evenly from layer 1 to the last but two (`n//2` for one)."""
-    if layers == 1:
-        return [target_layers // 2]
-    return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
-
-
-# -- configuration ---------------------------------------------------------------------------------------------------
-
-
-def _read_config(raw: dict[str, Any], target_layers: int | None) -> DrafterConfig:
-    if "speculators_model_type" in raw:
-        settings = _read_speculators(raw, target_layers)
-    elif "dflash_config" in raw or "DFlashDraftModel" in raw.get("architectures", []):
-        settings = _read_zlab(raw)
-    else:
-        raise CheckpointError("config.json is no DFlash drafter's: it has no dflash_config or speculators_model_type")
-    _check_layers(settings.layers)
-    shape = read_decoder_config("dflash", settings.layers)
-    config = DrafterConfig(
-        **shape.model_dump(),
-        block_size=settings.block_size,
-        mask_token_id=settings.mask_token_id,
-        target_layers=settings.target_layers,
-        tap_layers=settings.tap_layers,
-        draft_vocab_size=None if settings.draft_vocab_size == shape.vocab_size else settings.draft_vocab_size,
-    )
-    if config.block_size < 2:
-        raise CheckpointError(f"config.json: block_size {config.block_size} leaves nothing to draft")
-    if not 0 <= config.mask_token_id < config.vocab_size:
-        raise CheckpointError(
-            f"config.json: mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
-        )
-    if config.draft_vocab_size is not None and config.draft_vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"config.json: draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
-        )
-    return config
-
-
-def _read_zlab(raw: dict[str, Any]) -> _Settings:
-    nested = raw.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise CheckpointError("config.json: dflash_config is not an object")
-    _check_computed({**raw, **nested})
-    target_layers = _required(raw, nested, "num_target_layers")
-    taps = _in_either(raw, nested, "target_layer_ids")
-    if taps is None:
-        taps = default_tap_layers(target_layers, _required(raw, {}, "num_hidden_layers"))
-    return _Settings(
-        layers=raw,
-        block_size=_required(raw, nested, "block_size"),
-        mask_token_id=_required(raw, nested, "mask_token_id"),
-        target_layers=target_layers,
-        tap_layers=taps,
-    )
-
-
-def _read_speculators(raw: dict[str, Any], target_layers: int | None) -> _Settings:
-    kind = raw["speculators_model_type"]
-    if kind != "dflash":
-        raise CheckpointError(f"config.json: speculators_model_type {kind!r} is not supported; supported: dflash")
-    _check_computed(raw)
-    layers = raw.get("transformer_layer_config")
-    if not isinstance(layers, dict):
-        raise CheckpointError("config.json: transformer_layer_config is missing")
-    width, hidden = raw.get("target_hidden_size"), layers.get("hidden_size")
-    if width is not None and width != hidden:
-        raise CheckpointError(f"config.json: target_hidden_size {width} differs from hidden_size {hidden}")
-    if target_layers is None:
-        raise CheckpointError("config.json: this format does not say how many layers the target has; open it with one")
-    taps = _required(raw, {}, "aux_hidden_state_layer_ids")
-    if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
-        raise CheckpointError(f"config.json: aux_hidden_state_layer_ids {taps!r} is not a list of layer numbers")
-    if 0 in taps:
-        raise CheckpointError("config.json: aux_hidden_state_layer_ids names 0, the embedding, which cannot be tapped")
-    if "layer_types" in raw:  # vLLM reads them from here too, and they win
-        layers = {**layers, "layer_types": raw["layer_types"]}
-    return _Settings(
-        layers={key: value for key, value in layers.items() if value is not None},
-        block_size=_required(raw, {}, "block_size"),
-        mask_token_id=_required(raw, {}, "mask_token_id"),
-        target_layers=target_layers,
-        # Counted from the embedding's output, so each is z-lab's id + 1; forgetting it only costs acceptance.
-        tap_layers=[tap - 1 for tap in taps],
-        draft_vocab_size=raw.get("draft_vocab_size"),
-    )
-
-
-def _in_either(raw: dict[str, Any], nested: dict[str, Any], key: str) -> Any:
-    """Reads a setting at the top level or inside dflash_config; both may have it if they agree."""
-    outer, inner = raw.get(key), nested.get(key)
-    if outer is not None and inner is not None and outer != inner:
-        raise CheckpointError(f"config.json: {key} is {outer} at the top level, but {inner} in dflash_config")
-    return inner if outer is None else outer
-
-
-def _required(raw: dict[str, Any], nested: dict[str, Any], key: str) -> Any:
-    value = _in_either(raw, nested, key)
-    if value is None:
-        raise CheckpointError(f"config.json: {key} is missing")
-    return value
-
-
-def _check_computed(settings: dict[str, Any]) -> None:
-    for key, computed in _COMPUTED.items():
-        value = settings.get(key)
-        if value is not None and value != computed:
-            raise CheckpointError(f"config.json: {key} {value!r} is not supported; supported: {computed!r}")
-
-
-def _check_layers(layers: dict[str, Any]) -> None:
-    sliding = (layers.get("layer_types") or []).count("sliding_attention")
-    if sliding:
-        raise CheckpointError(
-            f"config.json: {sliding} of the drafter's layers are sliding_attention, which is not supported yet; "
-            "supported: full_attention"
-        )
-    # A default would be a guess, and a wrong one costs acceptance without any error.
-    if "rope_theta" not in {**layers, **(layers.get("rope_parameters") or {})}:
-        raise CheckpointError("config.json: rope_theta is missing")
 
 
 def _check_taps(config: DrafterConfig, folder: CheckpointFolder, fc: str) -> None:
@@ -238,8 +84,12 @@ def _check_taps(config: DrafterConfig, folder: CheckpointFolder, fc: str) -> Non
 
 
 def _ignored(folder: CheckpointFolder, config: DrafterConfig) -> tuple[str, ...]:
-    """Lists tensors of a speculators checkpoint that the target has too, and checks their shapes."""
-    if "speculators_model_type" not in folder.config:
+    """Lists tensors that are not read, and checks their shapes: the target's, and DSpark's confidence head.
+
+    That head predicts which drafts are accepted; how many a slot verifies is chosen by what is accepted instead.
+    """
+    raw = folder.config
+    if "speculators_model_type" not in raw and not is_deepspec(raw):
         return ()
     table = (config.vocab_size, config.hidden_size)
     copies = ["embed_tokens.weight"]
@@ -249,7 +99,19 @@ def _ignored(folder: CheckpointFolder, config: DrafterConfig) -> tuple[str, ...]
         info = folder.tensors.get(name)
         if info is not None and info.shape != table:
             raise CheckpointError(f"{folder.path}: {name} is {list(info.shape)}, but the target's is {list(table)}")
-    return (*_COPIES, *_MAPS, *copies)
+    confidence = _check_confidence(folder, config) if raw.get("enable_confidence_head") else ()
+    return (*_COPIES, *_MAPS, *copies, *confidence)
+
+
+def _check_confidence(folder: CheckpointFolder, config: DrafterConfig) -> tuple[str, ...]:
+    """Checks the shapes of a confidence head; returns its tensors' names."""
+    seen = config.selector.rank if config.selector and folder.config.get("confidence_head_with_markov") else 0
+    shapes = {"confidence_head.proj.weight": (1, config.hidden_size + seen), "confidence_head.proj.bias": (1,)}
+    for name, shape in shapes.items():
+        info = folder.tensors.get(name)
+        if info is not None and info.shape != shape:
+            raise CheckpointError(f"{folder.path}: {name} is {list(info.shape)} instead of {list(shape)}")
+    return tuple(shapes)
 
 
 def _read_map(folder: CheckpointFolder, config: DrafterConfig) -> torch.Tensor:

@@ -33,6 +33,7 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
 @click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
 @click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
 @click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
+@click.option("--draft-window", type=int, help="The drafter sees the last N tokens only; the text stays the same.")
 @click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
 @click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
 @click.option(

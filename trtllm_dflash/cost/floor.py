@@ -15,6 +15,7 @@ from trtllm_dflash.cost.states import net_state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
+from trtllm_dflash.models.dflash2 import is_table
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, DeltaNet, mixers_of
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
@@ -101,7 +102,9 @@ class StepCount:
             # Without one of its own the target's head, read once more.
             heads = [weight for weight in weights if weight.name == HEAD] or [_head(config.drafter)]
             self._head = _Matrices.of(heads, config)
-            self._drafter = _Matrices.of([weight for weight in weights if weight.name != HEAD], config)
+            # Of the selector's tables a step reads a few rows.
+            apart = [weight for weight in weights if weight.name != HEAD and not is_table(weight.name)]
+            self._drafter = _Matrices.of(apart, config)
             self._context = _Matrices.of([weight for weight in weights if _for_context(weight)], config)
 
     def parts(self, drafting: Drafting, batch: int, rows: int, length: int) -> list[PartWork]:
@@ -137,7 +140,9 @@ class StepCount:
     def _draft_work(self, drafter: DrafterConfig, batch: int, rows: int, length: int) -> PartWork:
         """Counts drafting a block: it and the committed tokens, one a slot at least, are written to the caches.
         Context and block have equally many rows."""
-        tokens, cached = batch * rows, drafter.layers * (length + 1 + rows)
+        windows = drafter.windows or (None,) * drafter.layers
+        seen = [length + 1 if window is None else min(window, length + 1) for window in windows]
+        tokens, cached = batch * rows, sum(seen) + drafter.layers * rows
         known = batch  # bonus tokens, which need no logits
         products = self._drafter.dense_work(tokens) + self._embedding_rows(tokens)
         products += self._head.dense_work(tokens - known)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trtllm_dflash.catalog import PairFacts, find_entry
-from trtllm_dflash.checkpoint.drafter import default_tap_layers
+from trtllm_dflash.checkpoint.drafter_config import default_tap_layers
 from trtllm_dflash.errors import SettingsError
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"

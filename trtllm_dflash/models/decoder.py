@@ -284,7 +284,8 @@ def attention_layer(
     """Describes a layer's attention on one of `tp` ranks."""
     heads, kv_heads = units_per_rank(c.heads, tp), units_per_rank(c.kv_heads, tp)
     eps = c.norm_eps if head_norms else None
-    return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, eps, window, c.attention_sinks)
+    gives_back = window is not None
+    return AttentionLayer(prefix, rope, heads, kv_heads, c.head_size, eps, window, c.attention_sinks, gives_back)
 
 
 def mlp(ops: Ops[T], prefix: str, x: Residual[T], c: DecoderConfig) -> Residual[T]:

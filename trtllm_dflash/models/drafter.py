@@ -2,13 +2,14 @@
 
 Every token has one context row: the tapped hidden states joined, through `fc` and `hidden_norm`. Each layer takes keys
 and values from the context rows and from the block `[bonus, MASK, ..., MASK]`; only the block has queries. Attention in
-the block is not causal, and one pass drafts it whole. Embedding and LM head are the target's; a drafter with a reduced
-vocabulary brings its own head and a table from its ids to the target's.
+the block is not causal (in layers with a window it may be), and one pass drafts it whole. Embedding and LM head are the
+target's; a drafter with a reduced vocabulary brings its own head and a table from its ids to the target's.
 """
 
+from dataclasses import replace
 from typing import TypeVar
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import (
     DecoderConfig,
@@ -18,6 +19,14 @@ from trtllm_dflash.models.decoder import (
     head_norm_weights,
     mlp,
     mlp_weights,
+)
+from trtllm_dflash.models.dflash2 import (
+    ConvolutionConfig,
+    SelectorConfig,
+    choose,
+    convolution_weights,
+    convolved_layer,
+    selector_weights,
 )
 from trtllm_dflash.models.weights import Part, Split, Weight, in_precision
 from trtllm_dflash.ops.base import AttentionLayer, Context, Ops, Residual
@@ -33,11 +42,20 @@ HEAD, DRAFT_TO_TARGET = PREFIX + "lm_head.weight", PREFIX + "draft_to_target"
 class DrafterConfig(DecoderConfig):
     """The shape of a drafter. `vocab_size` is the target's."""
 
-    block_size: PositiveInt
+    block_size: PositiveInt  # rows
     mask_token_id: int
     target_layers: PositiveInt
     tap_layers: tuple[int, ...]
     draft_vocab_size: PositiveInt | None = None
+    from_anchor: bool = False  # row 0, the bonus token's, drafts too
+    causal_layers: tuple[NonNegativeInt, ...] = ()  # whose block rows see no later one
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None  # None: each row's likeliest token
+
+    @property
+    def step_rows(self) -> int:
+        """The bonus token and the most drafts that follow it: 1 + K."""
+        return self.block_size + self.from_anchor
 
 
 class Drafter:
@@ -45,6 +63,14 @@ class Drafter:
 
     def __init__(self, config: DrafterConfig) -> None:
         self.config = config
+
+    @property
+    def without_kernels(self) -> str | None:
+        """The part of it that our CUDA kernels do not compute yet; None: they compute all."""
+        c = self.config
+        if c.convolution is not None or c.selector is not None or c.from_anchor:
+            return "drafting as DFlash 2 and DSpark do"
+        return "windows in a drafter's layers" if c.windows is not None or c.causal_layers else None
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -64,7 +90,12 @@ class Drafter:
             weights += attention_weights(prefix, c, source)
             weights += head_norm_weights(prefix, c, source)
             weights += mlp_weights(prefix, c, source)
+            if c.convolution is not None:
+                weights += convolution_weights(prefix, source, c.convolution, c.hidden_size)
         weights += self._context_weights()
+        if c.selector is not None:
+            drafted = c.draft_vocab_size or c.vocab_size
+            weights += selector_weights(PREFIX, c.selector, c.hidden_size, c.vocab_size, drafted)
         if c.draft_vocab_size is not None:
             size = c.draft_vocab_size
             head = Part("lm_head.weight", (size, c.hidden_size), Split.ROWS, size)
@@ -112,8 +143,13 @@ class Drafter:
         Of the context rows, the first committed [B] become permanent, at start [B]. The block's own rows follow them
         at once and are scratch: the next call writes the true context rows over them.
         """
-        logits = self._logits(ops, context, start, committed, bonus, block_offsets)
-        return self._target_ids(ops, ops.argmax(logits))
+        c = self.config
+        rows = self._draft_rows(ops, context, start, committed, bonus, block_offsets)
+        if c.selector is None:
+            return self._target_ids(ops, ops.argmax(self._logits(ops, rows)))
+        _, normed = ops.norm(PREFIX + "norm", rows, c.norm_eps)
+        logits = ops.linear(self._head, normed)
+        return choose(ops, PREFIX, c.selector, normed, logits, bonus, lambda ids: self._target_ids(ops, ids))
 
     def draft_tree(
         self,
@@ -126,31 +162,55 @@ class Drafter:
         tree: DraftTree,
     ) -> tuple[T, T]:
         """Drafts a tree, as `draft` does a chain: tokens and parents of its rows (see `Ops.grow_tree`)."""
-        log_probs, ids = ops.top_ids(self._logits(ops, context, start, committed, bonus, block_offsets), RANKS)
+        rows = self._draft_rows(ops, context, start, committed, bonus, block_offsets)
+        log_probs, ids = ops.top_ids(self._logits(ops, rows), RANKS)
         return ops.grow_tree(tree, bonus, log_probs, self._target_ids(ops, ids))
 
     def _target_ids(self, ops: Ops[T], ids: T) -> T:
         return ids if self.config.draft_vocab_size is None else ops.lookup(DRAFT_TO_TARGET, ids)
 
-    def _logits(self, ops: Ops[T], context: list[Context[T]], start: T, committed: T, bonus: T, block_offsets: T) -> T:
+    @property
+    def _head(self) -> str:
+        return "lm_head" if self.config.draft_vocab_size is None else PREFIX + "lm_head"
+
+    def _logits(self, ops: Ops[T], rows: Residual[T]) -> T:
         """Computes the logits of the block's drafts, of the drafter's vocabulary: [B, Bd - 1, V/tp]."""
+        return ops.norm_linear(PREFIX + "norm", self._head, rows, self.config.norm_eps)[1]
+
+    def _draft_rows(
+        self, ops: Ops[T], context: list[Context[T]], start: T, committed: T, bonus: T, block_offsets: T
+    ) -> Residual[T]:
+        """Computes the block's rows that draft, after the last layer: [B, Bd - 1, H]."""
         c = self.config
+        rows = ops.drop_last_row(block_offsets) if c.from_anchor else block_offsets
         if c.embedding_scale is None:
-            x = Residual(ops.block_embedding("model.embed_tokens", bonus, block_offsets, c.mask_token_id))
+            x = Residual(ops.block_embedding("model.embed_tokens", bonus, rows, c.mask_token_id))
         else:  # the target's embedding, and so its scale
-            x = Residual(embedded(ops, ops.masked_block(bonus, block_offsets, c.mask_token_id), c))
-        for i, rows in enumerate(context):
-            prefix = f"{PREFIX}layers.{i}."
-            stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
-            h = ops.block_attention(self._attention(ops, i), rows, qkv, start, committed)
-            x = mlp(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h), c)
-        # Row 0 stands at the bonus token, which is known: only the rows after it are drafts.
-        drafts = Residual(ops.drop_first_row(ops.add_pending(x)))
-        head = "lm_head" if c.draft_vocab_size is None else PREFIX + "lm_head"
-        return ops.norm_linear(PREFIX + "norm", head, drafts, c.norm_eps)[1]
+            x = Residual(embedded(ops, ops.masked_block(bonus, rows, c.mask_token_id), c))
+        for i, layer_context in enumerate(context):
+            x = self._layer(ops, i, layer_context, x, start, committed)
+        hidden = ops.add_pending(x)
+        # Row 0 stands at the bonus token, which is known: mostly only the rows after it are drafts.
+        return Residual(hidden if c.from_anchor else ops.drop_first_row(hidden))
+
+    def _layer(self, ops: Ops[T], i: int, rows: Context[T], x: Residual[T], start: T, committed: T) -> Residual[T]:
+        """Computes layer i of the block, after its context rows; see `draft`."""
+        c = self.config
+        prefix = f"{PREFIX}layers.{i}."
+
+        def attend(qkv: T) -> T:
+            return ops.block_attention(self._attention(ops, i), rows, qkv, start, committed)
+
+        if c.convolution is not None:
+            return convolved_layer(ops, prefix, x, c.norm_eps, attend)
+        stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)
+        return mlp(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, attend(qkv)), c)
 
     def _attention(self, ops: Ops[T], i: int) -> AttentionLayer:
-        return attention_layer(f"{PREFIX}layers.{i}.", PREFIX + "rope", self.config, ops.tp, head_norms=True)
+        c = self.config
+        layer = attention_layer(f"{PREFIX}layers.{i}.", PREFIX + "rope", c, ops.tp, head_norms=True)
+        window = c.windows[i] if c.windows else None
+        return replace(layer, window=window, causal_block=i in c.causal_layers)
 
 
 def _whole(source: str, shape: tuple[int, ...]) -> Weight:

@@ -125,6 +125,7 @@ class Gemma4(Decoder):
             head_size=size,
             norm_eps=c.norm_eps,
             window=window,
+            gives_back=window is not None,
             scale=1.0,
             keys_as_values=full is not None and full.keys_as_values,
             norms_values=True,

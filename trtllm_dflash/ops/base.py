@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
+from trtllm_dflash.ops.drafting import DraftingOps
 from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, LatentLayer, MoELayer
 from trtllm_dflash.ops.penalties import Penalties
 
@@ -76,7 +77,7 @@ class Context(Generic[T]):
     index: int  # of the layer, among the drafter's
 
 
-class Ops(ABC, Generic[T]):
+class Ops(DraftingOps[T], ABC, Generic[T]):
     """The operations of a backend; see the module's docstring for the letters.
 
     Attributes:
@@ -236,7 +237,7 @@ class Ops(ABC, Generic[T]):
         self.append_kv(layer.prefix + "value", v, start)
 
     def block_attention(self, layer: AttentionLayer, context: Context[T], qkv: T, start: T, committed: T) -> T:
-        """Attends from a drafted block to the cache, its new context rows and all of itself: [B, Bd, heads*D].
+        """Attends from a drafted block to the cache, its new context rows and itself: [B, Bd, heads*D].
 
         The caches get one run of rows at start [B]: the first committed [B] rows of context, then at once the block's,
         whose queries, keys and values are qkv [B, Bd, (heads + 2 kv_heads)*D].
@@ -247,7 +248,7 @@ class Ops(ABC, Generic[T]):
         keys = self.append_kv(layer.prefix + "key", self.splice_rows(context_k, k, committed), start)
         values = self.append_kv(layer.prefix + "value", self.splice_rows(context_v, v, committed), start)
         lengths = self.key_lengths(block_start, qkv)
-        return self.attention(q, keys, values, lengths, False, layer.window, layer.sinks)
+        return self.attention(q, keys, values, lengths, layer.causal_block, layer.window, layer.sinks)
 
     def _split_qkv(self, layer: AttentionLayer, qkv: T, positions: T) -> tuple[T, T, T]:
         """Splits qkv into q [B, heads, N, D] and k [B, kv_heads, N, D], normed and rotated, and v."""

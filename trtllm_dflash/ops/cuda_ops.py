@@ -228,7 +228,7 @@ class CudaOps(TorchOps):
         kernels.attend_rows(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales, added, block)
 
     def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:
-        return self._window_pages if layer.window else self._pages
+        return self._window_pages if layer.gives_back else self._pages
 
     def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]

@@ -23,6 +23,8 @@ class AttentionLayer:
     norm_eps: float | None  # None: heads are not normed
     window: int | None = None  # keys that a row sees, itself included; None: all
     has_sinks: bool = False
+    gives_back: bool = False  # what has slid out of the window has no place in the caches
+    causal_block: bool = False  # rows of a drafted block see no later one
     scale: float | None = None  # of scores; None: head_size ** -0.5
     keys_as_values: bool = False  # values are the keys as they were projected, and have no projection of their own
     norms_values: bool = False  # values are normed too, by no weight

@@ -84,7 +84,7 @@ class Segment:
 
     def pages_of(self, layer: AttentionLayer) -> Sequence[int]:
         """The slot's pages in a layer's caches."""
-        return self.window_pages if layer.window else self.pages
+        return self.window_pages if layer.gives_back else self.pages
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class RaggedOps(TorchOps):
             before = segment.start + segment.count
             self._append(layer, segment, segment.start, *rows)
             self._append(layer, segment, before, k, v)
-            out.append(self._attend(layer, segment, q, before + qkv.shape[1], causal=False))
+            out.append(self._attend(layer, segment, q, before + qkv.shape[1], layer.causal_block))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _append(self, layer: AttentionLayer, segment: Segment, start: int, k: Tensor, v: Tensor) -> None:
@@ -407,7 +407,7 @@ class RaggedOps(TorchOps):
     def move_kv(self, layers: Sequence[AttentionLayer], start: Tensor, verdict: Acceptance[Tensor]) -> None:
         moves: dict[bool, tuple[Tensor, ...]] = {}  # by whether layers have a window, and so perhaps other pages
         for layer in layers:
-            windowed = bool(layer.window)
+            windowed = layer.gives_back
             if windowed not in moves:
                 moves[windowed] = self._moves(layer)
             page, row, new_page, new_row = moves[windowed]

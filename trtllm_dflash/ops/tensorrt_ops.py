@@ -14,6 +14,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
+from trtllm_dflash.ops.tensorrt_drafting import TensorRTDrafting
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_moe import TensorRTMoE
 
@@ -34,7 +35,7 @@ def load_tensorrt() -> Any:
     raise EngineError("TensorRT is not installed: pip install 'trtllm-dflash[tensorrt]'")
 
 
-class TensorRTOps(TensorRTAttention, TensorRTMoE, Ops[ITensor]):
+class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]):
     """Emits layers; nothing is computed until the network is compiled and run.
 
     Args:

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class TorchFamilyOps(Ops[Tensor], ABC):
-    """What `TorchOps` has of them.
+    """The part of `TorchOps` that some families alone need.
 
     Attributes:
         weights: as in `TorchOps`.

@@ -27,12 +27,13 @@ from trtllm_dflash.ops.fp8 import (
 )
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.penalties import Penalties, penalized
+from trtllm_dflash.ops.torch_drafting import TorchDraftingOps
 from trtllm_dflash.ops.torch_family_ops import TorchFamilyOps
 
 Tensor = torch.Tensor
 
 
-class TorchOps(TorchFamilyOps):
+class TorchOps(TorchFamilyOps, TorchDraftingOps):
     """Computes each operation at once, with torch.
 
     Args:

@@ -10,6 +10,7 @@ from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import torch_only
+from trtllm_dflash.models.drafter import Drafter
 
 #: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), or torch's alone.
 Kernels = Literal["auto", "torch"]
@@ -73,7 +74,8 @@ def find_kernels(
         raise EngineError(f"{config.name}: gated delta nets are computed on a CPU alone so far: --device cpu")
     if asked == "torch":
         return None, "as --kernels torch says"
-    lacking = torch_only(config.target)
+    drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
+    lacking = torch_only(config.target) or drafter
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
     reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability)
     if reason is not None:

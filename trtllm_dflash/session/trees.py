@@ -50,6 +50,8 @@ def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | No
     """Explains why an engine cannot verify trees of so many nodes there; None where it can."""
     if config.drafter is None:
         return "this engine has no drafter"
+    if config.drafter.selector is not None:
+        return "DFlash 2 and DSpark draft chains alone; leave it out"
     if config.target.delta is not None:
         return "gated delta nets would need a state for each branch; leave it out"
     if config.target.latent_attention is not None:

@@ -121,7 +121,7 @@ class TrainedDrafter(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device that its weights lie on."""
         return self._embedding.device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN
-from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, read_drafter_config
+from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
+from trtllm_dflash.checkpoint.drafter_config import read_drafter_config
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.validation import reading_config

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, default_tap_layers
+from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
+from trtllm_dflash.checkpoint.drafter_config import default_tap_layers
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
