@@ -33,11 +33,11 @@ def refusal(folder: Path, text: str) -> str:
 
 def test_every_published_drafter_is_in_the_catalog():
     catalog = load_catalog()
-    assert len(catalog) == 18
+    assert len(catalog) == 22
     assert {"tiny", "qwen3-4b", "qwen3-8b", "llama-3.1-8b", "gpt-oss-20b", "gpt-oss-120b"} <= catalog.keys()
     drafters = [entry.drafter for entry in catalog.values()]
     assert len(set(drafters)) == len(drafters)
-    assert all(drafter.startswith(("z-lab/", PACKAGE)) for drafter in drafters)
+    assert all(drafter.startswith(("z-lab/", "deepseek-ai/", PACKAGE)) for drafter in drafters)
 
 
 def test_published_tap_layers_of_dense_families_follow_the_default_rule():

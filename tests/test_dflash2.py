@@ -193,6 +193,12 @@ def test_our_kernels_leave_such_drafters_to_torch(tmp_path):
         assert find_kernels(config, "auto", (9, 0)) == (None, f"our CUDA kernels have no {why}")
 
 
+def test_a_chain_s_choice_makes_no_trees(tmp_path):
+    target = make_target(tmp_path / "target")
+    with pytest.raises(SettingsError, match="--draft-tree 15: DFlash 2 and DSpark draft chains alone; leave it out"):
+        load(target, make_dspark(tmp_path / "drafter", target), draft_tree=15)
+
+
 # -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 

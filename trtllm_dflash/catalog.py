@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -12,6 +12,9 @@ from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES
 from trtllm_dflash.models.weights import Precision
+
+#: How a drafter drafts.
+DrafterKind = Literal["dflash", "dflash2", "dspark"]
 
 
 class BuildOverrides(BaseModel):
@@ -42,6 +45,7 @@ class PairFacts(BaseModel):
     block_size: int
     target_layers: int
     drafter_layers: int
+    kind: DrafterKind = "dflash"
     tap_layers: tuple[int, ...] | None = None
     mask_token_id: int | None = None
 
@@ -55,7 +59,8 @@ class CatalogEntry(BaseModel):
     family: str  # `model_type` in the target's config.json
     target: str  # Hugging Face repository, or `package:` folder
     drafter: str
-    block_size: PositiveInt
+    kind: DrafterKind = "dflash"
+    block_size: PositiveInt  # the drafter's rows
     target_layers: PositiveInt
     tap_layers: tuple[NonNegativeInt, ...] | None = None  # None: not known here, read from the checkpoint
     mask_token_id: NonNegativeInt | None = None  # likewise
@@ -96,11 +101,12 @@ def load_catalog(folder: Path | None = None) -> dict[str, CatalogEntry]:
     Raises:
         SettingsError: a file is not valid; names the file and the field.
     """
-    return {file.stem: _read_entry(file) for file in sorted((folder or _folder()).glob("*.yaml"))}
+    files = sorted((folder or _folder()).glob("*.yaml"), key=lambda file: file.stem)
+    return {file.stem: _read_entry(file) for file in files}
 
 
 def find_entry(name: str) -> CatalogEntry:
-    """Finds the pair of that name, the one whose target has it at Hugging Face, or the one in a file (`.yaml`).
+    """Finds the pair of that name, the first whose target has it at Hugging Face, or the one in a file (`.yaml`).
 
     Raises:
         SettingsError: there is none, and suggests the closest names; or the file is not valid.
@@ -110,7 +116,9 @@ def find_entry(name: str) -> CatalogEntry:
     catalog = load_catalog()
     if name in catalog:
         return catalog[name]
-    targets = {entry.target.lower(): entry for entry in catalog.values()}
+    targets: dict[str, CatalogEntry] = {}
+    for entry in catalog.values():  # a target's first pair is the one with its DFlash drafter
+        targets.setdefault(entry.target.lower(), entry)
     if name.lower() in targets:  # a repository's name has no case
         return targets[name.lower()]
     spelled = {known.lower(): known for known in (*catalog, *(entry.target for entry in targets.values()))}

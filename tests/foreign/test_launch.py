@@ -140,13 +140,18 @@ def test_a_published_drafters_configuration_needs_no_code_of_its_own(tmp_path):
 
 def test_the_shape_of_every_pair_of_the_catalog_is_known():
     catalog = load_catalog()
-    assert {*PAIRS, "tiny"} == catalog.keys()
+    assert {*PAIRS, "tiny"} == {name for name, entry in catalog.items() if entry.kind == "dflash"}
     for name in PAIRS:
         target, drafter = published_target(name), published_drafter(name)
         assert (target.family, target.layers) == (catalog[name].family, catalog[name].target_layers)
         assert drafter.layers == catalog[name].drafter_layers
         assert plan_for(settings("vllm", model=name, gpu="b300", tp=4)).room is not None
     assert EAGLE3.keys() <= catalog.keys()
+
+
+def test_only_dflash_drafters_are_launched():
+    message = refused("vllm", "--model", "qwen3-8b-dspark")
+    assert "--model qwen3-8b-dspark: only DFlash drafters are launched, not dspark's" in message
 
 
 #: Of files that their publishers give: GiB of a drafter, GiB and billions of parameters of a target's text model in 16

@@ -250,7 +250,7 @@ class _Node:
     def dflash(self, acceptance: float) -> Iterator[Operation]:
         engine = self._engine
         assert engine.drafter is not None  # `check_plan` saw an acceptance
-        count, imposed = StepCount(engine), ImposedAcceptance(acceptance, engine.drafter.block_size)
+        count, imposed = StepCount(engine), ImposedAcceptance(acceptance, engine.drafter.step_rows)
         for batch in self._batches(engine, 0):
             for drafts in draft_lengths(engine.block_size)[1:]:
                 seconds = predict_step(count, self._gpu, Drafting.BLOCK, batch, drafts + 1, self._length).seconds

@@ -96,6 +96,18 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+_QWEN3_4B = {**_QWEN3, "hidden_size": 2560, "num_attention_heads": 32, "intermediate_size": 9728}
+
+_QWEN3_8B = {
+    **_QWEN3,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+
+_QWEN3_14B = {**_QWEN3_8B, "hidden_size": 5120, "num_attention_heads": 40, "intermediate_size": 17408}
+
 _GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",
     "vocab_size": 201088,
@@ -256,24 +268,11 @@ _KIMI: dict[str, Any] = {
 PUBLISHED = {
     shape.name: shape
     for shape in (
-        Shape(
-            "qwen3-8b",
-            {
-                **_QWEN3,
-                "hidden_size": 4096,
-                "num_attention_heads": 32,
-                "intermediate_size": 12288,
-                "tie_word_embeddings": False,
-            },
-            DrafterWidths(32, 8, 128, 12288),
-            checkpoint_bytes=2 * 8_190_000_000,
-        ),
-        Shape(
-            "qwen3-4b",
-            {**_QWEN3, "hidden_size": 2560, "num_attention_heads": 32, "intermediate_size": 9728},
-            DrafterWidths(32, 8, 128, 9728),
-            checkpoint_bytes=2 * 4_020_000_000,
-        ),
+        Shape("qwen3-8b", _QWEN3_8B, DrafterWidths(32, 8, 128, 12288), checkpoint_bytes=2 * 8_190_000_000),
+        Shape("qwen3-8b-dspark", _QWEN3_8B, DrafterWidths(32, 8, 128, 12288), checkpoint_bytes=2 * 8_190_000_000),
+        Shape("qwen3-4b", _QWEN3_4B, DrafterWidths(32, 8, 128, 9728), checkpoint_bytes=2 * 4_020_000_000),
+        Shape("qwen3-4b-dspark", _QWEN3_4B, DrafterWidths(32, 8, 128, 9728), checkpoint_bytes=2 * 4_020_000_000),
+        Shape("qwen3-14b-dspark", _QWEN3_14B, DrafterWidths(40, 8, 128, 17408), checkpoint_bytes=2 * 14_770_000_000),
         Shape(
             "qwen3-0.6b",
             {**_QWEN3, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072},
@@ -392,6 +391,12 @@ PUBLISHED = {
             "qwen3.6-27b",
             _QWEN3_5_27B,
             DrafterWidths(32, 8, 128, 17408, 4, 2048),
+            kinds=_GATED_DELTA_NETS_KINDS,
+        ),
+        Shape(
+            "qwen3.8-27b",
+            _QWEN3_5_27B,
+            DrafterWidths(32, 8, 128, 17408, 5, 2048),
             kinds=_GATED_DELTA_NETS_KINDS,
         ),
         Shape("qwen3.5-35b-a3b", _QWEN3_5_35B, _QWEN3_5_35B_DRAFTER, kinds=_GATED_DELTA_NETS_KINDS),

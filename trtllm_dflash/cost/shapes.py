@@ -10,6 +10,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES, build_target, read_planned_config, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
@@ -67,7 +68,7 @@ def shape_config(
     precision = None if drafter_precision is None else WeightPrecision(drafter_precision)
     lighter = {"linear_precision": precision, "draft_vocab_size": draft_vocab}
     drafter = drafter.model_copy(update=lighter)
-    config = EngineConfig(name=name, block_size=drafter.block_size, target=target, drafter=drafter, **settings)
+    config = EngineConfig(name=name, block_size=drafter.step_rows, target=target, drafter=drafter, **settings)
     check_tp(config.tp, target, drafter)
     unit = config.tp * FP8_MULTIPLE
     if draft_vocab is not None and (draft_vocab % unit or draft_vocab > target.vocab_size):
@@ -116,7 +117,7 @@ def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:
 
 def drafter_of(shape: Shape, target: DecoderConfig) -> DrafterConfig:
     """Makes the configuration of a shape's drafter for a target, which may be cut to a few layers. Its windows, which
-    some of its layers have, are not in it: we compute none.
+    some of its layers have, are not in it: plans count all that the layers could see.
     """
     facts, widths = shape.facts, shape.drafter
     return DrafterConfig(
@@ -135,4 +136,5 @@ def drafter_of(shape: Shape, target: DecoderConfig) -> DrafterConfig:
         target_layers=target.layers,
         # A target cut to a few layers has fewer than there are taps: some are tapped twice.
         tap_layers=tuple(min(max(tap, 0), target.layers - 1) for tap in shape.tap_layers),
+        **PUBLISHED_KINDS[facts.kind],
     )

@@ -287,6 +287,8 @@ def _names(settings: LaunchSettings, entry: CatalogEntry | None) -> tuple[str, s
     if entry is None or target != entry.target:
         raise SettingsError(f"--target {target}: which drafter goes with it? give --drafter, or --method none")
     if settings.method == "dflash":
+        if entry.kind != "dflash":
+            raise SettingsError(f"--model {entry.name}: only DFlash drafters are launched, not {entry.kind}'s")
         return target, entry.drafter
     if entry.name not in EAGLE3:
         raise SettingsError(f"--method eagle3: no EAGLE-3 drafter is known for {entry.name}; give --drafter")

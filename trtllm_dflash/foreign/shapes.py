@@ -223,6 +223,8 @@ def read_drafter(folder: Path) -> DrafterFacts:
     nested = raw.get("dflash_config") or {}
     if "dflash_config" not in raw and raw.get("speculators_model_type") != "dflash":
         raise CheckpointError(f"{folder}: config.json is no DFlash drafter's; for an EAGLE-3 one say --method eagle3")
+    if "DFlash2DraftModel" in raw.get("architectures", []):
+        raise CheckpointError(f"{folder}: config.json is a DFlash 2 drafter's; only DFlash drafters are launched")
     block = raw.get("block_size", nested.get("block_size"))
     if not isinstance(block, int) or block < 2:
         raise CheckpointError(f"{folder}: config.json: block_size {block!r} is not a number of tokens")

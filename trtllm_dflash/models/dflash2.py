@@ -8,7 +8,7 @@ likeliest tokens too, which costs no acceptance (sfllm #42: 3.118 tokens a step,
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
@@ -54,6 +54,17 @@ class SelectorConfig(BaseModel):
     candidates: PositiveInt  # likeliest tokens of a row that are chosen among
     multiplier: PositiveFloat = 1.0  # of the logits
     softcap: PositiveFloat | None = None  # their bound
+
+
+#: Settings of a `DrafterConfig` that the published drafters of each kind have alike.
+PUBLISHED_KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": {
+        "convolution": ConvolutionConfig(taps=2, group_size=16),
+        "selector": SelectorConfig(kind="dflash2", rank=256, candidates=CANDIDATES),
+    },
+    "dspark": {"from_anchor": True, "selector": SelectorConfig(kind="markov", rank=256, candidates=CANDIDATES)},
+}
 
 
 def convolution_weights(prefix: str, source: str, convolution: ConvolutionConfig, hidden: int) -> list[Weight]:
