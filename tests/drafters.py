@@ -92,10 +92,11 @@ def make_dflash2(path: Path, target: Path, *, windows: list[int | None] | None =
     return edit_config(path, change)
 
 
-def make_dspark(
-    path: Path, target: Path, *, head: str = "vanilla", scale: float = 3.0, confidence: bool = True, **options: Any
-) -> Path:
-    """A DSpark drafter in DeepSpec's layout, or in speculators' (`format`), with copies of the target's tensors."""
+def make_dspark(path: Path, target: Path, *, head: str | None = "vanilla", scale: float = 3.0, **options: Any) -> Path:
+    """A DSpark drafter in DeepSpec's layout, or in speculators' (`format`), with copies of the target's tensors.
+
+    Without a `head` it is what DeepSpec calls DFlash: each row's likeliest token, from row 0 on.
+    """
     generator = torch.Generator().manual_seed(8)
     make_drafter(path, target, **options)
     raw = json.loads((path / "config.json").read_text())
@@ -105,13 +106,14 @@ def make_dspark(
     def add(tensors: dict[str, Tensor]) -> None:
         size = math.sqrt(scale / math.sqrt(RANK))
         drafted = options.get("draft_vocab") or vocab
-        tensors["markov_head.markov_w1.weight"] = _normal((vocab, RANK), size, generator)
-        tensors["markov_head.markov_w2.weight"] = _normal((drafted, RANK), size, generator)
+        if head is not None:
+            tensors["markov_head.markov_w1.weight"] = _normal((vocab, RANK), size, generator)
+            tensors["markov_head.markov_w2.weight"] = _normal((drafted, RANK), size, generator)
         if head == "gated":
             shape = RANK, hidden + RANK
             tensors["markov_head.gate_proj.weight"] = _normal(shape, 2 / math.sqrt(hidden), generator)
             tensors["markov_head.gate_proj.bias"] = _normal((RANK,), 1.0, generator)
-        if confidence:
+        if head is not None:
             tensors["confidence_head.proj.weight"] = _normal((1, hidden + RANK), 0.1, generator)
             tensors["confidence_head.proj.bias"] = torch.zeros(1)
         if layers is raw:
@@ -119,8 +121,10 @@ def make_dspark(
             tensors["lm_head.weight"] = torch.zeros(vocab, hidden)
 
     edit_tensors(path, add)
-    settings = {"markov_rank": RANK, "markov_head_type": head, "enable_confidence_head": confidence}
-    settings["confidence_head_with_markov"] = True
+    settings: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": False}
+    if head is not None:
+        settings = {"markov_rank": RANK, "markov_head_type": head, "enable_confidence_head": True}
+        settings["confidence_head_with_markov"] = True
     if layers is not raw:
         settings |= {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]}
         return edit_config(path, lambda raw: raw.update(settings, sample_from_anchor=True))

@@ -43,6 +43,8 @@ def load(target, drafter, **settings):
 def drafters(name, path, target):
     if name.startswith("dflash2"):
         return make_dflash2(path, target, format="speculators" if "speculators" in name else "z-lab")
+    if name == "anchor":
+        return make_dspark(path, target, head=None)
     if name.startswith("dspark"):
         form = "speculators" if "speculators" in name else "z-lab"
         vocabulary = {"draft_vocab": 48} if "reduced" in name else {}
@@ -51,7 +53,7 @@ def drafters(name, path, target):
     return window_layers(path, [12, None, 12], **({"is_causal": False} if "free" in name else {}))
 
 
-KINDS = ["windows", "windows, free", "dflash2", "dflash2, speculators", "dspark", "dspark, gated"]
+KINDS = ["windows", "windows, free", "anchor", "dflash2", "dflash2, speculators", "dspark", "dspark, gated"]
 
 
 @pytest.mark.parametrize("name", [*KINDS, "dspark, speculators, reduced"])

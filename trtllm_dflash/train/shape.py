@@ -69,6 +69,8 @@ def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
         raise SettingsError(f"--from {path}: has a vocabulary of its own, which is not trained")
     if config.windows is not None:
         raise SettingsError(f"--from {path}: has layers with a window, which are not trained")
+    if config.causal_layers or config.from_anchor:
+        raise SettingsError(f"--from {path}: its block is causal, or its first row drafts too, which is not trained")
     if "DFlashDraftModel" not in raw.get("architectures", ["DFlashDraftModel"]):
         raise SettingsError(f"--from {path}: {', '.join(raw['architectures'])} is not trained, only DFlashDraftModel")
     layers = raw.get("transformer_layer_config", raw)
