@@ -9,6 +9,8 @@ import torch
 from tests.checkpoints import make_drafter, make_gpt_oss
 from tests.conftest import refusal
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.bench.imposed import imposed
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import CancelledError, SettingsError
 from trtllm_dflash.ops.cpu_attention import TILE, attend, attend_paths, hidden_from_paths, hidden_keys
 from trtllm_dflash.ops.draft_tree import RANKS, TREE_SIZES, chain_tree, draft_tree
@@ -141,10 +143,10 @@ def test_a_row_s_attention_along_its_path_is_that_of_the_same_tokens_in_a_run(he
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-def changed(llm, **update):
-    """The same weights in a session of its own, with another configuration."""
-    config = llm.config.model_copy(update=update)
-    return LLM(torch_session.TorchSession(config, dict(llm.session.weights), llm.session.device), llm.codec)
+def changed(llm, accept=None, **update):
+    """The same weights in a session of its own, with another configuration, or another rule of acceptance."""
+    config, weights = llm.config.model_copy(update=update), dict(llm.session.weights)
+    return LLM(torch_session.TorchSession(config, weights, llm.session.device, accept=accept), llm.codec)
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +245,14 @@ def test_rows_that_trees_have_moved_are_shared_and_survive_a_neighbour_s_cancell
     assert [sequence.token_ids for sequence in again] == tokens(tiny.generate(longer, GREEDY, draft=False))
 
 
+@pytest.mark.parametrize("nodes", [15, pytest.param(63, marks=pytest.mark.slow)])
+def test_imposed_acceptance_is_the_depth_that_a_tree_is_accepted_to(nodes, tiny, prompts):
+    rule = imposed(ImposedAcceptance(6.5, 16))
+    params = [GREEDY.model_copy(update={"seed": i}) for i in range(len(prompts))]
+    chains, trees = (changed(tiny, rule, draft_tree=n).generate(prompts, params) for n in (0, nodes))
+    assert [reply.accepted_per_step for reply in trees] == [reply.accepted_per_step for reply in chains]
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +285,8 @@ def test_auto_and_off_draft_chains(tiny):
 
 def test_a_wrong_flag_is_refused(tiny_engine, tmp_path):
     said = refusal("generate", "--engine", tiny_engine, "-p", "hello", "--draft-tree", "8", "--device", "cpu")
+    assert "--draft-tree 8: choose auto, off, 15, 31 or 63" in said
+    said = refusal("demo", "--draft-tree", "8", "--output", tiny_engine, "--device", "cpu")
     assert "--draft-tree 8: choose auto, off, 15, 31 or 63" in said
     said = refusal("deploy", "--engine", tiny_engine, "--output", tmp_path / "models", "--draft-tree", "twelve")
     assert "--draft-tree twelve: choose auto, off, 15, 31 or 63" in said

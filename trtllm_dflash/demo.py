@@ -18,6 +18,8 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
@@ -109,7 +111,15 @@ class DemoResult(Comparison):
         return {**super().as_json(), "by_kind": {kind: part.as_json() for kind, part in self.by_kind.items()}}
 
 
-def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, kernels: "Kernels", show: bool) -> DemoResult:
+def run_demo(
+    engine: Path,
+    per_kind: int,
+    max_tokens: int,
+    device: str,
+    kernels: "Kernels",
+    show: bool,
+    draft_tree: str = "auto",
+) -> DemoResult:
     """Serves the engine with Triton, and decodes prompts of every kind both ways; `show` draws streams and tables.
 
     For the figures each reply is timed alone. Before that, the first prompt of each kind is shown: two clients at once,
@@ -125,9 +135,12 @@ def run_demo(engine: Path, per_kind: int, max_tokens: int, device: str, kernels:
     codec = TextCodec.load(engine, read_config(engine).chat_arguments)
     if codec is None:
         raise EngineError(f"{engine}: the demo needs a tokenizer, and this engine has none")
+    with_trees(read_config(engine), draft_tree, pick_device(device))  # before a server is started
     # The whole block always: here drafting is compared with not drafting, and there is one client at a time.
     length = read_config(engine).block_size - 1
-    settings = DeploySettings.model_validate({"device": device, "kernels": kernels, "draft_length": length})
+    settings = DeploySettings.model_validate(
+        {"device": device, "kernels": kernels, "draft_length": length, "draft_tree": draft_tree}
+    )
     anywhere = Endpoints(http_port=0, grpc_port=0, metrics_port=0)
     with serving(engine, settings, anywhere) as running:
         console.print(f"Triton Inference Server is ready: gRPC at {running.endpoints.grpc}")

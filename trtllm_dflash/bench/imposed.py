@@ -32,13 +32,14 @@ def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
     """
 
     def of(slots: SlotTensors) -> Accept:
+        rows = min(MAX_ROWS, slots.block)  # a tree's depth is the block's
         seeds = slots.seed  # [slots], written in place: a captured graph reads what a request left there
 
         def accept(ops: Ops[Tensor], inputs: StepInputs[Tensor], target_ids: Tensor) -> Acceptance[Tensor]:
             assert isinstance(ops, TorchOps)
             if target_ids.numel() == len(inputs.start):  # pieces of prompts, and steps without drafts: nothing to draw
                 return accept_equals(ops, inputs, target_ids)
-            accepted = draw_accepted(seeds[ops.slots(inputs.start)], inputs.start, acceptance.survival, MAX_ROWS)
+            accepted = draw_accepted(seeds[ops.slots(inputs.start)], inputs.start, acceptance.survival, rows)
             return ops.acceptance(accepted, target_ids, inputs.logit_rows, inputs.row_count)
 
         return accept

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trtllm_dflash.commands.build_settings import build_settings, engine_folder
+from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.terminal import progress_bar
 
@@ -24,6 +25,7 @@ _GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens a reply.  [default: 256]")
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
 @kernels_option
+@draft_tree_option
 @click.option("--output", type=click.Path(path_type=Path), help="Engine directory.  [default: engines/NAME]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
 def demo(
@@ -32,6 +34,7 @@ def demo(
     max_tokens: int,
     device: str,
     kernels: "Kernels | None",
+    draft_tree: str | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -45,7 +48,9 @@ def demo(
     engine = engine_folder(settings, output)
     with progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
-    result = run_demo(engine, prompts_per_kind, max_tokens, device, kernels or "auto", show=not as_json)
+    result = run_demo(
+        engine, prompts_per_kind, max_tokens, device, kernels or "auto", not as_json, draft_tree or "auto"
+    )
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":

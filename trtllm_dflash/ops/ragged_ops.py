@@ -77,10 +77,10 @@ class Segment:
                 path.append(row)
         return path
 
-    def path_of(self, depth: int) -> list[int]:
-        """Chooses a path that is so deep, or as deep as there is, of the rows with logits."""
-        runs = [list(range(min(depth, min(self.run, self.logits) - 1) + 1))]
-        return max([*runs, *(path for path in self.paths if len(path) <= depth + 1)], key=len)
+    def imposed(self, accepted: int) -> list[int]:
+        """Makes up a path of so many accepted rows, or of as many as there are; behind a run, its last one moves."""
+        accepted = min(accepted, self.logits - 1)
+        return [*range(accepted), accepted if accepted < self.run else self.logits - 1]
 
     def pages_of(self, layer: AttentionLayer) -> Sequence[int]:
         """The slot's pages in a layer's caches."""
@@ -348,7 +348,7 @@ class RaggedOps(TorchOps):
         self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
         """Makes the outcome of so many accepted drafts [G]; of fewer where a segment has not so many."""
-        paths = [s.path_of(depth) for s, depth in zip(self._layout.segments, accepted.tolist(), strict=True)]
+        paths = [s.imposed(count) for s, count in zip(self._layout.segments, accepted.tolist(), strict=True)]
         return self._verdict(paths, target_ids[0].tolist())
 
     def _verdict(self, paths: list[list[int]], chosen: list[int]) -> Acceptance[Tensor]:

@@ -11,9 +11,14 @@ Tensor = torch.Tensor
 
 
 class SlotTensors:
-    """Next rows, position and sampling of every slot, on the device; B of `sampling` are the slots of its slice."""
+    """Next rows, position and sampling of every slot, on the device; B of `sampling` are the slots of its slice.
+
+    Attributes:
+        block: rows of a drafted block: no more tokens than these are accepted in a step.
+    """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.block = config.block_size
         slots, rows = config.max_batch, config.slot_rows if config.drafter else 1
         self.tokens = torch.zeros(slots, rows, dtype=torch.int32, device=device)  # bonus token and drafts
         self.parents = torch.zeros(slots, rows, dtype=torch.int32, device=device)  # of those, where drafts may be trees
