@@ -70,8 +70,9 @@ def save(record: dict[str, Any], output: Path | None) -> None:
 
 def with_tree(llm: LLM, nodes: int, changes: dict[str, Any]) -> LLM:
     """Makes a session of the same weights that drafts trees of so many nodes, or chains for 0."""
-    config = llm.config.model_copy(update={"draft_tree": nodes, **changes})
-    return LLM(TorchSession(config, dict(llm.session.weights), llm.session.device), llm.codec)
+    config, session = llm.config.model_copy(update={"draft_tree": nodes, **changes}), llm.session
+    assert isinstance(session, TorchSession)
+    return LLM(TorchSession(config, dict(session.weights), session.device), llm.codec)
 
 
 def chats(llm: LLM, count: int) -> tuple[list[str], list[list[int]]]:

@@ -68,6 +68,7 @@ class StepOutputs(Generic[T]):
     next_start: T  # [B]
     next_tokens: T  # [B, Bd] bonus and drafts; [B, 1] where nothing was drafted; of a tree [B, nodes + 1]
     next_parents: T | None = None  # [B, nodes + 1] the row of each one's parent; None: the row before
+    next_chances: T | None = None  # [B, Bd - 1] FP32 log-probabilities of the drafts, where they were to be told
     logprobs: Logprobs[T] | None = None  # [B, R] of target_ids
     prompt_logprobs: Logprobs[T] | None = None  # [B, P]
 
@@ -95,12 +96,18 @@ class DraftVerifyStep:
         self._accept = accept
 
     def __call__(
-        self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting, tree: DraftTree | None = None
+        self,
+        ops: Ops[T],
+        inputs: StepInputs[T],
+        drafting: Drafting,
+        tree: DraftTree | None = None,
+        chances: bool = False,
     ) -> StepOutputs[T]:
         """Runs the step; the caches behind `ops` are updated in place.
 
         Args:
             tree: to draft, out of the block; None: a chain.
+            chances: whether to tell the drafts' log-probabilities, of a chain.
         """
         drafter = None if drafting is Drafting.OFF else self.drafter
         taps = drafter.config.tap_layers if drafter else ()
@@ -116,19 +123,22 @@ class DraftVerifyStep:
             next_start = ops.block_start(inputs.start, verdict.committed)
         target_ids = ops.first_choices(target_ids, verdict)
         if logprobs is not None:
-            every = (logprobs.chosen, logprobs.top_ids, logprobs.top)
-            logprobs = Logprobs(*(ops.first_choices(x, verdict) for x in every))
+            parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
+            logprobs = Logprobs(*(ops.first_choices(x, verdict) for x in parts))
         self.target.keep_path(ops, inputs.start, verdict)
-        next_tokens, next_parents = ops.column(verdict.bonus), None
+        next_tokens, next_parents, next_chances = ops.column(verdict.bonus), None, None
         if drafter:
             # Before `fc`: its work is that of the rows that stay.
             context = drafter.context(ops, [ops.final_rows(tap, verdict) for tap in features.taps], inputs.start)
             if drafting is Drafting.BLOCK:
                 block = context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
-                if tree is None:
-                    next_tokens = ops.join_ids(verdict.bonus, drafter.draft(ops, *block))
-                else:
+                if tree is not None:
                     next_tokens, next_parents = drafter.draft_tree(ops, *block, tree)
+                elif chances:
+                    drafts, next_chances = drafter.draft_with_chances(ops, *block)
+                    next_tokens = ops.join_ids(verdict.bonus, drafts)
+                else:
+                    next_tokens = ops.join_ids(verdict.bonus, drafter.draft(ops, *block))
             else:
                 drafter.keep_context(ops, context, inputs.start)
         prompt_logprobs = None
@@ -136,5 +146,12 @@ class DraftVerifyStep:
             logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.prompt.rows))
             prompt_logprobs = ops.log_probabilities(logits, inputs.prompt.next_ids)
         return StepOutputs(
-            target_ids, verdict.accepted, next_start, next_tokens, next_parents, logprobs, prompt_logprobs
+            target_ids,
+            verdict.accepted,
+            next_start,
+            next_tokens,
+            next_parents,
+            next_chances,
+            logprobs,
+            prompt_logprobs,
         )

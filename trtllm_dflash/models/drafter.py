@@ -151,6 +151,14 @@ class Drafter:
         logits = ops.linear(self._head, normed)
         return choose(ops, PREFIX, c.selector, normed, logits, bonus, lambda ids: self._target_ids(ops, ids))
 
+    def draft_with_chances(
+        self, ops: Ops[T], context: list[Context[T]], start: T, committed: T, bonus: T, block_offsets: T
+    ) -> tuple[T, T]:
+        """Drafts as `draft` does without a selector, and tells each draft's log-probability: FP32 [B, Bd - 1]."""
+        rows = self._draft_rows(ops, context, start, committed, bonus, block_offsets)
+        ids, log_probs = ops.likeliest(self._logits(ops, rows))
+        return self._target_ids(ops, ids), log_probs
+
     def draft_tree(
         self,
         ops: Ops[T],

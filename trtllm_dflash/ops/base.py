@@ -371,6 +371,10 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
 
     # -- trees of drafts: their rows are no run, and only one path of them is accepted -------------------------------
 
+    def likeliest(self, logits: T) -> tuple[T, T]:
+        """Finds each row's most likely id as `argmax` does, and its log-probability, FP32 [B, R]."""
+        raise NotImplementedError
+
     def top_ids(self, logits: T, count: int) -> tuple[T, T]:
         """Finds each row's `count` most likely ids, the lowest among equals first, and their log-probabilities.
 

@@ -296,6 +296,10 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
             best, ids = best[..., :count], ids.gather(-1, places[..., :count])
         return best - total, ids.int()
 
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, ids = self.top_ids(logits, 1)
+        return ids[..., 0], log_probs[..., 0]
+
     def grow_tree(self, tree: DraftTree, bonus: Tensor, log_probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         matrix, tolls, places, parents = _tree_tensors(tree, log_probs.shape[1], log_probs.device)
         flat = log_probs.clamp(min=LEAST).flatten(1)

@@ -6,7 +6,7 @@ With few slots a long block is nearly free; with many, its rows cost more than t
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal
@@ -44,6 +44,9 @@ def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
 class DraftLength(ABC):
     """Chooses K, the number of drafts after the bonus token."""
 
+    #: Whether the drafts that a step makes share the rows of the next one, as `share` says; else each has its own.
+    shares = False
+
     @property
     @abstractmethod
     def lengths(self) -> tuple[int, ...]:
@@ -52,6 +55,13 @@ class DraftLength(ABC):
     @abstractmethod
     def choose(self, slots: int) -> int:
         """Chooses the drafts to make in this step, for the next one to verify, with so many slots decoding."""
+
+    def share(self, slots: int) -> int:
+        """Chooses how many drafts a slot this step verifies, on average over so many slots that share its rows."""
+        raise NotImplementedError
+
+    def foresee(self, chances: Sequence[float]) -> None:  # noqa: B027
+        """Records the chances of all drafts that the next step may verify, the largest first."""
 
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
         """Records the drafts of a step's sequences: numbers of sequences by drafts verified, and accepted of them."""
@@ -80,7 +90,6 @@ class AdaptiveDraftLength(DraftLength):
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._slots = sorted({slots for slots, _ in times})
         self._lengths = sorted({drafts for _, drafts in times})
         longest = self._lengths[-1]
         # Counts of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
@@ -112,6 +121,10 @@ class AdaptiveDraftLength(DraftLength):
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
         self._new.update(verified)
 
+    def rate(self, slots: int, drafts: int) -> float:
+        """Predicts the tokens a second that a slot gets of so many drafts."""
+        return self._committed()[drafts] / self._seconds(slots, drafts)
+
     def _look(self) -> None:
         """Adds what was observed since the last look to what is remembered."""
         reached = [0] * (len(self._tries) + 1)  # sequences whose drafts before a position were all accepted
@@ -135,8 +148,13 @@ class AdaptiveDraftLength(DraftLength):
         return list(accumulate(accumulate(shares, mul), initial=1.0))
 
     def _seconds(self, slots: int, drafts: int) -> float:
-        """Predicts a step's time: between the measured numbers of slots, on a straight line."""
-        above = next((known for known in self._slots if known >= slots), self._slots[-1])
-        below = max((known for known in self._slots if known <= slots), default=above)
-        low, high = self._times[below, drafts], self._times[above, drafts]
-        return low if above == below else low + (high - low) * (slots - below) / (above - below)
+        return seconds_of(self._times, slots, drafts)
+
+
+def seconds_of(times: StepTimes, slots: int, drafts: int) -> float:
+    """Predicts a step's time: between the measured numbers of slots, on a straight line."""
+    measured = sorted({known for known, _ in times})
+    above = next((known for known in measured if known >= slots), measured[-1])
+    below = max((known for known in measured if known <= slots), default=above)
+    low, high = times[below, drafts], times[above, drafts]
+    return low if above == below else low + (high - low) * (slots - below) / (above - below)

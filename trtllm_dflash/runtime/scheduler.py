@@ -88,6 +88,7 @@ class Scheduler:
         self._batch: Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[_Launched] = deque()
         self._guided = 0  # slots whose replies have a grammar
+        self._told = False  # whether the last step told the chances of its drafts
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
         self._unwanted: list[Sequence] = []
@@ -322,9 +323,12 @@ class Scheduler:
             window_pages=self._slots.window_changes,
             window_copies=[stay.lease.window_copy for stay, _ in pieces if stay.lease.window_copy is not None],
             tree=tree,
+            chances=self._draft_length.shares and block > 1 and not tree,
+            share=batch.share(self._draft_length) if self._told else 0,
         )
         outcome = self._session.run(step)
         self._slots.begin_changes()
+        self._told = step.chances
         if batch.stays:
             self._decoded += 1
             if batch.drafts and batch.block != rows:
@@ -382,6 +386,8 @@ class Scheduler:
                 if not stay.over:
                     self._fail(stay, error)
             return
+        if launched.outcome.chances:
+            self._draft_length.foresee(launched.outcome.chances)
         now = time.time_ns()
         wrote_drafter = launched.drafting is not Drafting.OFF
         if launched.batch.stays:
@@ -400,8 +406,11 @@ class Scheduler:
         recent: list[int] = []
         changed, total, rows = self._changed, 0, 0
         if not wrote_drafter:
-            _note_drafter_rows(batch.stays)
-        for stay, drafted, ids in zip(batch.stays, batch.drafted, committed, strict=False):
+            for stay in batch.stays:
+                stay.note_drafter_rows()
+        shared = launched.outcome.shared
+        every = batch.drafted if shared is None else [got - 1 for got in shared]
+        for stay, drafted, ids in zip(batch.stays, every, committed, strict=False):
             if stay.over:
                 continue  # this step was launched before that was known
             sequence = stay.sequence
@@ -447,7 +456,7 @@ class Scheduler:
         self, stay: Stay, count: int, ids: list[int], launched: _Launched, wrote_drafter: bool, now: int
     ) -> None:
         if not wrote_drafter:
-            _note_drafter_rows([stay])
+            stay.note_drafter_rows()
         stay.rows += count
         self.statistics.kv_tokens_in_use += count
         try:
@@ -479,13 +488,6 @@ class Scheduler:
             error = EngineError(f"a step failed: {type(error).__name__}: {lines[0] if lines else ''}")
         self._end(stay.sequence, error)
         self._leave(stay, forget=True)
-
-
-def _note_drafter_rows(stays: list[Stay]) -> None:
-    """Notes that the drafter's caches have the rows so far, and not those of a step that it had no part in."""
-    for stay in stays:
-        if stay.drafter_rows is None:
-            stay.drafter_rows = stay.rows
 
 
 def _tokens(session: Session) -> int:

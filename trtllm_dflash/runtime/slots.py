@@ -43,6 +43,11 @@ class Stay:
         """Its place among all sequences: the most urgent first, among equals the earliest."""
         return self.sequence.rank
 
+    def note_drafter_rows(self) -> None:
+        """Notes that the drafter's caches have the rows so far, and not those of a step that it had no part in."""
+        if self.drafter_rows is None:
+            self.drafter_rows = self.rows
+
 
 class Slots:
     """All slots of an engine, and its pages.

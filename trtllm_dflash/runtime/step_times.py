@@ -23,7 +23,7 @@ _ROUNDS = 2
 _STEPS = 2  # in a round
 
 
-def step_times(session: Session, folder: Path | None, lengths: Sequence[int]) -> MixedStepTimes:
+def step_times(session: Session, folder: Path | None, lengths: Sequence[int], shared: bool = False) -> MixedStepTimes:
     """Finds the engine's step times on this machine: kept in its directory, or else measured now and kept there.
 
     Measuring captures and runs the steps that it times, and no others; it writes over the caches' rows.
@@ -31,19 +31,28 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int]) ->
     Args:
         folder: the engine's directory, where there is one.
         lengths: of drafts, as in `Prepare`: none at all for steps that have nothing of the drafter.
+        shared: whether slots draft the whole block, and share the rows of so many drafts each.
     """
-    machine, kind = _machine(session), "drafting" if lengths else "plain"
+    machine, kind = _machine(session), _kind(session, lengths, shared)
     kept = _read(folder / FILE, machine) if folder is not None else {}
     times = kept.get(kind, {})
     missing = [drafts for drafts in lengths if all(drafts != known for _, known, _ in times)]
     if times and not missing:
         return times
-    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing).items()}
+    measured = measure_shared if shared else measure
+    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measured(session, missing).items()}
     if session.limits.mixes and session.device.type == "cuda":
         times |= measure_mixed(session, missing)
     if folder is not None:
         _write(folder / FILE, machine, {**kept, kind: times})
     return times
+
+
+def _kind(session: Session, lengths: Sequence[int], shared: bool) -> str:
+    if not lengths:
+        return "plain"
+    nodes = session.config.draft_tree
+    return "sharing" if shared else f"drafting trees of {nodes}" if nodes else "drafting"
 
 
 def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
@@ -57,6 +66,15 @@ def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
 
 def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
     """Times each number of slots with each draft length (as in `step_times`); seconds, the median of a few rounds."""
+    return _measure(session, lengths, shared=False)
+
+
+def measure_shared(session: Session, lengths: Sequence[int]) -> StepTimes:
+    """Times as `measure` does steps that draft the whole block, with its chances, and verify so many drafts a slot."""
+    return _measure(session, lengths, shared=True)
+
+
+def _measure(session: Session, lengths: Sequence[int], shared: bool) -> StepTimes:
     config = session.config
     position = min(_POSITION, config.max_seq_len - 1)
     session.prepare(Prepare(tuple(lengths), sampled=False))
@@ -67,10 +85,13 @@ def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
         for slot in range(slots):
             session.run(_first(slot, position, lengths)).read()
         for drafts in lengths or [0]:
-            rows = [(slot, drafts + 1) for slot in range(slots)]
-            times[slots, drafts] = _seconds(
-                session, Step(rows, [], _drafting(drafts, lengths), drafts + 1, sampled=False)
-            )
+            tree = config.draft_tree if drafts == config.block_size - 1 else 0  # as the scheduler drafts
+            # Each slot's own rows, shared ones too: what is measured teaches no chances.
+            rows = [(slot, (tree or drafts) + 1) for slot in range(slots)]
+            tells = bool(shared and drafts)
+            block = config.block_size if tells else drafts + 1
+            step = Step(rows, [], _drafting(drafts, lengths), block, sampled=False, chances=tells, tree=tree)
+            times[slots, drafts] = _seconds(session, step)
     return times
 
 

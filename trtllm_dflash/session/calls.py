@@ -81,6 +81,8 @@ class Step:
     tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
     penalized: list[int] = field(default_factory=list)  # slots that choose by penalized logits
     guides: list[Guide] = field(default_factory=list)  # of slots whose replies have a grammar
+    chances: bool = False  # whether chains are drafted with their chances, by which the next step may share rows
+    share: int = 0  # rows of all decoding slots, to be divided by those; each has at most its own. 0: each has its own
 
     @property
     def reports(self) -> bool:
@@ -147,6 +149,7 @@ def words_of(call: Call) -> Iterator[int]:
         yield from (5, call.slot, call.position)
     elif isinstance(call, Step):
         yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs, call.tree)
+        yield from (call.chances, call.share)
         yield from _listed(call.penalized)
         yield len(call.guides)
         for guide in call.guides:
@@ -192,8 +195,8 @@ def call_of(words: list[int]) -> Call:
 
 
 def _step_of(words: list[int]) -> Step:
-    drafting, block, sampled, logprobs, tree = words[:5]
-    penalized, at = _list_at(words, 5)
+    drafting, block, sampled, logprobs, tree, chances, share = words[:7]
+    penalized, at = _list_at(words, 7)
     guides, at = _guides_at(words, at)
     runs: list[list[int]] = []
     for size in (2, 3, 3, 3, 3):
@@ -226,6 +229,8 @@ def _step_of(words: list[int]) -> Step:
         tree=tree,
         penalized=penalized,
         guides=guides,
+        chances=bool(chances),
+        share=share,
     )
 
 

@@ -176,7 +176,7 @@ class CudaSession(TorchSession):
         # No more than the largest steps are captured for.
         if not self._flat:
             return limits
-        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk)), shapes=False)
+        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk)), shapes=False, divides=False)
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:

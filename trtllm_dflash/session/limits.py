@@ -12,3 +12,4 @@ class StepLimits:
     mixes: bool  # pieces beside decoding slots, and several together; else a step decodes, or has one piece
     shapes: bool = False  # what more may be asked of a choice: log-probabilities, penalties, biases, structure
     shares: bool = True  # a sequence may go on from rows that others left
+    divides: bool = False  # rows of decoding slots, by the chances of their drafts

@@ -29,9 +29,22 @@ Tensor = torch.Tensor
 class Outcome:
     """The outcome of a step, on its way from the device. `read` waits for it, if it must."""
 
-    def __init__(self, decided: Tensor, report: Report | None = None) -> None:
-        """decided [B, 1 + R]: `accepted`, then `target_ids`."""
+    def __init__(
+        self,
+        decided: Tensor,
+        report: Report | None = None,
+        shared: Tensor | None = None,
+        chances: Tensor | None = None,
+    ) -> None:
+        """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D] and chances [n].
+
+        Attributes:
+            shared: rows that each decoding slot got of those that they share; None: each had its own.
+            chances: of the drafts that were made, of all slots together, the largest first.
+        """
         self.report = report or Report()
+        self.shared: list[int] | None = None if shared is None else shared.tolist()
+        self.chances: list[float] = [] if chances is None else chances.tolist()
         self._event: torch.cuda.Event | None = None
         if decided.is_cuda:
             # Pinned, so that the copy runs behind the step while the host goes on.

@@ -29,6 +29,7 @@ from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.penalties import PenaltyTensors
 from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.shares import Shares
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.weights import complete_weights, multiplied_weights, packed_weights
 from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, PromptRows, StepInputs, StepOutputs, accept_equals
@@ -71,6 +72,7 @@ class TorchSession(Session):
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
         self.states = _allocate_states(config, device)
         self._penalties: PenaltyTensors | None = None  # made when a request first has any
+        self._shares = Shares(config.max_batch, max(config.block_size - 1, 1), device)
         self._windowed = windowed_caches(config, self.paging)
         # Of each slot, by position. Whoever gives pages says so with the steps; until then each has its share of all.
         slots, width = range(config.max_batch), self.paging.width
@@ -88,7 +90,9 @@ class TorchSession(Session):
         shares = self.states is None
         if not self._flat:
             return replace(super().limits, shares=shares)
-        return StepLimits(PIECES, self.config.chunk, mixes=True, shapes=True, shares=shares)
+        drafter = self.config.drafter
+        divides = drafter is None or drafter.selector is None  # whose choices have no chances
+        return StepLimits(PIECES, self.config.chunk, mixes=True, shapes=True, shares=shares, divides=divides)
 
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
@@ -113,8 +117,12 @@ class TorchSession(Session):
         for guide in call.guides:
             if guide.drafts:
                 self._slots.tokens[guide.slot, 1 : 1 + len(guide.drafts)] = self._int32(guide.drafts)
-        layout = Layout(list(self._segments(call)), self.paging.rows)
-        ids = [self._slots.tokens[slot, :count] for slot, count in call.decode]
+        decode, shared = call.decode, None
+        if call.share:
+            shared = self._divide(call)
+            decode = [(slot, rows) for (slot, _), rows in zip(decode, shared.tolist(), strict=True)]
+        layout = Layout(list(self._segments(call, decode)), self.paging.rows)
+        ids = [self._slots.tokens[slot, :count] for slot, count in decode]
         ids += [self._int32(piece.token_ids) for piece in call.pieces]
         token_ids = torch.cat(ids)
         inputs = StepInputs(
@@ -131,7 +139,7 @@ class TorchSession(Session):
         )
         ops = RaggedOps(self.weights, self.caches, self.communicator, layout, self.states)
         tree = draft_tree(call.tree, self.config.block_size) if call.tree else None
-        out = self._step(ops, inputs, call.drafting, tree)
+        out = self._step(ops, inputs, call.drafting, tree, call.chances)
         if self.states is not None:
             self.states.finish(layout.runs)
         self._slots.start.index_copy_(0, layout.slots, out.next_start.clamp(max=self.config.max_seq_len - 1))
@@ -144,8 +152,27 @@ class TorchSession(Session):
         if inputs.penalties is not None:
             self._note_replies(call, layout, inputs.penalties, ops.bonus_rows)
         decided = torch.cat([out.accepted[:, None], layout.by_segment(out.target_ids)], dim=1)
+        if shared is not None:
+            slots = layout.slots[: len(decode)]
+            self._shares.learn(slots, shared, out.accepted[: len(decode)])
+        chances = None
+        if out.next_chances is not None:
+            chances = self._note_chances(call, layout, out.next_chances)
         first_prompts = list(accumulate(_next_counts(call), initial=0))
-        return Outcome(decided, Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts))
+        report = Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts)
+        return Outcome(decided, report, shared, chances)
+
+    def _divide(self, call: Step) -> Tensor:
+        """Divides the rows that a step's decoding slots share by the chances of their drafts: rows of each."""
+        slots, most = torch.tensor(call.decode).unbind(dim=1)
+        return self._shares.divide(slots, most, call.share)
+
+    def _note_chances(self, call: Step, layout: Layout, log_probs: Tensor) -> Tensor:
+        """Notes the log-probabilities of the drafts that a step has made; lists those of slots that use them."""
+        self._shares.note(layout.slots, log_probs)
+        drafting = [slot for slot, rows in call.decode if rows > 1] + [p.slot for p in call.pieces if p.last]
+        block = torch.full((len(drafting),), call.block)
+        return self._shares.chances(torch.tensor(drafting, dtype=torch.int64), block)
 
     def _penalties_of(self, call: Step, layout: Layout, token_ids: Tensor) -> Penalties[Tensor] | None:
         """Makes the penalties of a step with token_ids [N]; None where nobody has any."""
@@ -197,12 +224,12 @@ class TorchSession(Session):
             for source, target, rows in call.window_copies if name in self._windowed else call.copies:
                 cache[target, :, :rows] = cache[source, :, :rows]
 
-    def _segments(self, call: Step) -> Iterator[Segment]:
+    def _segments(self, call: Step, decode: list[tuple[int, int]]) -> Iterator[Segment]:
         starts = self._slots.start.tolist()
-        runs = [(slot, starts[slot], count, count) for slot, count in call.decode]
+        runs = [(slot, starts[slot], count, count) for slot, count in decode]
         runs += [(piece.slot, piece.start, len(piece.token_ids), 1) for piece in call.pieces]
         chains = {guide.slot for guide in call.guides}
-        trees = {slot for slot, _ in call.decode if slot not in chains} if self.config.draft_tree else set()
+        trees = {slot for slot, _ in decode if slot not in chains} if self.config.draft_tree else set()
         for slot, start, count, logits in runs:
             parents = self._slots.parents[slot, :count].tolist() if slot in trees else None
             yield Segment(slot, start, count, logits, self._tables[slot], self._window_tables[slot], parents)

@@ -1,0 +1,153 @@
+"""Rows by survival: the slots of a step share its rows, which go to the likeliest drafts, and no text changes."""
+
+import pytest
+import torch
+
+from tests.test_draft_trees import changed, tokens
+from trtllm_dflash import SamplingParams
+from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.draft_length import PROBE_STEPS, AdaptiveDraftLength, DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.runtime.shared_rows import AutoRows, SharedRows
+from trtllm_dflash.session.calls import Step, call_of, words_of
+from trtllm_dflash.session.shares import Shares
+from trtllm_dflash.step import Drafting
+
+ALL = torch.arange(3)
+
+
+def shares_of(*probabilities):
+    """Shares of slots with these probabilities of their drafts."""
+    shares = Shares(len(probabilities), len(probabilities[0]), torch.device("cpu"))
+    shares.note(torch.arange(len(probabilities)), torch.tensor(probabilities).log())
+    return shares
+
+
+def divided(shares, total, *most):
+    return shares.divide(torch.arange(len(most)), torch.tensor(most), total).tolist()
+
+
+# -- whose the rows are ------------------------------------------------------------------------------------------------
+
+
+def test_rows_go_to_the_largest_chances_and_every_slot_keeps_one():
+    shares = shares_of([0.9, 0.9, 0.9, 0.9], [0.5, 0.9, 0.1, 0.1], [0.05, 1.0, 1.0, 1.0])
+    # Products: 0.9, 0.81, 0.73, 0.66; 0.5, 0.45, 0.045, 0.0045; 0.05 four times.
+    assert divided(shares, 3, 5, 5, 5) == [1, 1, 1]
+    assert divided(shares, 7, 5, 5, 5) == [5, 1, 1]
+    assert divided(shares, 9, 5, 5, 5) == [5, 3, 1]
+    assert divided(shares, 7, 2, 5, 5) == [2, 3, 2], "no slot gets more than it has"
+    assert divided(shares, 99, 5, 5, 1) == [5, 5, 1], "nor is there more than all"
+    assert divided(shares_of([0.5, 0.5], [0.5, 0.5]), 3, 3, 3) == [2, 1], "the earlier slot first, among equals"
+
+
+def test_a_slot_whose_drafts_are_poor_gets_none_and_comes_back():
+    shares = shares_of([0.9] * 7, [0.02] * 7)
+    assert divided(shares, 8, 8, 8) == [7, 1]
+    shares.note(torch.tensor([1]), torch.tensor([[0.95] * 7]).log())
+    assert divided(shares, 8, 8, 8) == [3, 5]
+
+
+def test_chances_are_corrected_by_what_survives_of_a_position():
+    shares = shares_of([0.9, 0.9], [0.8, 0.9], [0.1, 0.1])
+    before = shares.chances(ALL, torch.tensor([3, 3, 3]))
+    for _ in range(200):  # the second draft never survives, the first does as was said
+        shares.learn(ALL[:2], torch.tensor([3, 3]), torch.tensor([1, 1]))
+    after = shares.chances(ALL, torch.tensor([3, 3, 3]))
+    torch.testing.assert_close(before[:4], torch.tensor([0.9, 0.81, 0.8, 0.72]))
+    assert after[:2].min() > 0.9 and after[2] < 0.2
+    assert divided(shares, 6, 3, 3, 3) == [2, 2, 2]
+    for _ in range(200):  # and then always does
+        shares.learn(ALL[:2], torch.tensor([3, 3]), torch.tensor([2, 2]))
+    assert divided(shares, 7, 3, 3, 3) == [3, 3, 1]
+
+
+def test_what_was_not_verified_teaches_nothing():
+    shares = shares_of([0.9, 0.9], [0.8, 0.9], [0.1, 0.1])
+    before = shares.chances(ALL, torch.tensor([3, 3, 3]))
+    shares.learn(ALL, torch.tensor([1, 1, 1]), torch.tensor([0, 0, 0]))
+    assert torch.equal(shares.chances(ALL, torch.tensor([3, 3, 3])), before)
+
+
+# -- how many there are ------------------------------------------------------------------------------------------------
+
+#: A step of 8 slots takes 1 ms, and as much more for each 4 drafts a slot.
+TIMES = {(slots, drafts): 1 + drafts / 4 for slots in (1, 8) for drafts in (0, 1, 3, 7)}
+
+
+def test_so_many_rows_are_shared_as_commit_most_tokens_a_second():
+    rule = SharedRows(TIMES)
+    assert (rule.choose(2), rule.share(2)) == (7, 7), "before anything is known, all"
+    rule.foresee([0.9] * 6 + [0.0] * 8)  # of two slots
+    assert rule.share(2) == 3  # 1 + 2.7 tokens in 1.75 ms, not 1.9 in 1.25 or 3.7 in 2.75
+    rule.foresee([1.0] * 14)
+    assert rule.share(2) == 7
+
+
+def test_hopeless_drafts_are_tried_again_from_time_to_time():
+    rule = SharedRows(TIMES)
+    rule.choose(2)
+    rule.foresee([0.01] * 14)
+    assert [rule.choose(2) for _ in range(PROBE_STEPS - 1)].count(7) == 1, "the last"
+    assert rule.share(2) == 7, "and verified"
+    rule.foresee([0.95] * 14)
+    assert rule.choose(2) == 7
+
+
+@pytest.mark.parametrize(("dear", "expected"), [(1.0, True), (3.0, False)])
+def test_auto_shares_where_more_tokens_a_second_come_of_it(dear, expected):
+    """Slots whose drafts are half of them hopeless; steps that share take so many times as long."""
+    rule = AutoRows(AdaptiveDraftLength(TIMES), SharedRows({key: dear * s for key, s in TIMES.items()}))
+    shared = 0
+    for _ in range(10 * PROBE_STEPS):
+        rule.choose(2)
+        shared += rule.shares
+        if rule.shares:
+            rule.share(2)
+            rule.foresee([0.99] * 7 + [0.01] * 7)
+        rule.observe({(7, 7): 1, (7, 0): 1})
+    assert (shared > 9 * PROBE_STEPS) if expected else (shared < PROBE_STEPS)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+class Seven(DraftLength):
+    """Seven drafts a slot, shared."""
+
+    shares = True
+    lengths = (15,)
+
+    def choose(self, slots):
+        return 15
+
+    def share(self, slots):
+        return 7
+
+
+def run(llm, prompts, params, rule):
+    sequences = [llm.intake.sequence(prompt, params, True) for prompt in prompts]
+    scheduler = Scheduler(llm.session, draft_length=rule)
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while scheduler.busy:
+        scheduler.step()
+    return [sequence.completion() for sequence in sequences]
+
+
+def test_shared_rows_commit_more_and_every_text_stays(tiny):
+    llm = changed(tiny, max_batch=8)
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    texts = [text for kind in read_prompts(2).values() for text in kind]
+    prompts = [llm.encode([{"role": "user", "content": text}]) for text in texts]
+    shared, each = run(llm, prompts, params, Seven()), run(llm, prompts, params, FixedDraftLength(7))
+    assert tokens(shared) == tokens(each) == tokens(llm.generate(prompts, params, draft=False))
+    steps, fixed = (sum(reply.steps for reply in replies) for replies in (shared, each))
+    assert steps < fixed / 1.05
+    rows, most = (sum(reply.drafted_tokens for reply in replies) for replies in (shared, each))
+    assert rows / steps <= 1.01 * most / fixed, "with as many rows a step"
+
+
+def test_calls_that_share_rows_go_to_other_ranks():
+    call = Step([(0, 16), (3, 1)], [], Drafting.BLOCK, 16, True, chances=True, share=9)
+    assert call_of(list(words_of(call))) == call
