@@ -55,7 +55,12 @@ def write_engine(
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(config.model_dump_json())
     (folder / MEASURED_FILE).write_text(json.dumps({"acceptance": acceptance, "step_ms": step_ms}))
-    made_up_tokenizer(config.target.vocab_size).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, config.target.vocab_size)
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Writes a made-up tokenizer of so many tokens, with a plain chat template."""
+    made_up_tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _PLAIN_TEMPLATE, "fix_mistral_regex": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 

@@ -1,7 +1,10 @@
 """Published shapes: every pair of the catalog has one, and each is written as its publisher's config.json is."""
 
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.bench.random_checkpoint import parts_of, write_random_pair
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.published import PUBLISHED
+from trtllm_dflash.models import build_target, read_target_config
 
 
 def test_every_pair_of_the_catalog_has_a_published_shape_of_its_family():
@@ -23,3 +26,29 @@ def test_the_text_models_configuration_has_its_layers_and_their_kinds():
     assert [i for i, kind in enumerate(coder["layer_types"]) if kind == "full_attention"] == list(range(3, 48, 4))
     assert "layer_types" not in kimi["text_config"]
     assert PUBLISHED["qwen3.5-4b"].target["tie_word_embeddings"] is True
+
+
+def test_a_random_pair_is_in_the_layout_that_is_read_and_drafts(tmp_path):
+    target, drafter = write_random_pair(tmp_path, "tiny", layers=3)
+    llm = LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_seq_len=64)
+    assert llm.config.target.layers == 3 and llm.config.drafter.block_size == 8
+    (reply,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=6))
+    assert len(reply.token_ids) == 6
+
+
+def test_a_random_gpt_oss_has_the_published_tensors():
+    config = read_target_config(PUBLISHED["gpt-oss-20b"].target)
+    parts = {part.key: part for part in parts_of(build_target(config).weights())}
+    layer = "model.layers.23."
+    shapes = {
+        f"{layer}mlp.experts.gate_up_proj_blocks": (32, 5760, 90, 16),
+        f"{layer}mlp.experts.gate_up_proj_scales": (32, 5760, 90),
+        f"{layer}mlp.experts.gate_up_proj_bias": (32, 5760),
+        f"{layer}mlp.experts.down_proj_blocks": (32, 2880, 90, 16),
+        f"{layer}mlp.router.weight": (32, 2880),
+        f"{layer}self_attn.sinks": (64,),
+        f"{layer}self_attn.k_proj.bias": (512,),
+        "model.embed_tokens.weight": (201088, 2880),
+    }
+    assert {key: parts[key].shape for key in shapes} == shapes
+    assert len(parts) == 24 * 19 + 3  # as in its index
