@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.conftest import refusal, succeeds
+from tests.conftest import TINY, refusal, succeeds
+from trtllm_dflash import LLM
 from trtllm_dflash.build.defaults import choose_backend, choose_limits
 from trtllm_dflash.build.plan import BuildPlan, planned_engine
 from trtllm_dflash.build.settings import BuildSettings
@@ -81,6 +82,12 @@ def test_build_says_which_backend_it_takes_and_why(tmp_path):
     assert "backend: torch, since --precision fp32 is torch's; --backend says otherwise" in text
     assert "backend: " not in succeeds("build", "--model", "tiny", "--output", tmp_path / "e", "--backend", "torch")
     assert "--gpu nope is not known" in refusal("build", "--model", "tiny", "--output", tmp_path / "f", "--gpu", "nope")
+
+
+def test_an_llm_of_checkpoints_is_torchs_whatever_is_installed(monkeypatch):
+    monkeypatch.setattr("trtllm_dflash.build.planning.choose_backend", lambda *_: pytest.fail("nobody asked"))
+    llm = LLM.from_pretrained(TINY / "target", TINY / "drafter", device="cpu", max_seq_len=64)
+    assert llm.config.backend == "torch"
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ class LLM:
             "name": str(target),
             "target": str(target),
             "drafter": None if drafter is None else str(drafter),
+            "backend": "torch",
             "precision": precision,
             "kv": kv,
             "max_batch": max_batch,
