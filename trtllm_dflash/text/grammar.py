@@ -6,6 +6,7 @@ A mask is W 32-bit words, W = ceil(V / 32), with a bit for each token.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -19,9 +20,15 @@ FIELD = "structured"
 #: Characters of a schema, expression or grammar.
 LONGEST = 1 << 16
 
-#: Space between the parts of a JSON text, where there is any: a space, or a line's end and what indents the next one.
+#: Space in JSON objects without a schema, where there is any: a space, or a line's end and what indents the next one.
 #: Where JSON's whole space is allowed, small models fill replies with it.
-_SPACE = r" |\n {0,32}|\n\t{1,16}"
+_OBJECT_SPACE = {"whitespace_pattern": r" |\n {0,32}|\n\t{1,16}"}
+
+#: What is held to a schema is one line, as `json.dumps` writes it: then all but the values is forced.
+_SCHEMA_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+#: Schemas inside a schema that are looked at, and how deep, for the place of an error.
+_MOST_PLACES = 200
 
 #: Places of schemas inside a schema: by name, in a list, or alone.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -117,16 +124,22 @@ class Grammars:
         Raises:
             RequestError: it is too long, or wrong; names the place.
         """
-        source = value if isinstance(value, str) else json.dumps(value)
+        try:
+            source = value if isinstance(value, str) else json.dumps(value)
+        except RecursionError:
+            raise RequestError(f"{kind}: it is nested too deeply", FIELD) from None
         if len(source) > LONGEST:
             raise RequestError(f"has {len(source)} characters; at most {LONGEST} are taken", FIELD)
-        matcher = self._matcher(kind, value)
-        error = matcher.get_error()
-        if error:
+        try:
+            matcher = self._matcher(kind, value)
+        except ValueError as error:  # of the JSON, which the library reads by itself
+            raise RequestError(f"{kind}: {_one_line(str(error))}", FIELD) from None
+        problem = matcher.get_error()
+        if problem:
             place = ""
             if kind == "json_schema":
-                place, error = self._place(value, value, error)
-            raise RequestError(f"{place or kind}: {_one_line(error)}", FIELD)
+                place, problem = self._place(value, value, problem)
+            raise RequestError(f"{place or kind}: {_one_line(problem)}", FIELD)
         return Grammar(matcher, self._tokenizer, self._end_ids, self._words)
 
     def _matcher(self, kind: str, value: Any) -> LLMatcher:
@@ -135,24 +148,20 @@ class Grammars:
     def _place(self, root: Any, schema: Any, error: str, pointer: str = "#") -> tuple[str, str]:
         """Finds the innermost schema that is wrong by itself: where it is, and what is wrong with it."""
         shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, Mapping) and name in root}
-        for place, inner in sorted(_inner_schemas(schema), key=_refers):  # what is wrong elsewhere is found there
+        inners = sorted(islice(_inner_schemas(schema), _MOST_PLACES), key=_refers)  # what these refer to comes first
+        for place, inner in inners if pointer.count("/") < _MOST_PLACES else ():
             if not isinstance(inner, (dict, bool)):
                 return f"{pointer}/{place}", "a schema is an object, true or false"
             alone = {**shared, **inner} if isinstance(inner, dict) else inner
-            problem = self._matcher("json_schema", alone).get_error()
+            problem: str = self._matcher("json_schema", alone).get_error()
             if problem:
                 return self._place(root, inner, problem, f"{pointer}/{place}")
         return pointer, error
 
 
-def _schema(schema: Any) -> str:
-    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
-    return grammar
-
-
 _SOURCES = {
-    "json_object": lambda _: _schema({"type": "object"}),
-    "json_schema": _schema,
+    "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_OBJECT_SPACE),
+    "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SCHEMA_SPACE),
     "regex": LLMatcher.grammar_from_regex,
     "choice": lambda texts: LLMatcher.grammar_from_lark(
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
