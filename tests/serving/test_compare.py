@@ -9,12 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.conftest import refusal, run
+from tests.conftest import TINY, refusal, run
 from tests.serving.conftest import ANYWHERE
 from tests.serving.test_gateway import gateway
+from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.commands.compare import UNSAFE
 from trtllm_dflash.engine.directory import digest
-from trtllm_dflash.foreign.compare import Reply, Token, find_difference, shipped_prompts
+from trtllm_dflash.foreign.compare import NEAR_TIE, Reply, Token, find_difference, shipped_prompts
+from trtllm_dflash.pairs.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +77,7 @@ def test_from_plain_decoding_to_drafting_is_a_safe_swap(plain, drafting):
     assert 0 < b["acceptance_rate"] < 1
     assert a["tokens"] == b["tokens"] > 8 * 20
     for side in (a, b):
-        assert side["logprobs"] is False  # our gateway refuses them, and is asked again without
+        assert side["logprobs"] is True
         assert 0 < side["time_to_first_text_s"]["median"] <= side["reply_s"]["median"]
         assert side["tokens_per_second"] > 0
 
@@ -91,7 +93,7 @@ def test_a_sabotaged_server_is_an_unsafe_swap(plain, sabotaged):
     assert code == UNSAFE and not report["safe"]
     assert report["differences"] and not any(difference["near_tie"] for difference in report["differences"])
     difference = report["differences"][0]
-    assert difference["a"] != difference["b"] and difference["margins"] == {}
+    assert difference["a"] != difference["b"] and set(difference["margins"]) == {"a", "b"}
 
 
 def test_the_verdict_is_the_last_line_for_people(plain, drafting, sabotaged):
@@ -102,7 +104,36 @@ def test_the_verdict_is_the_last_line_for_people(plain, drafting, sabotaged):
     result = run("compare", "--a", plain, "--b", sabotaged, "--number", 4, "--max-tokens", 24)
     assert result.exit_code == UNSAFE
     assert result.stdout.splitlines()[-1].startswith("unsafe: ")
-    assert "differs (nobody says by how much)" in result.stdout
+    assert "differs (A by " in result.stdout
+
+
+def test_precisions_part_at_near_ties_whose_margins_log_probabilities_tell():
+    """Greedy replies of the pair in FP32 and in BF16: none differs but where two tokens are nearly as likely."""
+    prompts = [[{"role": "user", "content": text}] for text in read_prompts(8)["story"]]
+    both = []
+    for precision in ("fp32", "bf16"):
+        folders = str(TINY / "target"), str(TINY / "drafter")
+        with LLM.from_pretrained(*folders, precision=precision, device="cpu", max_batch=8, max_seq_len=256) as llm:
+            replies = llm.generate(prompts, SamplingParams(max_tokens=40, logprobs=5))
+            both.append([reply_of(llm, reply) for reply in replies])
+    differences = [find_difference(*pair, NEAR_TIE) for pair in zip(*both, strict=True)]
+    found = [difference for difference in differences if difference is not None]
+    assert found and all(difference.near_tie for difference in found)
+    assert all(set(difference.margins) == {"a", "b"} for difference in found)
+
+
+def reply_of(llm, completion):
+    """A reply as `compare` reads it from a server."""
+
+    def text(token):
+        return llm.codec.decode([token])
+
+    rows = zip(completion.token_ids, completion.logprobs, strict=True)
+    tokens = tuple(
+        Token(text(token), its.logprob, {text(other): value for other, value in its.top_logprobs})
+        for token, its in rows
+    )
+    return Reply(completion.text, completion.finish_reason, tokens, len(tokens), 0.0, 0.0, None)
 
 
 # -- over servers that say what they are told to -----------------------------------------------------------------------
