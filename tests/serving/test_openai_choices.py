@@ -85,6 +85,25 @@ def test_the_best_of_several_are_the_likeliest(api, tiny):
     assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in several)
 
 
+def test_penalties_and_forms_are_those_of_the_engine(api, tiny):
+    schema = {"type": "object", "properties": {"kind": {"enum": ["fox", "owl"]}, "legs": {"type": "integer"}}}
+    schema |= {"required": ["kind", "legs"]}
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
+    for asked, expected in (
+        ({"presence_penalty": 2, "logit_bias": {"75": -100}}, {"presence_penalty": 2, "logit_bias": {75: -100}}),
+        ({"response_format": form}, {"structured": {"kind": "json_schema", "value": schema}}),
+    ):
+        params = SamplingParams.model_validate({"max_tokens": 40, **expected})
+        (plain,) = tiny.generate([STORY], params)
+        reply = api.chat.completions.create(model="tiny", messages=STORY, temperature=0, max_tokens=40, **asked)
+        assert reply.choices[0].message.content == plain.text
+    assert json.loads(plain.text)["kind"] in ("fox", "owl")
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": {"a": {"type": 5}}}}}
+    with pytest.raises(openai.BadRequestError, match="response_format: #/properties/a: ") as refusal:
+        api.chat.completions.create(model="tiny", messages=STORY, response_format=wrong)
+    assert refusal.value.param == "response_format"
+
+
 def test_how_tokens_are_chosen_reaches_the_engine(tiny_engine):
     seen = {}
 

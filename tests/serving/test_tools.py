@@ -146,14 +146,58 @@ def test_without_tools_or_with_none_there_are_no_calls(engine_of):
     assert script.prompts[0] == script.prompts[1]
 
 
+BOOK = {
+    "type": "object",
+    "properties": {
+        "class": {"enum": ["first", "second"]},
+        "seats": {"type": "integer", "minimum": 1, "maximum": 9},
+        "stops": {"type": "array", "items": {"enum": ["Rome", "Bern"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["class", "seats", "stops"],
+    "additionalProperties": False,
+}
+BOOKING = {"type": "function", "function": {"name": "book", "parameters": BOOK, "strict": True}}
+
+
+@pytest.mark.parametrize("chat_format", ASKS)
+def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_of, chat_format):
+    """A real engine, which cannot call tools of itself."""
+    arguments = dict(model="tiny", messages=ASKED, max_tokens=120, temperature=1, seed=3, parallel_tool_calls=False)
+    named = {"type": "function", "function": {"name": "book"}}
+    flat = {"type": "function", **BOOKING["function"]}
+    with gateway(engine_of(chat_format), server.grpc_url) as url:
+        api = client(url)
+        for choice, tools in (("required", [BOOKING]), (named, [*TOOLS, BOOKING])):
+            whole = api.chat.completions.create(**arguments, tools=tools, tool_choice=choice).choices[0]
+            with api.chat.completions.stream(**arguments, tools=tools, tool_choice=choice) as events:
+                events.until_done()
+                streamed = events.get_final_completion().choices[0]
+            assert len({reply.message.tool_calls[0].function.arguments for reply in (whole, streamed)}) == 1
+            for reply in (whole, streamed):
+                (call,) = reply.message.tool_calls
+                found = json.loads(call.function.arguments)
+                assert (call.function.name, reply.finish_reason) == ("book", "tool_calls")
+                assert not reply.message.content
+                assert found.keys() == BOOK["properties"].keys()
+                assert found["class"] in ("first", "second") and 1 <= found["seats"] <= 9
+                assert found["stops"] and set(found["stops"]) <= {"Rome", "Bern"}
+        response = api.responses.create(model="tiny", input="Go.", tools=[flat], tool_choice="required", temperature=0)
+        assert {item.type for item in response.output} == {"function_call"}
+        # Where it may, it says what it would say without tools: the form has room for that.
+        free = api.chat.completions.create(model="tiny", messages=ASKED, temperature=0, max_tokens=20, tools=[BOOKING])
+        assert free.choices[0].message.content
+
+
 def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
-    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    named = {"type": "function", "function": {"name": "double"}}
-    with gateway(engine_of("qwen3"), "127.0.0.1:1") as url, gateway(tiny_engine, "127.0.0.1:1") as unknown:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}
+    strict = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    with gateway(engine_of("qwen3-coder"), "127.0.0.1:1") as url, gateway(tiny_engine, "127.0.0.1:1") as unknown:
         for at, param, more in (
             (url, "tools", {"tools": strict}),
-            (url, "tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+            (url, "tool_choice", {"tool_choice": "required"}),
             (url, "tool_choice", {"tools": TOOLS, "tool_choice": named}),
+            (url, "response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
             (unknown, "tools", {"tools": TOOLS}),
             (unknown, "reasoning_effort", {"reasoning_effort": "low"}),
         ):

@@ -27,7 +27,6 @@ _PARAMS = {
     "min_p": "min_p",
     "min_tokens": "min_tokens",
     "bad_words": "bad_words",
-    "guided_decoding_guide": "response_format",
 }
 
 
@@ -62,7 +61,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def as_api_error(error: Exception, request_id: str) -> ApiError:
+def as_api_error(error: Exception, request_id: str, form_field: str = "response_format") -> ApiError:
     """Turns a failure into the client's error. The message of one that we do not know stays in the log."""
     again = {"Retry-After": "1"}
     if isinstance(error, QueueFullError):
@@ -77,7 +76,7 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
         return ApiError(503, str(error), code="unavailable", headers=again)
     if isinstance(error, RequestError):
         field, colon, reason = str(error).partition(":")
-        param = _PARAMS.get(field)
+        param = form_field if field == "guided_decoding_guide" else _PARAMS.get(field)
         return ApiError(400, f"{param or field}{colon}{reason}", param)
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the server failed; its log says why (request {request_id})", code="internal")

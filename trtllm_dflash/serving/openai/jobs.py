@@ -101,12 +101,14 @@ class Job:
 
     Attributes:
         best: of each so many choices in a row, the replies to show: the likeliest; None: all.
+        form_field: the field that the reply's form comes from, where it has one.
     """
 
     choices: tuple[Choice, ...]
     form: Form
     stream: bool
     best: tuple[int, int] | None = None
+    form_field: str = "response_format"
 
     async def whole(self, triton: TritonClient) -> dict[str, object]:
         """Returns the body of the whole reply.
@@ -118,7 +120,7 @@ class Job:
         try:
             replies = await asyncio.gather(*tasks)
         except Exception as error:
-            raise as_api_error(error, self._request_id) from None
+            raise as_api_error(error, self._request_id, self.form_field) from None
         finally:
             for task in tasks:  # where one has failed, nobody reads the others
                 task.cancel()
@@ -146,7 +148,7 @@ class Job:
                     if events:
                         yield events
         except Exception as error:
-            refusal = as_api_error(error, self._request_id)
+            refusal = as_api_error(error, self._request_id, self.form_field)
             if not begun:
                 raise refusal from None
             yield self.form.failing(refusal)

@@ -3,7 +3,7 @@
 import inspect
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +12,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import LongPromptError, RequestError
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.client import TokenRequest
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.jobs import Choice, Job
@@ -29,6 +30,7 @@ from trtllm_dflash.serving.openai.requests import (
 from trtllm_dflash.serving.openai.response_form import ResponseForm
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
+from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -37,6 +39,37 @@ _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is wha
 
 # Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them.
 _RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The functions that a reply may call.
+
+    Attributes:
+        must: it calls one at least, and says nothing else.
+        parallel: it may call several.
+        held: its form is held to that of calls.
+    """
+
+    functions: tuple[Function, ...]
+    must: bool
+    parallel: bool
+    held: bool
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]] | None:
+        """The schemas of arguments, by function; None: there are no functions."""
+        return {function.name: function.parameters or {} for function in self.functions} or None
+
+    @property
+    def form_field(self) -> str:
+        """The field of a request that the reply's form comes from."""
+        return "tools" if self.held else "response_format"
+
+    @property
+    def most_calls(self) -> int | None:
+        """The most calls that a reply may have; None: any number."""
+        return None if self.parallel else 1
 
 
 class Preparation:
@@ -93,33 +126,34 @@ class Preparation:
         """Makes a job of a body of /v1/chat/completions."""
         asked = parse(ChatRequest, body)
         self.check_name(asked.model)
-        functions = self.offered([tool.function for tool in asked.tools], asked.tool_choice)
+        offer = self._offer([tool.function for tool in asked.tools], asked.tool_choice, asked.parallel_tool_calls)
         arguments = {**self._effort(asked.reasoning_effort, "reasoning_effort"), **asked.chat_template_kwargs}
         messages = [message.for_template() for message in asked.messages]
-        ids = self._conversation(messages, "messages", arguments, functions)
-        self._check_structured(asked, ids, functions)
+        ids = self._conversation(messages, "messages", arguments, offer.functions)
+        self._check_structured(asked, ids, offer.functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
-        most_calls = 1 if asked.parallel_tool_calls is False else None
         more = _choice_values(asked, asked.top_logprobs if asked.logprobs else None)
+        more["structured"] = self._form_of_calls(offer, ids) or asked.structured
         requests = _with_seeds(self._request(asked, ids, limit, request_id, more), asked.n)
         choices = [
-            self._chat_choice(each, self._codec.parser(ids, _schemas(functions)), most_calls, index)
+            self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer.most_calls, index)
             for index, each in enumerate(requests)
         ]
-        return Job(tuple(choices), self._form(asked, True, asked.logprobs), asked.stream)
+        form = self._form(asked, True, asked.logprobs)
+        return Job(tuple(choices), form, asked.stream, form_field=offer.form_field)
 
     def response(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/responses."""
         asked = parse(ResponsesRequest, body)
         self.check_name(asked.model)
-        functions = self.offered(asked.tools, asked.tool_choice)
+        offer = self._offer(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         arguments = {**self._effort(asked.reasoning.effort, "reasoning.effort"), **asked.chat_template_kwargs}
-        ids = self._conversation(asked.messages(), "input", arguments, functions)
+        ids = self._conversation(asked.messages(), "input", arguments, offer.functions)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
-        request = self._request(asked, ids, limit, request_id)
-        most_calls = None if asked.parallel_tool_calls else 1
-        choice = self._chat_choice(request, self._codec.parser(ids, _schemas(functions)), most_calls)
-        return Job((choice,), ResponseForm(asked, self._name, request.params.temperature), asked.stream)
+        request = self._request(asked, ids, limit, request_id, {"structured": self._form_of_calls(offer, ids)})
+        choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer.most_calls)
+        form = ResponseForm(asked, self._name, request.params.temperature)
+        return Job((choice,), form, asked.stream, form_field=offer.form_field)
 
     def tokenized(self, body: bytes) -> dict[str, object]:
         """Answers a body of /tokenize."""
@@ -134,7 +168,7 @@ class Preparation:
                 raise _refusal(error, "prompt") from None
             tokens = self._tokens(words, "prompt")
         else:
-            functions = self.offered([tool.function for tool in asked.tools], None)
+            functions = self._offer([tool.function for tool in asked.tools], None).functions
             messages = [message.for_template() for message in asked.messages]
             tokens = self._conversation(messages, "messages", asked.chat_template_kwargs, functions)
         return {"count": len(tokens), "max_model_len": self._config.max_seq_len, "tokens": tokens}
@@ -146,32 +180,48 @@ class Preparation:
         tokens = self._tokens(asked.tokens, "tokens")
         return {"prompt": self._codec.backend.decode(tokens, skip_special_tokens=False)}
 
-    def offered(self, functions: Sequence[Function], choice: object) -> list[Function]:
-        """Returns the functions that a reply may call.
+    def _offer(self, functions: Sequence[Function], choice: object, parallel: bool | None = None) -> Offer:
+        """Decides which functions a reply may call.
+
+        Args:
+            choice: "none", "auto", "required", a tool that is named, or None.
+            parallel: False lets it make one call at most.
 
         Raises:
-            ApiError: there are none to choose from, this engine's model knows none, or the choice cannot be kept to.
+            ApiError: there are none to choose from, or this engine's model knows none.
         """
         if choice not in (None, "none", "auto"):
+            named = getattr(choice, "name", None) or getattr(getattr(choice, "function", None), "name", None)
+            functions = [function for function in functions if named in (None, function.name)]
             if not functions:
-                raise ApiError(400, "tool_choice: there are no tools to choose from", "tool_choice")
-            message = "tool_choice: only none and auto; a call cannot be forced without structured output"
-            raise ApiError(400, message, "tool_choice", "unsupported_value")
-        strict = next((function.name for function in functions if function.strict), None)
-        if strict is not None:
-            message = f"tools: strict of {strict!r} needs structured output, which is not there; leave it out"
-            raise ApiError(400, message, "tools", "unsupported_value")
+                raise ApiError(400, "tool_choice: there is no such tool to choose", "tool_choice")
+            parallel = parallel if named is None else False
         if choice == "none":
-            return []
+            functions = []
         if functions and self._codec.chat_format is None:
             message = "tools: this engine's chat template asks for calls in no form that is known here"
             raise ApiError(400, message, "tools", "unsupported_value")
-        return list(functions)
+        must = choice not in (None, "none", "auto")
+        held = must or any(function.strict for function in functions)
+        return Offer(tuple(functions), must, parallel is not False, held)
 
     def _form(self, asked: CommonRequest, chat: bool, logprobs: bool) -> CompletionForm:
         prompts = asked.prompt_logprobs is not None
         texts = self._texts if logprobs or prompts else None
         return CompletionForm(self._name, chat, asked.include_usage, texts, prompts)
+
+    def _form_of_calls(self, offer: Offer, ids: list[int]) -> Structured | None:
+        """Makes the form of a reply whose calls are held to one."""
+        chat_format = self._codec.chat_format
+        if not offer.held or chat_format is None:
+            return None
+        callees = [Callee(each.name, each.parameters or {}, each.strict is True) for each in offer.functions]
+        thinking = self._codec.begins_with_thinking(ids)
+        try:
+            source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking)
+        except RequestError as error:
+            raise ApiError(400, str(error), error.field, "unsupported_value") from None
+        return Structured(kind="grammar", value=source)
 
     def _check_structured(self, asked: ChatRequest, ids: list[int], functions: Sequence[Function]) -> None:
         """Refuses a form for a reply of which only a part would be held to it."""
@@ -276,10 +326,6 @@ def _choice_values(asked: CommonRequest, logprobs: int | None) -> dict[str, Any]
         "prompt_logprobs": asked.prompt_logprobs,
         "structured": asked.structured,
     }
-
-
-def _schemas(functions: Sequence[Function]) -> dict[str, dict[str, Any]] | None:
-    return {function.name: function.parameters or {} for function in functions} or None
 
 
 def _refusal(error: RequestError, param: str) -> ApiError:
