@@ -127,6 +127,10 @@ def keeps(name, given):
             "'f': #/properties/a cannot be",
         ),
         ("qwen3-coder", {"properties": {"a": {"type": ["string", "array"]}}}, "'f': #/properties/a cannot be"),
+        ("qwen3-coder", {"properties": []}, "'f': #/properties is no JSON schema's"),
+        ("qwen3-coder", {"required": ["a"]}, "'f': #/required cannot be held"),
+        ("qwen3-coder", {"required": 5}, "'f': #/required is no JSON schema's"),
+        ("qwen3-coder", {"properties": {"a>b": {}}}, "cannot write a parameter named 'a>b'"),
         ("qwen3-coder", {"anyOf": []}, "'f': #/anyOf cannot be held to in this format"),
     ],
 )

@@ -414,7 +414,9 @@ def test_texts_and_conversations_are_tokenized_and_back(alone, tiny):
         ("/detokenize", "tokens.0", {"tokens": ["a"]}),
     ):
         assert post(path, **body)["error"]["param"] == param
-    assert Reply(alone, "/tokenize", "{}").status == Reply(alone, "/detokenize", "{}").status == 401
+    for path in ("/tokenize", "/detokenize", "/v1/responses"):
+        assert Reply(alone, path, "{}").status == 401
+        assert Reply(alone, path, b" " * 100_001, Authorization="Bearer sesame").status == 413
     assert Reply(alone, "/version").status == 401
 
 

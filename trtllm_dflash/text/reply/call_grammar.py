@@ -77,12 +77,19 @@ def _json_call(chat_format: ChatFormat, rule: str, function: Callee, opened: boo
 
 def _xml_call(chat_format: ChatFormat, rule: str, function: Callee, opened: bool) -> list[str]:
     schema = function.schema
-    properties = schema.get("properties", {})
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for keyword, given, kind in (("properties", properties, Mapping), ("required", required, list)):
+        if not isinstance(given, kind):
+            raise RequestError(f"{function.name!r}: #/{keyword} is no JSON schema's", "tools")
+    unwritable = next((name for name in properties if ">" in name or "\n" in name), None)
+    if unwritable is not None:
+        raise RequestError(f"{function.name!r}: this format cannot write a parameter named {unwritable!r}", "tools")
     unheld = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
     unheld = [name for name in unheld if name not in _REMARKS and not name.startswith("$schema")]
+    if any(name not in properties for name in required if isinstance(name, str)):
+        unheld.append("required")
     if function.strict and unheld:
         raise _unheld(function, f"#/{unheld[0]}")
-    required = schema.get("required", ())
     parameters, rules = [], []
     for number, (name, inner) in enumerate(properties.items()):
         parameter = f"{rule}_{number}"

@@ -106,6 +106,7 @@ class StoppedParts:
     """
 
     def __init__(self, stop: tuple[str, ...], most_calls: int | None = None) -> None:
+        self._searched = bool(stop)  # a reply of many pieces is not kept for nothing
         self._content = StoppableText(stop)
         self._calls_left = most_calls
         self.stopped = False
@@ -116,7 +117,7 @@ class StoppedParts:
         for part in parts:
             if self.stopped:
                 break
-            if part.kind == "content":
+            if part.kind == "content" and self._searched:
                 self._content.append(part.text)
                 self._release(shown)
                 self.stopped = self._content.stopped
