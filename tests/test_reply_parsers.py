@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_dflash.text.reply.formats import format_of_template, reply_parser
+from trtllm_dflash.text.reply.llama3 import one_call_each
 from trtllm_dflash.text.reply.parts import Part, StoppedParts
 
 TEXT_FORMATS = ["qwen3", "qwen3-coder", "llama3"]
@@ -222,6 +223,21 @@ def test_a_second_call_ends_a_reply_that_may_have_one():
     call = [Part("call", "now"), Part("arguments", "{}")]
     assert stopped.take(call + call, last=False) == call
     assert stopped.stopped
+
+
+def test_llamas_template_gets_one_call_a_message():
+    def said(role, content="", **more):
+        return {"role": role, "content": content, **more}
+
+    a, b, c = ({"id": name, "function": {"name": "now", "arguments": {}}} for name in "abc")
+    results = {name: said("tool", name, tool_call_id=name) for name in "abc"}
+    before, after = said("user", "Go."), said("assistant", tool_calls=[c])
+    both = said("assistant", "Two.", tool_calls=[a, b])
+    assert one_call_each([before, both, results["b"], results["a"], after, results["c"]]) == [
+        before,
+        *(said("assistant", "Two.", tool_calls=[a]), results["a"], said("assistant", tool_calls=[b]), results["b"]),
+        *(after, results["c"]),
+    ]
 
 
 @pytest.mark.parametrize(

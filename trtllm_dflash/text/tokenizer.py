@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
 from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, reply_parser
+from trtllm_dflash.text.reply.llama3 import one_call_each
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.stream import TextStream
@@ -158,6 +159,8 @@ class TextCodec:
         if self._harmony is not None:
             ids = self.encode_chat(messages, arguments, tools=tools)
             return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        if self.chat_format == "llama3":
+            messages = one_call_each(messages)
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         try:

@@ -3,6 +3,9 @@
 The token `<|python_tag|>`, which may come first, is a special one and no text.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from trtllm_dflash.text.reply.json_call import JsonCall
 from trtllm_dflash.text.reply.parts import TextParser
 
@@ -48,3 +51,20 @@ class Llama3Parser(TextParser):
         text = self._buffer.lstrip(" \n;" if self._calls else " \n")
         self._spaces += self._buffer[: len(self._buffer) - len(text)]
         self._buffer = text
+
+
+def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Divides messages with several calls, each followed by its result: the model's template takes one a message."""
+    results = {message["tool_call_id"]: message for message in messages if "tool_call_id" in message}
+    divided: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            if "tool_call_id" not in message or message["tool_call_id"] in results:
+                divided.append(message)
+            continue
+        for number, call in enumerate(calls):
+            divided.append({**message, "content": message["content"] if number == 0 else "", "tool_calls": [call]})
+            if call["id"] in results:
+                divided.append(results.pop(call["id"]))
+    return divided
