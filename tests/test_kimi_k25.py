@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from tests.checkpoints import edit_config, edit_tensors, fill, make_drafter
-from tests.conftest import refusal
+from tests.conftest import refusal, succeeds
 from tests.family_checks import assert_drafting_changes_nothing, assert_equals, assert_ranks_agree
 from trtllm_dflash import LLM
 from trtllm_dflash.build.weights import read_rank_weights
@@ -208,6 +208,16 @@ def test_the_published_configuration_of_kimi_k2_5_is_read(tmp_path):
     # On every rank: 576 numbers of 61 layers a token.
     assert sum(a * b * c * d for a, b, c, d in caches.values()) == 1016 * 576 * 61
     assert plan_memory(engine).target_cache == 1016 * 70272
+
+
+def test_what_becomes_of_int4_is_said_when_it_is_built_and_planned(tmp_path):
+    target, drafter = kimi_pair(tmp_path)
+    pair = ("--target", target, "--drafter", drafter)
+    said = "experts stay in int4, and those that rows choose are dequantized each time"
+    line = next(line for line in succeeds("build", *pair, "--output", tmp_path / "e").splitlines() if "int4" in line)
+    assert line == f"target: {said}"
+    plan = succeeds("build", "--plan", *pair, "--gpu", "h100", "--acceptance", 3)
+    assert "Target: experts in INT4, those that rows choose dequantized each time." in plan
 
 
 def test_the_memory_plan_counts_what_an_engine_holds(tmp_path):

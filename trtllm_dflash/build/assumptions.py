@@ -148,6 +148,8 @@ def _caches(config: EngineConfig, target: DecoderConfig) -> list[str]:
 def _target(config: EngineConfig, kind: WeightPrecision) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
+    if kind is WeightPrecision.INT4:
+        return "Target: experts in INT4, those that rows choose dequantized each time."
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."

@@ -8,7 +8,7 @@ import torch
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import pair_weights, target_weights
+from trtllm_dflash.models import pair_weights, target_weights, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
@@ -172,13 +172,14 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     if place.backend == "tensorrt" or kind is None:
         return None
     said = []
-    if kind is not WeightPrecision.FP8:
+    weights = [weight for weight in target_weights(model) if weight.precision is kind] if role == "target" else []
+    if kind is not WeightPrecision.FP8 and not (weights and all(weight.stack is not None for weight in weights)):
         said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
-    weights = target_weights(model) if role == "target" else []
-    if any(weight.stack is not None and weight.precision is kind for weight in weights):
+    if any(weight.stack is not None for weight in weights):
+        faster = "; with --precision bf16 they take more memory, and on a GPU our kernels"
         said.append(
-            f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time; with "
-            "--precision bf16 they take more memory, and on a GPU our kernels"
+            f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time"
+            + (faster if torch_only(model) is None else "")
         )
     return "; ".join(said) or None
 

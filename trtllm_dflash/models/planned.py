@@ -1,7 +1,7 @@
-"""Targets that are planned for and not computed yet: the matrices that they hold, and the rows and states they keep.
+"""Targets that are planned for as if our kernels computed them: the matrices that they hold, and the rows they keep.
 
-Gemma 4 and Kimi-K2.5. `build --plan` counts with these, and the other runtimes' scripts
-do. Vectors (norms but for the two of a layer, biases, gates of states) are left out: they weigh nothing.
+Gemma 4 and Kimi-K2.5. `build --plan` counts with these, and the other runtimes' scripts do. Vectors (norms but for the
+two of a layer, biases) are left out: they weigh nothing.
 """
 
 from collections.abc import Callable
