@@ -15,8 +15,8 @@ from trtllm_dflash.build.weights import read_engine_tensors
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.torch_session import TorchSession
 
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.9, seed=5)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=5)
 
 
 def random_ids(*lengths: int, vocab: int = 128, seed: int = 0) -> list[list[int]]:
@@ -116,7 +116,7 @@ def assert_ranks_agree(target: Path, drafter: Path, *tps: int, **values: Any) ->
     prompts = random_ids(9, 27, vocab=16)
 
     def replies(llm: LLM) -> list[tuple[list[int], list[int]]]:
-        return [(c.token_ids, c.accepted_per_step) for c in llm.generate(prompts, SamplingParams(max_tokens=24))]
+        return [(c.token_ids, c.accepted_per_step) for c in llm.generate(prompts, SamplingParams(max_tokens=16))]
 
     alone = on_ranks(target, drafter, 1, replies)
     for tp in tps:
