@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM, kept until a step of training has ended and its outcome is on the disk."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,9 +47,10 @@ class Interruption:
 
 @contextmanager
 def held_signals() -> Iterator[Interruption]:
-    """Keeps signals while the body runs; the body passes them on."""
+    """Keeps signals while the body runs, where it runs on the main thread; the body passes them on."""
     interruption = Interruption()
-    interruption.hold()
+    if threading.current_thread() is threading.main_thread():
+        interruption.hold()
     try:
         yield interruption
     finally:

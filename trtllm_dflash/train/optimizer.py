@@ -51,7 +51,8 @@ class Optimizer:
         for key, parameter in self._parameters.items():
             if f"exp_avg/{key}" in tensors:
                 moments = {moment: tensors[f"{moment}/{key}"].to(parameter.device) for moment in _MOMENTS}
-                self._adam.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
+                step = torch.tensor(float(steps), device=parameter.device)  # where the fused optimizer wants it
+                self._adam.state[parameter] = {"step": step, **moments}
 
 
 def learning_rate(number: int, steps: int, peak: float) -> float:

@@ -182,22 +182,24 @@ class Training:
         if not self.state.begin("train", {"from": start, **_chosen(self.settings, _OF_TRAINING)}):
             return
         began = time.perf_counter()
-        with self._engine(None, 1, kernels="torch") as llm:
-            trainer = self._trainer(llm)
-            steps = self._plan(trainer)
-            trainer.run(steps, self.progress)
+        earlier = self.state.facts("train").get("seconds", 0.0)
+        try:
+            with self._engine(None, 1, kernels="torch") as llm:
+                trainer = self._trainer(llm)
+                steps = self._plan(trainer)
+                trainer.run(steps, self.progress)
+        finally:
+            self.state.note("train", seconds=round(earlier + time.perf_counter() - began, 2))
         place = trainer.place
         self.say(
             f"train: {place.step:,} steps, the best after {place.best_step:,}: {place.best:.2f} tokens a decoding step"
         )
-        earlier = self.state.facts("train").get("seconds", 0.0)
         self.state.finish(
             "train",
             BEST,
             best_step=place.best_step,
             tau=round(place.best, 4),
             tokens=sum(len(document.token_ids) for document in trainer.documents),
-            seconds=round(earlier + time.perf_counter() - began, 2),
         )
 
     def _trainer(self, llm: LLM) -> Trainer:
@@ -298,7 +300,7 @@ class Training:
                 plot(report, partial)
         else:
             self.say("report: no picture without matplotlib: pip install 'trtllm-dflash[plots]'")
-        self.state.finish("report", REPORT, *cards)
+        self.state.finish("report", REPORT)  # the cards are for others to write in
 
     def _engine(self, drafter: str | None, slots: int, kernels: Any = "auto") -> LLM:
         """Loads an engine of the target, with a drafter or alone."""

@@ -124,12 +124,16 @@ def _replies(llm: LLM, records: list[Record], params: SamplingParams) -> Iterato
 
 
 def read_documents(file: Path) -> list[Document]:
-    """Reads replies as documents; those with nothing to draft are left out."""
-    return [
-        Document(array("i", row["prompt_ids"] + row["reply_ids"]), len(row["prompt_ids"]), row["domain"])
+    """Reads replies as documents; those with nothing to draft are left out.
+
+    In the order of their ids: that in the file is the order in which replies were complete, which a pause changes.
+    """
+    documents = {
+        row["id"]: Document(array("i", row["prompt_ids"] + row["reply_ids"]), len(row["prompt_ids"]), row["domain"])
         for row in _read_whole_lines(file)
         if len(row["reply_ids"]) >= _LEAST
-    ]
+    }
+    return [documents[id] for id in sorted(documents)]
 
 
 def _sequence(llm: LLM, record: Record, params: SamplingParams) -> Sequence | None:
