@@ -20,10 +20,10 @@ WINDOW = 4096
 LONG = 8  # one reply in so many has a history
 
 
-def records(tokenizer_file: Path, seed: int, exchanges: int) -> Iterator[dict[str, Any]]:
+def records(tokenizer_file: Path, seed: int, exchanges: int, kind: str | None = None) -> Iterator[dict[str, Any]]:
     tokenizer, random = Tokenizer.from_file(str(tokenizer_file)), Random(seed)
     history: list[int] = []
-    for exchange in training_exchanges(seed, exchanges):
+    for exchange in training_exchanges(seed, exchanges, kind):
         ask = tokenizer.encode(f"<|im_start|>user\n{exchange.prompt}<|im_end|>\n<|im_start|>assistant\n").ids
         reply = tokenizer.encode(f"{exchange.reply}<|im_end|>").ids
         if random.randrange(LONG):
@@ -40,10 +40,11 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the target")
     parser.add_argument("--write", type=Path, required=True, help="file of JSON lines")
     parser.add_argument("--exchanges", type=int, default=200_000)
+    parser.add_argument("--kind", help="of this kind of text alone")
     parser.add_argument("--seed", type=int, default=2)
     args = parser.parse_args()
     with args.write.open("w", encoding="utf-8") as file:
-        for record in records(args.tokenizer, args.seed, args.exchanges):
+        for record in records(args.tokenizer, args.seed, args.exchanges, args.kind):
             file.write(json.dumps(record) + "\n")
 
 
