@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
 from tests.conftest import refusal
+from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.errors import SettingsError
@@ -106,10 +107,14 @@ def test_flex_attention_and_the_dense_mask_are_one(pack):
     torch.testing.assert_close(flex(q, k, v), MaskedAttention(visibility)(q, k, v))
 
 
+def make_fp8(path: Path) -> None:
+    quantize_folder(make_target(path), "channel")
+
+
 @pytest.mark.parametrize(
     "make",
-    [make_target, partial(make_target, family="llama"), make_gpt_oss, make_qwen3_moe],
-    ids=["qwen3", "llama", "gpt-oss", "qwen3-moe"],
+    [make_target, partial(make_target, family="llama"), make_gpt_oss, make_qwen3_moe, make_fp8],
+    ids=["qwen3", "llama", "gpt-oss", "qwen3-moe", "fp8"],
 )
 def test_blocks_of_a_pack_are_what_the_served_drafter_computes(make, tmp_path):
     make(tmp_path / "target")
