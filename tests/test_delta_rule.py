@@ -102,7 +102,7 @@ def test_outputs_and_state_have_the_same_bits_in_any_pieces(dtype):
             for at, n in zip(starts, sizes, strict=True)
         ]
         pieces.append(torch.cat(parts))
-        step(weights, states, x[:17], gates[:17], 150, slot)  # more than a block: nothing is left beside the state
+        step(weights, states, x[:1], gates[:1], 150, slot)  # absorbs what was beside the state
     for slot in range(1, len(cuts)):
         assert torch.equal(pieces[slot], pieces[0])
         assert torch.equal(states.of("net.", slot).state, states.of("net.", 0).state)

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from itertools import chain
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from trtllm_dflash.cost.states import state_bytes
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
+from trtllm_dflash.runtime.checkpoints import Checkpoints
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Piece, Step
 from trtllm_dflash.session.choice import find_kernels
@@ -223,18 +225,20 @@ def test_so_they_do_over_hundreds_of_steps(hybrid, tmp_path):
 
 @pytest.fixture(scope="module")
 def engine(hybrid, tmp_path_factory):
-    """An engine of few pages, whose drafter is right now and then: its vocabulary is of 16."""
+    """An engine of few pages, with a drafter like Qwen3.5's; it is right now and then: its vocabulary is of 16."""
     folder, target = tmp_path_factory.mktemp("engine"), hybrid("qwen3_5", vocab=16)
-    drafter = make_drafter(folder / "drafter", target, layers=3, tap_layers=(0, 1, 2, 3), heads=8, head_size=8)
+    drafter = make_drafter(folder / "drafter", target, layers=6, tap_layers=(0, 1, 2, 3) * 2, heads=8, head_size=8)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    edit_config(drafter, lambda raw: raw.update(layer_types=kinds, sliding_window=24, use_sliding_window=True))
     pair = {"name": "hybrid", "target": str(target), "drafter": str(drafter), "precision": "fp32"}
-    settings = BuildSettings(**pair, max_batch=3, max_seq_len=160, chunk=24, page_size=64, kv_memory=0.00042)
+    settings = BuildSettings(**pair, max_batch=3, max_seq_len=160, chunk=24, page_size=64, kv_memory=0.00071)
     build(settings, folder / "engine")
     return folder / "engine"
 
 
 @pytest.mark.slow
-def test_drafted_text_is_plain_text_where_sequences_wait_for_pages_and_begin_alike(engine):
-    prompts = [[1, 2, 3, 4] * 12, [1, 2, 3, 4] * 12, [1, 2, 3, 4] * 11 + [7, 8], [5], [6, 7] * 20]
+def test_drafted_text_is_plain_text_where_sequences_wait_for_pages(engine):
+    prompts = [[1, 2, 3, 4] * 12, [2, 3, 4] * 16, [3, 4] * 23, [5], [6, 7] * 20]
     with LLM.load(engine, "cpu") as llm:
         for params in (SamplingParams(max_tokens=44), SamplingParams(max_tokens=44, temperature=0.8, seed=3)):
             plain = [llm.generate([prompt], params, draft=False)[0].token_ids for prompt in prompts]
@@ -247,16 +251,60 @@ def test_drafted_text_is_plain_text_where_sequences_wait_for_pages_and_begin_ali
             assert [sequence.token_ids for sequence in sequences] == plain
             assert any(accepted for sequence in sequences for accepted in sequence.accepted_per_step)
             assert scheduler.statistics.preemptions > 0
-            # A state stands at one position: rows that others left are of no use to it.
-            assert scheduler.statistics.reused_tokens == 0
+
+
+def test_states_are_found_by_the_tokens_that_they_stand_behind():
+    kept = Checkpoints(slots=3, count=2, pending=4)
+    places = kept.keep([1, 2, 3, 4, 5, 6], first=0), kept.keep([1, 2, 9], first=1)
+    assert set(places) == {3, 4}
+    # The first stands behind 2 tokens, with 4 rows beside it, the other behind 1.
+    assert [kept.find([1, 2, 3, 4, 8, 8], most)[0] for most in (1, 2, 5)] == [1, 2, 4]
+    assert kept.find([7, 2, 3], 3) == (0, None)
+    assert kept.keep([1, 2, 9], first=1) is None
+    kept.use(kept.find([1, 2, 3], 3)[1])
+    assert kept.keep([5, 5], first=0) == places[1]  # the other was used longer ago
+    for _ in range(2):
+        kept.drop(places[1])
+    assert {kept.keep([6], first=0), kept.keep([7], first=0)} == set(places), "no two states have one place"
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "a page a slot"])
+def test_a_conversation_goes_on_from_a_state_that_is_kept(paged, hybrid, tmp_path):
+    target = hybrid("qwen3_5_text", vocab=16)
+    drafter = make_drafter(tmp_path / "drafter", target)
+    pair = {"name": "hybrid", "target": str(target), "drafter": str(drafter), "precision": "fp32"}
+    limits = {"page_size": 64, "kv_memory": 0.003} if paged else {}
+    build(BuildSettings(**pair, max_batch=2, max_seq_len=320, chunk=40, **limits), tmp_path / "engine")
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    chance = random.Random(1)
+    talks = [[[chance.randrange(15) for _ in range(n)]] for n in (30, 75, 130)]
+    with LLM.load(tmp_path / "engine", "cpu") as llm:
+        scheduler = Scheduler(llm.session)
+        for turn in range(4):
+            prompts = [[*chain.from_iterable(talk)] for talk in talks]
+            prompts.append(prompts[1][: 20 + 30 * turn])  # begins as another does, and ends before
+            sequences = [llm.intake.sequence(prompt, params) for prompt in prompts]
+            for sequence in sequences:
+                scheduler.submit(sequence)
+            while scheduler.busy:
+                scheduler.step()
+            for talk, sequence in zip(talks, sequences, strict=False):
+                talk += [sequence.token_ids, [chance.randrange(15) for _ in range(chance.randint(1, 20))]]
+        # Where each slot has one page, four prompts take turns in two.
+        assert scheduler.statistics.reused_tokens > (500 if paged else 200)
+        for talk in talks:
+            for turn in range(4):
+                prompt = [*chain.from_iterable(talk[: 2 * turn + 1])]
+                # A new scheduler knows of no rows.
+                assert llm.generate([prompt], params, draft=False)[0].token_ids == talk[2 * turn + 1], turn
 
 
 def test_inspect_says_how_large_a_slots_state_is(engine):
     said = succeeds("inspect", engine)
     # 3 nets: 4 heads of 16 x 16; 8 pending rows of 4 x 16, 2 x 16 and 4 numbers; 11 rows of 128 channels.
     size = 4 * 3 * (4 * 16 * 16 + 8 * (64 + 32 + 4) + 11 * 128)
-    assert f"states (3 slots of {size / 1e6:.2f} MB) {3 * size / 1e6:.1f} MB" in said
-    assert json.loads(succeeds("inspect", engine, "--json"))["memory_per_gpu"]["states"] == 3 * size
+    assert f"states (3 slots' and 4 kept of {size / 1e6:.2f} MB) {7 * size / 1e6:.1f} MB" in said
+    assert json.loads(succeeds("inspect", engine, "--json"))["memory_per_gpu"]["states"] == 7 * size
     with LLM.load(engine, "cpu") as llm:
         session = llm.session
         held = sum(x.nbytes for x in (*session.caches.values(), *session.states.tensors.values()))

@@ -306,8 +306,9 @@ def _ready(session: Session, prepare: bool, progress: Progress = lambda what, do
     """Logs what computes a session's steps, and prepares them, on the first rank for all; returns the session."""
     if session.communicator.rank == 0:
         _log.info("%s: %s", session.config.name, session.choice)
-        if not session.limits.shares:
-            _log.info("%s: prompts share no prefixes: the target has recurrent states", session.config.name)
+        if session.limits.checkpoints is not None:
+            said = "%s: a prompt goes on from an earlier one where one of %d kept states stands"
+            _log.info(said, session.config.name, session.limits.checkpoints)
         if prepare:
             session.prepare(Prepare((session.config.block_size - 1,), session.config.sampling), progress)
     return session

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_dflash.cost.memory import MemoryPlan, pages_on_gpu, plan_memory
+from trtllm_dflash.cost.states import checkpoint_count, state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
 from trtllm_dflash.engine.paging import Paging
@@ -25,6 +26,16 @@ class Inspection:
     def paging(self) -> Paging:
         """The pages of its caches on a GPU; a CPU keeps one a slot unless it is asked for others."""
         return pages_on_gpu(self.config)
+
+    @property
+    def state(self) -> int:
+        """Bytes of a slot's states of gated delta nets."""
+        return state_bytes(self.config)
+
+    @property
+    def states(self) -> str:
+        """The slots' states and those that are kept beside them, in words."""
+        return f"{self.config.max_batch} slots' and {checkpoint_count(self.config)} kept"
 
     @property
     def precision(self) -> str:

@@ -78,8 +78,8 @@ class Memory(BaseModel):
     drafter: int
     target_cache_per_slot: int
     drafter_cache_per_slot: int
-    states_per_slot: int  # of gated delta nets
     slots: int
+    states: int  # of gated delta nets: the slots', and those that are kept beside them
     scratch: int  # activations, an estimate
     graphs: int  # captured steps, an allowance
     reserved: int  # the driver, CUDA, fragmentation
@@ -322,8 +322,8 @@ def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
         **_weights_by_part(config, plan.weights),
         target_cache_per_slot=plan.target_cache // config.max_batch,
         drafter_cache_per_slot=plan.drafter_cache // config.max_batch,
-        states_per_slot=plan.states // config.max_batch,
         slots=config.max_batch,
+        states=plan.states,
         scratch=plan.scratch,
         graphs=plan.graphs,
         reserved=RESERVED,

@@ -40,9 +40,8 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
         rows["experts"] = str(config.transcoded)
     rows |= {name: f"{size / 1e6:,.1f} MB" for name, size in found.sizes.items()}
     parts = {"weights": memory.weights, "target cache": memory.target_cache, "drafter cache": memory.drafter_cache}
-    if memory.states:
-        each = memory.states / config.max_batch / 1e6
-        parts[f"states ({config.max_batch} slots of {each:,.2f} MB)"] = memory.states
+    if found.state:
+        parts[f"states ({found.states} of {found.state / 1e6:,.2f} MB)"] = memory.states
     parts |= {"scratch (estimate)": memory.scratch, "graphs (of a GPU)": memory.graphs, "total": memory.total}
     if not found.paging.linear:
         paging = found.paging

@@ -62,12 +62,14 @@ def _memory_table(plan: BuildPlan) -> Table:
     for name, count in weights.items():
         if count:
             table.add_row(name, f"{count / _GB:.3f}", "")
-    per_slot = memory.target_cache_per_slot + memory.drafter_cache_per_slot + memory.states_per_slot
+    per_slot = memory.target_cache_per_slot + memory.drafter_cache_per_slot
     each = f"{per_slot / _MB:,.1f} MB a slot of {plan.max_seq_len:,} tokens"
     if memory.drafter_cache_per_slot:
         each += f", {memory.drafter_cache_per_slot / _MB:,.1f} of it the drafter's"
     held = f"{memory.slots} slots, {each}" if plan.pages is None else _pages(plan.pages)
     table.add_row("K/V caches", f"{per_slot * memory.slots / _GB:.3f}", held)
+    if memory.states:
+        table.add_row("states", f"{memory.states / _GB:.3f}", "the slots', and those kept for prompts that begin alike")
     table.add_row("activations", f"{memory.scratch / _GB:.3f}", "an estimate")
     table.add_row("captured steps", f"{memory.graphs / _GB:.3f}", "an allowance")
     table.add_row("reserved", f"{memory.reserved / _GB:.3f}", "driver, fragmentation", end_section=True)

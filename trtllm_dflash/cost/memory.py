@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 
 from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
-from trtllm_dflash.cost.states import state_bytes
+from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
@@ -32,7 +32,7 @@ class MemoryPlan:
     weights: int
     target_cache: int
     drafter_cache: int
-    states: int  # of gated delta nets
+    states: int  # of gated delta nets, and copies of some
     scratch: int  # activations, an estimate
     graphs: int  # captured steps, an allowance; a CPU has none
 
@@ -51,7 +51,7 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
         weights=weight_bytes(config),
         target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
-        states=config.max_batch * state_bytes(config),
+        states=states_bytes(config),
         scratch=_scratch(config),
         graphs=_graphs(config),
     )
@@ -222,7 +222,7 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
         window = window_pages = 0
     if config.kv_memory is None:
         return Paging(most, rows, width, window, window_pages)
-    apart = cache_bytes(config, Paging(0, rows, width, window, window_pages)) + config.max_batch * state_bytes(config)
+    apart = cache_bytes(config, Paging(0, rows, width, window, window_pages)) + states_bytes(config)
     each = cache_bytes(config, Paging(1, rows, width, window, 0))
     pages = max(0, config.kv_memory - apart) // each
     if pages < width:

@@ -29,6 +29,16 @@ def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], t
     return tensors
 
 
+def checkpoint_count(config: EngineConfig) -> int:
+    """Number of states that are kept beside the slots', for prompts that begin like earlier ones; 0: it has no nets."""
+    return max(4, config.max_batch // 4) if config.target.delta is not None else 0
+
+
+def states_bytes(config: EngineConfig) -> int:
+    """Bytes of all slots' states, and of those that are kept beside them, on one rank."""
+    return (config.max_batch + checkpoint_count(config)) * state_bytes(config)
+
+
 def state_bytes(config: EngineConfig) -> int:
     """Bytes of one slot's states on one rank."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in state_tensors(config).values())

@@ -290,9 +290,9 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
             u = sigmoid(b) * (v - k S);  S <- S + k^T u;  o = q S
             out_t = o / sqrt(mean of its squares + norm_eps) * norm.weight * silu(z)
 
-        Nothing is rolled back: of a slot is kept S before its last call's rows, and those rows' u, k, decays and x. The
-        next call's start says how many of them stay, and S absorbs these first. A call of more rows than a block leaves
-        S behind its last row instead. A slot that takes no part keeps all as it is; one that starts at 0 needs nothing.
+        Nothing is rolled back: of a slot is kept S before its last call's rows, or before its last block of them, and
+        those rows' u, k, decays and x. The next call's start says how many of them stay, and S absorbs these first. A
+        slot that takes no part keeps all as it is; one that starts at 0 needs nothing.
         """
         raise NotImplementedError
 

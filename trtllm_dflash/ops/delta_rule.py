@@ -12,7 +12,7 @@ import torch
 from trtllm_dflash.ops.activations import sigmoid, silu
 from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.cpu_norm import normed
-from trtllm_dflash.ops.delta_states import DeltaStates, NetState, Run
+from trtllm_dflash.ops.delta_states import DeltaStates, NetState, Run, absorbed_rows
 
 Tensor = torch.Tensor
 
@@ -27,6 +27,14 @@ class _Rows(NamedTuple):
     values: Tensor  # [n, Hv, Dv]
     shares: Tensor  # [n, Hv] how much of a row is written
     decays: Tensor  # [n, Hv] what is left of the state before it
+
+    def until(self, count: int) -> "_Rows":
+        """Takes the first rows."""
+        return _Rows(*(x[:count] for x in self))
+
+    def after(self, count: int) -> "_Rows":
+        """Takes the rows behind those."""
+        return _Rows(*(x[count:] for x in self))
 
 
 def gated_delta(
@@ -55,15 +63,15 @@ def _run(
         _write(net.state, key, write)
     inputs = torch.cat([net.window[accepted : accepted + before], x[:, : layer.channels]])
     rows = _rows(layer, weights, inputs, g)
-    stays = run.count <= states.pending
+    first = absorbed_rows(run.count, states.pending)
+    absorbed, pending = rows.until(first), rows.after(first)
+    read = [_recur(layer, net.state, absorbed)[0]] if first else []
     # Rows that may yet be rejected go into a copy, and beside the state.
-    state = net.state.clone() if stays else net.state
-    out, writes = _recur(layer, state, rows)
-    if stays:
-        net.writes[: run.count], net.keys[: run.count], net.decays[: run.count] = writes, rows.keys, rows.decays
-        net.window[: before + run.count] = inputs
-    else:
-        net.window[:before] = inputs[run.count :]
+    out, writes = _recur(layer, net.state.clone(), pending)
+    count = run.count - first
+    net.writes[:count], net.keys[:count], net.decays[:count] = writes, pending.keys, pending.decays
+    net.window[: before + count] = inputs[first:]
+    out = torch.cat([*read, out])
     z = x[:, layer.channels :].float().view_as(out)
     y = normed(out, layer.norm_eps).mul_(weights[layer.prefix + "norm.weight"]).mul_(silu(z))
     return y.flatten(1).to(x.dtype)

@@ -1,7 +1,8 @@
 """The states of gated delta nets: what each slot keeps, and where it stands.
 
-A state is never rolled back. A step leaves it as it found it, in front of the step's rows, and keeps those beside it
-("pending"); the next step's start says how many of them were accepted, and these are absorbed first.
+A state is never rolled back. A step leaves it in front of its rows, or of the last of them where it has more than a
+block, and keeps those beside it ("pending"); the next step's start says how many of them were accepted, and these are
+absorbed first.
 """
 
 from collections.abc import Iterable
@@ -56,12 +57,17 @@ def part_shapes(layer: DeltaLayer, pending: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def absorbed_rows(count: int, pending: int) -> int:
+    """Counts the rows of a step of `count` rows that a state absorbs at once; the others stay pending."""
+    return max(0, count - pending)
+
+
 class DeltaStates:
-    """The states of all slots, which the host places rows in.
+    """The states of all slots, and copies of some behind them, which the host places rows in.
 
     Args:
-        tensors: [slots, ...] by `{net's prefix}{part}`; see `part_shapes`.
-        pending: rows at most that a step leaves pending; more are absorbed at once.
+        tensors: [slots and copies, ...] by `{net's prefix}{part}`; see `part_shapes`.
+        pending: rows at most that a step leaves pending.
 
     Attributes:
         length: by slot, the position in front of which its states stand.
@@ -94,9 +100,15 @@ class DeltaStates:
     def finish(self, runs: Iterable[Run]) -> None:
         """Notes where the states stand after a step, once all nets have computed it."""
         for run in runs:
-            absorbed = run.count if run.count > self.pending else 0
+            absorbed = absorbed_rows(run.count, self.pending)
             self.length[run.slot] = run.start + absorbed
             self.rows[run.slot] = run.count - absorbed
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies all states of a slot over those of another, with where they stand."""
+        for tensor in self.tensors.values():
+            tensor[target] = tensor[source]
+        self.length[target], self.rows[target] = self.length[source], self.rows[source]
 
     def place(self, slot: int, position: int) -> None:
         """Lets a slot's states, whatever they hold, stand at a position: for measurements of random weights."""

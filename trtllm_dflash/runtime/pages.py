@@ -6,10 +6,15 @@ sequence that a page was given to writes to it, behind the rows that the tree kn
 """
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.runtime.windows import Windows
+
+#: How many of so many rows that others left a sequence can go on from.
+Reach: TypeAlias = Callable[[int], int]
 
 #: Shorter shared prefixes are not worth a copy: a prompt has a template's first words in common with any other.
 MIN_COPIED_ROWS = 16
@@ -103,14 +108,17 @@ class Pages:
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
-    def admit(self, ids: list[int], drafts: bool, rows: int) -> Lease | None:
+    def admit(self, ids: list[int], drafts: bool, rows: int, reach: Reach | None = None) -> Lease | None:
         """Gives a sequence pages for so many rows; None where there are not enough.
 
         Args:
             ids: the tokens that it begins with. The last one's row is never shared: a step has to run on it.
             drafts: whether the rows must be in the drafter's caches too.
+            reach: says of a number of rows that others left how many it can go on from; None: all.
         """
         nodes, source, copied = self._longest_prefix(ids, drafts)
+        if reach is not None:
+            nodes, source, copied = self._shortened(nodes, source, copied, reach)
         new = -(-rows // self.rows) - len(nodes)
         left = self.available - new - sum(node.refs == 0 for node in nodes)
         if left < 0:
@@ -241,6 +249,19 @@ class Pages:
             if limit > rows and child.tokens[: rows + 1] == ids[at : at + rows + 1]:
                 best, rows = child, _shared_rows(child.tokens, ids, at, rows + 1, limit)
         return nodes, best, rows if best is not None else 0
+
+    def _shortened(
+        self, nodes: list[Node], source: Node | None, copied: int, reach: Reach
+    ) -> tuple[list[Node], Node | None, int]:
+        """Shortens what `_longest_prefix` found to what can be gone on from."""
+        found = len(nodes) * self.rows + copied
+        kept = reach(found)
+        if kept == found:
+            return nodes, source, copied
+        assert self.windows is None, "no target has both states and windows: what the row after it sees may be lost"
+        whole, rest = divmod(kept, self.rows)
+        source = nodes[whole] if whole < len(nodes) else source
+        return nodes[:whole], source if rest else None, rest
 
     def _copy(self, lease: Lease, source: Node, target: Node, rows: int) -> None:
         """Notes that a page begins with rows of another, which has a reference to keep it until they are copied."""
@@ -376,12 +397,14 @@ class LinearPages(Pages):
         """Whether a slot's page has no lease, and no copy is yet to be made of it."""
         return self._slots[slot].refs == 0
 
-    def admit_to(self, slot: int, ids: list[int], drafts: bool) -> Lease:
+    def admit_to(self, slot: int, ids: list[int], drafts: bool, reach: Reach | None = None) -> Lease:
         """Gives a sequence the page of a free slot. Arguments as in `admit`."""
         node = self._slots[slot]
         _, source, copied = self._longest_prefix(ids, drafts)
         most = min(len(ids) - 1, node.drafter_rows if drafts else len(node.tokens))
         own = _shared_rows(node.tokens, ids, 0, 0, most)
+        if reach is not None:
+            copied, own = reach(copied), reach(own)
         in_place = source is None or copied <= own
         self._cut(node, own if in_place else 0)
         self._refer(node)

@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
+from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.guiding import guide_batch, guide_pieces
 from trtllm_dflash.runtime.logprobs import note_logprobs
@@ -81,7 +82,7 @@ class Scheduler:
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
         margin = (self._ahead + 2) * (max(config.block_size, config.draft_tree + 1) if self._draft else 1)
         self._queue = Queue()
-        self._slots = Slots(config.max_batch, session.paging, margin, self._limits.shares)
+        self._slots = Slots(config.max_batch, session.paging, margin, checkpoints_of(session))
         self._prefilling: list[Stay] = []  # in order of rank
         self._running: list[Stay] = []  # without those that the steps under way will end
         self._short: list[Stay] = []  # need pages before their next step
@@ -209,7 +210,7 @@ class Scheduler:
     def _will_share(self, sequence: Sequence) -> bool:
         """Whether a prompt has whole pages in common with one that is read before it, which are not read yet."""
         page, ids = self._slots.pages.rows, sequence.prompt_ids
-        for stay in self._slots if self._limits.shares else ():
+        for stay in self._slots if self._limits.checkpoints is None else ():
             lacks_drafter_rows = sequence.draft and stay.drafter_rows is not None
             if stay.rows >= stay.prompt or stay.rank > sequence.rank or lacks_drafter_rows:
                 continue
@@ -325,6 +326,7 @@ class Scheduler:
             tree=tree,
             chances=self._draft_length.shares and block > 1 and not tree,
             share=batch.share(self._draft_length) if self._told else 0,
+            state_copies=self._slots.state_copies,
         )
         outcome = self._session.run(step)
         self._slots.begin_changes()
@@ -339,6 +341,7 @@ class Scheduler:
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
+            self._slots.keep_state(stay, stay.launched - count)
             if stay.launched == stay.prompt:
                 stay.block = rows
                 self._prefilling.remove(stay)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trtllm_dflash.engine.paging import Paging
-from trtllm_dflash.runtime.pages import Lease, LinearPages, Pages
+from trtllm_dflash.runtime.checkpoints import SPACING, Checkpoints
+from trtllm_dflash.runtime.pages import Lease, LinearPages, Pages, Reach
 from trtllm_dflash.runtime.request import Sequence
 
 
@@ -23,6 +24,7 @@ class Stay:
         drafter_rows: how many of them the drafter's caches hold too; None: all.
         enough: rows up to which it has the pages that its next step may write to.
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
+        kept: tokens up to its last state that is kept, of recurrent layers.
         over: it has left the slot: the outcome of steps that are still under way is nobody's.
     """
 
@@ -36,6 +38,7 @@ class Stay:
     drafter_rows: int | None
     enough: float = math.inf
     block: int = 1
+    kept: int = 0
     over: bool = False
 
     @property
@@ -55,14 +58,15 @@ class Slots:
     Args:
         count: of slots.
         margin: rows that may be written past those that are known, by the next step and those still under way.
-        shares: whether a sequence may go on from rows that others left.
+        checkpoints: the kept states of recurrent layers, where sequences can go on from those alone.
 
     Attributes:
         table_changes: slot, place and page, of pages that slots have got and no step knows yet.
         window_changes: likewise, of layers with a window, where they have pages of their own.
+        state_copies: places of states, from and to, that no step has copied yet.
     """
 
-    def __init__(self, count: int, paging: Paging, margin: int, shares: bool = True) -> None:
+    def __init__(self, count: int, paging: Paging, margin: int, checkpoints: Checkpoints | None = None) -> None:
         assert paging.pages >= paging.width, "one sequence alone must fit"
         self.table_changes: list[tuple[int, int, int]] = []
         self.window_changes: list[tuple[int, int, int]] = []
@@ -72,7 +76,8 @@ class Slots:
             self.pages = self._linear
         self._paging = paging
         self._margin = margin
-        self._shares = shares
+        self._checkpoints = checkpoints
+        self.state_copies: list[tuple[int, int]] = []
         self.total = count
         self._free = list(range(count))  # ascending
         self._stays: dict[Sequence, Stay] = {}
@@ -101,9 +106,13 @@ class Slots:
         # Rows that are shared are not computed, and have no log-probabilities.
         ids = sequence.tokens(0, 1 if sequence.awaits_prompt_logprobs else prompt)
         rows = min(prompt + self._margin, self._paging.rows * self._paging.width)
-        lease = self.pages.admit(ids, drafts, rows) if linear is None else linear.admit_to(slot, ids, drafts)
+        reach = None if self._checkpoints is None else self._reach(ids)
+        lease = (
+            self.pages.admit(ids, drafts, rows, reach) if linear is None else linear.admit_to(slot, ids, drafts, reach)
+        )
         if lease is None:
             return None
+        self._load_state(slot, ids, lease.rows)
         self._free.remove(slot)
         sequence.shared_pages = 0 if linear is not None else lease.rows // self._paging.rows
         drafter_rows = None if lease.drafter_rows == lease.rows else lease.drafter_rows
@@ -125,6 +134,34 @@ class Slots:
         """Begins new lists of changes: a step knows those so far."""
         if self.table_changes or self.window_changes:
             self.table_changes, self.window_changes = [], []
+        if self.state_copies:
+            self.state_copies = []
+
+    def keep_state(self, stay: Stay, first: int) -> None:
+        """Keeps the state behind a piece of a slot's prompt, from `first` on, if it is far enough behind the last one.
+
+        The next step copies it, before it computes anything.
+        """
+        checkpoints, end = self._checkpoints, stay.launched
+        if checkpoints is None or (end < stay.prompt and end - stay.kept < SPACING):
+            return
+        stay.kept = end
+        place = checkpoints.keep(stay.sequence.tokens(0, end), first)
+        if place is not None:
+            self.state_copies.append((stay.slot, place))
+
+    def _reach(self, ids: list[int]) -> Reach:
+        checkpoints = self._checkpoints
+        assert checkpoints is not None
+        return lambda rows: checkpoints.find(ids, rows)[0]
+
+    def _load_state(self, slot: int, ids: list[int], rows: int) -> None:
+        """Gives a slot the state from which a sequence goes on behind so many rows."""
+        if self._checkpoints is None or not rows:
+            return
+        reached, kept = self._checkpoints.find(ids, rows)
+        assert reached == rows and kept is not None
+        self.state_copies.append((self._checkpoints.use(kept), slot))
 
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
@@ -140,9 +177,7 @@ class Slots:
         return True
 
     def record(self, stay: Stay) -> None:
-        """Lets other prompts know the rows that a slot has, if they may go on from them."""
-        if not self._shares:
-            return
+        """Lets other prompts know the rows that a slot has."""
         lease = stay.lease
         tokens = stay.sequence.tokens(lease.rows, stay.rows)
         drafter_rows = lease.rows + len(tokens) if stay.drafter_rows is None else stay.drafter_rows
@@ -154,6 +189,7 @@ class Slots:
         """Frees a slot; its rows stay, for later prompts that begin with them, or are forgotten."""
         stay.sequence.pages = len(stay.lease.nodes)
         if forget:
+            self._forget_states(stay.slot)
             self.pages.forget(stay.lease)
         else:
             self.record(stay)
@@ -163,6 +199,13 @@ class Slots:
         self.window_changes = [change for change in self.window_changes if change[0] != stay.slot]
         del self._stays[stay.sequence]
         insort(self._free, stay.slot)
+
+    def _forget_states(self, slot: int) -> None:
+        """Forgets the states that a slot would have left to others, and has not yet."""
+        for source, target in self.state_copies:
+            if source == slot and self._checkpoints is not None:
+                self._checkpoints.drop(target)
+        self.state_copies = [copy for copy in self.state_copies if slot not in copy]
 
     def _show(self, stay: Stay, places: Iterable[int]) -> None:
         """Notes the pages of layers with a window that a slot has at these places."""

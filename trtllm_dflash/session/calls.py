@@ -77,6 +77,7 @@ class Step:
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # page from, page to, its first rows
     window_pages: list[tuple[int, int, int]] = field(default_factory=list)  # likewise, of layers with a window, where
     window_copies: list[tuple[int, int, int]] = field(default_factory=list)  # they have pages of their own
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # from and to; those kept are behind the slots'
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
     penalized: list[int] = field(default_factory=list)  # slots that choose by penalized logits
@@ -156,7 +157,7 @@ def words_of(call: Call) -> Iterator[int]:
             yield guide.slot
             yield from _listed(guide.drafts)
             yield from _listed(struct.unpack(f"<{len(guide.masks) // 4}I", guide.masks))
-        for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies):
+        for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies, call.state_copies):
             yield len(run)
             for numbers in run:
                 yield from numbers
@@ -199,11 +200,11 @@ def _step_of(words: list[int]) -> Step:
     penalized, at = _list_at(words, 7)
     guides, at = _guides_at(words, at)
     runs: list[list[int]] = []
-    for size in (2, 3, 3, 3, 3):
+    for size in (2, 3, 3, 3, 3, 2):
         end = at + 1 + words[at] * size
         runs.append(words[at + 1 : end])
         at = end
-    decode, *changes = runs
+    decode, *changes, state_copies = runs
     pages, copies, window_pages, window_copies = (
         list(zip(run[::3], run[1::3], run[2::3], strict=True)) for run in changes
     )
@@ -225,6 +226,7 @@ def _step_of(words: list[int]) -> Step:
         copies=copies,
         window_pages=window_pages,
         window_copies=window_copies,
+        state_copies=list(zip(state_copies[::2], state_copies[1::2], strict=True)),
         logprobs=bool(logprobs),
         tree=tree,
         penalized=penalized,

@@ -11,5 +11,5 @@ class StepLimits:
     prompt_rows: int  # of all pieces together
     mixes: bool  # pieces beside decoding slots, and several together; else a step decodes, or has one piece
     shapes: bool = False  # what more may be asked of a choice: log-probabilities, penalties, biases, structure
-    shares: bool = True  # a sequence may go on from rows that others left
     divides: bool = False  # rows of decoding slots, by the chances of their drafts
+    checkpoints: int | None = None  # states that can be kept, from which alone rows go on; None: rows need none

@@ -9,7 +9,7 @@ import torch
 
 from trtllm_dflash.cost.gpus import gigabytes
 from trtllm_dflash.cost.memory import plan_pages, windowed_caches
-from trtllm_dflash.cost.states import state_bytes, state_tensors
+from trtllm_dflash.cost.states import checkpoint_count, state_tensors, states_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES
 from trtllm_dflash.errors import EngineError
@@ -86,13 +86,13 @@ class TorchSession(Session):
 
     @property
     def limits(self) -> StepLimits:
-        # Rows of K/V caches alone do not go on: a state would have to stand behind them.
-        shares = self.states is None
+        # Rows of K/V caches alone do not go on: a state has to stand behind them.
+        checkpoints = None if self.states is None else checkpoint_count(self.config)
         if not self._flat:
-            return replace(super().limits, shares=shares)
+            return replace(super().limits, checkpoints=checkpoints)
         drafter = self.config.drafter
         divides = drafter is None or drafter.selector is None  # whose choices have no chances
-        return StepLimits(PIECES, self.config.chunk, mixes=True, shapes=True, shares=shares, divides=divides)
+        return StepLimits(PIECES, self.config.chunk, mixes=True, shapes=True, divides=divides, checkpoints=checkpoints)
 
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
@@ -112,6 +112,9 @@ class TorchSession(Session):
             for slot, index, page in changes:
                 tables[slot][index] = page
         self._copy_pages(call)
+        for source, target in call.state_copies:
+            assert self.states is not None
+            self.states.copy(source, target)
         for piece in call.pieces:
             self._slots.set_sampling(piece.slot, piece.sampling)
         for guide in call.guides:
@@ -277,14 +280,14 @@ def _allocate_states(config: EngineConfig, device: torch.device) -> DeltaStates 
     tensors = state_tensors(config)
     if not tensors:
         return None
-    slots = config.max_batch
+    slots = config.max_batch + checkpoint_count(config)
     try:
         states = {
             name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()
         }
     except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
         raise EngineError(
-            f"there is no memory for {gigabytes(slots * state_bytes(config))} of states of {slots} slots; build with "
-            "a smaller --max-batch"
+            f"there is no memory for {gigabytes(states_bytes(config))} of states of {config.max_batch} slots; build "
+            "with a smaller --max-batch"
         ) from error
     return DeltaStates(states, config.block_size)

@@ -1,0 +1,88 @@
+"""States of recurrent layers that are kept, for prompts that begin like earlier ones.
+
+K/V rows can be gone on from at any length; a state stands at one position, or a few rows behind it. So sequences go on
+from where both are: rows by the tree of pages, and the state that stands furthest among those kept.
+"""
+
+from dataclasses import dataclass
+
+from trtllm_dflash.ops.delta_states import absorbed_rows
+from trtllm_dflash.session.session import Session
+
+#: Tokens between two states that are kept of one prompt; its end is one of them in any case.
+SPACING = 256
+
+
+@dataclass(eq=False, slots=True)
+class Checkpoint:
+    """A kept state.
+
+    Attributes:
+        place: among all states, behind those of the slots.
+        tokens: up to the last row that it can be gone on behind.
+        length: tokens up to the first one.
+    """
+
+    place: int
+    tokens: list[int]
+    length: int
+
+
+class Checkpoints:
+    """The kept states of an engine; the one that was used longest ago gives way first.
+
+    Args:
+        slots: of the engine.
+        count: of states that can be kept.
+        pending: rows at most that a step leaves beside a state.
+    """
+
+    def __init__(self, slots: int, count: int, pending: int) -> None:
+        self._pending = pending
+        self._free = list(range(slots + count - 1, slots - 1, -1))
+        self._kept: list[Checkpoint] = []  # the one that was used last is the last
+
+    def find(self, ids: list[int], most: int) -> tuple[int, Checkpoint | None]:
+        """Finds the state from which a sequence goes on furthest, up to `most` rows: how far, and the state."""
+        best, found = 0, None
+        for kept in self._kept:
+            if kept.length > most or ids[: kept.length] != kept.tokens[: kept.length]:
+                continue
+            reached, end = kept.length, min(most, len(kept.tokens))
+            while reached < end and ids[reached] == kept.tokens[reached]:
+                reached += 1
+            if reached > best:
+                best, found = reached, kept
+        return best, found
+
+    def use(self, kept: Checkpoint) -> int:
+        """Notes that a state is gone on from; returns its place."""
+        self._kept.remove(kept)
+        self._kept.append(kept)
+        return kept.place
+
+    def keep(self, tokens: list[int], first: int) -> int | None:
+        """Keeps the state behind a step on a sequence's rows from `first` on: its place; None where it is kept already.
+
+        Args:
+            tokens: the sequence's, up to and with the step's.
+        """
+        length = first + absorbed_rows(len(tokens) - first, self._pending)
+        if any(kept.length == length and kept.tokens == tokens for kept in self._kept):
+            return None
+        place = self._free.pop() if self._free else self._kept.pop(0).place
+        self._kept.append(Checkpoint(place, tokens, length))
+        return place
+
+    def drop(self, place: int) -> None:
+        """Forgets the state at a place, if one is kept there."""
+        others = [kept for kept in self._kept if kept.place != place]
+        if len(others) < len(self._kept):
+            self._kept = others
+            self._free.append(place)
+
+
+def checkpoints_of(session: Session) -> Checkpoints | None:
+    """Makes room for the states that a session can keep; None where its rows need none."""
+    count, config = session.limits.checkpoints, session.config
+    return None if count is None else Checkpoints(config.max_batch, count, config.block_size)
