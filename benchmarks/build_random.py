@@ -83,7 +83,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints and the engine are written")
     parser.add_argument("--output", type=Path, help="JSON file for the record")
     parser.add_argument("--write-only", action="store_true", help="only the checkpoints")
-    arguments, arguments.build = parser.parse_known_args()
+    arguments, of_build = parser.parse_known_args()
+    arguments.build = of_build
     return arguments
 
 

@@ -191,7 +191,7 @@ def test_a_length_is_read_from_a_text_as_from_a_number(kind):
 )
 def test_a_service_logs_once_how_much_it_drafts_and_why(llm, settings, says, caplog, monkeypatch):
     measured = {(slots, drafts, 0): seconds for (slots, drafts), seconds in times(1 / 128).items()}
-    monkeypatch.setattr(service, "step_times", lambda session, folder, lengths, shared=False: measured)
+    monkeypatch.setattr(service, "step_times", lambda session, folder, lengths: measured)
     with caplog.at_level("INFO", "trtllm_dflash"):
         llm.service(ServiceSettings(**settings)).close()
     lines = [record.getMessage() for record in caplog.records if "draft length" in record.getMessage()]

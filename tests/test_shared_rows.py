@@ -1,14 +1,13 @@
 """Rows by survival: the slots of a step share its rows, which go to the likeliest drafts, and no text changes."""
 
-import pytest
 import torch
 
 from tests.test_draft_trees import changed, tokens
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
-from trtllm_dflash.runtime.draft_length import PROBE_STEPS, AdaptiveDraftLength, DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.draft_length import PROBE_STEPS, DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.shared_rows import AutoRows, SharedRows
+from trtllm_dflash.runtime.shared_rows import SharedRows
 from trtllm_dflash.session.calls import Step, call_of, words_of
 from trtllm_dflash.session.shares import Shares
 from trtllm_dflash.step import Drafting
@@ -92,21 +91,6 @@ def test_hopeless_drafts_are_tried_again_from_time_to_time():
     assert rule.share(2) == 7, "and verified"
     rule.foresee([0.95] * 14)
     assert rule.choose(2) == 7
-
-
-@pytest.mark.parametrize(("dear", "expected"), [(1.0, True), (3.0, False)])
-def test_auto_shares_where_more_tokens_a_second_come_of_it(dear, expected):
-    """Slots whose drafts are half of them hopeless; steps that share take so many times as long."""
-    rule = AutoRows(AdaptiveDraftLength(TIMES), SharedRows({key: dear * s for key, s in TIMES.items()}))
-    shared = 0
-    for _ in range(10 * PROBE_STEPS):
-        rule.choose(2)
-        shared += rule.shares
-        if rule.shares:
-            rule.share(2)
-            rule.foresee([0.99] * 7 + [0.01] * 7)
-        rule.observe({(7, 7): 1, (7, 0): 1})
-    assert (shared > 9 * PROBE_STEPS) if expected else (shared < PROBE_STEPS)
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

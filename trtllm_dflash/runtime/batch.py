@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.slots import Stay
 
 
@@ -36,13 +35,6 @@ class Batch:
             guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],
             penalized=[stay.slot for stay in stays if stay.sequence.params.penalizes],
         )
-
-    def share(self, length: DraftLength) -> int:
-        """Chooses the rows that the slots share; 0: each has its own."""
-        drafting = sum(rows > 1 for _, rows in self.rows)
-        if not drafting or self.guided:  # a grammar's rows are its own
-            return 0
-        return len(self.rows) + drafting * length.share(drafting)
 
 
 #: Of no slots.

@@ -121,10 +121,6 @@ class AdaptiveDraftLength(DraftLength):
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
         self._new.update(verified)
 
-    def rate(self, slots: int, drafts: int) -> float:
-        """Predicts the tokens a second that a slot gets of so many drafts."""
-        return self._committed()[drafts] / self._seconds(slots, drafts)
-
     def _look(self) -> None:
         """Adds what was observed since the last look to what is remembered."""
         reached = [0] * (len(self._tries) + 1)  # sequences whose drafts before a position were all accepted

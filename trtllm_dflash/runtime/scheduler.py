@@ -23,6 +23,7 @@ from trtllm_dflash.runtime.pieces import divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
+from trtllm_dflash.runtime.shared_rows import shared_rows
 from trtllm_dflash.runtime.slots import Slots, Stay
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.session.calls import Prepare, Step
@@ -324,8 +325,8 @@ class Scheduler:
             window_pages=self._slots.window_changes,
             window_copies=[stay.lease.window_copy for stay, _ in pieces if stay.lease.window_copy is not None],
             tree=tree,
-            chances=self._draft_length.shares and block > 1 and not tree,
-            share=batch.share(self._draft_length) if self._told else 0,
+            chances=self._limits.divides and self._draft_length.shares and block > 1 and not tree,
+            share=shared_rows(self._draft_length, batch.rows) if self._told and not batch.guided else 0,
             state_copies=self._slots.state_copies,
         )
         outcome = self._session.run(step)

@@ -31,7 +31,6 @@ from trtllm_dflash.runtime.prefill_budget import (
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
-from trtllm_dflash.runtime.shared_rows import AutoRows, SharedRows
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.runtime.step_times import decoding_times, step_times
 from trtllm_dflash.session.session import Session
@@ -86,7 +85,7 @@ class Service:
         if settings.harvest:
             self._harvest = Harvest(Path(settings.harvest), settings.harvest_share, settings.harvest_mb * 10**6)
         lengths = _lengths(self._config, settings)
-        times = cache(lambda shared=False: step_times(session, folder, lengths, shared))
+        times = cache(lambda: step_times(session, folder, lengths))
         length = _choose_draft_length(session, settings, times)
         budget = _choose_budget(session, settings, times)
         self._scheduler = Scheduler(session, settings.draft, length, budget, settings.prefill_share, clock=clock)
@@ -288,7 +287,7 @@ def _lengths(config: EngineConfig, settings: ServiceSettings) -> list[int]:
 
 
 def _choose_draft_length(
-    session: Session, settings: ServiceSettings, times: Callable[..., MixedStepTimes]
+    session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes]
 ) -> DraftLength:
     """Makes the rule of draft lengths that the settings choose; logs it, with the reason."""
     config = session.config
@@ -297,10 +296,7 @@ def _choose_draft_length(
     if config.drafter is None or not settings.draft:
         chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
     elif settings.draft_length == "auto":
-        lengths = _lengths(config, settings)
-        chosen = own = AdaptiveDraftLength(decoding_times(times(), lengths))
-        if session.limits.divides and not config.draft_tree:
-            chosen = AutoRows(own, SharedRows(decoding_times(times(shared=True), lengths)))
+        chosen = AdaptiveDraftLength(decoding_times(times(), _lengths(config, settings)))
         why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
     else:
         chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"

@@ -1,17 +1,15 @@
-"""The rows of a step: as many for every slot, or shared by the chances of the drafts, whichever commits more a second.
+"""The rows that the slots of a step share: as many as commit most tokens a second, by the chances of their drafts.
 
-Where rows are shared every slot drafts a whole block; how many of all drafts are verified the host chooses here, and
-whose they are, the device does (see `session.shares`). It tells the chances of the drafts that it has made: the sum of
-the largest so many is what so many more rows commit.
+Every slot drafts a whole block; how many of all drafts are verified the host chooses here, and whose they are, the
+device does (see `session.shares`). It tells the chances of the drafts that it has made: the sum of the largest so many
+is what so many more rows commit. No service chooses this rule by itself: on a CPU the drafter's whole blocks cost more
+than the better rows bring.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
-from trtllm_dflash.runtime.draft_length import PROBE_STEPS, AdaptiveDraftLength, DraftLength, StepTimes, seconds_of
-
-#: The weight of a step among those that what sharing commits is the mean of.
-_NEWS = 0.1
+from trtllm_dflash.runtime.draft_length import PROBE_STEPS, DraftLength, StepTimes, seconds_of
 
 
 class SharedRows(DraftLength):
@@ -29,15 +27,10 @@ class SharedRows(DraftLength):
         self._steps = 0
         self._tries = False  # to draft and verify all, whatever the chances
         self._committed: list[float] = []  # tokens a slot that each length commits, by the drafts made last
-        self._mean: list[float] = []  # likewise, by those of recent steps
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
-
-    def rate(self, slots: int) -> float:
-        """Predicts the tokens a second that a slot gets of shared rows; infinite before anything is known."""
-        return max(self._rates(self._mean, slots), default=float("inf"))
 
     def choose(self, slots: int) -> int:
         """Chooses the whole block, or nothing where no draft is worth its row; from time to time it tries again."""
@@ -55,48 +48,19 @@ class SharedRows(DraftLength):
     def foresee(self, chances: Sequence[float]) -> None:
         block = self._lengths[-1]
         slots = len(chances) // block
+        if not slots:
+            return
         sums = list(accumulate(chances, initial=0.0))
         self._committed = [1 + sums[slots * drafts] / slots for drafts in self._lengths]
-        before = self._mean or self._committed
-        self._mean = [old + _NEWS * (new - old) for old, new in zip(before, self._committed, strict=True)]
 
     def _best(self, slots: int) -> int:
-        rates = self._rates(self._committed, slots)
-        return self._lengths[max(range(len(rates)), key=rates.__getitem__)] if rates else self._lengths[-1]
+        if not self._committed:
+            return self._lengths[-1]
+        rates = [n / seconds_of(self._times, slots, k) for n, k in zip(self._committed, self._lengths, strict=True)]
+        return self._lengths[max(range(len(rates)), key=rates.__getitem__)]
 
-    def _rates(self, committed: list[float], slots: int) -> list[float]:
-        return [n / seconds_of(self._times, slots, k) for n, k in zip(committed, self._lengths, strict=False)]
 
-
-class AutoRows(DraftLength):
-    """Rows of each slot's own, or shared ones: those that more tokens a second come of.
-
-    Args:
-        own: chooses the drafts of every slot.
-        shared: chooses the drafts of all.
-    """
-
-    def __init__(self, own: AdaptiveDraftLength, shared: SharedRows) -> None:
-        self._own, self._shared = own, shared
-        self._steps = 0
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._own.lengths
-
-    def choose(self, slots: int) -> int:
-        self._steps += 1
-        own = self._own.choose(slots)
-        tries = self._steps % PROBE_STEPS == PROBE_STEPS // 2
-        self.shares = tries or self._shared.rate(slots) > self._own.rate(slots, own)
-        return self._shared.choose(slots) if self.shares else own
-
-    def share(self, slots: int) -> int:
-        return self._shared.share(slots)
-
-    def foresee(self, chances: Sequence[float]) -> None:
-        self._shared.foresee(chances)
-
-    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
-        if not self.shares:  # of shared rows the likely drafts alone are verified: they say little of the others
-            self._own.observe(verified)
+def shared_rows(rule: DraftLength, rows: Sequence[tuple[int, int]]) -> int:
+    """Counts the rows that a step's decoding slots share, of slots and their most rows; 0: nobody has drafts."""
+    drafting = sum(most > 1 for _, most in rows)
+    return len(rows) + drafting * rule.share(drafting) if drafting else 0

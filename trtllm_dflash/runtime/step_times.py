@@ -31,16 +31,14 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     Args:
         folder: the engine's directory, where there is one.
         lengths: of drafts, as in `Prepare`: none at all for steps that have nothing of the drafter.
-        shared: whether slots draft the whole block, and share the rows of so many drafts each.
     """
-    machine, kind = _machine(session), _kind(session, lengths, shared)
+    machine, kind = _machine(session), _kind(session, lengths)
     kept = _read(folder / FILE, machine) if folder is not None else {}
     times = kept.get(kind, {})
     missing = [drafts for drafts in lengths if all(drafts != known for _, known, _ in times)]
     if times and not missing:
         return times
-    measured = measure_shared if shared else measure
-    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measured(session, missing).items()}
+    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing).items()}
     if session.limits.mixes and session.device.type == "cuda":
         times |= measure_mixed(session, missing)
     if folder is not None:
@@ -48,11 +46,11 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     return times
 
 
-def _kind(session: Session, lengths: Sequence[int], shared: bool) -> str:
+def _kind(session: Session, lengths: Sequence[int]) -> str:
     if not lengths:
         return "plain"
     nodes = session.config.draft_tree
-    return "sharing" if shared else f"drafting trees of {nodes}" if nodes else "drafting"
+    return f"drafting trees of {nodes}" if nodes else "drafting"
 
 
 def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
@@ -66,15 +64,6 @@ def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
 
 def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
     """Times each number of slots with each draft length (as in `step_times`); seconds, the median of a few rounds."""
-    return _measure(session, lengths, shared=False)
-
-
-def measure_shared(session: Session, lengths: Sequence[int]) -> StepTimes:
-    """Times as `measure` does steps that draft the whole block, with its chances, and verify so many drafts a slot."""
-    return _measure(session, lengths, shared=True)
-
-
-def _measure(session: Session, lengths: Sequence[int], shared: bool) -> StepTimes:
     config = session.config
     position = min(_POSITION, config.max_seq_len - 1)
     session.prepare(Prepare(tuple(lengths), sampled=False))
@@ -86,11 +75,8 @@ def _measure(session: Session, lengths: Sequence[int], shared: bool) -> StepTime
             session.run(_first(slot, position, lengths)).read()
         for drafts in lengths or [0]:
             tree = config.draft_tree if drafts == config.block_size - 1 else 0  # as the scheduler drafts
-            # Each slot's own rows, shared ones too: what is measured teaches no chances.
             rows = [(slot, (tree or drafts) + 1) for slot in range(slots)]
-            tells = bool(shared and drafts)
-            block = config.block_size if tells else drafts + 1
-            step = Step(rows, [], _drafting(drafts, lengths), block, sampled=False, chances=tells, tree=tree)
+            step = Step(rows, [], _drafting(drafts, lengths), drafts + 1, sampled=False, tree=tree)
             times[slots, drafts] = _seconds(session, step)
     return times
 

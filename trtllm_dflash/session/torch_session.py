@@ -91,7 +91,7 @@ class TorchSession(Session):
         if not self._flat:
             return replace(super().limits, checkpoints=checkpoints)
         drafter = self.config.drafter
-        divides = drafter is None or drafter.selector is None  # whose choices have no chances
+        divides = checkpoints is None and drafter is not None and drafter.selector is None
         return StepLimits(PIECES, self.config.chunk, mixes=True, shapes=True, divides=divides, checkpoints=checkpoints)
 
     def run(self, call: Step) -> Outcome:
