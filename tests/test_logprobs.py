@@ -8,8 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import TINY
 from trtllm_dflash import SamplingParams
+from trtllm_dflash.ops.choosing import Logprobs
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.logprobs import note_logprobs
+from trtllm_dflash.runtime.request import Sequence
+from trtllm_dflash.session.report import Report
 
 ASKED = {"max_tokens": 12, "ignore_eos": True, "logprobs": 20, "prompt_logprobs": 3}
 SAMPLED = {"temperature": 0.9, "top_k": 30, "seed": 5}
@@ -79,3 +83,14 @@ def test_they_stream_beside_their_tokens(tiny):
     assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
     assert [its for chunk in chunks for its in chunk.logprobs] == whole.logprobs
     assert chunks[-1].completion.prompt_logprobs == whole.prompt_logprobs
+
+
+def test_a_prompt_that_is_read_again_from_its_beginning_has_each_of_them_once():
+    """As where its pages were given to others before it was read to its end."""
+    sequence = Sequence([5, 6, 7, 8, 9], SamplingParams(prompt_logprobs=0), 1, frozenset())
+    for start, count in ((0, 2), (2, 1), (0, 3), (3, 1)):
+        rows = torch.arange(start, start + count).float()[None]
+        told = Logprobs(rows, torch.zeros(1, count, 0), torch.zeros(1, count, 0))
+        note_logprobs(Report(prompts=told, first_prompts=[0, count], starts=[start]), [sequence])
+    assert [its.logprob for its in sequence.prompt_logprobs] == [0, 1, 2, 3]
+    assert not sequence.awaits_prompt_logprobs

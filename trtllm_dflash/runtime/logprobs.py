@@ -18,7 +18,9 @@ def note_logprobs(report: Report, sequences: Iterable[Sequence]) -> None:
     for place, sequence in enumerate(sequences):
         params = sequence.params
         if report.prompts is not None and params.prompt_logprobs is not None:
-            sequence.prompt_logprobs += [TokenLogprobs(*row) for row in report.of_prompt(place, params.prompt_logprobs)]
+            rows = [TokenLogprobs(*row) for row in report.of_prompt(place, params.prompt_logprobs)]
+            first = report.starts[place]  # a prompt that was put back is read again from its beginning
+            sequence.prompt_logprobs[first : first + len(rows)] = rows
         new = len(sequence.token_ids) - len(sequence.logprobs)
         if report.choices is not None and params.logprobs is not None and new:
             sequence.logprobs += [TokenLogprobs(*row) for row in report.of_choices(place, new, params.logprobs)]

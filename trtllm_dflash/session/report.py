@@ -20,12 +20,14 @@ class Report:
         first_choices: where each segment's rows begin among those.
         prompts: of tokens of prompts, [1, P]; None: not computed.
         first_prompts: where each segment's rows begin among those.
+        starts: the position of the first of those rows of each segment.
     """
 
     choices: Logprobs[torch.Tensor] | None = None
     first_choices: list[int] = field(default_factory=list)
     prompts: Logprobs[torch.Tensor] | None = None
     first_prompts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
 
     def of_choices(self, place: int, count: int, most: int) -> list[Reported]:
         """Reads a segment's first `count` choices, with so many most likely tokens each."""

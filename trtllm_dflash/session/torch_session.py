@@ -162,7 +162,8 @@ class TorchSession(Session):
         if out.next_chances is not None:
             chances = self._note_chances(call, layout, out.next_chances)
         first_prompts = list(accumulate(_next_counts(call), initial=0))
-        report = Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts)
+        starts = [segment.start for segment in layout.segments]
+        report = Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts, starts)
         return Outcome(decided, report, shared, chances)
 
     def _divide(self, call: Step) -> Tensor:
