@@ -316,3 +316,44 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
             assert events[-1]["choices"][0]["finish_reason"] == "stop"
         assert stops[-2:] == [(), ()]
         assert max(sent) + 3 < len(ids)
+
+
+def test_the_openai_api_hands_on_harmonys_calls(engine, codec, encoding, monkeypatch):
+    pytest.importorskip("fastapi", reason="the gateway needs the serving extra")
+    from fastapi.testclient import TestClient
+
+    from trtllm_dflash.serving.gateway import GatewaySettings, create_app
+
+    written = (
+        "<|channel|>analysis<|message|>A call.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        '<|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
+    )
+    ids, prompts = tokens(encoding, written), []
+
+    async def replies(self, request: TokenRequest) -> AsyncIterator[Piece]:
+        prompts.append(codec.backend.decode(request.token_ids, skip_special_tokens=False))
+        for token in ids[:-1]:
+            yield Piece("", 1, [token], 0, 0, [], "")
+        yield Piece("", 1, ids[-1:], 0, 0, [], "stop")
+
+    monkeypatch.setattr("trtllm_dflash.serving.client.TritonClient.stream", replies)
+    asked = {"model": "gpt-oss", "messages": CONVERSATION[1:2], "tools": [WEATHER], "reasoning_effort": "low"}
+    with TestClient(create_app(GatewaySettings(engine=engine))) as client:
+        (choice,) = client.post("/v1/chat/completions", json=asked).json()["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
+        assert message["reasoning_content"] == "A call."
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Zürich"}'}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+        again = [*asked["messages"], {key: value for key, value in message.items() if value is not None}, result]
+        client.post("/v1/chat/completions", json={**asked, "messages": again})
+        refused = client.post("/v1/chat/completions", json={**asked, "tool_choice": "required"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("tools: calls of gpt-oss cannot be held")
+    assert "Reasoning: low" in prompts[0] and "type weather = (_: {" in prompts[0]
+    assert prompts[1].endswith(
+        "<|start|>assistant<|channel|>analysis<|message|>A call.<|end|><|start|>assistant to=functions.weather"
+        '<|channel|>commentary <|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>sunny<|end|><|start|>assistant"
+    )
