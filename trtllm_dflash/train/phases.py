@@ -39,7 +39,7 @@ from trtllm_dflash.train.prompts import as_lines, read_lines, split
 from trtllm_dflash.train.regenerate import Rate, read_documents, regenerate, sampling_of
 from trtllm_dflash.train.report import CARD, PLOT, REPORT, can_plot, make_report, model_card, plot
 from trtllm_dflash.train.settings import TrainSettings
-from trtllm_dflash.train.shape import check_shape, config_of, new_config
+from trtllm_dflash.train.shape import check_shape, check_target, config_of, new_config
 from trtllm_dflash.train.state import State
 from trtllm_dflash.train.trainer import BEST, LOG, Trainer, computing, read_log
 
@@ -318,6 +318,7 @@ class Training:
 
 def _raw_config(settings: TrainSettings, pair: Pair) -> dict[str, Any]:
     """Makes the drafter's configuration in z-lab's format."""
+    check_target(pair.target_folder.path, pair.target_config)
     if pair.drafter is not None:
         check_shape(settings, pair.drafter.config)
         return config_of(pair.drafter)

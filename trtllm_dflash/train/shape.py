@@ -1,5 +1,6 @@
 """The shape of a drafter that is trained: as its target's layers are, in z-lab's configuration."""
 
+from pathlib import Path
 from typing import Any
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
@@ -7,7 +8,7 @@ from trtllm_dflash.checkpoint.drafter_config import default_tap_layers
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.drafter import Drafter, DrafterConfig
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.settings import DEFAULT_BLOCK, DEFAULT_LAYERS, TrainSettings
 
@@ -23,8 +24,11 @@ def new_config(
     """Makes the configuration of a drafter from nothing.
 
     Raises:
-        SettingsError: taps outside the target, or no token to mask with.
+        SettingsError: taps outside the target, no token to mask with, or no RoPE to take over.
     """
+    raw = folder.config
+    if "rope_theta" not in {**raw, **(raw.get("rope_parameters") or {})}:
+        raise SettingsError(f"--target {folder.path}: has no rope_theta that a drafter could take over; give --from")
     layers, block = settings.layers or DEFAULT_LAYERS, settings.block or DEFAULT_BLOCK
     taps = list(settings.taps or default_tap_layers(target.layers, layers))
     for tap in taps:
@@ -43,7 +47,7 @@ def new_config(
         "hidden_act": "silu",
         "max_position_embeddings": target.max_positions,
         "rms_norm_eps": target.norm_eps,
-        **{key: folder.config[key] for key in _ROPE if key in folder.config},
+        **{key: raw[key] for key in _ROPE if key in raw},
         "attention_bias": target.attention_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": target.tied_embeddings,
@@ -67,12 +71,9 @@ def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
         raise SettingsError(f"--from {path}: is quantized; begin with the drafter that it was made from")
     if config.draft_vocab_size is not None:
         raise SettingsError(f"--from {path}: has a vocabulary of its own, which is not trained")
-    if config.windows is not None:
-        raise SettingsError(f"--from {path}: has layers with a window, which are not trained")
-    if config.causal_layers or config.from_anchor:
-        raise SettingsError(f"--from {path}: its block is causal, or its first row drafts too, which is not trained")
-    if "DFlashDraftModel" not in raw.get("architectures", ["DFlashDraftModel"]):
-        raise SettingsError(f"--from {path}: {', '.join(raw['architectures'])} is not trained, only DFlashDraftModel")
+    beyond = Drafter(config).without_kernels  # what training does not compute, our kernels do not compute either
+    if beyond is not None:
+        raise SettingsError(f"--from {path}: {beyond} is not trained")
     layers = raw.get("transformer_layer_config", raw)
     return {
         **{key: value for key, value in layers.items() if key not in ("auto_map", "torch_dtype")},
@@ -82,6 +83,18 @@ def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
         "block_size": config.block_size,
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.tap_layers)},
     }
+
+
+def check_target(path: Path, target: DecoderConfig) -> None:
+    """Refuses targets whose features, or whose drafters, are more than training computes.
+
+    Raises:
+        SettingsError: names it.
+    """
+    if target.embedding_scale is not None:
+        raise SettingsError(f"--target {path}: scales its embedding, which training does not know yet")
+    if target.delta is not None:
+        raise SettingsError(f"--target {path}: has gated delta nets, which training does not know yet")
 
 
 def check_shape(settings: TrainSettings, config: DrafterConfig) -> None:
