@@ -7,7 +7,9 @@ from typing import Literal, Optional
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trtllm_dflash import SamplingParams, Structured
+from tests.conftest import TINY
+from tests.family_checks import on_ranks
+from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -111,6 +113,25 @@ def test_a_step_ahead_waits_for_the_drafts_of_a_grammar_s_slot(loaded, replies, 
     while scheduler.busy:
         scheduler.step()
     assert [sequence.completion().token_ids for sequence in sequences] == [reply.token_ids for reply in replies]
+
+
+def test_two_ranks_choose_as_one_does(loaded):
+    """Forms, penalties, bans and log-probabilities, over a vocabulary of which each rank has a half."""
+    asked = [
+        SamplingParams(max_tokens=40, structured=FORMS[2], logprobs=2),
+        SamplingParams(max_tokens=24, frequency_penalty=1.0, bad_words=("the",), prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(max_tokens=24, logit_bias={1500: 4.0, 300: -9.0}, min_p=0.1, **SAMPLED),
+    ]
+    prompts = [loaded.encode(ASK), [5, 6, 7], loaded.encode(STORY)]
+    alone = loaded.generate(prompts, asked)
+    together = on_ranks(
+        TINY / "target", TINY / "drafter", 2, lambda llm: LLM(llm.session, loaded.codec).generate(prompts, asked)
+    )
+    assert [reply.token_ids for reply in together] == [reply.token_ids for reply in alone]
+    for a, b in zip(together, alone, strict=True):
+        for mine, other in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+            numbers = [[its and its.logprob for its in each or ()] for each in (mine, other)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
 
 
 def test_a_form_that_the_target_keeps_by_itself_changes_nothing_and_costs_no_draft(loaded):
