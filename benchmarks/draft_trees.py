@@ -2,7 +2,8 @@
 
 Every held-out prompt is decoded plainly, with chains of the whole block, and with trees of each size: greedily, and
 sampled with a seed of its own. All texts must be equal. Then some prompts are decoded alone with chains and trees by
-turns, for the process's seconds: rows that cost nothing on a GPU at batch 1 are not free on a CPU.
+turns, for the process's seconds: rows that cost nothing on a GPU at batch 1 are not free on a CPU. And all slots decode
+together with 8 rows each, and with as many that go to the likeliest drafts.
 
     python benchmarks/draft_trees.py --output benchmarks/results/draft-trees-cpu.json
 """
@@ -22,6 +23,8 @@ import trtllm_dflash
 from trtllm_dflash import LLM, Completion, SamplingParams
 from trtllm_dflash.ops.draft_tree import TREE_SIZES
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.torch_session import TorchSession
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
@@ -34,6 +37,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="of each kind, greedily")
     parser.add_argument("--sampled", type=int, default=64, help="of each kind, at temperature 0.8")
     parser.add_argument("--fp8", type=int, default=8, help="of each kind, greedily, with caches in FP8")
+    parser.add_argument("--shared", type=int, default=12, help="of each kind, with 8 rows a slot, and shared ones")
     parser.add_argument("--turns", type=int, default=4, help="of each kind, timed by turns")
     parser.add_argument("--nodes", type=int, nargs="+", default=list(TREE_SIZES))
     parser.add_argument("--batch", type=int, default=8)
@@ -41,11 +45,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     limits: dict[str, Any] = {"precision": "fp32", "device": "cpu", "max_batch": arguments.batch, "max_seq_len": 768}
-    record: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, 1 thread",
-        "torch": torch.__version__,
-    }
+    kept = arguments.output is not None and arguments.output.exists()  # then this run adds its parts
+    record: dict[str, Any] = json.loads(arguments.output.read_text()) if kept else {"commands": []}
+    record["commands"].append(shlex.join(["python", *sys.argv]))
+    record["device"] = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, 1 thread"
+    record["torch"] = torch.__version__
     with LLM.from_pretrained(PAIR / "target", PAIR / "drafter", **limits) as llm:
         parts = {
             "greedy": (arguments.prompts, 0.0, {}),
@@ -56,6 +60,9 @@ def main() -> None:
             if count:
                 record[name] = compared(llm, count, temperature, changes, arguments.nodes)
                 save(record, arguments.output)
+        if arguments.shared:
+            record["8 rows a slot"] = shared(llm, arguments.shared)
+            save(record, arguments.output)
         if arguments.turns:
             record["by turns"] = timed(llm, arguments.turns, arguments.nodes)
             save(record, arguments.output)
@@ -105,6 +112,46 @@ def compared(llm: LLM, count: int, temperature: float, changes: dict[str, Any], 
 def tokens_a_step(replies: list[Completion]) -> float:
     """The tokens of these replies' decoding steps over their number."""
     return round(sum(len(reply.token_ids) - 1 for reply in replies) / sum(reply.steps for reply in replies), 4)
+
+
+class SevenOnAverage(DraftLength):
+    """Drafts whole blocks, of which seven drafts a slot are verified, whosever they are."""
+
+    shares = True
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (15,)
+
+    def choose(self, slots: int) -> int:
+        return 15
+
+    def share(self, slots: int) -> int:
+        return 7
+
+
+def shared(llm: LLM, count: int) -> dict[str, Any]:
+    """Decodes prompts in all slots, with seven drafts for each and seven on average: tokens and rows a step."""
+    kinds, prompts = chats(llm, count)
+    turns = [prompt for i in range(count) for prompt in prompts[i::count]]  # kinds by turns
+    found: dict[str, Any] = {"prompts": len(kinds), "slots": llm.config.max_batch}
+    texts = []
+    for name, rule in {"each its own": FixedDraftLength(7), "shared": SevenOnAverage()}.items():
+        scheduler = Scheduler(llm.session, draft_length=rule)
+        sequences = [llm.intake.sequence(ids, SamplingParams(max_tokens=MAX_TOKENS), True) for ids in turns]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        replies = [sequence.completion() for sequence in sequences]
+        steps = sum(reply.steps for reply in replies)
+        rows = 1 + sum(reply.drafted_tokens for reply in replies) / steps
+        texts.append([reply.token_ids for reply in replies])
+        found[name] = {"tokens a step": tokens_a_step(replies), "rows a slot": round(rows, 3)}
+    found["different"] = sum(one != other for one, other in zip(*texts, strict=True))
+    found["shared over own"] = round(found["shared"]["tokens a step"] / found["each its own"]["tokens a step"], 4)
+    print(found, flush=True)
+    return found
 
 
 def timed(llm: LLM, count: int, sizes: list[int]) -> dict[str, Any]:
