@@ -298,7 +298,7 @@ SCHEME = {
 )
 def test_what_the_checkpoint_asks_for_and_what_it_brings_are_said(tensors, config, algorithm, flags, says, tmp_path):
     target = small(tmp_path, lambda held: held.update(tensors), config, algorithm)
-    flags = ["--target", target, "--precision", "fp32", "--max-seq-len", 64, *flags]
+    flags = ["--target", target, "--backend", "torch", "--precision", "fp32", "--max-seq-len", 64, *flags]
     said = succeeds("build", *flags, "--output", tmp_path / "engine").splitlines()
     assert len(said) == (1 if says is None else 2)
     assert says is None or said[0].startswith(says)

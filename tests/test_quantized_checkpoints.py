@@ -285,7 +285,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path):
     "method",
     [
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "compressed-tensors", "format": "marlin-24"},
         {"quant_method": "gptq", "bits": 4},
     ],
 )

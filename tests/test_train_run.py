@@ -114,6 +114,15 @@ def train_from_nothing(replies: Path, data: Path, output: Path, progress=lambda 
     train(TrainSettings.model_validate(settings), output, "train", progress)
 
 
+@pytest.fixture
+def hears_ctrl_c():
+    """Ctrl-C as at a terminal, also where the tests run in a script's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_training_that_was_killed_and_interrupted_is_equal_to_one_that_was_not(trained, data, tmp_path):
     replies, _ = trained
     train_from_nothing(replies, data, tmp_path / "whole")
@@ -152,6 +161,7 @@ def load_place(folder: Path) -> str:
         return str(opened.metadata()["place"])
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_ends_with_130_and_half_a_line_of_replies_is_made_again(trained, data, tmp_path, monkeypatch):
     replies, _ = trained
     output = tmp_path / "state"

@@ -319,7 +319,7 @@ def test_a_poisoned_request_is_refused_by_its_fields_name(client, field, poison)
         ("runtime_top_k", {"runtime_top_k": -7}),
         ("stop_words_list", {"stop_words_list": np.array([[[5, 6], [9, -1]]], np.int32)}),
         ("stop_words_list", {"stop_words_list": np.array([[[10**6, 6], [1, -1]]], np.int32)}),
-        ("bad_words_list", {"bad_words_list": np.array([[[5, 6], [1, -1]]], np.int32)}),
+        ("bad_words_list", {"bad_words_list": np.array([[[5, 6], [9, -1]]], np.int32)}),
         ("stop", {"stop": True}),
         ("input_ids", {"input_ids": np.array([[5], [5]], np.int32), **{
             name: np.ones((2, 1), np.int32) for name in ("input_lengths", "request_output_len")
