@@ -69,7 +69,7 @@ def test_what_a_session_lacks_is_refused_by_name(tiny, params):
         ({"logit_bias": {1: 101.0}}, "less than or equal to 100"),
         ({"bad_words": ("",)}, "at least 1 character"),
         ({"structured": {"kind": "json_schema", "value": "{}"}}, "value of json_schema is a JSON schema: an object"),
-        ({"structured": {"kind": "choice", "value": []}}, "value of choice is a list of texts, at least one"),
+        ({"structured": {"kind": "choice", "value": []}}, "value of choice is a list of 1 to 1,000 texts"),
         ({"structured": {"kind": "regex"}}, "value of regex is a text"),
     ],
 )

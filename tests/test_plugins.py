@@ -299,7 +299,9 @@ def test_a_steps_next_start_is_what_the_kernel_that_accepts_has_found(monkeypatc
     ids = torch.zeros(1, 2, dtype=torch.int32)
     monkeypatch.setattr(kernels, "argmax", lambda logits: (logits, ids))
     hidden = torch.zeros(1, 2, 4)
-    target = SimpleNamespace(forward=lambda *_: Features(hidden, []), logits=lambda ops, rows: rows, keep_path=lambda *_: None)
+    target = SimpleNamespace(
+        forward=lambda *_: Features(hidden, []), logits=lambda ops, rows: rows, keep_path=lambda *_: None
+    )
     inputs = StepInputs(ids, start=ids[0], row_count=ids[0], logit_rows=ids, block_offsets=ids)
     out = DraftVerifyStep(target, None)(rowless_ops({}), inputs, Drafting.OFF)
     assert out.next_start is accepted[3]

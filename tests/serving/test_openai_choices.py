@@ -195,6 +195,12 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
         ("plain", "best_of", {"best_of": 2, "n": 3}),
         ("plain", "best_of", {"best_of": 3, "stream": True}),
         ("plain", "best_of", {"best_of": 129}),
+        ("plain", "best_of", {"n": 2, "echo": True, "logprobs": 0}),
+        ("chat", "prompt_logprobs", {"n": 2, "prompt_logprobs": 1}),
+        ("chat", "bad_words", {"bad_words": ["a"] * 65}),
+        ("plain", "bad_words", {"bad_words": ["a" * 257]}),
+        ("plain", "stop", {"stop": ["a"] * 17}),
+        ("chat", "structured_outputs", {"structured_outputs": {"choice": ["a"] * 1001}}),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(unasked, path, param, asked):

@@ -132,11 +132,14 @@ class TextCodec:
         if most is not None and len(messages) > most:  # each has a token at least
             raise LongPromptError(f"there are more than {most} messages")
         if self._harmony is not None:
-            if most is not None:
-                # Each token is of some text in it; the names of fields, which are not, are few.
-                text = "".join(_texts([*messages, *tools]))
-                self._check_length(text, len(text), most)
-            return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})}, tools)
+            try:
+                if most is not None:
+                    # Each token is of some text in it; the names of fields, which are not, are few.
+                    text = "".join(_texts([*messages, *tools]))
+                    self._check_length(text, len(text), most)
+                return self._harmony.encode(messages, {**self._chat_arguments, **(arguments or {})}, tools)
+            except RecursionError:  # arguments of a call come as a text, however deep
+                raise RequestError("arguments of a call are nested too deeply", "messages") from None
         return self._encode(self.chat_text(messages, arguments, tools), special=False, most=most)
 
     def chat_text(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from trtllm_dflash.runtime.structured import Structured
+from trtllm_dflash.runtime.structured import MOST_CHOICES, Structured
 from trtllm_dflash.serving.openai.errors import ApiError
 
 
@@ -56,7 +56,9 @@ class StructuredOutputs(BaseModel):
     json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)] | None
+    ) = None
     grammar: str | None = None
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ from trtllm_dflash.serving.openai.requests import (
 from trtllm_dflash.serving.openai.response_form import ResponseForm
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
+from trtllm_dflash.session.calls import MOST_BAD_RUNS
 from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
@@ -278,8 +279,6 @@ class Preparation:
         stop = request.params.stop
         if isinstance(parser, PlainParser):
             return Choice(request, parser, index=index, counts_prompt=index == 0, end_ids=self._end_ids)
-        if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
-            raise ApiError(400, f"stop: at most {MOST_STOPS}, of {LONGEST_STOP} characters each, are taken", "stop")
         request = replace(
             request,
             params=request.params.model_copy(update={"stop": ()}),
@@ -295,6 +294,9 @@ class Preparation:
         request_id: str,
         more: Mapping[str, Any] | None = None,
     ) -> TokenRequest:
+        _check_texts("stop", asked.stop, MOST_STOPS)
+        if isinstance(asked, CommonRequest):
+            _check_texts("bad_words", asked.bad_words, MOST_BAD_RUNS)  # each is one at least
         temperature = asked.temperature
         if temperature is None:
             temperature = 1.0 if self._config.sampling else 0.0
@@ -326,6 +328,12 @@ def _choice_values(asked: CommonRequest, logprobs: int | None) -> dict[str, Any]
         "prompt_logprobs": asked.prompt_logprobs,
         "structured": asked.structured,
     }
+
+
+def _check_texts(field: str, texts: Sequence[str], most: int) -> None:
+    """Refuses more texts, or longer ones, than a reply is searched for: each choice would carry them."""
+    if len(texts) > most or max(map(len, texts), default=0) > LONGEST_STOP:
+        raise ApiError(400, f"{field}: at most {most}, of {LONGEST_STOP} characters each, are taken", field)
 
 
 def _refusal(error: RequestError, param: str) -> ApiError:

@@ -172,6 +172,8 @@ class CommonRequest(GenerationRequest):
     def _fits(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs: only without stream", "prompt_logprobs")
+        if self.prompt_logprobs is not None and self.n > 1:  # each would bring them all
+            raise ApiError(400, "prompt_logprobs: only with n: 1", "prompt_logprobs")
         if self.response_format.structured and self.structured_outputs.structured:
             raise ApiError(400, "structured_outputs: differs from response_format; give one", "structured_outputs")
         return self
@@ -214,6 +216,8 @@ class CompletionRequest(CommonRequest):
             raise ApiError(400, message, "n")
         if self.echo and self.stream:
             raise ApiError(400, "echo: only without stream", "echo")
+        if self.replies > 1 and (self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)):
+            raise ApiError(400, "best_of: log-probabilities of prompts only with one reply to each", "best_of")
         return self
 
 

@@ -4,6 +4,8 @@ import secrets
 import time
 from typing import Any
 
+from pydantic import BaseModel
+
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.replies import Added, Form, Reply, Usage, event
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
@@ -20,6 +22,7 @@ class ResponseForm(Form):
     """
 
     def __init__(self, asked: ResponsesRequest, model: str, temperature: float) -> None:
+        named = asked.tool_choice
         self._head: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -34,7 +37,7 @@ class ResponseForm(Form):
             "store": False,
             "temperature": temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
+            "tool_choice": named.model_dump() if isinstance(named, BaseModel) else named or "auto",
             "tools": [{"type": "function", **tool.model_dump(exclude={"type"})} for tool in asked.tools],
             "top_p": asked.top_p,
             "truncation": "disabled",

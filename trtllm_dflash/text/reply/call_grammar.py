@@ -56,7 +56,7 @@ def _start(chat_format: ChatFormat, must: bool, parallel: bool, thinking: bool) 
     several = "*" if parallel else "?"
     if chat_format == "llama3":  # calls stand at the beginning, or nowhere
         calls = f'call ("; " call){several}' if parallel else "call"
-        return f"start: {calls}" if must else f"start: {calls} | OTHER\nOTHER: /[^{{](.|\\n)*/"
+        return f"start: {calls}" if must else f"start: {calls} | OTHER\nOTHER: /[ \\n]*[^{{ \\n](.|\\n)*/"
     if not must:
         # A lazy terminal ends where it first can: each opening tag begins a call.
         return f"start: (opened call){several} rest\nopened[lazy]: TEXT {_text('<tool_call>')}\nrest: TEXT"
