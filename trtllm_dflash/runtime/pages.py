@@ -119,12 +119,15 @@ class Pages:
         nodes, source, copied = self._longest_prefix(ids, drafts)
         if reach is not None:
             nodes, source, copied = self._shortened(nodes, source, copied, reach)
-        new = -(-rows // self.rows) - len(nodes)
-        left = self.available - new - sum(node.refs == 0 for node in nodes)
-        if left < 0:
-            return None
+        needed, whole = -(-rows // self.rows), len(nodes) * self.rows
+        left = self.available - (needed - len(nodes)) - sum(node.refs == 0 for node in nodes)
         if source is not None and left == 0 and source.refs == 0:
             source = None  # it is needed itself
+            if reach is not None and reach(whole) != whole:  # nothing goes on from the whole pages alone
+                nodes, left = [], self.available - needed
+        if left < 0:
+            return None
+        new = needed - len(nodes)
         for node in nodes:
             self._refer(node)
         lease = Lease(nodes, len(nodes) * self.rows, sum(node.drafter_rows for node in nodes))

@@ -1,0 +1,52 @@
+"""Kept states of hybrids, and the pages that sequences share with them."""
+
+from tests.paged_session import request
+from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.runtime.checkpoints import Checkpoints
+from trtllm_dflash.runtime.slots import Slots
+
+MARGIN = 8
+
+
+def admit(slots, prompt):
+    return slots.admit(request(prompt, draft=False), drafts=False)
+
+
+def read_prompt(slots, stay):
+    """What the scheduler does once a step that reads the rest of a prompt is launched, and once it is read."""
+    slots.begin_changes()
+    slots.pages.copied(stay.lease)
+    first, stay.launched = stay.launched, stay.prompt
+    slots.keep_state(stay, first)
+    stay.rows = stay.prompt
+    slots.record(stay)
+
+
+def test_whole_pages_are_not_shared_where_the_copy_that_reaches_a_state_has_no_page():
+    slots = Slots(2, Paging(pages=3, rows=64, width=3), MARGIN, Checkpoints(2, 4, 4))
+    first = admit(slots, range(1000, 1100))
+    read_prompt(slots, first)  # its state goes on behind 96 to 100 tokens, and not behind a page of 64
+    slots.leave(first)
+    slots.begin_changes()
+    second = admit(slots, [*range(1000, 1098), *range(2000, 2060)])  # needs all pages, the copy's source too
+    assert (second.rows, second.lease.rows, slots.state_copies) == (0, 0, [])
+    slots.leave(second)
+    assert slots.pages.used == 0
+
+
+def test_it_waits_where_what_it_would_share_is_another_s_and_no_other_page_is_left():
+    slots = Slots(3, Paging(pages=5, rows=64, width=3), MARGIN, Checkpoints(3, 4, 4))
+    first = admit(slots, range(1000, 1100))
+    read_prompt(slots, first)
+    slots.begin_changes()
+    running = admit(slots, [*range(1000, 1098), *range(3000, 3030)])  # shares the first page
+    assert running.rows == 98
+    slots.pages.copied(running.lease)
+    slots.leave(first)
+    slots.begin_changes()
+    used = slots.pages.used
+    assert slots.pages.available == 2
+    assert admit(slots, [*range(1000, 1098), *range(2000, 2060)]) is None
+    assert slots.pages.used == used
+    slots.leave(running)
+    assert admit(slots, [*range(1000, 1098), *range(2000, 2060)]).rows == 98
