@@ -50,3 +50,17 @@ def test_it_waits_where_what_it_would_share_is_another_s_and_no_other_page_is_le
     assert slots.pages.used == used
     slots.leave(running)
     assert admit(slots, [*range(1000, 1098), *range(2000, 2060)]).rows == 98
+
+
+def test_no_state_is_gone_on_from_before_a_step_has_copied_it():
+    slots = Slots(3, Paging(pages=9, rows=64, width=3), MARGIN, Checkpoints(3, 4, 4))
+    first = admit(slots, range(1000, 1100))
+    read_prompt(slots, first)
+    ((_, place),) = slots.state_copies
+    later = admit(slots, range(1000, 1150))
+    slots.leave(first, forget=True)  # the step that would have copied its state has failed
+    assert place not in [source for source, _ in slots.state_copies], "nothing was ever written there"
+    assert later.rows == 0
+    read_prompt(slots, later)
+    slots.begin_changes()
+    assert admit(slots, range(1000, 1160)).rows == 150

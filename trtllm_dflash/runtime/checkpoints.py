@@ -4,6 +4,7 @@ K/V rows can be gone on from at any length; a state stands at one position, or a
 from where both are: rows by the tree of pages, and the state that stands furthest among those kept.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from trtllm_dflash.ops.delta_states import absorbed_rows
@@ -42,11 +43,15 @@ class Checkpoints:
         self._free = list(range(slots + count - 1, slots - 1, -1))
         self._kept: list[Checkpoint] = []  # the one that was used last is the last
 
-    def find(self, ids: list[int], most: int) -> tuple[int, Checkpoint | None]:
-        """Finds the state from which a sequence goes on furthest, up to `most` rows: how far, and the state."""
+    def find(self, ids: list[int], most: int, unwritten: Collection[int] = ()) -> tuple[int, Checkpoint | None]:
+        """Finds the state from which a sequence goes on furthest, up to `most` rows: how far, and the state.
+
+        Args:
+            unwritten: places whose states are yet to be copied there; they are not found.
+        """
         best, found = 0, None
         for kept in self._kept:
-            if kept.length > most or ids[: kept.length] != kept.tokens[: kept.length]:
+            if kept.place in unwritten or kept.length > most or ids[: kept.length] != kept.tokens[: kept.length]:
                 continue
             reached, end = kept.length, min(most, len(kept.tokens))
             while reached < end and ids[reached] == kept.tokens[reached]:

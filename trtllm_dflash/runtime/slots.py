@@ -151,15 +151,19 @@ class Slots:
             self.state_copies.append((stay.slot, place))
 
     def _reach(self, ids: list[int]) -> Reach:
-        checkpoints = self._checkpoints
+        checkpoints, unwritten = self._checkpoints, self._unwritten()
         assert checkpoints is not None
-        return lambda rows: checkpoints.find(ids, rows)[0]
+        return lambda rows: checkpoints.find(ids, rows, unwritten)[0]
+
+    def _unwritten(self) -> set[int]:
+        """Finds the places of kept states that no step has copied yet: where the next one fails, they never are."""
+        return {target for _, target in self.state_copies}
 
     def _load_state(self, slot: int, ids: list[int], rows: int) -> None:
         """Gives a slot the state from which a sequence goes on behind so many rows."""
         if self._checkpoints is None or not rows:
             return
-        reached, kept = self._checkpoints.find(ids, rows)
+        reached, kept = self._checkpoints.find(ids, rows, self._unwritten())
         assert reached == rows and kept is not None
         self.state_copies.append((self._checkpoints.use(kept), slot))
 
