@@ -8,13 +8,14 @@ import pytest
 from tests.conftest import TINY
 from tests.virtual_time import Clock
 from tests.waiting import PATIENCE, wait_until
-from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import MOST_FAILURES, Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.slots import Slots
+from trtllm_dflash.text.grammar import Grammar
 from trtllm_dflash.text.stream import TextStream
 
 #: Step times are not measured for a fixed length.
@@ -190,6 +191,20 @@ def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
     with pytest.raises(EngineError, match=r"the engine failed: .*the GPU is gone"):
         Client(service, CHATS[0])
     service.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_at_fault_do_not_end_the_service(llm, service, monkeypatch, ranks):
+    def plan(self, drafts):
+        raise RequestError("cannot be followed", "structured")
+
+    monkeypatch.setattr(Grammar, "plan", plan)
+    monkeypatch.setattr(service, "_config", llm.config.model_copy(update={"tp": ranks}))
+    for _ in range(MOST_FAILURES):
+        error = Client(service, CHATS[0], structured=Structured(kind="regex", value="x+")).wait()[-1].error
+        assert str(error) == "structured: cannot be followed"
+    assert Client(service, CHATS[0], 4).wait()[-1].completion is not None
+    assert service.failure is None
 
 
 def test_a_fault_of_one_requests_text_fails_that_request_alone(llm, service, monkeypatch):

@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tests.conftest import TINY
 from tests.family_checks import on_ranks
 from trtllm_dflash import LLM, SamplingParams, Structured
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.text.grammar import Grammars
+from trtllm_dflash.text.grammar import Grammar, Grammars
 
 
 class Exact(BaseModel):
@@ -151,6 +152,45 @@ def test_penalties_and_bans_choose_among_what_the_grammar_allows(loaded):
         assert len(reply.logprobs) == len(reply.token_ids)
 
 
+def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies, requests, monkeypatch):
+    """At its prompt's end, at a later step, and where its tokens are taken."""
+    real_plan, real_accept, plans, bad = Grammar.plan, Grammar.accept, [], {}
+
+    def fails(grammar, where):
+        if bad.get(grammar) == where:
+            raise RequestError("cannot be followed", "structured")
+
+    def plan(self, drafts):
+        fails(self, "later" if self in plans else "at first")
+        plans.append(self)
+        return real_plan(self, drafts)
+
+    def accept(self, token):
+        fails(self, "taken")
+        real_accept(self, token)
+
+    monkeypatch.setattr(Grammar, "plan", plan)
+    monkeypatch.setattr(Grammar, "accept", accept)
+    scheduler, chosen = Scheduler(loaded.session), [10, -2, 0, 6, 8]  # the last three are at fault
+    sequences = [loaded.intake.sequence(requests[0][i], requests[1][i]) for i in chosen]
+    bad.update(zip((sequence.grammar for sequence in sequences[2:]), ("at first", "later", "taken"), strict=True))
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    while scheduler.busy:
+        scheduler.step()
+    assert [s.error for s in sequences[:2]] == [None, None]
+    assert [s.token_ids for s in sequences[:2]] == [replies[i].token_ids for i in chosen[:2]]
+    assert [str(s.error) for s in sequences[2:]] == ["structured: cannot be followed"] * 3
+    assert [len(s.token_ids) for s in sequences[2:]] == [0, 1, 1]
+
+
+def test_a_tokenizer_s_end_token_ends_replies_where_the_engine_has_none(loaded):
+    intake = Intake(loaded.config.model_copy(update={"stop_token_ids": ()}), loaded.codec)
+    ends = intake.sequence([5], asked(FORMS[0])).end_token_ids
+    assert ends == {loaded.codec.end_id}
+    assert intake.sequence([5], SamplingParams()).end_token_ids == frozenset()
+
+
 # -- grammars ----------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +215,24 @@ def test_a_draft_that_is_not_allowed_ends_the_block(grammars, tiny):
     grammar = grammars.compile("regex", "[a-m]+ [n-z]+")
     words = tiny.codec.encode_words("b c")
     assert grammar.plan([*words, *words]).drafts == words[:1] != words
+
+
+def test_what_is_too_complex_behind_a_draft_ends_the_drafts_alone(grammars, tiny):
+    names = [f"x{i}" for i in range(251)]
+    rules = [f'{name}: s s "b" | s s s | "a"' for name in names]
+    grammar = grammars.compile("grammar", "\n".join(["start: s", "s: " + "|".join(names), *rules]))
+    (token,) = tiny.codec.encode_words("a")
+    plan = grammar.plan([token] * 4)
+    assert plan.drafts == [] and plan == grammar.plan([])
+    with pytest.raises(RequestError, match=r"structured: cannot be followed: .* items; max is 2000; [^<]*$"):
+        grammar.accept(token)
+    with pytest.raises(RequestError, match="structured: cannot be followed"):
+        grammar.plan([])
+
+
+def test_a_token_that_is_not_allowed_is_the_engine_s_fault(grammars, tiny):
+    with pytest.raises(EngineError, match="left the reply's grammar"):
+        grammars.compile("regex", "x+").accept(tiny.codec.encode_words("a")[0])
 
 
 def nested(depth):

@@ -8,14 +8,27 @@ allows, so that drafted text equals plain text.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.slots import Stay
 from trtllm_dflash.session.calls import Guide, Piece
 from trtllm_dflash.session.session import Session
 
 
+class GuideError(RequestError):
+    """A reply's grammar that grew too complex to follow: the fault of one slot's request alone."""
+
+    def __init__(self, stay: Stay, error: RequestError) -> None:
+        super().__init__(error.reason, error.field)
+        self.stay = stay
+
+
 def guide_batch(session: Session, batch: Batch) -> tuple[Batch, list[Guide]]:
-    """Makes the guides of decoding slots, and the batch with the rows that they verify by them: chains, in any case."""
+    """Makes the guides of decoding slots, and the batch with the rows that they verify by them: chains, in any case.
+
+    Raises:
+        GuideError: a reply's grammar cannot be followed.
+    """
     most = session.config.block_size - 1
     slots = [batch.rows[place][0] for place in batch.guided]
     rows, drafted, guides = list(batch.rows), list(batch.drafted), []
@@ -28,12 +41,19 @@ def guide_batch(session: Session, batch: Batch) -> tuple[Batch, list[Guide]]:
 
 
 def guide_pieces(pieces: Iterable[tuple[Stay, Piece]]) -> list[Guide]:
-    """Makes the guides of prompts whose replies begin in a step."""
+    """Makes the guides of prompts whose replies begin in a step.
+
+    Raises:
+        GuideError: a reply's grammar cannot be followed.
+    """
     return [_guide(stay, []) for stay, piece in pieces if piece.last and stay.sequence.grammar is not None]
 
 
 def _guide(stay: Stay, drafts: list[int]) -> Guide:
     grammar = stay.sequence.grammar
     assert grammar is not None
-    plan = grammar.plan(drafts)
+    try:
+        plan = grammar.plan(drafts)
+    except RequestError as error:
+        raise GuideError(stay, error) from error
     return Guide(stay.slot, plan.drafts, plan.masks)

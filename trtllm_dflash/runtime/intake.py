@@ -107,6 +107,8 @@ class Intake:
         ids = self.encode(prompt)
         self._check_params(params)
         end = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._config.stop_token_ids))
+        if params.structured is not None:
+            end.update(self._grammar_ends())
         return Sequence(
             prompt_ids=ids,
             params=params,
@@ -174,11 +176,16 @@ class Intake:
 
         with self._turn:  # the first request makes it, whichever thread that is on
             if self._grammars is None:
-                ends = self._config.stop_token_ids or [i for i in (self._codec.end_id,) if i is not None]
+                ends = self._grammar_ends()
                 if not ends:
                     raise RequestError("needs an end token, and this engine knows none", "structured")
                 self._grammars = Grammars(self._codec.backend, self._config.target.vocab_size, ends)
         return self._grammars.compile(asked.kind, asked.value)
+
+    def _grammar_ends(self) -> list[int]:
+        """Lists the tokens that end a reply where its grammar does: the engine's, or else its tokenizer's."""
+        end = None if self._codec is None else self._codec.end_id
+        return list(self._config.stop_token_ids) or ([] if end is None else [end])
 
     def _bad_runs(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Lists the runs of tokens that a reply is kept from: a text's are those at a beginning, and behind a space."""

@@ -17,7 +17,7 @@ from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
-from trtllm_dflash.runtime.guiding import guide_batch, guide_pieces
+from trtllm_dflash.runtime.guiding import GuideError, guide_batch, guide_pieces
 from trtllm_dflash.runtime.logprobs import note_logprobs
 from trtllm_dflash.runtime.pieces import divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
@@ -266,8 +266,8 @@ class Scheduler:
             if not pieces and (not batch.stays or self._may_all_have_ended(batch)):
                 return False
             self._run(batch, pieces)
-        except Exception as error:
-            for stay in [*batch.stays, *reading]:
+        except Exception as error:  # where it is of one reply's grammar, the others go on with the next step
+            for stay in [error.stay] if isinstance(error, GuideError) else [*batch.stays, *reading]:
                 self._fail(stay, error)
             return False
         return True

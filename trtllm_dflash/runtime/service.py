@@ -196,14 +196,14 @@ class Service:
         failures, ended = 0, self._scheduler.statistics.requests
         while self._take_in():
             self._end_drained()
-            failed_before, completed_before = ended["failed"], ended["completed"]
+            completed_before = ended["completed"]
             changed = self._scheduler.step()
             self._report(changed)
-            failed = ended["failed"] > failed_before
-            failures = 0 if ended["completed"] > completed_before else failures + failed
+            # A request's own error says nothing of the engine.
+            causes = [s.error for s in changed if s.error is not None and not isinstance(s.error, RequestError)]
+            failures = 0 if ended["completed"] > completed_before else failures + bool(causes)
             # Ranks that have not all run the same steps no longer belong together.
-            if failures == MOST_FAILURES or (failed and self._config.tp > 1):
-                causes = [str(s.error) for s in changed if isinstance(s.error, EngineError)]
+            if failures == MOST_FAILURES or (causes and self._config.tp > 1):
                 self._give_up(f"the engine failed: {causes[0]}")
                 return
         self._end_all(EngineError("the service is closing"))

@@ -20,6 +20,9 @@ FIELD = "structured"
 #: Characters of a schema, expression or grammar.
 LONGEST = 1 << 16
 
+#: In the library's error of a token that is not allowed; its others are of grammars that grew too complex.
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+
 #: Space in JSON objects without a schema, where there is any: a space, or a line's end and what indents the next one.
 #: Where JSON's whole space is allowed, small models fill replies with it.
 _OBJECT_SPACE = {"whitespace_pattern": r" |\n {0,32}|\n\t{1,16}"}
@@ -63,44 +66,51 @@ class Grammar:
 
         Raises:
             EngineError: it is not allowed there.
+            RequestError: the grammar grew too complex to follow.
         """
-        if token not in self._end_ids and not self._matcher.consume_token(token):
-            raise EngineError(f"a token left the reply's grammar: {_one_line(self._matcher.get_error())}")
+        if token in self._end_ids or self._matcher.consume_token(token):
+            return
+        problem = _problem(self._matcher)
+        if _NOT_ALLOWED in problem:
+            raise EngineError(f"a token left the reply's grammar: {_one_line(problem)}")
+        raise _too_complex(problem)
 
     def plan(self, drafts: list[int]) -> Plan:
         """Checks the drafts that follow the reply so far, and makes the masks of their rows.
 
         Raises:
-            RequestError: the grammar grew too complex to follow.
+            RequestError: the grammar grew too complex to follow, before any draft: behind one, that ends the drafts.
         """
         taken: list[int] = []
-        masks = [self._mask()]
+        masks = [self._compute_mask(self._matcher)]
+        if self._matcher.is_error():
+            raise _too_complex(_problem(self._matcher))
+        ahead = self._matcher.deep_copy() if drafts else self._matcher  # an error is for good, and drafts may be wrong
         forced: list[int] = []
         while len(taken) < len(drafts):
             mask = masks[-1]
-            forced = forced or self._matcher.compute_ff_tokens() or _only(mask)
+            forced = forced or ahead.compute_ff_tokens() or _only(mask)
             token = forced.pop(0) if forced else drafts[len(taken)]
             if not _allows(mask, token):
                 # Bytes may be forced where tokens are not, for longer tokens begin with them too: a likely guess.
-                forced = self._tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())
+                forced = self._tokenizer.tokenize_bytes(ahead.compute_ff_bytes())
                 if not forced or not _allows(mask, forced[0]):
                     break
                 token = forced.pop(0)
-            taken.append(token)
             if token in self._end_ids:
+                taken.append(token)
                 masks.append(b"\xff" * self._size)  # nobody reads what is chosen behind the end
                 break
-            self._matcher.consume_token(token)
-            masks.append(self._mask())
-        inside = len(taken) - (bool(taken) and taken[-1] in self._end_ids)
-        if inside:
-            self._matcher.rollback(inside)
+            ahead.consume_token(token)
+            mask = self._compute_mask(ahead)
+            if ahead.is_error():
+                break
+            taken.append(token)
+            masks.append(mask)
         return Plan(taken, b"".join(masks))
 
-    def _mask(self) -> bytes:
-        mask: bytes = self._matcher.compute_bitmask()[: self._size]
-        if self._matcher.is_error():
-            raise RequestError(f"cannot be followed: {_one_line(self._matcher.get_error())}", FIELD)
+    def _compute_mask(self, matcher: LLMatcher) -> bytes:
+        mask: bytes = matcher.compute_bitmask()[: self._size]
         return mask
 
 
@@ -195,6 +205,16 @@ def _only(mask: bytes) -> list[int]:
     """Lists the one token that a mask allows; none where it allows several."""
     bits = int.from_bytes(mask, "little")
     return [bits.bit_length() - 1] if bits and not bits & (bits - 1) else []
+
+
+def _problem(matcher: LLMatcher) -> str:
+    """Returns a matcher's error without its state and the whole grammar, which follow it."""
+    error: str = matcher.get_error()
+    return error.partition("<state>")[0]
+
+
+def _too_complex(problem: str) -> RequestError:
+    return RequestError(f"cannot be followed: {_one_line(problem)}", FIELD)
 
 
 def _one_line(error: str) -> str:
