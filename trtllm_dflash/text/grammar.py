@@ -30,8 +30,8 @@ _OBJECT_SPACE = {"whitespace_pattern": r" |\n {0,32}|\n\t{1,16}"}
 #: What is held to a schema is one line, as `json.dumps` writes it: then all but the values is forced.
 _SCHEMA_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-#: Schemas inside a schema that are looked at, and how deep, for the place of an error.
-_MOST_PLACES = 200
+#: Schemas inside a schema that are looked at for the place of an error.
+_MOST_PLACES = 64
 
 #: Places of schemas inside a schema: by name, in a list, or alone.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -148,24 +148,28 @@ class Grammars:
         if problem:
             place = ""
             if kind == "json_schema":
-                place, problem = self._place(value, value, problem)
+                place, problem = self._place(value, value, problem, "#", iter(range(_MOST_PLACES)))
             raise RequestError(f"{place or kind}: {_one_line(problem)}", FIELD)
         return Grammar(matcher, self._tokenizer, self._end_ids, self._words)
 
     def _matcher(self, kind: str, value: Any) -> LLMatcher:
         return LLMatcher(self._tokenizer, _SOURCES[kind](value), log_level=0)
 
-    def _place(self, root: Any, schema: Any, error: str, pointer: str = "#") -> tuple[str, str]:
-        """Finds the innermost schema that is wrong by itself: where it is, and what is wrong with it."""
+    def _place(self, root: Any, schema: Any, error: str, pointer: str, tries: Iterator[int]) -> tuple[str, str]:
+        """Finds the innermost schema that is wrong by itself: where it is, and what is wrong with it.
+
+        Args:
+            tries: one for each schema that may still be looked at; others wait for their requests to be taken.
+        """
         shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, Mapping) and name in root}
         inners = sorted(islice(_inner_schemas(schema), _MOST_PLACES), key=_refers)  # what these refer to comes first
-        for place, inner in inners if pointer.count("/") < _MOST_PLACES else ():
+        for (place, inner), _ in zip(inners, tries, strict=False):
             if not isinstance(inner, (dict, bool)):
                 return f"{pointer}/{place}", "a schema is an object, true or false"
             alone = {**shared, **inner} if isinstance(inner, dict) else inner
             problem: str = self._matcher("json_schema", alone).get_error()
             if problem:
-                return self._place(root, inner, problem, f"{pointer}/{place}")
+                return self._place(root, inner, problem, f"{pointer}/{place}", tries)
         return pointer, error
 
 
