@@ -57,10 +57,16 @@ class Qwen3Parser(TextParser):
         return self._call.done
 
     def _closing(self) -> bool:
-        text = self._buffer.lstrip()
-        if CLOSING.startswith(text) and text != CLOSING:
+        rest = behind_closing(self._buffer)
+        if rest is None:
             return False
-        self._buffer = text.removeprefix(CLOSING)
+        self._buffer = rest
         self._after_call = True
         self._state = self._content
         return True
+
+
+def behind_closing(text: str) -> str | None:
+    """Returns the text behind a call's closing tag, which may be missing; None while the tag may still come."""
+    text = text.lstrip()
+    return None if CLOSING.startswith(text) and text != CLOSING else text.removeprefix(CLOSING)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trtllm_dflash.text.reply.parts import TextParser, held
-from trtllm_dflash.text.reply.qwen3 import CLOSING, OPENING
+from trtllm_dflash.text.reply.qwen3 import CLOSING, OPENING, behind_closing
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
@@ -154,10 +154,10 @@ class Qwen3CoderParser(TextParser):
         return True
 
     def _ended(self) -> bool:
-        text = self._buffer.lstrip()
-        if CLOSING.startswith(text) and text != CLOSING:
+        rest = behind_closing(self._buffer)
+        if rest is None:
             return False
-        self._buffer = text.removeprefix(CLOSING)
+        self._buffer = rest
         self._after_call = True
         self._state = self._content
         return True
