@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN    := .venv/bin
 
-.PHONY: setup demo test check lowest audit lint types kernels plugin wheel clean
+.PHONY: setup demo test check coverage lowest audit lint types kernels plugin wheel clean
 
 setup: .venv/ready
 
@@ -23,11 +23,15 @@ demo: setup
 	$(BIN)/trtllm-dflash demo
 
 test: setup lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
 
 # The quick ones alone: before each commit.
 check: setup lint types
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) --dist loadfile -m "not slow"
+
+# All tests, and which lines they ran; a third slower.
+coverage: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term
 
 # All tests with the lowest versions that pyproject.toml allows of what it names; what those ask for is the newest.
 # torch stays the pinned one; TORCH=torch==2.7.0 tries the lowest, of which PyPI has the build with CUDA alone.
