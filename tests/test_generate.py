@@ -254,7 +254,7 @@ def test_a_very_long_prompt_is_refused_in_one_line_too(command, caplog, monkeypa
     """Longer than the tokenizer's own limit, about which its library would log a line of its own."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     refusal(*command, "--prompt", "word " * 5000)
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name.startswith("transformers")] == []
 
 
 def test_no_engine_is_told_how_to_get_one(tmp_path):

@@ -27,7 +27,11 @@ class Split(Enum):
     @property
     def axis(self) -> int | None:
         """The dimension that is divided; None where none is."""
-        return {Split.ROWS: 0, Split.COLUMNS: 1, Split.THIRD: 2}.get(self)
+        if self is Split.ROWS:
+            return 0
+        if self is Split.COLUMNS:
+            return 1
+        return 2 if self is Split.THIRD else None
 
 
 class Content(Enum):
