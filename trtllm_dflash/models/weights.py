@@ -188,12 +188,10 @@ class Weight:
     def shape(self, tp: int, rank: int) -> tuple[int, ...]:
         """Computes the shape of the slice of `rank` of `tp` (of a tensor that rank 0 alone holds: of rank 0's)."""
         parts = self.parts_of(tp, rank)
-        shapes = [part.made(tp, rank) for part in parts]
-        rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
-        if self.stack is None:
-            return (rows, *rest)
-        matrices = self.stack * len(parts) // len(self.parts)
-        return (matrices, rows // matrices, *rest)
+        of_each = self.parts_of_each
+        shapes = [part.made(tp, rank) for part in parts[:of_each]]
+        matrix = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return matrix if self.stack is None else (len(parts) // of_each, *matrix)
 
 
 def in_precision(weights: Iterable[Weight], precision: WeightPrecision | None, plain: Collection[str]) -> list[Weight]:
