@@ -73,8 +73,16 @@ __device__ __forceinline__ int place_of(int nth)
     return nth * grid + (nth % 2 == 0 ? block : grid - 1 - block);
 }
 
-// Lists the block's items, longest first, and returns their number. scratch: of 16 bytes a segment and 8 a run of rows.
-// By all threads of the block, which must meet after it.
+// A number of integers that fills whole 16 bytes: compiled code reads as many at once, so nothing may lie in them that
+// is written meanwhile.
+template <typename Int>
+__host__ __device__ __forceinline__ Int padded(Int count)
+{
+    return (count + 3) / 4 * 4;
+}
+
+// Lists the block's items, longest first, and returns their number. scratch: of 16 bytes a segment and 8 a run of rows,
+// padded. By all threads of the block, which must meet after it.
 __device__ __forceinline__ int list_items(PromptWork const& w, int4* scratch, Item* items)
 {
     int const segment_count = w.p.slots;
@@ -93,7 +101,7 @@ __device__ __forceinline__ int list_items(PromptWork const& w, int4* scratch, It
         count += row_blocks_of(w, segments[g]);
     }
     int* const tiles = reinterpret_cast<int*>(segments + segment_count);
-    int* const order = tiles + count;
+    int* const order = tiles + padded(count);
     for (int i = threadIdx.x; i < count; i += blockDim.x)
     {
         tiles[i] = item_of(w, segments, i, 0).tiles;
