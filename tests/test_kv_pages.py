@@ -244,7 +244,7 @@ class WindowedPagesMachine(PagesMachine):
         assert self.windows.held == 0
 
 
-TestWindowedPages = WindowedPagesMachine.TestCase
+TestWindowedPages = pytest.mark.slow(WindowedPagesMachine.TestCase)
 TestWindowedPages.settings = settings(max_examples=150, stateful_step_count=40)
 
 

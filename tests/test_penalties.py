@@ -86,6 +86,7 @@ def test_a_reply_is_what_the_definitions_say(name, tiny, model, unpenalized):
     assert reply.token_ids != unpenalized
 
 
+@pytest.mark.slow
 def test_drafted_text_equals_plain_text_with_each_of_them_in_one_batch(tiny_at):
     """Greedy and seeded; more requests than slots, so that those with penalties follow others in a slot."""
     llm = tiny_at(16)

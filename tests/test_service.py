@@ -244,6 +244,7 @@ def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):
         Client(service, CHATS[0])
 
 
+@pytest.mark.slow
 def test_a_fault_in_freeing_slots_leaves_nobody_waiting(llm, monkeypatch):
     """It is there again when the service gives up, and frees all slots."""
     service = llm.service(WHOLE_BLOCK)

@@ -95,6 +95,7 @@ def test_every_reply_has_its_form(replies, requests):
             assert fits(params.structured, reply.text), reply.text
 
 
+@pytest.mark.slow
 def test_drafted_text_equals_plain_text_in_one_batch_with_free_replies(loaded, tiny_at, replies, requests):
     plain = loaded.generate(*requests, draft=False)
     assert [reply.token_ids for reply in plain] == [reply.token_ids for reply in replies]
