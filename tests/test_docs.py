@@ -101,14 +101,19 @@ def names(statements: list[ast.stmt]) -> Iterator[str]:
 def package() -> tuple[set[str], dict[str, set[str]]]:
     """What the package's modules define, and what each of their classes does, its bases included."""
     trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes: dict[str, list[ast.ClassDef]] = {}  # of one name, in several modules
+    for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
+        classes.setdefault(node.name, []).append(node)
 
-    def members(node: ast.ClassDef) -> set[str]:
+    def members(name: str) -> set[str]:
+        return set[str]().union(*map(members_of, classes.get(name, [])))
+
+    def members_of(node: ast.ClassDef) -> set[str]:
         bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]  # Ops[T] is Ops
-        known = [classes[base.id] for base in bases if isinstance(base, ast.Name) and base.id in classes]
+        known = [base.id for base in bases if isinstance(base, ast.Name) and base.id != node.name]
         return set(names(node.body)).union(*map(members, known))
 
-    return {name for tree in trees for name in names(tree.body)}, {name: members(classes[name]) for name in classes}
+    return {name for tree in trees for name in names(tree.body)}, {name: members(name) for name in classes}
 
 
 @cache

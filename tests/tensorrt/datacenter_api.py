@@ -100,7 +100,9 @@ def find(module: Any, name: str) -> str | None:
             return None
     lines = [line.strip() for line in (getattr(thing, "__doc__", None) or "").splitlines()]
     signatures = [re.sub(r"^\d+\. ", "", line) for line in lines if re.match(rf"(\d+\. )?{member}\(self", line)]
-    return " | ".join(re.sub(r"[\w.]*\.(tensorrt|tensorrt_rtx)\.", "", line) for line in signatures) or "here"
+    # Newer Pythons have these types of their own.
+    plain = (re.sub(r"[\w.]+\.(Buffer|CapsuleType)\b", r"typing_extensions.\1", line) for line in signatures)
+    return " | ".join(re.sub(r"[\w.]*\.(tensorrt|tensorrt_rtx)\.", "", line) for line in plain) or "here"
 
 
 def load_bindings(wheel: Path, folder: Path) -> Any:
