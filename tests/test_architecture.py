@@ -72,13 +72,13 @@ def room(module: str) -> str:
 
 
 def test_every_room_has_its_layer():
-    placed = [room for layer in LAYERS for room in layer]
+    placed = [name for layer in LAYERS for name in layer]
     assert len(placed) == len(set(placed))
     assert {room(module) for module in imports()} <= set(placed)
 
 
 def test_no_room_imports_from_a_higher_one():
-    level = {room: number for number, layer in enumerate(LAYERS) for room in layer}
+    level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     pairs = [(module, other) for module, others in imports().items() for other in others]
     assert not [f"{module} -> {other}" for module, other in pairs if level[room(other)] > level[room(module)]]
 
