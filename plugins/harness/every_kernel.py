@@ -144,6 +144,23 @@ def step(dtype: torch.dtype) -> None:
     caches = [normal(3, heads, 70, size, dtype=dtype) for heads, size in ((1, 64), (5, 128))]
     for rows in (1, 70):
         kernels.PageCopies(caches)(2, 0, rows)
+    for decoding, pieces, block in ((1, (), 16), (9, (33, 1), 64)):
+        tree_rows(decoding, pieces, block, caches)
+
+
+def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence[Tensor]) -> None:
+    """A step of trees: its begin, acceptance as it is and imposed, moves within pages and across them, and its end."""
+    parents = torch.randint(block, (decoding + len(pieces), block), device="cuda").int() % ints(*range(1, block + 1))
+    layout, tokens, kept_start = lay_out(decoding, pieces, block, parents)
+    targets = torch.zeros_like(layout.logit_rows)
+    kernels.accept_paths(layout, targets)
+    found = kernels.accept_paths(layout, targets, layout.segments[:, 3].contiguous())
+    pages = kernels.Pages(torch.zeros(decoding + len(pieces), 10, dtype=torch.int32, device="cuda"), caches[0].shape[2])
+    kernels.PathMoves(caches)(pages, layout.segments, found.path)
+    drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")
+    kept = tokens, kept_start, 63, targets, found.accepted, found.next_start, drafts, block
+    for given in (drafts, None):
+        kernels.end_rows(layout, *kept, given, parents)
 
 
 def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:
@@ -155,7 +172,9 @@ def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:
     kernels.end_rows(layout, tokens, kept_start, 63, targets, accepted, next_start, drafts, block)
 
 
-def lay_out(decoding: int, pieces: Sequence[int], block: int = 8) -> tuple[kernels.Rows, Tensor, Tensor]:
+def lay_out(
+    decoding: int, pieces: Sequence[int], block: int = 8, parents: Tensor | None = None
+) -> tuple[kernels.Rows, Tensor, Tensor]:
     """Begins a step of slots that decode 0, 1, ... `block`, 0, ... rows and pieces of so many tokens, with padding.
 
     Also returns what slots kept: tokens and start.
@@ -176,6 +195,7 @@ def lay_out(decoding: int, pieces: Sequence[int], block: int = 8) -> tuple[kerne
         logit_rows=sum(counts) + len(pieces) + padding,
         cuts=sum(-(-count // kernels.MAX_ROWS) for count in pieces) + padding,
         seeds=kept_start.long(),
+        parents=parents,
     )
     return layout, tokens, kept_start
 
@@ -194,6 +214,12 @@ def choices(dtype: torch.dtype) -> None:
     for size in (1, 7, 2048, 4097, 32000):
         kernels.argmax(normal(2, 3, size, dtype=dtype))
         kernels.argmax(normal(2, 3, size, dtype=torch.float32))
+    for size in (8, 2048, 4097, 32000):
+        ids, best, total = kernels.top_ids(normal(2, 3, size, dtype=dtype))
+        kernels.top_ids(normal(2, 3, size, dtype=torch.float32))
+        for nodes in (3, 17):
+            parents, places = ints(-1, *range(16)), ints(*range(17))
+            kernels.grow_tree(parents, places, nodes, -15.0, 1e-3, ints(1, 2), best - total[..., None], ids)
 
 
 def append(dtype: torch.dtype) -> None:
@@ -319,6 +345,7 @@ def attention(dtype: torch.dtype) -> None:
             for page_rows in (64, 192):
                 attend_flat(dtype, size, scales, [(700, 5), (0, 0), (63, 1), (64, 16)], 16, page_rows)
                 attend_flat(dtype, size, scales, [(700, 5), (0, 0), (3, 1)], 8, page_rows, block=True)
+                attend_flat(dtype, size, scales, [(700, 16), (0, 0), (60, 16)], 16, page_rows, window=100, tree=True)
             cuts = [(first, min(32, 300 - first)) for first in range(0, 300, 32)]
             attend_flat(dtype, size, scales, cuts, 32, 64, window=100, has_sinks=True)
             attend_flat(dtype, size, scales, cuts, 32, 371)  # a page holds all of a slot
@@ -354,6 +381,7 @@ def attend_flat(
     block: bool = False,
     window: int = 0,
     has_sinks: bool = False,
+    tree: bool = False,
 ) -> None:
     """One call over segments of (start, count), padding rows, and caches in pages; or over a block of rows of each."""
     kv_heads, heads, slots = 2, 8, len(runs)
@@ -377,6 +405,7 @@ def attend_flat(
         scales=scales,
         added=segments[:, 3] // 2 if block else None,
         block=rows if block else 0,
+        row_path=torch.randint(2**rows, (len(q),), device="cuda") if tree else None,
     )
 
 

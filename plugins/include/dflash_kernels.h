@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 12
+#define DFLASH_ABI_VERSION 13
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -45,6 +45,9 @@ typedef enum
     DFLASH_FP8 = 3 /* E4M3; weights of products only: caches say it by their scales */
 } dflash_dtype;
 
+/* Rows of a slot whose drafts are a tree: each has a bit in a path. */
+#define DFLASH_TREE_MOST_ROWS 64
+
 /* Attention of a short block of rows over a long cache.
  *
  * Slot b has length = lengths[b] + (added ? added[b] : 0) + length_offset cache rows, its own Q rows being the last of
@@ -54,7 +57,11 @@ typedef enum
  * With segments, the call's slots are these, and q and out have flat rows. Where block is 0, segment g's rows are those
  * from first_row on, length = start + count, and rows of no segment are neither read nor written. Else segment g has
  * the block rows from g * block on, which come after all of its own: length = start + (added ? added[g] : 0) + block;
- * the output of an idle one is zero. */
+ * the output of an idle one is zero.
+ *
+ * With row_path, a segment's rows, at most 64, are a tree: row i sees all keys before the first of them and those rows
+ * whose bits are set, its ancestors and itself. It stands as many positions behind the first as it has ancestors, which
+ * a window has to reach. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: q and out, and caches without scales */
@@ -89,6 +96,7 @@ typedef struct
     int32_t page_rows; /* with a page table */
     int32_t pages; /* of the caches; with segments or a page table, else slots */
     int32_t block; /* with segments only */
+    const uint64_t* row_path; /* [N]: the rows of its segment that a row sees, or null; with causal segments only */
 } dflash_attention_params;
 
 /* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
@@ -150,6 +158,7 @@ typedef struct
     void* out; /* [N, Hq * D] contiguous: attention's result, in which rows of no segment become zeros */
     int32_t page_rows; /* with a page table */
     int32_t block; /* with segments only */
+    const int32_t* row_position; /* [N]: the positions that flat rows are rotated by, or null: those where they lie */
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
@@ -309,6 +318,93 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStream_t stream);
 
+/* What a verify pass decided where drafts are trees: compares each row's token with the target's choice at its parent.
+ *
+ * The accepted rows of a segment are the deepest path from its first row on which all are equal. Rows of a prompt's
+ * piece are in their places in any case; others have at most 64. An idle segment gets zeros. */
+typedef struct
+{
+    int32_t segment_count; /* G */
+    int32_t rows; /* N */
+    int32_t logit_row_count; /* R */
+    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    const int32_t* logit_first; /* [G + 1] */
+    const int32_t* token_ids; /* [N] */
+    const int32_t* target_ids; /* [R] */
+    const uint64_t* row_path; /* [N]: of a segment's rows, each one's ancestors and itself */
+    const int32_t* imposed; /* [G]: how many drafts are accepted, whatever they are; or null */
+    int32_t* accepted; /* [G] */
+    int32_t* committed; /* [G] */
+    int32_t* bonus; /* [G] */
+    int32_t* next_start; /* [G] */
+    uint64_t* path; /* [G]: the accepted rows */
+    int32_t* row_order; /* [N]: at a final row's position in its segment its flat row, elsewhere any */
+    int32_t* logit_order; /* [R]: likewise of logits, and choices of the target */
+} dflash_accept_tree_params;
+
+DFLASH_API cudaError_t dflash_accept_tree(const dflash_accept_tree_params* params, cudaStream_t stream);
+
+/* Moves the K and V of the accepted rows of trees to their positions, in all caches: row d of a path goes to the
+ * segment's start + d. */
+typedef struct
+{
+    int32_t segment_count; /* G */
+    int32_t cache_count; /* C */
+    int32_t page_rows;
+    int32_t most_bytes; /* of all heads' rows at one position, of any cache */
+    const int32_t* segments; /* [G, 4] contiguous */
+    const uint64_t* path; /* [G] */
+    const int32_t* page_table; /* [slots, width] by stride */
+    int64_t page_table_stride;
+    const int64_t* caches; /* [C, 3] contiguous: a cache's address, heads and bytes of a row, a multiple of 16 */
+} dflash_move_path_params;
+
+DFLASH_API cudaError_t dflash_move_path(const dflash_move_path_params* params, cudaStream_t stream);
+
+/* Each row's largest logits, the lowest ids among equals first, and the log of the sum of all logits' exponentials. */
+#define DFLASH_TOP_COUNT 8
+
+typedef struct
+{
+    int32_t dtype; /* of logits: any */
+    int32_t rows;
+    int32_t size; /* V, at least DFLASH_TOP_COUNT */
+    const void* logits; /* [rows, V] by stride */
+    int32_t* ids; /* [rows, DFLASH_TOP_COUNT] */
+    float* best; /* [rows, DFLASH_TOP_COUNT] */
+    float* total; /* [rows] */
+    int64_t row_stride;
+} dflash_top_ids_params;
+
+DFLASH_API cudaError_t dflash_top_ids(const dflash_top_ids_params* params, cudaStream_t stream);
+
+/* The best tree of each slot, out of a list of nodes in which parents come first: the `nodes` of the largest sums of
+ * log-probabilities down from the root, in the list's order.
+ *
+ * Log-probabilities below `least` count as it, and `toll` is taken off for each depth, so that no node scores as much as
+ * its parent. */
+#define DFLASH_TREE_MOST_LISTED 1024
+#define DFLASH_TREE_MOST_PLACES 512
+
+typedef struct
+{
+    int32_t slots; /* B */
+    int32_t nodes; /* of a tree: a row less than its most */
+    int32_t listed;
+    int32_t places; /* depths * DFLASH_TOP_COUNT, at most DFLASH_TREE_MOST_PLACES */
+    float least;
+    float toll;
+    const int32_t* list_parents; /* [listed] contiguous, as all of these; -1: the root */
+    const int32_t* list_places; /* [listed]: (depth - 1) * DFLASH_TOP_COUNT + rank */
+    const int32_t* bonus; /* [B] */
+    const float* log_probs; /* [B, places] */
+    const int32_t* ids; /* [B, places] */
+    int32_t* tokens; /* [B, nodes + 1]: the bonus token, then the nodes' */
+    int32_t* parents; /* [B, nodes + 1]: rows; -1, then those of the nodes' parents */
+} dflash_grow_tree_params;
+
+DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, cudaStream_t stream);
+
 /* The flat rows of a step, and their logits, from what the host wrote and what each slot kept.
  *
  * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,
@@ -316,7 +412,10 @@ DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStr
  * last row, logit or cut is padding.
  *
  * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10
- * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's. */
+ * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's.
+ *
+ * With parents, the kept tokens are trees: a decode segment's rows, at most 64, stand as many positions behind its start
+ * as they have ancestors. */
 typedef struct
 {
     int32_t segment_count; /* G */
@@ -339,6 +438,9 @@ typedef struct
     int32_t* cuts; /* [cut_count, 4]: the pieces as segments of at most cut_rows rows */
     const int64_t* seeds; /* [slots], or null: no numbers */
     float* logit_uniform; /* [R]; padding: of slot 0 and position 0; with seeds only */
+    const int32_t* parents; /* [slots, block]: the row of each kept token's parent, a lower one; or null */
+    int32_t* row_position; /* [N]; with parents only, as the next */
+    uint64_t* row_path; /* [N]: of its segment's rows a row's ancestors and itself; of pieces and padding 0 */
 } dflash_begin_rows_params;
 
 DFLASH_API cudaError_t dflash_begin_rows(const dflash_begin_rows_params* params, cudaStream_t stream);
@@ -360,6 +462,8 @@ typedef struct
     int32_t* tokens; /* [slots, block] */
     int32_t* kept_start; /* [slots] */
     int32_t* decided; /* [G, 1 + width]: accepted, then target_ids; zeros past a segment's logits */
+    const int32_t* next_parents; /* [G, next_rows], or null: each token is the child of the one before */
+    int32_t* parents; /* [slots, block], or null: not kept */
 } dflash_end_rows_params;
 
 DFLASH_API cudaError_t dflash_end_rows(const dflash_end_rows_params* params, cudaStream_t stream);

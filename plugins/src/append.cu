@@ -181,7 +181,8 @@ struct Row
     bool is_there; // else there is nothing to do
     bool is_padding; // a row of no segment
     int slot; // of the caches
-    int position;
+    int position; // where it lies
+    int rotation; // the position that it is rotated by
 };
 
 // Of a slot's rows.
@@ -189,7 +190,8 @@ __device__ __forceinline__ Row row_of_slot(dflash_append_params const& p, Heads 
 {
     int const committed = p.committed ? p.committed[slot] : p.context_rows;
     bool const is_there = heads.in_block || heads.row < min(committed, p.context_rows);
-    return {is_there, false, slot, p.start[slot] + (heads.in_block ? committed : 0) + heads.row};
+    int const position = p.start[slot] + (heads.in_block ? committed : 0) + heads.row;
+    return {is_there, false, slot, position, position};
 }
 
 // Of all segments' rows.
@@ -199,13 +201,15 @@ __device__ __forceinline__ Row row_of_segments(dflash_append_params const& p, He
     int const nth = is_after ? heads.row / p.block : p.row_segment[heads.row];
     if (nth < 0)
     {
-        return {heads.in_block, true, 0, 0};
+        return {heads.in_block, true, 0, 0, 0};
     }
     int4 const segment = reinterpret_cast<int4 const*>(p.segments)[nth]; // slot, start, first row, count
     int const committed = p.committed ? p.committed[nth] : segment.w;
     int const of_segment = heads.row - (is_after ? nth * p.block : segment.z);
     bool const is_there = is_after ? segment.w > 0 : heads.in_block || of_segment < committed;
-    return {is_there, false, segment.x, segment.y + of_segment + (is_after ? committed : 0)};
+    int const position = segment.y + of_segment + (is_after ? committed : 0);
+    bool const is_of_tree = p.row_position && heads.in_block && !is_after;
+    return {is_there, false, segment.x, position, is_of_tree ? p.row_position[heads.row] : position};
 }
 
 // Where a row of a position lies in the caches, of the first head.
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
         return;
     }
 
-    int64_t const table_row = int64_t{min(max(to.position, 0), p.positions - 1)} * (D / 2);
+    int64_t const table_row = int64_t{min(max(to.rotation, 0), p.positions - 1)} * (D / 2);
     int64_t const place = past > p.heads ? place_of(p, to) : 0;
 #pragma unroll 1
     for (int head = heads.first; head < past; ++head)

@@ -47,7 +47,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         ? p.pages > 0 && p.page_rows > 0 && (p.page_rows % kTile == 0 || p.page_rows >= p.cache_rows)
         : p.pages > 0 || !p.segments;
     bool const has_rows = p.segments ? p.block == 0 || p.block == p.rows : p.block == 0;
-    if (!is_known || !has_pages || !has_rows)
+    bool const has_tree = !p.row_path || (p.segments && p.block == 0 && p.causal && p.rows <= DFLASH_TREE_MOST_ROWS);
+    if (!is_known || !has_pages || !has_rows || !has_tree)
     {
         return cudaErrorInvalidValue;
     }

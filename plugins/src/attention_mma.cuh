@@ -196,6 +196,7 @@ struct Mainloop
 
     Work const& w;
     Rows rows;
+    Paths paths; // of a (slot, head)'s segment
     float scale; // of the logits, base 2
     uint32_t q[S::kDimSteps][4];
     float out[2 * S::kDimSteps][4]; // unnormalized
@@ -226,6 +227,7 @@ struct Mainloop
         dflash_attention_params const& p = w.p;
         int const lane = threadIdx.x % 32;
         softmax.begin();
+        paths.load(w.p, at.segment, rows.query);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
@@ -252,7 +254,7 @@ struct Mainloop
     {
         float logits[2 * S::kKeySteps][4] = {};
         multiply_keys(logits, keys_at);
-        Mask{w.p, at.segment}.apply(logits, rows.query, at.first_key(), first_key());
+        Mask{w.p, at.segment}.apply(logits, rows.query, paths, at.first_key(), first_key());
         softmax.advance(logits, scale, out);
 #pragma unroll
         for (int n = 0; n < S::kKeySteps; ++n)

@@ -157,6 +157,7 @@ struct Mainloop
     int group;
     int row_block;
     Rows rows;
+    Paths paths; // of a (slot, head)'s segment
     bool has_rows; // the warp
     float scale; // of the logits, base 2
     float out[2 * kSteps][4]; // unnormalized
@@ -202,6 +203,7 @@ struct Mainloop
             fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.f;
         }
         softmax.begin();
+        paths.load(w.p, at.segment, rows.query);
 
         constexpr int kSharing = kSharedTiles ? kConsumers / 2 : kConsumers; // threads
         constexpr int kChunks = kRows * (D / 8);
@@ -259,7 +261,7 @@ struct Mainloop
         uint32_t weights[4][4] = {};
         if (has_rows)
         {
-            Mask{w.p, segment}.apply(logits, rows.query, first_key);
+            Mask{w.p, segment}.apply(logits, rows.query, paths, first_key);
             softmax.advance(logits, scale, out);
 #pragma unroll
             for (int n = 0; n < 8; ++n)

@@ -57,6 +57,46 @@ __device__ __forceinline__ void hide_keys(
     }
 }
 
+// Of a thread's two rows those that they see of their segment, where it is a tree: its ancestors and itself, a bit each.
+struct Paths
+{
+    uint64_t of[2];
+
+    __device__ __forceinline__ void load(dflash_attention_params const& p, Segment const& segment, int const (&rows)[2])
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            of[r] = p.row_path && rows[r] < segment.rows ? p.row_path[segment.first_row + rows[r]] : 0;
+        }
+    }
+
+    // Logits of 8 N keys, at most a tile, become -inf where a row does not see the key. first_key is relative to the
+    // segment's first row, before which a row sees those from first on.
+    template <int N>
+    __device__ __forceinline__ void hide_keys(float (&logits)[N][4], int first_key, int const (&first)[2]) const
+    {
+        int const own = first_key + static_cast<int>(threadIdx.x) % 4 * 2; // the first key of this lane
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            uint64_t const before = own <= -64 ? ~uint64_t{0} : own < 0 ? (uint64_t{1} << -own) - 1 : 0;
+            uint64_t const tree = own <= -64 || own >= 64 ? 0 : own < 0 ? of[r] << -own : of[r] >> own;
+            uint64_t const seen = before | tree; // a bit for each key from this lane's first on
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+            {
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                {
+                    bool const is_seen = seen >> (n * 8 + c) & 1 && own + n * 8 + c >= first[r];
+                    logits[n][2 * r + c] = is_seen ? logits[n][2 * r + c] : -INFINITY;
+                }
+            }
+        }
+    }
+};
+
 // Keys that query rows see: those up to their own where attention is causal, and at most a window of them. The block's
 // own rows are a slot's last keys.
 struct Mask
@@ -67,7 +107,7 @@ struct Mask
     // Logits of 8 N keys of a tile, its own_key-th and on, become -inf where a row does not see the key.
     template <int N>
     __device__ __forceinline__ void apply(
-        float (&logits)[N][4], int const (&rows)[2], int first_key, int own_key = 0) const
+        float (&logits)[N][4], int const (&rows)[2], Paths const& paths, int first_key, int own_key = 0) const
     {
         int const length = segment.length;
         int const past_of_all = length - (p.causal ? segment.rows - 1 : 0); // keys that every row sees
@@ -75,6 +115,17 @@ struct Mask
         if (first_key + kTile > past_of_all || first_key < first_of_all)
         {
             int first[2];
+            if (p.row_path)
+            {
+                // Of a segment's first row's place: a row's position is by as many further as it has ancestors.
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                {
+                    first[r] = p.window > 0 ? __popcll(paths.of[r]) - p.window : -length;
+                }
+                paths.hide_keys(logits, first_key + own_key - (length - segment.rows), first);
+                return;
+            }
             int past[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r)

@@ -1,4 +1,4 @@
-// Choosing tokens: argmax over the vocabulary, and acceptance.
+// Choosing tokens: argmax and the likeliest over the vocabulary, and acceptance.
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
@@ -35,6 +35,25 @@ __device__ __forceinline__ uint64_t warp_best(uint64_t key)
         key = max(key, __shfl_xor_sync(0xffffffffu, key, step));
     }
     return key;
+}
+
+// Joins sums of exponentials, each relative to a number of its own: the largest of these, and all relative to it. By
+// all lanes of a warp.
+__device__ __forceinline__ float2 join_sums(float2 part)
+{
+    float top = part.x;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+    {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    }
+    float sum = part.y > 0.f ? part.y * __expf(part.x - top) : 0.f;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+    {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    return {top, sum};
 }
 
 // A cluster a row: each block takes every kCluster-th run of vectors, and the first block compares their winners, which
@@ -107,6 +126,173 @@ cudaError_t launch_argmax(dflash_argmax_params const& p, cudaStream_t stream)
     return launch_kernel(is_aligned ? argmax_kernel<T, kVector> : argmax_kernel<T, 1>, grid, kThreads, 0, stream, p);
 }
 
+// A thread's share of a row: the vectors that are so many apart, from its own first on.
+template <typename T, int kVector>
+struct RowShare
+{
+    T const* logits;
+    int size;
+
+    static constexpr int kStep = kCluster * kThreads * kVector;
+
+    static __device__ __forceinline__ int first()
+    {
+        return (blockIdx.x * kThreads + threadIdx.x) * kVector;
+    }
+
+    // The best of those that are ranked below a bound; 0: there is none. NaN counts as -inf.
+    __device__ __forceinline__ uint64_t best_below(uint64_t bound) const
+    {
+        uint64_t best = 0;
+#pragma unroll 2
+        for (int at = first(); at < size; at += kStep)
+        {
+            auto const x = load_vector<T, kVector>(logits + at);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i)
+            {
+                uint64_t const key = ranked(fmaxf(to_float(x.at[i]), -INFINITY), at + i);
+                best = key < bound ? max(best, key) : best;
+            }
+        }
+        return best;
+    }
+
+    // The sum of exponentials relative to `top`, which none exceeds.
+    __device__ __forceinline__ float sum_above(float top) const
+    {
+        float sum = 0.f;
+#pragma unroll 2
+        for (int at = first(); at < size; at += kStep)
+        {
+            auto const x = load_vector<T, kVector>(logits + at);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i)
+            {
+                sum += __expf(fmaxf(to_float(x.at[i]), -INFINITY) - top);
+            }
+        }
+        return sum;
+    }
+};
+
+// Takes the best of what the lanes hold, so many times, best first: lane n returns the nth. next(key) is what a lane
+// holds after the key that it gave. By all lanes of a warp.
+template <typename Next>
+__device__ __forceinline__ uint64_t take_best(uint64_t held, Next next)
+{
+    uint64_t taken = 0;
+    for (int n = 0; n < DFLASH_TOP_COUNT; ++n)
+    {
+        uint64_t const best = warp_best(held);
+        taken = threadIdx.x % 32 == n ? best : taken;
+        held = held == best && best ? next(best) : held;
+    }
+    return taken;
+}
+
+// The same of a list of keys, in any order and no two the same but zeros.
+template <int kKeys>
+__device__ __forceinline__ uint64_t take_best_of(uint64_t const* keys)
+{
+    constexpr int kEach = (kKeys + 31) / 32;
+    int const lane = threadIdx.x % 32;
+    auto const best_below = [&](uint64_t bound)
+    {
+        uint64_t best = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+        {
+            uint64_t const key = lane + i * 32 < kKeys ? keys[lane + i * 32] : 0;
+            best = key < bound ? max(best, key) : best;
+        }
+        return best;
+    };
+    return take_best(best_below(~uint64_t{0}), best_below);
+}
+
+// A cluster a row, as for argmax. Each warp takes the best of its share, then the block's first warp those of its
+// warps', then the first block's those of all blocks. Sums are relative to each warp's own largest.
+template <typename T, int kVector>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
+    top_ids_kernel(dflash_top_ids_params const p)
+{
+    namespace cg = cooperative_groups;
+    constexpr int kWarps = kThreads / 32;
+    constexpr int kCount = DFLASH_TOP_COUNT;
+    begin();
+    cg::cluster_group const cluster = cg::this_cluster();
+    int64_t const row = blockIdx.y;
+    int const lane = threadIdx.x % 32;
+    int const warp = threadIdx.x / 32;
+    RowShare<T, kVector> const share{static_cast<T const*>(p.logits) + row * p.row_stride, p.size};
+
+    __shared__ uint64_t of_warps[kWarps * kCount];
+    __shared__ uint64_t of_blocks[kCluster * kCount]; // the first block's is used
+    __shared__ float2 sums[kWarps]; // largest, sum relative to it
+    __shared__ float2 block_sum;
+    uint64_t const own = share.best_below(~uint64_t{0});
+    uint64_t const taken = take_best(own, [&](uint64_t bound) { return share.best_below(bound); });
+    if (lane < kCount)
+    {
+        of_warps[warp * kCount + lane] = taken;
+    }
+    uint64_t const best = __shfl_sync(0xffffffffu, taken, 0);
+    float const top = best ? value_of(best) : -INFINITY;
+    float sum = share.sum_above(top == -INFINITY ? 0.f : top);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+    {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    if (lane == 0)
+    {
+        sums[warp] = {top, sum};
+    }
+    __syncthreads();
+    if (warp == 0)
+    {
+        uint64_t const of_block = take_best_of<kWarps * kCount>(of_warps);
+        if (lane < kCount)
+        {
+            cluster.map_shared_rank(of_blocks, 0)[blockIdx.x * kCount + lane] = of_block;
+        }
+        float2 const part = join_sums(lane < kWarps ? sums[lane] : float2{-INFINITY, 0.f});
+        if (lane == 0)
+        {
+            block_sum = part;
+        }
+    }
+    cluster.sync();
+    if (blockIdx.x == 0 && warp == 0)
+    {
+        uint64_t const of_row = take_best_of<kCluster * kCount>(of_blocks);
+        if (lane < kCount)
+        {
+            p.ids[row * kCount + lane] = static_cast<int32_t>(~static_cast<uint32_t>(of_row));
+            p.best[row * kCount + lane] = value_of(of_row);
+        }
+        float2 const part
+            = join_sums(lane < kCluster ? *cluster.map_shared_rank(&block_sum, lane) : float2{-INFINITY, 0.f});
+        if (lane == 0)
+        {
+            p.total[row] = part.x + logf(part.y);
+        }
+    }
+    cluster.sync(); // no block may leave while its shared memory is read
+}
+
+template <typename T>
+cudaError_t launch_top_ids(dflash_top_ids_params const& p, cudaStream_t stream)
+{
+    constexpr int kVector = 16 / sizeof(T);
+    dim3 const grid(kCluster, p.rows);
+    bool const is_aligned
+        = p.size % kVector == 0 && p.row_stride % kVector == 0 && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;
+    auto const kernel = is_aligned ? top_ids_kernel<T, kVector> : top_ids_kernel<T, 1>;
+    return launch_kernel(kernel, grid, kThreads, 0, stream, p);
+}
+
 // Counts the first of so many that are equal. is_equal(i) is asked by one lane each, and called by all of a warp.
 template <typename IsEqual>
 __device__ __forceinline__ int count_equal(int count, IsEqual is_equal)
@@ -163,6 +349,26 @@ extern "C" cudaError_t dflash_argmax(dflash_argmax_params const* p, cudaStream_t
     case DFLASH_FP16: return launch_argmax<__half>(*p, stream);
     case DFLASH_BF16: return launch_argmax<__nv_bfloat16>(*p, stream);
     case DFLASH_FP32: return launch_argmax<float>(*p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" cudaError_t dflash_top_ids(dflash_top_ids_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    if (p->size < DFLASH_TOP_COUNT || p->rows > 65535)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->rows == 0)
+    {
+        return cudaSuccess;
+    }
+    switch (p->dtype)
+    {
+    case DFLASH_FP16: return launch_top_ids<__half>(*p, stream);
+    case DFLASH_BF16: return launch_top_ids<__nv_bfloat16>(*p, stream);
+    case DFLASH_FP32: return launch_top_ids<float>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -11,7 +11,6 @@ namespace
 {
 
 constexpr int kMostThreads = 1024;
-
 // How many rows, logits and cuts there are before something.
 struct Count
 {
@@ -126,6 +125,17 @@ __device__ __forceinline__ int before_of(int const* ends, int index)
     return index > 0 ? ends[index - 1] : 0;
 }
 
+// The rows from a slot's first to one of its own, which is among them: a bit each.
+__device__ __forceinline__ uint64_t path_of(int32_t const* parents, int row)
+{
+    uint64_t path = 1;
+    for (int at = row; at > 0; at = min(parents[at], at - 1)) // it ends whatever parents hold
+    {
+        path |= uint64_t{1} << at;
+    }
+    return path;
+}
+
 __device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, Layout const& layout)
 {
     int const first_piece = before_of(layout.row_ends, p.decode_segments);
@@ -133,11 +143,20 @@ __device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, La
     for (int row = threadIdx.x; row < p.rows; row += blockDim.x)
     {
         int const index = segment_at(layout.row_ends, p.segment_count, row);
+        int4 const segment = index < p.segment_count ? layout.segments[index] : int4{0, 0, row, 0};
+        int const of_segment = row - segment.z;
         int token = 0;
+        int position = segment.y + of_segment;
+        uint64_t path = 0;
         if (index < p.decode_segments)
         {
-            int4 const segment = layout.segments[index];
-            token = p.tokens[int64_t{segment.x} * p.block + row - segment.z];
+            int64_t const kept = int64_t{segment.x} * p.block;
+            token = p.tokens[kept + of_segment];
+            if (p.parents)
+            {
+                path = path_of(p.parents + kept, of_segment);
+                position = segment.y + __popcll(path) - 1;
+            }
         }
         else if (index < p.segment_count)
         {
@@ -145,6 +164,11 @@ __device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, La
         }
         p.row_segment[row] = index < p.segment_count ? index : -1;
         p.token_ids[row] = token;
+        if (p.parents)
+        {
+            p.row_position[row] = position;
+            p.row_path[row] = path;
+        }
     }
 }
 
@@ -162,7 +186,7 @@ __device__ __forceinline__ void write_logits(dflash_begin_rows_params const& p, 
             int const of_segment = segment.w - layout.logit_ends[index] + logit; // they are those of its last rows
             row = segment.z + of_segment;
             slot = segment.x;
-            position = segment.y + of_segment;
+            position = p.parents ? p.row_position[row] : segment.y + of_segment;
         }
         p.logit_rows[logit] = row;
         p.logit_slot[logit] = slot;
@@ -207,6 +231,7 @@ __global__ void __launch_bounds__(kMostThreads) begin_rows_kernel(dflash_begin_r
         p.logit_first[0] = 0;
     }
     write_rows(p, layout);
+    __syncthreads(); // a tree's positions are read
     write_logits(p, layout);
     write_cuts(p, layout);
 }
@@ -234,7 +259,13 @@ __global__ void end_rows_kernel(dflash_end_rows_params const p)
     }
     for (int i = threadIdx.x; i < p.next_rows; i += blockDim.x)
     {
-        p.tokens[int64_t{segment.x} * p.block + i] = p.next_tokens[int64_t{index} * p.next_rows + i];
+        int64_t const from = int64_t{index} * p.next_rows + i;
+        int64_t const to = int64_t{segment.x} * p.block + i;
+        p.tokens[to] = p.next_tokens[from];
+        if (p.parents)
+        {
+            p.parents[to] = p.next_parents ? p.next_parents[from] : i - 1;
+        }
     }
     if (threadIdx.x == 0)
     {
@@ -253,7 +284,8 @@ extern "C" cudaError_t dflash_begin_rows(dflash_begin_rows_params const* p, cuda
     int const bytes = p->segment_count * Layout::kBytesOfSegment + kMostThreads / 32 * static_cast<int>(sizeof(Count));
     bool const is_known = p->segment_count > 0 && p->decode_segments >= 0 && p->decode_segments <= p->segment_count
         && p->rows >= 0 && p->logit_row_count >= 0 && p->cut_count >= 0 && p->cut_rows > 0 && p->block > 0
-        && (!p->seeds || p->logit_uniform);
+        && (!p->seeds || p->logit_uniform)
+        && (!p->parents || (p->row_position && p->row_path && p->block <= DFLASH_TREE_MOST_ROWS));
     if (!is_known || bytes > 48 * 1024) // some 1,700 segments
     {
         return cudaErrorInvalidValue;

@@ -6,10 +6,11 @@ all may be captured into a CUDA graph. What they compute, and where they round, 
 
 from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_SHARED, AllReduce
 from trtllm_dflash.kernels.append import Append
-from trtllm_dflash.kernels.attention import MAX_ROWS, attend_prompts, attend_rows, attention, takes_prompts
+from trtllm_dflash.kernels.attention import MAX_ROWS, TREE_ROWS, attend_prompts, attend_rows, attention, takes_prompts
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
+from trtllm_dflash.kernels.draft_tree import TOP_COUNT, AcceptedPaths, PathMoves, accept_paths, grow_tree, top_ids
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
@@ -33,6 +34,9 @@ __all__ = [
     "PAGE_TILE",
     "SKINNY_GPUS",
     "SKINNY_ROWS",
+    "TOP_COUNT",
+    "TREE_ROWS",
+    "AcceptedPaths",
     "AllReduce",
     "Append",
     "Library",
@@ -41,9 +45,11 @@ __all__ = [
     "Norm",
     "PageCopies",
     "Pages",
+    "PathMoves",
     "Routing",
     "Rows",
     "Scales",
+    "accept_paths",
     "accept_rows",
     "add_rms_norm",
     "argmax",
@@ -55,6 +61,7 @@ __all__ = [
     "end_rows",
     "find",
     "gpu_name",
+    "grow_tree",
     "load",
     "load_for",
     "quantize_rows",
@@ -66,5 +73,6 @@ __all__ = [
     "takes_prompts",
     "takes_quantize",
     "takes_skinny",
+    "top_ids",
     "why_unsupported",
 ]

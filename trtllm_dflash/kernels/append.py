@@ -23,6 +23,7 @@ AppendParams = structure(
     longs_="page_table_stride",
     pointers__="out",
     ints_="page_rows block",
+    pointers___="row_position",
 )
 
 
@@ -82,7 +83,8 @@ class Append:
     ) -> Tensor:
         """Writes a step's flat rows qkv [1, N, (Hq + 2 Hkv)*D] or [N, ...] into pages; returns q [N, Hq, D].
 
-        Padding becomes zeros, in q and in attention's result to be, out [..., N, Hq*D].
+        They are rotated by their positions in the layout, where it has trees, else by those where they lie. Padding
+        becomes zeros, in q and in attention's result to be, out [..., N, Hq*D].
         """
         qkv = qkv.unsqueeze(0) if qkv.dim() == 2 else qkv
         params = self._flat_params(keys, values, pages, layout, heads, None)
@@ -90,7 +92,7 @@ class Append:
         check(len(q) == len(layout.row_segment), f"{len(q)} rows, a layout of {len(layout.row_segment)}")
         fits = out.dtype == q.dtype and out.is_contiguous() and out.numel() == q.numel()
         check(fits, f"out {tuple(out.shape)} of rows {tuple(q.shape)}")
-        params.out = out.data_ptr()
+        params.out, params.row_position = out.data_ptr(), address(layout.row_position)
         run("dflash_append", params, stream())
         return q
 

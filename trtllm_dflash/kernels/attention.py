@@ -15,6 +15,9 @@ Tensor = torch.Tensor
 #: Rows a slot that attention takes: a block. For more, kernels that share keys among rows are faster.
 MAX_ROWS = 32
 
+#: Rows of a slot whose drafts are a tree: each has a bit in a path.
+TREE_ROWS = 64
+
 #: Of `attend_prompts`: rows of a prompt times heads, in an item of its work.
 _ITEM_ROWS = 128
 #: Items for each of the GPU's processors, at least and at most: it divides no item, so that with fewer some idle, and
@@ -31,6 +34,7 @@ AttentionParams = structure(
     pointers_="key_scale value_scale segments page_table",
     longs_="page_table_stride",
     ints_="page_rows pages block",
+    pointers__="row_path",
 )
 
 
@@ -85,6 +89,7 @@ def attend_rows(
     scales: Scales = None,
     added: Tensor | None = None,
     block: int = 0,
+    row_path: Tensor | None = None,
 ) -> Tensor:
     """Attends from flat rows q [N, Hq, D] to caches [pages, Hkv, page rows, D]; fills and returns out [..., N, Hq*D].
 
@@ -96,12 +101,19 @@ def attend_rows(
         causal, window, sinks, scales: as in `attention`.
         added, block: with a block, segment g's rows are q's from g * block on, and come after its start + added[g]
             keys. Idle segments get zeros.
+        row_path: [N] int64: segments are trees of at most TREE_ROWS rows, each of which sees the keys before its
+            segment's first row, and the segment's rows whose bits it has; as deep as it is, a window reaches. None:
+            they are runs.
     """
     check_ints(len(segments), added=added)
     check(block in (0, rows) and (not block or len(q) == block * len(segments)), f"{len(q)} rows in blocks of {block}")
-    check(rows <= MAX_ROWS, f"{rows} rows a segment; at most {MAX_ROWS}")
+    most = MAX_ROWS if row_path is None else TREE_ROWS
+    check(rows <= most, f"{rows} rows a segment; at most {most}")
+    if row_path is not None:
+        is_right = row_path.shape == (len(q),) and row_path.dtype == torch.int64 and row_path.is_contiguous()
+        check(is_right and causal and not block, f"paths of trees must be int64 [{len(q)}], of causal rows")
     params = _flat_params(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales)
-    params.added, params.block = address(added), block
+    params.added, params.block, params.row_path = address(added), block, address(row_path)
     _run(params, q.device)
     return out
 

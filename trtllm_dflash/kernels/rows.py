@@ -15,7 +15,7 @@ BeginRowsParams = structure(
     "dflash_begin_rows_params",
     ints="segment_count decode_segments rows logit_row_count cut_count cut_rows block",
     pointers="words tokens kept_start segments row_segment token_ids logit_first logit_rows logit_slot logit_position",
-    pointers_="cuts seeds logit_uniform",
+    pointers_="cuts seeds logit_uniform parents row_position row_path",
 )
 
 
@@ -30,6 +30,7 @@ EndRowsParams = structure(
     "dflash_end_rows_params",
     ints="segment_count block width next_rows last_start",
     pointers="segments logit_first target_ids accepted next_start next_tokens tokens kept_start decided",
+    pointers_="next_parents parents",
 )
 
 
@@ -49,6 +50,8 @@ class Rows:
     logit_position: Tensor  # [R] the row's own
     cuts: Tensor  # [A, 4] pieces of prompts, as segments of at most MAX_ROWS rows
     logit_uniform: Tensor | None  # [R] FP32 in [0, 1), of the position after the row; None: the step is greedy
+    row_position: Tensor | None = None  # [N]; None: slots have no trees, as for the next
+    row_path: Tensor | None = None  # [N] int64, a bit for each of its segment's rows from the first to it; pieces: 0
 
 
 def begin_rows(
@@ -61,6 +64,7 @@ def begin_rows(
     logit_rows: int,
     cuts: int,
     seeds: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Rows:
     """Lays out a step's flat rows on the device.
 
@@ -75,11 +79,13 @@ def begin_rows(
         rows, logit_rows, cuts: how many are made.
         seeds: [slots] int64: each logit gets a random number, which depends on its slot's seed and the position after
             its row alone, that of the token which it chooses. None: the step is greedy.
+        parents: [slots, block], the row of each kept token's parent: decode segments are trees. None: they are runs.
     """
     check(words.dtype == torch.int32 and words.is_contiguous() and words.data_ptr() % 16 == 0, "words must be int32")
     check(words.numel() >= 4 * segments, f"{words.numel()} words of {segments} segments")
     check(0 <= decode_segments <= segments, f"{decode_segments} decode segments of {segments}")
     _check_kept(tokens, kept_start)
+    _check_parents(parents, tokens)
     if seeds is not None:
         is_right = seeds.shape == kept_start.shape and seeds.dtype == torch.int64 and seeds.is_contiguous()
         check(is_right, f"seeds must be int64 [{len(kept_start)}]")
@@ -97,6 +103,8 @@ def begin_rows(
         logit_position=empty(logit_rows),
         cuts=empty(cuts, 4),
         logit_uniform=None if seeds is None else torch.empty(logit_rows, dtype=torch.float32, device=words.device),
+        row_position=None if parents is None else empty(rows),
+        row_path=None if parents is None else torch.empty(rows, dtype=torch.int64, device=words.device),
     )
     params = BeginRowsParams(
         segment_count=segments,
@@ -119,6 +127,9 @@ def begin_rows(
         cuts=layout.cuts.data_ptr(),
         seeds=address(seeds),
         logit_uniform=address(layout.logit_uniform),
+        parents=address(parents),
+        row_position=address(layout.row_position),
+        row_path=address(layout.row_path),
     )
     run("dflash_begin_rows", params, stream())
     return layout
@@ -129,7 +140,7 @@ def accept_rows(rows: Rows, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
     Committed are a segment's rows up to the last accepted draft. Idle segments get zeros.
     """
-    _check_targets(rows, target_ids)
+    check_targets(rows, target_ids)
     segments = len(rows.segments)
     accepted, committed, bonus, next_start = torch.empty(
         4, segments, dtype=torch.int32, device=target_ids.device
@@ -159,6 +170,8 @@ def end_rows(
     next_start: Tensor,
     next_tokens: Tensor,
     width: int,
+    next_parents: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """Keeps a step's next rows in tokens [slots, block] and kept_start [slots], of the slots that had rows.
 
@@ -168,13 +181,17 @@ def end_rows(
         last_start: the largest start that is kept.
         target_ids, accepted, next_start, next_tokens: the step's outputs, [R], [G], [G], [G, 1 to block].
         width: the most logits that a segment has.
+        next_parents: [G, 1 to block], of the next tokens; None: each is the child of the one before.
+        parents: [slots, block], to keep them in; None: they are not kept.
     """
     segments = len(rows.segments)
     _check_kept(tokens, kept_start)
-    _check_targets(rows, target_ids)
+    check_targets(rows, target_ids)
     check_ints(segments, accepted=accepted, next_start=next_start)
     is_right = next_tokens.dtype == torch.int32 and next_tokens.is_contiguous() and len(next_tokens) == segments
     check(is_right, f"the next tokens must be int32 [{segments}, N]")
+    _check_parents(parents, tokens)
+    _check_parents(next_parents, next_tokens)
     decided = torch.empty(segments, 1 + width, dtype=torch.int32, device=tokens.device)
     params = EndRowsParams(
         segment_count=segments,
@@ -191,6 +208,8 @@ def end_rows(
         tokens=tokens.data_ptr(),
         kept_start=kept_start.data_ptr(),
         decided=decided.data_ptr(),
+        next_parents=address(next_parents),
+        parents=address(parents),
     )
     run("dflash_end_rows", params, stream())
     return decided
@@ -201,6 +220,13 @@ def _check_kept(tokens: Tensor, kept_start: Tensor) -> None:
     check_ints(len(tokens), kept_start=kept_start)
 
 
-def _check_targets(rows: Rows, target_ids: Tensor) -> None:
+def _check_parents(parents: Tensor | None, tokens: Tensor) -> None:
+    shape = tuple(tokens.shape)
+    is_right = parents is None or (parents.shape == shape and parents.dtype == torch.int32 and parents.is_contiguous())
+    check(is_right, f"parents must be int32 {shape}")
+
+
+def check_targets(rows: Rows, target_ids: Tensor) -> None:
+    """Refuses choices of the target that are not contiguous int32, one for each logit."""
     is_right = target_ids.dtype == torch.int32 and target_ids.is_contiguous()
     check(is_right and target_ids.numel() == len(rows.logit_rows), f"target_ids must be int32 [{len(rows.logit_rows)}]")
