@@ -268,7 +268,7 @@ def test_calls_of_trees_go_to_other_ranks():
         ("much", {}, "cpu", "--draft-tree much: choose auto, off, 15, 31 or 63"),
         (15, {"drafter": None}, "cpu", "--draft-tree 15: this engine has no drafter"),
         ("31", {"backend": "tensorrt"}, "cuda", "--draft-tree 31: TensorRT plans verify chains alone; leave it out"),
-        (15, {}, "cuda", "--draft-tree 15: trees are verified on the CPU alone so far"),
+        (15, {}, "cuda", "--draft-tree 15: on a GPU trees need our CUDA kernels, which compute bf16 and fp16"),
         (63, {"block_size": 2}, "cpu", "--draft-tree 63: blocks of 2 have not so many nodes"),
     ],
 )

@@ -74,6 +74,7 @@ class CapturedFlat(Captured):
         assert kind.rows >= max(counts, default=0)
         assert kind.all_rows >= sum(counts) + sum(len(piece.token_ids) for piece in call.pieces)
         assert kind.pieces >= len(call.pieces)
+        assert kind.tree >= call.tree
         return super()._run_step(call)
 
 
@@ -144,6 +145,14 @@ def test_any_mix_of_requests_finds_its_steps_captured_and_gets_its_text(loaded, 
         expected,
         make,
     )
+
+
+@pytest.mark.parametrize(("nodes", "make"), [(15, Any), (63, adaptive)])
+def test_so_does_any_mix_of_trees_and_chains(loaded, requests, expected, nodes, make):
+    config = loaded.config.model_copy(update={"draft_tree": nodes})
+    llm = LLM(CapturedFlat(config, loaded.session.weights, loaded.session.device), loaded.codec)
+    run_any_mix(llm, requests, expected, make)
+    assert {kind.rows for kind in llm.session.captures if kind.tree} == {nodes + 1}
 
 
 @pytest.mark.parametrize("make", [Any, adaptive, lambda: FixedDraftLength(15), lambda: FixedDraftLength(0)])
@@ -233,6 +242,10 @@ def test_kinds_are_few_and_the_largest_first():
     assert kinds[0] in (StepKind(32, 16, drafting, True) for drafting in Drafting)
     assert all(a.slots * a.rows >= b.slots * b.rows for a, b in pairwise(kinds))
     assert len(step_kinds(8, (15,), sampled=False)) == 4 * 2
+    for nodes in (15, 31):
+        trees = step_kinds(32, draft_lengths(16), sampled=True, tree=nodes)
+        assert len(trees) == len(kinds)
+        assert StepKind(32, nodes + 1, Drafting.BLOCK, True, tree=nodes) in trees
 
 
 PENALTIES = SlotPenalties(

@@ -150,7 +150,7 @@ def served_logits(llm: LLM, pack: Pack, row: int) -> torch.Tensor:
     first = row - int(pack.position[row])
     start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([row - first], dtype=torch.int32)
     features = target.forward(ops, pack.token_ids[None, first:row].int(), start, config.tap_layers)
-    context = drafter.context(ops, features.taps, start)
+    context = drafter.context(ops, ops.concat(features.taps), start)
     block = torch.arange(config.block_size, dtype=torch.int32)[None]
     return drafter.draft(ops, context, start, count, pack.token_ids[row : row + 1].int(), block)
 

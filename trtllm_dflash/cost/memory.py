@@ -301,7 +301,8 @@ def _graphs(config: EngineConfig) -> int:
         return 0
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
-    return len(step_kinds(config.max_batch, lengths, config.sampling, config.chunk)) * layers * GRAPH_LAYER
+    kinds = step_kinds(config.max_batch, lengths, config.sampling, config.chunk, config.draft_tree)
+    return len(kinds) * layers * GRAPH_LAYER
 
 
 def computes_all_experts(config: EngineConfig) -> bool:

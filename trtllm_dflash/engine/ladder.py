@@ -1,7 +1,7 @@
 """Sizes that decoding steps come in: slots, drafts and rows; each is a graph where steps are captured."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_dflash.step import Drafting
 
@@ -33,6 +33,7 @@ class StepKind:
     drafting: Drafting
     sampled: bool  # False: all slots are greedy
     prompt_rows: int = 0  # besides; pieces of prompts may take those too that decoding slots leave
+    tree: int = 0  # nodes of the trees that are drafted, out of the engine's whole block; 0: chains
 
     @property
     def pieces(self) -> int:
@@ -80,15 +81,18 @@ def prompt_sizes(chunk: int) -> list[int]:
     return sorted(sizes | {max(chunk, _LEAST_PROMPT_ROWS)})
 
 
-def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0) -> list[StepKind]:
+def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0) -> list[StepKind]:
     """Every kind of step that decodes up to `max_batch` slots, plainly or with these draft lengths; the largest first.
 
     Args:
         lengths: that are chosen among, 0 for no drafts; none at all: there is no drafter.
         sampled: whether slots may sample; steps in which none does are among the kinds in any case.
         chunk: the most prompt rows beside them; 0: steps only decode.
+        tree: nodes of the trees that take the place of the longest drafts; 0: all are chains.
     """
     drafts = sorted(set(lengths))
+    if tree:
+        drafts[-1] = max(tree, drafts[-1])
     kinds = [
         StepKind(slots, rows, drafting, samples)
         for slots in batch_sizes(max_batch)
@@ -97,6 +101,9 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
     ]
     if chunk:
         kinds += _mixed_kinds(max_batch, drafts, sampled, chunk)
+    if tree:
+        grown = drafts[-1] + 1
+        kinds = [replace(k, tree=tree) if (k.drafting, k.rows) == (Drafting.BLOCK, grown) else k for k in kinds]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 

@@ -116,10 +116,10 @@ class Drafter:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def context(self, ops: Ops[T], taps: list[T], start: T) -> list[Context[T]]:
-        """Computes each layer's context rows (see `Ops.context_rows`) from taps [B, Q, H] at start [B]."""
+    def context(self, ops: Ops[T], taps: T, start: T) -> list[Context[T]]:
+        """Computes each layer's context rows (see `Ops.context_rows`) from taps [B, Q, taps * H] at start [B]."""
         c = self.config
-        x = ops.linear(PREFIX + "fc", ops.concat(taps))
+        x = ops.linear(PREFIX + "fc", taps)
         # [B, Q, layers * 2 * Hkv * D]
         _, kv = ops.norm_linear(PREFIX + "hidden_norm", PREFIX + "context_kv_proj", Residual(x), c.norm_eps)
         return [ops.context_rows(self._attention(ops, i), kv, i, start) for i in range(c.layers)]

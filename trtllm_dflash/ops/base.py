@@ -55,7 +55,7 @@ class Acceptance(Generic[T]):
     committed: T  # [B] rows of this call whose tokens are now final
     bonus: T  # [B] the target's choice after the last of them
     next_start: T | None = None  # [B] start + committed, where a backend has it at once
-    path: T | None = None  # [B, most] a tree's accepted rows, by depth, from 0: the bonus token's; None: they are a run
+    path: T | None = None  # a tree's accepted rows, as the backend has them; None: they are a run
 
 
 @dataclass(frozen=True)

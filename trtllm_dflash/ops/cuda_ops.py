@@ -1,12 +1,14 @@
 """`TorchOps` on a GPU by our CUDA kernels, on flat rows over paged caches: the fast path in BF16 and FP16."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
 from trtllm_dflash.ops.linear_weight import linear_weight
@@ -58,6 +60,7 @@ class CudaOps(TorchOps):
         slots: leading segments that are decoding slots; the others are pieces of prompts.
         rows: the most that a decoding slot has.
         window_pages: of every slot in layers with a window; None: the same.
+        moves: of accepted paths, in all the target's caches, and the page tables of those; where slots have trees.
 
     Raises:
         EngineError: the kernels are not built.
@@ -73,6 +76,7 @@ class CudaOps(TorchOps):
         slots: int,
         rows: int,
         window_pages: kernels.Pages | None = None,
+        moves: Sequence[tuple[kernels.PathMoves, kernels.Pages]] = (),
     ) -> None:
         super().__init__(weights, caches, communicator)
         kernels.load()
@@ -81,6 +85,8 @@ class CudaOps(TorchOps):
         self._layout = layout
         self._decoding = layout.segments[:slots]
         self._most = rows
+        self._moves = moves
+        self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
 
     # -- the network -------------------------------------------------------------------------------------------------
 
@@ -171,7 +177,7 @@ class CudaOps(TorchOps):
         append = append_kernel(layer, self.weights, self._scales(layer))
         q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv[0], out)
         if len(self._decoding):
-            self._attend(layer, q, self._decoding, self._most, out, causal=True)
+            self._attend(layer, q, self._decoding, self._most, out, causal=True, row_path=self._layout.row_path)
         if len(self._layout.cuts):
             self._attend_prompts(layer, q, out)
         return out[None]
@@ -220,12 +226,14 @@ class CudaOps(TorchOps):
         causal: bool,
         added: Tensor | None = None,
         block: int = 0,
+        row_path: Tensor | None = None,
     ) -> None:
         """Fills `out` with these segments' attention to a layer's caches. Arguments as in `kernels.attend_rows`."""
         keys, values = self._caches(layer)
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
         pages, scales = self._pages_of(layer), self._scales(layer)
-        kernels.attend_rows(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales, added, block)
+        more = causal, window, sinks, scales, added, block, row_path
+        kernels.attend_rows(q, keys, values, pages, segments, rows, out, *more)
 
     def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:
         return self._window_pages if layer.gives_back else self._pages
@@ -258,12 +266,16 @@ class CudaOps(TorchOps):
     def accept(
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
+        if self._layout.row_path is not None:
+            return self._accepted_paths(target_ids)
         return Acceptance(*kernels.accept_rows(self._layout, target_ids[0]))
 
     def acceptance(
         self, accepted: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
     ) -> Acceptance[Tensor]:
         """Makes the outcome of so many accepted drafts [G]; of fewer where a segment has not so many."""
+        if self._layout.row_path is not None:
+            return self._accepted_paths(target_ids, accepted)
         first, counts = self._layout.logit_first, self._layout.segments[:, 3]
         logits = first[1:] - first[:-1]
         accepted = accepted.minimum((logits - 1).clamp(min=0))
@@ -271,5 +283,42 @@ class CudaOps(TorchOps):
         committed = torch.where(counts > 0, counts - logits + accepted + 1, 0)
         return Acceptance(accepted, committed, target_ids[0, index])
 
+    def _accepted_paths(self, target_ids: Tensor, imposed: Tensor | None = None) -> Acceptance[Tensor]:
+        found = self._accepted = kernels.accept_paths(self._layout, target_ids[0], imposed)
+        return Acceptance(found.accepted, found.committed, found.bonus, found.next_start, found.path)
+
+    # -- trees of drafts ---------------------------------------------------------------------------------------------
+
+    def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        if count != kernels.TOP_COUNT or not logits.is_contiguous():
+            return super()._top(logits, count)
+        ids, best, total = kernels.top_ids(logits)
+        return total[..., None], best, ids
+
+    def grow_tree(self, tree: DraftTree, bonus: Tensor, log_probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        lists = _tree_lists(tree, log_probs.device)
+        return kernels.grow_tree(*lists, tree.nodes, LEAST, TOLL, bonus, log_probs, ids.contiguous())
+
+    def first_choices(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
+        return x if self._accepted is None else x.index_select(1, self._accepted.logit_order)
+
+    def final_rows(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
+        return x if self._accepted is None else x.index_select(1, self._accepted.row_order)
+
+    def move_kv(self, layers: Sequence[AttentionLayer], start: Tensor, verdict: Acceptance[Tensor]) -> None:
+        """Moves the rows of all the target's layers: they are the same at every step."""
+        assert verdict.path is not None
+        for move, pages in self._moves:
+            move(pages, self._decoding, verdict.path[: len(self._decoding)])
+
     def slots(self, start: Tensor) -> Tensor:
         return self._layout.segments[:, 0]
+
+
+@lru_cache
+def _tree_lists(tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Makes a tree's list as the kernels read it: parents, and places of tokens, [listed] int32 each."""
+    both = zip(tree.depths, tree.ranks, strict=True)
+    places = [(depth - 1) * RANKS + rank for depth, rank in both]
+    parents, places_there = (torch.tensor(x, dtype=torch.int32, device=device) for x in (tree.parents, places))
+    return parents, places_there

@@ -281,10 +281,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
     # -- trees of drafts -------------------------------------------------------------------------------------------
 
     def top_ids(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        logits = logits.float()
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        ids = _largest(logits, count)
-        best = logits.gather(-1, ids)
+        total, best, ids = self._top(logits, count)
         if self.tp > 1:
             total, best, ids = (
                 torch.cat(self.communicator.all_gather(x), dim=-1)
@@ -295,6 +292,12 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
             best, places = best.sort(dim=-1, descending=True, stable=True)
             best, ids = best[..., :count], ids.gather(-1, places[..., :count])
         return best - total, ids.int()
+
+    def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Finds the largest of this rank's logits in each row, and their ids, and the log-sum-exp [..., 1] of all."""
+        logits = logits.float()
+        ids = _largest(logits, count)
+        return logits.logsumexp(dim=-1, keepdim=True), logits.gather(-1, ids), ids
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, ids = self.top_ids(logits, 1)

@@ -131,7 +131,7 @@ def draft_blocks(ops: TorchOps, llm: LLM, sample: Sample) -> Iterator[Tensor]:
     ids = torch.tensor([sample.token_ids], dtype=torch.int32, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
     features = target.forward(ops, ids, start, config.tap_layers)
-    context = drafter.context(ops, features.taps, start)
+    context = drafter.context(ops, ops.concat(features.taps), start)
     block = torch.arange(llm.config.block_size, dtype=torch.int32, device=device)[None]
     last = ids.shape[1] - 1
     for committed in sorted({max(1, last * (i + 1) // _BLOCKS) for i in range(_BLOCKS)}):

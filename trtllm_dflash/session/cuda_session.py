@@ -18,9 +18,11 @@ from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, most_pieces
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
+from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
 from trtllm_dflash.session.graphs import StepGraphs
@@ -65,6 +67,8 @@ class CudaSession(TorchSession):
         is_ours = self.library is not None
         if config.kv_memory is not None and not is_ours:
             raise EngineError(f"--kv-memory: caches in pages need our CUDA kernels ({self._why}); build without it")
+        if config.draft_tree and not is_ours:
+            raise EngineError(f"--draft-tree: on a GPU trees need our CUDA kernels ({self._why}); leave it out")
         super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
         if self.library is not None:
             self.communicator.share_memory(device)
@@ -73,6 +77,7 @@ class CudaSession(TorchSession):
         self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
         self._pages = self._page_tables(self._tables)
         self._window_pages = self._page_tables(self._window_tables) if self.paging.window else self._pages
+        self._moves = self._path_moves() if config.draft_tree else []
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
@@ -213,7 +218,7 @@ class CudaSession(TorchSession):
 
     def _flat_rows(self, words: Tensor, kind: StepKind) -> Tensor:
         """Runs a step from tensors on the device alone; returns [G, 1 + rows]: accepted, then the target's choices."""
-        slots = self._slots
+        slots, has_trees = self._slots, bool(self.config.draft_tree)
         layout = kernels.begin_rows(
             words,
             slots.tokens,
@@ -224,17 +229,19 @@ class CudaSession(TorchSession):
             logit_rows=kind.logit_rows,
             cuts=-(-kind.all_rows // kernels.MAX_ROWS) + kind.pieces if kind.pieces else 0,
             seeds=slots.seed if kind.sampled else None,
+            parents=slots.parents if has_trees and kind.rows > 1 else None,
         )
+        tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
         uniform = layout.logit_uniform
         inputs = StepInputs(
             token_ids=layout.token_ids[None],
             start=layout.segments[:, 1],
             row_count=layout.segments[:, 3],
             logit_rows=layout.logit_rows[None],
-            block_offsets=self._constant(1, kind.rows),
+            block_offsets=self._constant(1, self.config.block_size if kind.tree else kind.rows),
             sampling=None if uniform is None else slots.row_sampling_with(layout.logit_slot, uniform[:, None]),
         )
-        out = self._step(self._ops(layout, kind.slots, kind.rows), inputs, kind.drafting)
+        out = self._step(self._ops(layout, kind.slots, kind.rows), inputs, kind.drafting, tree)
         return kernels.end_rows(
             layout,
             slots.tokens,
@@ -245,6 +252,8 @@ class CudaSession(TorchSession):
             out.next_start,
             out.next_tokens,
             width=kind.rows,
+            next_parents=out.next_parents,
+            parents=slots.parents if has_trees else None,
         )
 
     def _copies_of_pages(self, windowed: bool) -> kernels.PageCopies:
@@ -252,12 +261,22 @@ class CudaSession(TorchSession):
         caches = {name: cache for name, cache in self.caches.items() if (name in self._windowed) == windowed}
         return kernels.PageCopies(caches.values())
 
+    def _path_moves(self) -> list[tuple[kernels.PathMoves, kernels.Pages]]:
+        """Makes the moves of trees' paths in the target's caches, and of those whose pages are others."""
+        moves = []
+        for windowed, pages in ((False, self._pages), (True, self._window_pages)):
+            named = self.caches.items()
+            caches = [x for name, x in named if (name in self._windowed) == windowed and not name.startswith(PREFIX)]
+            if caches:
+                moves.append((kernels.PathMoves(caches), pages))
+        return moves
+
     def _page_tables(self, tables: list[list[int]]) -> kernels.Pages:
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
     def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> CudaOps:
         every = self.weights, self.caches, self.communicator
-        return CudaOps(*every, self._pages, layout, slots, rows, self._window_pages)
+        return CudaOps(*every, self._pages, layout, slots, rows, self._window_pages, self._moves)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""

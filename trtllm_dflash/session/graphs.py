@@ -12,8 +12,9 @@ from trtllm_dflash.step import Drafting
 
 Graph = TypeVar("Graph")
 
-#: Decoding slots, rows of each, the block, its drafting, sampled; all rows and pieces of prompts, where there are any.
-_Asked: TypeAlias = tuple[int, int, int, Drafting, bool, int, int]
+#: Decoding slots, rows of each, the block, the tree out of it, its drafting, sampled; all rows and pieces of prompts,
+#: where there are any.
+_Asked: TypeAlias = tuple[int, int, int, int, Drafting, bool, int, int]
 
 
 class StepGraphs(Generic[Graph]):
@@ -39,7 +40,9 @@ class StepGraphs(Generic[Graph]):
     def missing(self, call: Prepare) -> list[StepKind]:
         """Lists the kinds of a call that are not captured yet, in the order to capture them."""
         lengths = call.lengths if self._config.drafter is not None else ()
-        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk)
+        # Trees are drafted where a chain would be the whole block.
+        tree = self._config.draft_tree if self._config.block_size - 1 in lengths else 0
+        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
         return [kind for kind in kinds if kind not in self._graphs and not self._serves(kind)]
 
     def _serves(self, kind: StepKind) -> bool:
@@ -66,7 +69,8 @@ class StepGraphs(Generic[Graph]):
         Raises:
             EngineError: there is none: it was not prepared for, and no request waits for a capture.
         """
-        return self._find((len(call.row_counts), max(call.row_counts), call.block, call.drafting, call.sampled, 0, 0))
+        rows = max(call.row_counts)
+        return self._find((len(call.row_counts), rows, call.block, 0, call.drafting, call.sampled, 0, 0))
 
     def find_flat(self, call: Step, pieces: list[int]) -> tuple[StepKind, Graph]:
         """Finds the smallest kind that a step fits in, with pieces of so many rows, and its graph. Errors as in `find`.
@@ -77,7 +81,8 @@ class StepGraphs(Generic[Graph]):
         # Without pieces the rows of all are no matter: each slot then has place for as many as any.
         all_rows = sum(counts) + sum(pieces) if pieces else 0
         rows = max(counts, default=0)
-        return self._find((len(counts), rows, call.block, call.drafting, call.sampled, all_rows, len(pieces)))
+        asked = len(counts), rows, call.block, call.tree, call.drafting, call.sampled, all_rows, len(pieces)
+        return self._find(asked)
 
     def _find(self, asked: _Asked) -> tuple[StepKind, Graph]:
         kind = self._found.get(asked)
@@ -88,12 +93,20 @@ class StepGraphs(Generic[Graph]):
         return kind, self._graphs[kind]
 
     def _smallest(
-        self, slots: int, rows: int, block: int, drafting: Drafting, sampled: bool, all_rows: int, pieces: int
+        self,
+        slots: int,
+        rows: int,
+        block: int,
+        tree: int,
+        drafting: Drafting,
+        sampled: bool,
+        all_rows: int,
+        pieces: int,
     ) -> StepKind:
         if drafting is Drafting.BLOCK:
-            rows = max(rows, block)  # one number for both, so that there are few graphs
+            rows = max(rows, block, tree + 1)  # one number for both, so that there are few graphs
         for kind in self._alike(drafting, sampled, pieces > 0):
-            fits = kind.slots >= slots and kind.rows >= rows
+            fits = kind.slots >= slots and kind.rows >= rows and kind.tree >= tree
             if fits and kind.pieces >= pieces and kind.all_rows >= all_rows:
                 return kind
         what = f"{'sampled' if sampled else 'greedy'} step of {slots} slots and {rows} rows"

@@ -58,8 +58,11 @@ def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | No
         return "latent attention verifies chains alone so far; leave it out"
     if config.backend == "tensorrt":
         return "TensorRT plans verify chains alone; leave it out"
-    if device.type != "cpu":
-        return "trees are verified on the CPU alone so far; leave it out, or give --device cpu"
+    if device.type != "cpu" and config.dtype == torch.float32:
+        return "on a GPU trees need our CUDA kernels, which compute bf16 and fp16; leave it out"
+    shortest = min((window for window in config.target.windows or () if window is not None), default=None)
+    if device.type != "cpu" and shortest is not None and shortest < config.block_size:
+        return f"on a GPU trees need windows of at least a block; this target's is {shortest}"
     if listed_nodes(nodes, config.block_size) < 2 * nodes:
         return f"blocks of {config.block_size} have not so many nodes to choose from; give a smaller one"
     return None

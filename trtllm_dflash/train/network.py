@@ -143,7 +143,7 @@ class TrainedDrafter(nn.Module):
         weights = self._engine_tensors()
         ops = BlockOps(weights, pack.position[None])
         start = torch.zeros(1, dtype=torch.int32, device=pack.position.device)
-        return PackContext(pack, weights, self._drafter.context(ops, taps, start))
+        return PackContext(pack, weights, self._drafter.context(ops, ops.concat(taps), start))
 
     def draft(self, context: PackContext, rows: Tensor) -> Tensor:
         """Computes the rows [A, block - 1, H], ready for the LM head, of blocks after the anchors at places [A]."""
