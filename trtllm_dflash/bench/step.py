@@ -24,7 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.session.calls import Decode, Place, Prefill, Prepare
+from trtllm_dflash.session.calls import Decode, Piece, Place, Prefill, Prepare, Step
 from trtllm_dflash.session.choice import Choice, Kernels, find_kernels
 from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
@@ -32,6 +32,7 @@ from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.session.torch_session import SlotAccept
+from trtllm_dflash.session.trees import DraftTreeChoice, with_trees
 from trtllm_dflash.step import Drafting
 
 SCHEMA_VERSION = 1
@@ -74,6 +75,7 @@ class StepBenchSettings(BaseModel):
     rows: Numbers | None = None
     cache_length: PositiveInt | None = None
     simulate_acceptance: float | None = None
+    draft_tree: DraftTreeChoice | None = None
     rounds: PositiveInt = 7
     steps: Annotated[int, Field(ge=2)] = 20  # in a round; the first of them is not timed
 
@@ -82,9 +84,10 @@ class StepBenchSettings(BaseModel):
 class Arm:
     """A kind of step that is timed: its name, and how it drafts."""
 
-    name: Literal["plain", "context only", "drafted"]
+    name: Literal["plain", "context only", "drafted", "tree"]
     drafting: Drafting
-    rows: int  # a slot, that are verified and of the block that is drafted
+    rows: int  # a slot, that are verified, and without a tree of the block that is drafted
+    tree: int = 0  # nodes, drafted out of the whole block; 0: a chain
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,8 @@ class StepReport:
         return floor_seconds(line.work, self.rates)
 
     def tokens_per_step(self, line: Line) -> float | None:
-        """Tokens that a step commits a slot, under the imposed acceptance."""
-        if self.acceptance is None:
+        """Tokens that a step commits a slot, under the imposed acceptance; a tree's are not imposed."""
+        if self.acceptance is None or line.arm.tree:
             return None
         return self.acceptance.at(line.arm.rows) if line.arm.drafting is Drafting.BLOCK else 1.0
 
@@ -238,7 +241,7 @@ class StepBench:
             EngineError: the device's memory ran out.
         """
         plan = self.plan
-        lengths = {arm.rows - 1 for arm in plan.arms if arm.drafting is not Drafting.OFF}
+        lengths = {self._block(arm) - 1 for arm in plan.arms if arm.drafting is not Drafting.OFF}
         self.session.prepare(Prepare(tuple(sorted(lengths)), sampled=False), progress)
         done, total = 0, len(plan.batch) * len(plan.arms) * (1 + plan.rounds)
         for batch in plan.batch:
@@ -264,23 +267,37 @@ class StepBench:
         """
         session, plan = self.session, self.plan
         start = max(1, plan.cache_length - plan.steps // 2)
-        step = Decode([arm.rows] * batch, arm.drafting, arm.rows, sampled=False)
         try:
             for slot in range(batch):
                 if plan.config.target.delta is not None:
                     session.place(Place(slot, start - 1))
-                outcome = session.prefill(Prefill(slot, start - 1, [0], True, arm.drafting, arm.rows))
+                outcome = self._begin(arm, slot, start - 1)
             outcome.read()
             launched: deque[Outcome] = deque()
             read = []
             for launches_left in reversed(range(plan.steps)):
-                launched.append(session.decode(step))
+                launched.append(self._step(arm, batch))
                 while len(launched) > (session.ahead if launches_left else 0):
                     launched.popleft().read()
                     read.append(time.perf_counter())
         except torch.OutOfMemoryError:
             raise EngineError(f"--batch {batch}: the GPU's memory ran out; use smaller ones") from None
         return (read[-1] - read[0]) / (len(read) - 1)
+
+    def _begin(self, arm: Arm, slot: int, position: int) -> Outcome:
+        if not arm.tree:
+            return self.session.prefill(Prefill(slot, position, [0], True, arm.drafting, arm.rows))
+        piece = Piece(slot, position, [0], last=True)
+        return self.session.run(Step([], [piece], arm.drafting, self._block(arm), sampled=False, tree=arm.tree))
+
+    def _step(self, arm: Arm, batch: int) -> Outcome:
+        if not arm.tree:
+            return self.session.decode(Decode([arm.rows] * batch, arm.drafting, arm.rows, sampled=False))
+        slots = [(slot, arm.rows) for slot in range(batch)]
+        return self.session.run(Step(slots, [], arm.drafting, self._block(arm), sampled=False, tree=arm.tree))
+
+    def _block(self, arm: Arm) -> int:
+        return self.plan.config.block_size if arm.tree else arm.rows
 
 
 # -- from settings to a session --------------------------------------------------------------------------------------
@@ -329,6 +346,7 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
             max_seq_len=length + settings.steps + spare,
             chunk=spare,
         )
+    config = with_trees(config, settings.draft_tree or "auto", device)
     most = config.block_size if config.drafter else 1
     rows = settings.rows or tuple(sorted({1, -(-most // 2), most}))
     if max(rows) > most:
@@ -337,7 +355,10 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
     arms = [Arm("plain", Drafting.OFF, 1)]
     if config.drafter is not None and 1 in rows:
         arms.append(Arm("context only", Drafting.CONTEXT, 1))
-    arms += [Arm("drafted", Drafting.BLOCK, count) for count in rows if count > 1]
+    tree = config.draft_tree  # takes the place of the whole block's chain
+    arms += [Arm("drafted", Drafting.BLOCK, count) for count in rows if 1 < count < most + (not tree)]
+    if tree:
+        arms.append(Arm("tree", Drafting.BLOCK, tree + 1, tree))
     imposed = settings.simulate_acceptance
     acceptance = None if imposed is None else ImposedAcceptance(imposed, most)
     return Plan(config, batch, arms, length, settings.rounds, settings.steps, acceptance)
@@ -375,7 +396,9 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
     plan = make_plan(settings, device)
     if settings.engine is not None:
         limit_threads(read_config(settings.engine))
-        session = LLM.load(settings.engine, settings.device, settings.kernels, prepare=False).session
+        session = LLM.load(
+            settings.engine, settings.device, settings.kernels, prepare=False, draft_tree=settings.draft_tree or "auto"
+        ).session
     else:
         world = World(tp)
         with world.together():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import command_line, progress_bar, show
@@ -36,6 +37,7 @@ def bench() -> None:
 @click.option("--rows", metavar="N,N,...", help="Rows a step verifies; 1: no drafts.  [default: 1, half a block, all]")
 @click.option("--cache-length", type=int, help="Tokens that each slot holds.  [default: 1024, or less where less fits]")
 @click.option("--simulate-acceptance", type=float, help="Tokens a step to impose on the whole block, for tokens/s.")
+@draft_tree_option
 @click.option("--rounds", type=int, help="The median is taken of so many.  [default: 7]")
 @click.option("--steps", type=int, help="In a round.  [default: 20]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON to this file.")
