@@ -228,7 +228,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     RowShare<T, kVector> const share{static_cast<T const*>(p.logits) + row * p.row_stride, p.size};
 
     __shared__ uint64_t of_warps[kWarps * kCount];
-    __shared__ uint64_t of_blocks[kCluster * kCount]; // the first block's is used
+    __shared__ uint64_t of_block[kCount];
+    __shared__ uint64_t of_blocks[kCluster * kCount]; // in the first block
     __shared__ float2 sums[kWarps]; // largest, sum relative to it
     __shared__ float2 block_sum;
     uint64_t const own = share.best_below(~uint64_t{0});
@@ -252,10 +253,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     __syncthreads();
     if (warp == 0)
     {
-        uint64_t const of_block = take_best_of<kWarps * kCount>(of_warps);
+        uint64_t const key = take_best_of<kWarps * kCount>(of_warps);
         if (lane < kCount)
         {
-            cluster.map_shared_rank(of_blocks, 0)[blockIdx.x * kCount + lane] = of_block;
+            of_block[lane] = key;
         }
         float2 const part = join_sums(lane < kWarps ? sums[lane] : float2{-INFINITY, 0.f});
         if (lane == 0)
@@ -266,6 +267,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     cluster.sync();
     if (blockIdx.x == 0 && warp == 0)
     {
+        for (int i = lane; i < kCluster * kCount; i += 32)
+        {
+            of_blocks[i] = cluster.map_shared_rank(of_block, i / kCount)[i % kCount];
+        }
+        __syncwarp();
         uint64_t const of_row = take_best_of<kCluster * kCount>(of_blocks);
         if (lane < kCount)
         {
