@@ -18,7 +18,7 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.draft_tree import RANKS, draft_tree
 
-HEADS, KV_HEADS, SIZE, LAYERS, VOCABULARY, TAPS = 32, 8, 128, 36, 151936, 5 * 4096
+HEADS, KV_HEADS, SIZE, LAYERS, VOCABULARY, HIDDEN, TAPS = 32, 8, 128, 36, 151936, 4096, 5
 PAGE_ROWS = 64
 DTYPE = torch.bfloat16
 
@@ -72,8 +72,8 @@ def parts(batch: int, nodes: int, length: int) -> dict[str, Callable[[], object]
     shape = batch * width, KV_HEADS, PAGE_ROWS, SIZE
     caches = [torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2 * LAYERS)]
     logits = torch.randn(batch, depths, VOCABULARY, device="cuda").mul(4).to(DTYPE)
-    ids, best, total = kernels.top_ids(logits)
-    log_probs, bonus = best - total[..., None], slots.clone()
+    ids, log_probs, _ = kernels.top_ids(logits, normalized=True)
+    bonus = slots.clone()
     ops = CudaOps({}, {}, None, pages, _layout(batch, rows, length, None), batch, rows)
     tree = draft_tree(nodes, 16)
     _, parents = ops.grow_tree(tree, bonus, log_probs, ids)
@@ -81,7 +81,7 @@ def parts(batch: int, nodes: int, length: int) -> dict[str, Callable[[], object]
     targets = torch.zeros(batch * rows, dtype=torch.int32, device="cuda")
     q = torch.randn(batch * rows, HEADS, SIZE, dtype=DTYPE, device="cuda")
     out = torch.empty(batch * rows, HEADS * SIZE, dtype=DTYPE, device="cuda")
-    taps = torch.randn(1, batch * rows, TAPS, dtype=DTYPE, device="cuda")
+    taps = [torch.randn(batch * rows, HIDDEN, dtype=DTYPE, device="cuda") for _ in range(TAPS)]
     order = kernels.accept_paths(grown, targets).row_order
     every = kernels.PathMoves(caches)
     longest = torch.full((batch,), 1 | ((1 << 7) - 1) << (rows - 7), dtype=torch.int64, device="cuda")
@@ -101,12 +101,12 @@ def parts(batch: int, nodes: int, length: int) -> dict[str, Callable[[], object]
         "attention, tree": lambda: attend(grown),
         "accept, chain": lambda: kernels.accept_rows(chain, targets),
         "accept, tree": lambda: kernels.accept_paths(grown, targets),
-        "gather taps": lambda: taps.index_select(1, order),
+        "join taps, chain": lambda: torch.cat(taps, dim=-1),
+        "join taps, tree": lambda: kernels.join_rows(taps, order),
         "move 7 rows, all layers": lambda: every(pages, grown.segments, longest),
         "move none": lambda: every(pages, grown.segments, none),
         "argmax": lambda: kernels.argmax(logits),
-        f"top {RANKS} ids": lambda: kernels.top_ids(logits),
-        "log-probabilities": lambda: best - total[..., None],
+        f"top {RANKS} ids": lambda: kernels.top_ids(logits, normalized=True),
         "grow tree": lambda: ops.grow_tree(tree, bonus, log_probs, ids),
         "grow tree, torch": torch_growth,
     }

@@ -129,8 +129,7 @@ class DraftVerifyStep:
         next_tokens, next_parents, next_chances = ops.column(verdict.bonus), None, None
         if drafter:
             # Before `fc`: its work is that of the rows that stay.
-            joined = ops.final_rows(ops.concat(features.taps), verdict)
-            context = drafter.context(ops, joined, inputs.start)
+            context = drafter.context(ops, ops.final_rows(features.taps, verdict), inputs.start)
             if drafting is Drafting.BLOCK:
                 block = context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
                 if tree is not None:

@@ -155,6 +155,7 @@ def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence
     targets = torch.zeros_like(layout.logit_rows)
     kernels.accept_paths(layout, targets)
     found = kernels.accept_paths(layout, targets, layout.segments[:, 3].contiguous())
+    kernels.join_rows([normal(len(layout.token_ids), 8, dtype=torch.float16)] * 3, found.row_order)
     pages = kernels.Pages(torch.zeros(decoding + len(pieces), 10, dtype=torch.int32, device="cuda"), caches[0].shape[2])
     kernels.PathMoves(caches)(pages, layout.segments, found.path)
     drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")

@@ -339,10 +339,26 @@ typedef struct
     int32_t* next_start; /* [G] */
     uint64_t* path; /* [G]: the accepted rows */
     int32_t* row_order; /* [N]: at a final row's position in its segment its flat row, elsewhere any */
-    int32_t* logit_order; /* [R]: likewise of logits, and choices of the target */
+    int32_t* choices; /* [R]: the target's at a segment's accepted rows first, then any */
 } dflash_accept_tree_params;
 
 DFLASH_API cudaError_t dflash_accept_tree(const dflash_accept_tree_params* params, cudaStream_t stream);
+
+/* Joins rows of several tensors, in another order: out[n] is row order[n] of each in turn. H is a multiple of 8. */
+#define DFLASH_MOST_JOINED 8
+
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16 */
+    int32_t count; /* of tensors */
+    int32_t rows; /* N */
+    int32_t size; /* H */
+    const int32_t* order; /* [N] */
+    void* out; /* [N, count * H] contiguous */
+    const void* parts[DFLASH_MOST_JOINED]; /* [N, H] contiguous each */
+} dflash_join_rows_params;
+
+DFLASH_API cudaError_t dflash_join_rows(const dflash_join_rows_params* params, cudaStream_t stream);
 
 /* Moves the K and V of the accepted rows of trees to their positions, in all caches: row d of a path goes to the
  * segment's start + d. */
@@ -369,6 +385,7 @@ typedef struct
     int32_t dtype; /* of logits: any */
     int32_t rows;
     int32_t size; /* V, at least DFLASH_TOP_COUNT */
+    int32_t normalized; /* 1: of the best their log-probabilities are given; 0: the logits */
     const void* logits; /* [rows, V] by stride */
     int32_t* ids; /* [rows, DFLASH_TOP_COUNT] */
     float* best; /* [rows, DFLASH_TOP_COUNT] */

@@ -126,53 +126,41 @@ cudaError_t launch_argmax(dflash_argmax_params const& p, cudaStream_t stream)
     return launch_kernel(is_aligned ? argmax_kernel<T, kVector> : argmax_kernel<T, 1>, grid, kThreads, 0, stream, p);
 }
 
-// A thread's share of a row: the vectors that are so many apart, from its own first on.
+// A thread's share of a row: the vectors that are so many apart, from its own first on. NaN counts as -inf.
 template <typename T, int kVector>
 struct RowShare
 {
     T const* logits;
     int size;
 
-    static constexpr int kStep = kCluster * kThreads * kVector;
-
-    static __device__ __forceinline__ int first()
+    // Calls visit(number, id) for each.
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const
     {
-        return (blockIdx.x * kThreads + threadIdx.x) * kVector;
+        constexpr int kStep = kCluster * kThreads * kVector;
+#pragma unroll 4
+        for (int at = (blockIdx.x * kThreads + threadIdx.x) * kVector; at < size; at += kStep)
+        {
+            auto const x = load_vector<T, kVector>(logits + at);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i)
+            {
+                visit(fmaxf(to_float(x.at[i]), -INFINITY), at + i);
+            }
+        }
     }
 
-    // The best of those that are ranked below a bound; 0: there is none. NaN counts as -inf.
-    __device__ __forceinline__ uint64_t best_below(uint64_t bound) const
+    // The best of those that are ranked below a bound; 0: there is none.
+    __device__ uint64_t best_below(uint64_t bound) const
     {
         uint64_t best = 0;
-#pragma unroll 2
-        for (int at = first(); at < size; at += kStep)
-        {
-            auto const x = load_vector<T, kVector>(logits + at);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
+        each(
+            [&](float x, int id)
             {
-                uint64_t const key = ranked(fmaxf(to_float(x.at[i]), -INFINITY), at + i);
+                uint64_t const key = ranked(x, id);
                 best = key < bound ? max(best, key) : best;
-            }
-        }
+            });
         return best;
-    }
-
-    // The sum of exponentials relative to `top`, which none exceeds.
-    __device__ __forceinline__ float sum_above(float top) const
-    {
-        float sum = 0.f;
-#pragma unroll 2
-        for (int at = first(); at < size; at += kStep)
-        {
-            auto const x = load_vector<T, kVector>(logits + at);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-            {
-                sum += __expf(fmaxf(to_float(x.at[i]), -INFINITY) - top);
-            }
-        }
-        return sum;
     }
 };
 
@@ -191,35 +179,71 @@ __device__ __forceinline__ uint64_t take_best(uint64_t held, Next next)
     return taken;
 }
 
-// The same of a list of keys, in any order and no two the same but zeros.
-template <int kKeys>
-__device__ __forceinline__ uint64_t take_best_of(uint64_t const* keys)
+// The same of so many keys, in any order and no two the same but zeros.
+__device__ __forceinline__ uint64_t take_best_of(uint64_t const* keys, int count)
 {
-    constexpr int kEach = (kKeys + 31) / 32;
-    int const lane = threadIdx.x % 32;
     auto const best_below = [&](uint64_t bound)
     {
         uint64_t best = 0;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i)
+        for (int i = threadIdx.x % 32; i < count; i += 32)
         {
-            uint64_t const key = lane + i * 32 < kKeys ? keys[lane + i * 32] : 0;
-            best = key < bound ? max(best, key) : best;
+            best = keys[i] < bound ? max(best, keys[i]) : best;
         }
         return best;
     };
     return take_best(best_below(~uint64_t{0}), best_below);
 }
 
-// A cluster a row, as for argmax. Each warp takes the best of its share, then the block's first warp those of its
-// warps', then the first block's those of all blocks. Sums are relative to each warp's own largest.
+// What a block finds of its part of a row.
+struct TopOfBlock
+{
+    static constexpr int kWarps = kThreads / 32;
+    static constexpr int kMost = 512; // keys that are looked through at once
+
+    float maxima[kWarps];
+    float sums[kWarps]; // of exponentials relative to the largest maximum
+    int count;
+    uint64_t keys[kMost];
+    uint64_t best[DFLASH_TOP_COUNT];
+    float2 sum; // what it is relative to, sum
+
+    // A number which as many of the block's reach as are asked for, and few more: of its warps' maxima that one. By all
+    // lanes of a warp.
+    __device__ __forceinline__ float bound() const
+    {
+        int const lane = threadIdx.x % 32;
+        float const own = lane < kWarps ? maxima[lane] : -INFINITY;
+        int better = 0;
+        for (int i = 0; i < kWarps; ++i)
+        {
+            better += maxima[i] > own || (maxima[i] == own && i < lane) ? 1 : 0;
+        }
+        unsigned const who = __ballot_sync(0xffffffffu, better == DFLASH_TOP_COUNT - 1);
+        return __shfl_sync(0xffffffffu, own, __ffs(who) - 1);
+    }
+
+    __device__ __forceinline__ float largest() const
+    {
+        float top = maxima[0];
+        for (int i = 1; i < kWarps; ++i)
+        {
+            top = fmaxf(top, maxima[i]);
+        }
+        return top;
+    }
+};
+
+// A cluster a row, as for argmax. A block looks twice: for its warps' maxima, then for the few numbers that reach the
+// eighth of those. Where more do than are kept, for many are equal, each warp takes its best one by one. The first block
+// takes the best of all blocks'.
 template <typename T, int kVector>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     top_ids_kernel(dflash_top_ids_params const p)
 {
     namespace cg = cooperative_groups;
-    constexpr int kWarps = kThreads / 32;
     constexpr int kCount = DFLASH_TOP_COUNT;
+    __shared__ TopOfBlock found;
+    __shared__ uint64_t of_blocks[kCluster * kCount]; // in the first block
     begin();
     cg::cluster_group const cluster = cg::this_cluster();
     int64_t const row = blockIdx.y;
@@ -227,20 +251,39 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     int const warp = threadIdx.x / 32;
     RowShare<T, kVector> const share{static_cast<T const*>(p.logits) + row * p.row_stride, p.size};
 
-    __shared__ uint64_t of_warps[kWarps * kCount];
-    __shared__ uint64_t of_block[kCount];
-    __shared__ uint64_t of_blocks[kCluster * kCount]; // in the first block
-    __shared__ float2 sums[kWarps]; // largest, sum relative to it
-    __shared__ float2 block_sum;
-    uint64_t const own = share.best_below(~uint64_t{0});
-    uint64_t const taken = take_best(own, [&](uint64_t bound) { return share.best_below(bound); });
-    if (lane < kCount)
+    float top = -INFINITY;
+    share.each([&](float x, int) { top = fmaxf(top, x); });
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
     {
-        of_warps[warp * kCount + lane] = taken;
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     }
-    uint64_t const best = __shfl_sync(0xffffffffu, taken, 0);
-    float const top = best ? value_of(best) : -INFINITY;
-    float sum = share.sum_above(top == -INFINITY ? 0.f : top);
+    if (lane == 0)
+    {
+        found.maxima[warp] = top;
+    }
+    if (threadIdx.x == 0)
+    {
+        found.count = 0;
+    }
+    __syncthreads();
+    float const bound = found.bound();
+    top = found.largest();
+    float const base = top == -INFINITY ? 0.f : top;
+    float sum = 0.f;
+    share.each(
+        [&](float x, int id)
+        {
+            sum += __expf(x - base);
+            if (x >= bound)
+            {
+                int const at = atomicAdd(&found.count, 1);
+                if (at < TopOfBlock::kMost)
+                {
+                    found.keys[at] = ranked(x, id);
+                }
+            }
+        });
 #pragma unroll
     for (int step = 16; step > 0; step /= 2)
     {
@@ -248,20 +291,38 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     }
     if (lane == 0)
     {
-        sums[warp] = {top, sum};
+        found.sums[warp] = sum;
     }
     __syncthreads();
-    if (warp == 0)
+    int count = found.count;
+    if (count > TopOfBlock::kMost)
     {
-        uint64_t const key = take_best_of<kWarps * kCount>(of_warps);
+        __syncthreads(); // all know the count
+        uint64_t const taken
+            = take_best(share.best_below(~uint64_t{0}), [&](uint64_t below) { return share.best_below(below); });
         if (lane < kCount)
         {
-            of_block[lane] = key;
+            found.keys[warp * kCount + lane] = taken;
         }
-        float2 const part = join_sums(lane < kWarps ? sums[lane] : float2{-INFINITY, 0.f});
+        count = TopOfBlock::kWarps * kCount;
+        __syncthreads();
+    }
+    if (warp == 0)
+    {
+        uint64_t const key = take_best_of(found.keys, count);
+        if (lane < kCount)
+        {
+            found.best[lane] = key;
+        }
+        sum = lane < TopOfBlock::kWarps ? found.sums[lane] : 0.f;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+        {
+            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        }
         if (lane == 0)
         {
-            block_sum = part;
+            found.sum = {top, sum};
         }
     }
     cluster.sync();
@@ -269,20 +330,21 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     {
         for (int i = lane; i < kCluster * kCount; i += 32)
         {
-            of_blocks[i] = cluster.map_shared_rank(of_block, i / kCount)[i % kCount];
+            of_blocks[i] = cluster.map_shared_rank(&found, i / kCount)->best[i % kCount];
         }
         __syncwarp();
-        uint64_t const of_row = take_best_of<kCluster * kCount>(of_blocks);
+        uint64_t const key = take_best_of(of_blocks, kCluster * kCount);
+        float2 const all
+            = join_sums(lane < kCluster ? cluster.map_shared_rank(&found, lane)->sum : float2{-INFINITY, 0.f});
+        float const total = all.x + logf(all.y);
         if (lane < kCount)
         {
-            p.ids[row * kCount + lane] = static_cast<int32_t>(~static_cast<uint32_t>(of_row));
-            p.best[row * kCount + lane] = value_of(of_row);
+            p.ids[row * kCount + lane] = static_cast<int32_t>(~static_cast<uint32_t>(key));
+            p.best[row * kCount + lane] = value_of(key) - (p.normalized ? total : 0.f);
         }
-        float2 const part
-            = join_sums(lane < kCluster ? *cluster.map_shared_rank(&block_sum, lane) : float2{-INFINITY, 0.f});
         if (lane == 0)
         {
-            p.total[row] = part.x + logf(part.y);
+            p.total[row] = total;
         }
     }
     cluster.sync(); // no block may leave while its shared memory is read

@@ -10,6 +10,7 @@ namespace
 {
 
 constexpr int kMostThreads = DFLASH_TREE_MOST_LISTED; // of a tree's growth: one a listed node
+constexpr int kJoinThreads = 256;
 constexpr int kMoveThreads = 128;
 constexpr int kMovedTogether = 8; // rows that a thread has on their way
 constexpr unsigned kAll = 0xffffffffu;
@@ -176,9 +177,10 @@ private:
     }
 };
 
-// Writes where the final ones of so many rows or logits are: of the first `before` and those behind the path each at its
-// own place, of the path's by depth. By all lanes of a warp.
-__device__ __forceinline__ void write_order(int32_t* order, int first, int count, int before, uint64_t path)
+// Calls put(to, from) for so many places: the first `before` and those behind the path's come from their own, the
+// path's from its rows. By all lanes of a warp.
+template <typename Put>
+__device__ __forceinline__ void put_in_order(int count, int before, uint64_t path, Put put)
 {
     int const accepted = __popcll(path);
     for (int i = threadIdx.x % 32; i < count; i += 32)
@@ -187,11 +189,11 @@ __device__ __forceinline__ void write_order(int32_t* order, int first, int count
         bool const is_on_path = row >= 0 && row < 64 && (path >> row & 1);
         if (is_on_path)
         {
-            order[first + before + __popcll(path & ((uint64_t{1} << row) - 1))] = first + i;
+            put(before + __popcll(path & ((uint64_t{1} << row) - 1)), i);
         }
         if (row < 0 || row >= accepted)
         {
-            order[first + i] = first + i;
+            put(i, i);
         }
     }
 }
@@ -223,14 +225,38 @@ __global__ void accept_tree_kernel(dflash_accept_tree_params const p)
         p.next_start[index] = is_idle ? 0 : segment.y + committed;
         p.path[index] = path;
     }
-    write_order(p.row_order, segment.z, segment.w, before, path);
-    write_order(p.logit_order, first_logit, logits, 0, path);
-    if (index == p.segment_count - 1)
+    put_in_order(segment.w, before, path, [&](int to, int from) { p.row_order[segment.z + to] = segment.z + from; });
+    put_in_order(logits, 0, path,
+        [&](int to, int from) { p.choices[first_logit + to] = p.target_ids[first_logit + from]; });
+    if (index == p.segment_count - 1) // padding
     {
-        int const rows = segment.z + max(segment.w, 0);
-        write_order(p.row_order, rows, p.rows - rows, p.rows, 0);
-        write_order(p.logit_order, first_logit + logits, p.logit_row_count - first_logit - logits, p.logit_row_count, 0);
+        for (int row = segment.z + max(segment.w, 0) + threadIdx.x; row < p.rows; row += 32)
+        {
+            p.row_order[row] = row;
+        }
+        for (int logit = first_logit + logits + threadIdx.x; logit < p.logit_row_count; logit += 32)
+        {
+            p.choices[logit] = p.target_ids[logit];
+        }
     }
+}
+
+// -- taps --------------------------------------------------------------------------------------------------------------
+
+// Blocks along a row's vectors, rows.
+__global__ void __launch_bounds__(kJoinThreads) join_rows_kernel(dflash_join_rows_params const p)
+{
+    begin();
+    int const vectors = p.size / 8; // of a part's row
+    int const at = blockIdx.x * kJoinThreads + threadIdx.x;
+    if (at >= p.count * vectors)
+    {
+        return;
+    }
+    int const part = at / vectors;
+    int64_t const row = p.order[blockIdx.y];
+    auto const* from = static_cast<int4 const*>(p.parts[part]) + row * vectors + (at - part * vectors);
+    static_cast<int4*>(p.out)[int64_t{blockIdx.y} * p.count * vectors + at] = *from;
 }
 
 // -- keys and values --------------------------------------------------------------------------------------------------
@@ -326,6 +352,23 @@ extern "C" cudaError_t dflash_accept_tree(dflash_accept_tree_params const* p, cu
         return cudaSuccess;
     }
     return dflash::launch_kernel(dflash::accept_tree_kernel, dim3(p->segment_count), 32, 0, stream, *p);
+}
+
+extern "C" cudaError_t dflash_join_rows(dflash_join_rows_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    bool const is_known = (p->dtype == DFLASH_FP16 || p->dtype == DFLASH_BF16) && p->count > 0
+        && p->count <= DFLASH_MOST_JOINED && p->rows >= 0 && p->rows <= 65535 && p->size > 0 && p->size % 8 == 0;
+    if (!is_known)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->rows == 0)
+    {
+        return cudaSuccess;
+    }
+    dim3 const grid((p->count * p->size / 8 + kJoinThreads - 1) / kJoinThreads, p->rows);
+    return launch_kernel(join_rows_kernel, grid, kJoinThreads, 0, stream, *p);
 }
 
 extern "C" cudaError_t dflash_move_path(dflash_move_path_params const* p, cudaStream_t stream)

@@ -181,11 +181,18 @@ def test_the_path_that_is_accepted_is_the_host_s(step, is_imposed, share, begun)
         order = found.row_order[first : first + count].tolist()
         assert order[:committed] == [*range(first, first + before), *(first + before + row for row in path)], index
         assert all(first <= row < first + count for row in order)
-        own_logits = found.logit_order[logit : logit + segment.logits].tolist()
-        assert own_logits[: len(path)] == [logit + row for row in path], index
-    count, logits = len(step.said["row_segment"]), len(step.said["logit_rows"])
+        assert found.choices[logit : logit + len(path)].tolist() == [targets[row] for row in path], index
+    count = len(step.said["row_segment"])
     assert ((found.row_order >= 0) & (found.row_order < count)).all()
-    assert ((found.logit_order >= 0) & (found.logit_order < logits)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("parts", "size", "rows"), [(5, 4096, 16), (1, 8, 3), (8, 136, 70)])
+def test_rows_are_joined_in_another_order(parts, size, rows, dtype, begun):
+    taps = [torch.randn(rows, size, dtype=dtype, device="cuda") for _ in range(parts)]
+    order = torch.randint(rows, (rows,), dtype=torch.int32, device="cuda")
+    expected = torch.cat([tap[order.long()] for tap in taps], dim=-1)
+    assert kernels.join_rows(taps, order).equal(expected)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -384,6 +391,9 @@ def test_the_likeliest_ids_are_torch_s(vocabulary, dtype, begun):
     assert (ids == wanted).all(), (ids != wanted).nonzero()[:4].tolist()
     assert best.equal(wanted_best)
     torch.testing.assert_close(total, wanted_total[..., 0], rtol=2e-6, atol=2e-5)
+    same, log_probs, _ = kernels.top_ids(logits, normalized=True)
+    assert same.equal(ids)
+    assert log_probs.equal(best - total[..., None])
 
 
 @pytest.mark.parametrize("nodes", [*TREE_SIZES, 7])

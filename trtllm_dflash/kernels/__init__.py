@@ -10,7 +10,15 @@ from trtllm_dflash.kernels.attention import MAX_ROWS, TREE_ROWS, attend_prompts,
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
-from trtllm_dflash.kernels.draft_tree import TOP_COUNT, AcceptedPaths, PathMoves, accept_paths, grow_tree, top_ids
+from trtllm_dflash.kernels.draft_tree import (
+    TOP_COUNT,
+    AcceptedPaths,
+    PathMoves,
+    accept_paths,
+    grow_tree,
+    join_rows,
+    top_ids,
+)
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
@@ -62,6 +70,7 @@ __all__ = [
     "find",
     "gpu_name",
     "grow_tree",
+    "join_rows",
     "load",
     "load_for",
     "quantize_rows",

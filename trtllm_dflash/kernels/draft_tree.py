@@ -1,13 +1,14 @@
 """Trees of drafts: their growth, the path that is accepted, and the move of its keys and values."""
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trtllm_dflash.kernels.attention import TREE_ROWS
-from trtllm_dflash.kernels.checks import DTYPES, address, check, check_ints
-from trtllm_dflash.kernels.library import run, stream, structure
+from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check, check_ints
+from trtllm_dflash.kernels.library import MOST_JOINED, run, stream, structure
 from trtllm_dflash.kernels.pages import Pages, check_table
 from trtllm_dflash.kernels.rows import Rows, check_targets
 
@@ -20,7 +21,7 @@ MOST_LISTED = 1024
 
 
 TopIdsParams = structure(
-    "dflash_top_ids_params", ints="dtype rows size", pointers="logits ids best total", longs="row_stride"
+    "dflash_top_ids_params", ints="dtype rows size normalized", pointers="logits ids best total", longs="row_stride"
 )
 
 
@@ -36,7 +37,12 @@ AcceptTreeParams = structure(
     "dflash_accept_tree_params",
     ints="segment_count rows logit_row_count",
     pointers="segments logit_first token_ids target_ids row_path imposed accepted committed bonus next_start path",
-    pointers_="row_order logit_order",
+    pointers_="row_order choices",
+)
+
+
+JoinRowsParams = structure(
+    "dflash_join_rows_params", ints="dtype count rows size", pointers="order out", by_part="parts"
 )
 
 
@@ -59,14 +65,15 @@ class AcceptedPaths:
     next_start: Tensor  # [G]
     path: Tensor  # [G] int64, a bit for each accepted row of the segment
     row_order: Tensor  # [N] at a final row's position in its segment its flat row, elsewhere any
-    logit_order: Tensor  # [R] likewise of logits
+    choices: Tensor  # [R] the target's at a segment's accepted rows first, then any
 
 
-def top_ids(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def top_ids(logits: Tensor, normalized: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the TOP_COUNT largest of each row of logits [..., V], the lowest ids among equals first.
 
     Returns:
-        ids and logits, [..., TOP_COUNT] int32 and FP32; and the log of the sum of all exponentials, [...] FP32.
+        ids and logits, normalized log-probabilities, [..., TOP_COUNT] int32 and FP32; and the log of the sum of all
+        exponentials, [...] FP32.
     """
     check(logits.dtype in DTYPES and logits.is_contiguous(), "the likeliest of contiguous logits")
     check(logits.shape[-1] >= TOP_COUNT, f"{TOP_COUNT} of {logits.shape[-1]} logits")
@@ -77,6 +84,7 @@ def top_ids(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dtype=DTYPES[logits.dtype],
         rows=total.numel(),
         size=logits.shape[-1],
+        normalized=normalized,
         logits=logits.data_ptr(),
         ids=ids.data_ptr(),
         best=best.data_ptr(),
@@ -156,7 +164,7 @@ def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) 
         next_start,
         path=empty(segments, torch.int64),
         row_order=empty(len(rows.token_ids)),
-        logit_order=empty(len(rows.logit_rows)),
+        choices=empty(len(rows.logit_rows)),
     )
     params = AcceptTreeParams(
         segment_count=segments,
@@ -174,10 +182,34 @@ def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) 
         next_start=next_start.data_ptr(),
         path=found.path.data_ptr(),
         row_order=found.row_order.data_ptr(),
-        logit_order=found.logit_order.data_ptr(),
+        choices=found.choices.data_ptr(),
     )
     run("dflash_accept_tree", params, stream())
     return found
+
+
+def join_rows(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Joins parts [N, H] along the last dimension, their rows by order [N] int32: [N, len(parts) * H]."""
+    rows, size = parts[0].shape
+    dtype, device = parts[0].dtype, parts[0].device
+    check(1 <= len(parts) <= MOST_JOINED, f"{len(parts)} parts to join; at most {MOST_JOINED}")
+    alike = all(x.shape == (rows, size) and x.dtype == dtype and x.is_contiguous() for x in parts)
+    is_aligned = size % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in parts)
+    check(alike and is_aligned and dtype in HALVES, "parts to join must be alike, contiguous and aligned to 16 bytes")
+    check_ints(rows, order=order)
+    out = torch.empty(rows, len(parts) * size, dtype=dtype, device=device)
+    addresses = [x.data_ptr() for x in parts] + [None] * (MOST_JOINED - len(parts))
+    params = JoinRowsParams(
+        dtype=DTYPES[dtype],
+        count=len(parts),
+        rows=rows,
+        size=size,
+        order=order.data_ptr(),
+        out=out.data_ptr(),
+        parts=(ctypes.c_void_p * MOST_JOINED)(*addresses),
+    )
+    run("dflash_join_rows", params, stream())
+    return out
 
 
 class PathMoves:

@@ -17,6 +17,8 @@ LIBRARY_VARIABLE = "TRTLLM_DFLASH_KERNELS"
 ABI_VERSION = 13
 #: Of one all-reduce, as `dflash_kernels.h` has them.
 MOST_RANKS = 8
+#: Tensors whose rows are joined at once, as it has them too.
+MOST_JOINED = 8
 
 Pointer = ctypes.c_void_p
 
@@ -51,6 +53,7 @@ def structure(name: str, **fields: str) -> type[ctypes.Structure]:
         "pointers": Pointer,
         "longs": ctypes.c_int64,
         "by_rank": Pointer * MOST_RANKS,
+        "by_part": Pointer * MOST_JOINED,
     }
     members = [(member, types[kind.rstrip("_")]) for kind, names in fields.items() for member in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": members})

@@ -394,9 +394,9 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """Puts what x [B, R, ...] has of each slot's accepted rows first, by depth; what follows is scratch."""
         return x
 
-    def final_rows(self, x: T, verdict: Acceptance[T]) -> T:
-        """Takes the rows whose tokens are final out of x [B, Q, H], by position: the drafter's context."""
-        return x
+    def final_rows(self, taps: Sequence[T], verdict: Acceptance[T]) -> T:
+        """Joins taps [B, Q, H] as `concat` does, of the rows whose tokens are final, by position; then scratch."""
+        return self.concat(taps)
 
     def move_kv(self, layers: Sequence[AttentionLayer], start: T, verdict: Acceptance[T]) -> None:
         """Moves the accepted rows' K and V, in the caches of all these layers, to their positions from start [B] on."""

@@ -289,8 +289,14 @@ class CudaOps(TorchOps):
 
     # -- trees of drafts ---------------------------------------------------------------------------------------------
 
+    def top_ids(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if count != kernels.TOP_COUNT or self.tp > 1:
+            return super().top_ids(logits, count)
+        ids, log_probs, _ = kernels.top_ids(logits, normalized=True)
+        return log_probs, ids
+
     def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        if count != kernels.TOP_COUNT or not logits.is_contiguous():
+        if count != kernels.TOP_COUNT:
             return super()._top(logits, count)
         ids, best, total = kernels.top_ids(logits)
         return total[..., None], best, ids
@@ -300,10 +306,15 @@ class CudaOps(TorchOps):
         return kernels.grow_tree(*lists, tree.nodes, LEAST, TOLL, bonus, log_probs, ids.contiguous())
 
     def first_choices(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
-        return x if self._accepted is None else x.index_select(1, self._accepted.logit_order)
+        if self._accepted is None:
+            return x
+        assert x.dtype == torch.int32, "in captured steps they are found of the target's choices alone"
+        return self._accepted.choices[None]
 
-    def final_rows(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
-        return x if self._accepted is None else x.index_select(1, self._accepted.row_order)
+    def final_rows(self, taps: Sequence[Tensor], verdict: Acceptance[Tensor]) -> Tensor:
+        if self._accepted is None:
+            return super().final_rows(taps, verdict)
+        return kernels.join_rows([tap[0] for tap in taps], self._accepted.row_order)[None]
 
     def move_kv(self, layers: Sequence[AttentionLayer], start: Tensor, verdict: Acceptance[Tensor]) -> None:
         """Moves the rows of all the target's layers: they are the same at every step."""

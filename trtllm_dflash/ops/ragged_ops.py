@@ -391,8 +391,9 @@ class RaggedOps(TorchOps):
         ]
         return x[:, rows]
 
-    def final_rows(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
-        return x[:, self._final_rows] if len(self._final_rows) < x.shape[1] else x
+    def final_rows(self, taps: Sequence[Tensor], verdict: Acceptance[Tensor]) -> Tensor:
+        rows = self._final_rows
+        return self.concat([tap[:, rows] if len(rows) < tap.shape[1] else tap for tap in taps])
 
     @cached_property
     def _final_rows(self) -> Tensor:
