@@ -10,7 +10,7 @@ namespace
 {
 
 constexpr int kMostThreads = DFLASH_TREE_MOST_LISTED; // of a tree's growth: one a listed node
-constexpr int kJoinThreads = 256;
+constexpr int kJoinThreads = 128;
 constexpr int kMoveThreads = 128;
 constexpr int kMovedTogether = 8; // rows that a thread has on their way
 constexpr unsigned kAll = 0xffffffffu;
@@ -243,20 +243,18 @@ __global__ void accept_tree_kernel(dflash_accept_tree_params const p)
 
 // -- taps --------------------------------------------------------------------------------------------------------------
 
-// Blocks along a row's vectors, rows.
+// Blocks along parts, rows.
 __global__ void __launch_bounds__(kJoinThreads) join_rows_kernel(dflash_join_rows_params const p)
 {
     begin();
     int const vectors = p.size / 8; // of a part's row
-    int const at = blockIdx.x * kJoinThreads + threadIdx.x;
-    if (at >= p.count * vectors)
+    auto const* from = static_cast<int4 const*>(p.parts[blockIdx.x]) + int64_t{p.order[blockIdx.y]} * vectors;
+    auto* to = static_cast<int4*>(p.out) + (int64_t{blockIdx.y} * p.count + blockIdx.x) * vectors;
+#pragma unroll 4
+    for (int at = threadIdx.x; at < vectors; at += kJoinThreads)
     {
-        return;
+        to[at] = __ldg(from + at); // of which none is written here: several are on their way
     }
-    int const part = at / vectors;
-    int64_t const row = p.order[blockIdx.y];
-    auto const* from = static_cast<int4 const*>(p.parts[part]) + row * vectors + (at - part * vectors);
-    static_cast<int4*>(p.out)[int64_t{blockIdx.y} * p.count * vectors + at] = *from;
 }
 
 // -- keys and values --------------------------------------------------------------------------------------------------
@@ -367,8 +365,7 @@ extern "C" cudaError_t dflash_join_rows(dflash_join_rows_params const* p, cudaSt
     {
         return cudaSuccess;
     }
-    dim3 const grid((p->count * p->size / 8 + kJoinThreads - 1) / kJoinThreads, p->rows);
-    return launch_kernel(join_rows_kernel, grid, kJoinThreads, 0, stream, *p);
+    return launch_kernel(join_rows_kernel, dim3(p->count, p->rows), kJoinThreads, 0, stream, *p);
 }
 
 extern "C" cudaError_t dflash_move_path(dflash_move_path_params const* p, cudaStream_t stream)

@@ -264,16 +264,20 @@ def test_attention_of_trees_equals_float64(case, begun):
             k, v = k * scales[0].double(), v * scales[1].double()
         k, v = (x.repeat_interleave(case.group, 0) for x in (k, v))
         tree = Segment(slot, start, rows, rows, [], [], parents[slot])
+        if rows == 0:
+            continue
+        seen = torch.zeros(rows, start + rows, dtype=torch.bool)
         for row in range(rows):
             path = tree.path(row)
             paths.append(sum(1 << at for at in path))
-            seen = torch.tensor([*range(start), *(start + at for at in path)], device="cuda")
-            seen = seen[-case.window :] if case.window else seen
-            logits = torch.einsum("hd,hkd->hk", q[first + row].double(), k[:, seen]) * case.size**-0.5
-            if sinks is not None:
-                logits = torch.cat([logits, sinks.double()[:, None]], dim=-1)
-            weights = logits.softmax(-1)[:, : len(seen)]
-            expected[first + row] = torch.einsum("hk,hkd->hd", weights, v[:, seen])
+            every = [*range(start), *(start + at for at in path)]
+            seen[row, every[-case.window :] if case.window else every] = True
+        logits = q[first : first + rows].double().transpose(0, 1) @ k.transpose(1, 2) * case.size**-0.5
+        logits = logits.masked_fill(~seen.cuda(), -torch.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
+        weights = logits.softmax(-1)[..., : start + rows]
+        expected[first : first + rows] = (weights @ v).transpose(0, 1)
     row_path = torch.tensor([path - 2**64 if path >= 2**63 else path for path in paths], device="cuda")
     out = torch.empty(count, heads * case.size, dtype=case.dtype, device="cuda")
     kernels.attend_rows(
@@ -435,28 +439,27 @@ def test_trees_are_torch_s(nodes, begun):
 
 def load_trees(nodes: int | str, precision: str = "bf16", **changes) -> LLM:
     folders = str(TINY / "target"), str(TINY / "drafter")
-    limits = {"max_batch": 8, "max_seq_len": 1024} | changes
+    limits = {"max_batch": 4, "max_seq_len": 512} | changes
     return LLM.from_pretrained(*folders, precision=precision, device="cuda", draft_tree=nodes, **limits)
 
 
 @pytest.fixture(scope="module")
-def chains() -> dict[str, float]:
-    """Tokens a step of chains, by precision."""
-    params = SamplingParams(max_tokens=96)
-    return {p: acceptance(load_trees("off", p).generate(shipped_prompts(8), params)) for p in ("bf16", "fp16")}
+def chain() -> float:
+    """Tokens a step of chains."""
+    return acceptance(load_trees("off").generate(shipped_prompts(8), SamplingParams(max_tokens=96)))
 
 
 @pytest.mark.parametrize(("nodes", "precision", "gain"), [(15, "bf16", 1.06), (31, "fp16", 1.1), (63, "bf16", 1.13)])
-def test_a_tree_commits_more_a_step_and_any_difference_of_text_is_a_near_tie(nodes, precision, gain, chains):
+def test_a_tree_commits_more_a_step_and_any_difference_of_text_is_a_near_tie(nodes, precision, gain, chain):
     llm = load_trees(nodes, precision)
     prompts = [llm.encode(text) for text in shipped_prompts(8)]
     params = SamplingParams(max_tokens=96)
     drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
-    print(nodes, precision, "tokens a step:", acceptance(drafted), "chain:", chains[precision])
+    print(nodes, precision, "tokens a step:", acceptance(drafted), "chain:", chain)
     texts = tokens(drafted), tokens(plain)
     same = assert_only_near_ties_differ(llm, prompts, *texts, params, dtype=llm.config.dtype, count=NEAR_TIE)
     assert same >= len(prompts) // 2
-    assert acceptance(drafted) > gain * chains[precision]
+    assert acceptance(drafted) > gain * chain
 
 
 @pytest.mark.parametrize("nodes", [15, 63])
@@ -471,14 +474,14 @@ def test_sampled_replies_of_trees_are_those_of_plain_steps(nodes):
 
 
 @pytest.mark.parametrize("nodes", [15, 31])
-def test_trees_over_fp8_caches_in_pages(nodes, chains):
+def test_trees_over_fp8_caches_in_pages(nodes):
     """As drafted as over wide caches, near enough; near-ties may turn."""
     prompts, params = shipped_prompts(6), SamplingParams(max_tokens=96)
     with load_trees(nodes, kv="fp8") as llm:
         drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
     with load_trees("off", kv="fp8") as llm:
-        chain = llm.generate(prompts, params)
+        chains = llm.generate(prompts, params)
     same = sum(a == b for a, b in zip(tokens(drafted), tokens(plain), strict=True))
-    print(nodes, "FP8: tokens a step", acceptance(drafted), "chain", acceptance(chain), "same", same, len(prompts))
-    assert acceptance(drafted) > 1.04 * acceptance(chain)
+    print(nodes, "FP8: tokens a step", acceptance(drafted), "chain", acceptance(chains), "same", same, len(prompts))
+    assert acceptance(drafted) > 1.04 * acceptance(chains)
     assert same >= len(prompts) // 2
