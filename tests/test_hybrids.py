@@ -19,6 +19,7 @@ from tests.family_checks import assert_ranks_agree
 from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits
 from tests.quantized import quantize_folder
+from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
@@ -28,6 +29,7 @@ from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.cost.states import state_bytes
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import build_target
 from trtllm_dflash.runtime.checkpoints import Checkpoints
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -401,6 +403,18 @@ def test_a_hybrid_that_is_not_what_its_config_says_is_refused(edit, message, hyb
     assert message in refusal("build", "--target", target, "--output", tmp_path / "engine")
 
 
-def test_on_a_gpu_a_hybrid_is_refused_with_the_remedy(engine):
-    with pytest.raises(EngineError, match="gated delta nets are computed on a CPU alone so far: --device cpu"):
-        find_kernels(read_config(engine), "auto", (9, 0))
+@needs_cc
+def test_on_a_gpu_our_kernels_compute_its_nets_or_it_is_refused_with_the_remedy(engine, tmp_path, monkeypatch):
+    config = read_config(engine)
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(stub_library(tmp_path)))
+    found, why = find_kernels(config, "auto", (9, 0))
+    assert found is None
+    assert why.startswith("gated delta nets by our CUDA kernels")
+    with pytest.raises(EngineError, match="are for SM90 and later, not for SM89: --device cpu"):
+        find_kernels(config, "auto", (8, 9))
+    with pytest.raises(EngineError, match="--kernels torch: on a GPU the gated delta nets of hybrid are our kernels'"):
+        find_kernels(config, "torch", (9, 0))
+    nets = config.target.delta.model_copy(update={"value_size": 24})
+    other = config.model_copy(update={"target": config.target.model_copy(update={"delta": nets})})
+    with pytest.raises(EngineError, match="heads of 16, 32, 64, 128, keys as values, not of 16 and 24: --device cpu"):
+        find_kernels(other, "auto", (9, 0))

@@ -525,6 +525,58 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_embed(const dflash_embed_params* params, cudaStream_t stream);
 
+/* A gated delta net (arXiv 2412.06464) of flat rows: convolution, gates, the state that it keeps of each slot, and the
+ * gated norm of what rows read out of it.
+ *
+ * Nothing is rolled back. Before its rows a state absorbs those that its last step left beside it ("pending"), as many
+ * as start is past lengths; of its own rows it absorbs all but the last `pending`, and these stay beside it. One that
+ * starts at 0, or stands there, is zero whatever lies in memory. lengths is not written: many nets read it, and
+ * dflash_advance_states comes after them all. Segments without rows change nothing; no slot has two.
+ *
+ * C is (2 Hk + Hv) * D: of each row queries, keys, values, then, past the C channels, output gates. */
+typedef struct
+{
+    int32_t dtype; /* FP16, BF16 or FP32: x, gates, conv, window, out */
+    int32_t segment_count; /* G */
+    int32_t rows; /* N: those of no segment get zeros */
+    int32_t key_heads; /* Hk */
+    int32_t value_heads; /* Hv, a multiple of Hk */
+    int32_t head_size; /* D, of keys and values: 16, 32, 64 or 128 */
+    int32_t kernel; /* rows that the convolution sees: 4 */
+    int32_t pending; /* at most 16 */
+    float norm_eps;
+    const int32_t* segments; /* [G, 4] */
+    const int32_t* lengths; /* [slots]: the position that a slot's states stand at */
+    const void* x; /* [N, C + Hv * D] by stride */
+    const void* gates; /* [N, 2 Hv] by stride: shares b, then decays a */
+    const void* conv; /* [C, kernel] contiguous */
+    const void* a_log; /* [Hv] FP32, as dt_bias */
+    const void* dt_bias;
+    const void* norm; /* [D] FP32 */
+    void* states; /* [slots, Hv, D values, D keys] FP32, contiguous as all of these */
+    void* writes; /* [slots, pending, Hv, D] FP32 */
+    void* keys; /* [slots, pending, Hk, D] FP32 */
+    void* decays; /* [slots, pending, Hv] FP32 */
+    void* window; /* [slots, kernel - 1 + pending, C] */
+    int32_t* counters; /* [slots, Hk]: zeros, which the kernel leaves so */
+    void* out; /* [N, Hv * D] contiguous */
+    int64_t x_row_stride;
+    int64_t gates_row_stride;
+} dflash_delta_net_params;
+
+DFLASH_API cudaError_t dflash_delta_net(const dflash_delta_net_params* params, cudaStream_t stream);
+
+/* Notes where the states of the slots that have rows stand, after all nets of a step. */
+typedef struct
+{
+    int32_t segment_count;
+    int32_t pending;
+    const int32_t* segments; /* [G, 4] */
+    int32_t* lengths; /* [slots] */
+} dflash_advance_states_params;
+
+DFLASH_API cudaError_t dflash_advance_states(const dflash_advance_states_params* params, cudaStream_t stream);
+
 /* The sum of x over ranks whose GPUs read each other's memory, small enough that latency is what it costs: every rank
  * reads all ranks' x and sums in FP32 in the order of ranks, so that all get the same. All ranks must make the same
  * calls in one order; each waits for the others on the device. */

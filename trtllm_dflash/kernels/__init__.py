@@ -10,6 +10,7 @@ from trtllm_dflash.kernels.attention import MAX_ROWS, TREE_ROWS, attend_prompts,
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
+from trtllm_dflash.kernels.delta_net import DeltaNet, advance_states, why_no_delta_net
 from trtllm_dflash.kernels.draft_tree import (
     TOP_COUNT,
     AcceptedPaths,
@@ -47,6 +48,7 @@ __all__ = [
     "AcceptedPaths",
     "AllReduce",
     "Append",
+    "DeltaNet",
     "Library",
     "Matrix",
     "MoE",
@@ -60,6 +62,7 @@ __all__ = [
     "accept_paths",
     "accept_rows",
     "add_rms_norm",
+    "advance_states",
     "argmax",
     "attend_prompts",
     "attend_rows",
@@ -83,5 +86,6 @@ __all__ = [
     "takes_quantize",
     "takes_skinny",
     "top_ids",
+    "why_no_delta_net",
     "why_unsupported",
 ]

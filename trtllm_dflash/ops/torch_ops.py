@@ -102,8 +102,8 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         weight = self.weights[name + ".weight"]
         if not x.is_cuda:
             return normed(x.to(weight.dtype), eps).mul_(weight).to(x.dtype)
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, weight.shape, weight, eps)
+        if weight.dtype == torch.float32:  # a norm's may be, in any engine
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:

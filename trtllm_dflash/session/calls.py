@@ -124,6 +124,14 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class CopyStates:
+    """Copies the recurrent states of one place over those of another: slots, and behind them those that are kept."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
 class Place:
     """Lets a slot's recurrent states stand at a position, whatever they hold: for measurements of random weights."""
 
@@ -139,13 +147,15 @@ class Prepare:
     sampled: bool  # besides greedy ones
 
 
-Call = Step | Prefill | Decode | Copy | Place | Prepare
+Call = Step | Prefill | Decode | Copy | CopyStates | Place | Prepare
 
 
 def words_of(call: Call) -> Iterator[int]:
     """Encodes a call as integers; real numbers by their bits."""
     if isinstance(call, Copy):
         yield from (0, call.source, call.target, call.rows)
+    elif isinstance(call, CopyStates):
+        yield from (6, call.source, call.target)
     elif isinstance(call, Place):
         yield from (5, call.slot, call.position)
     elif isinstance(call, Step):
@@ -182,6 +192,8 @@ def call_of(words: list[int]) -> Call:
         return Copy(*rest)
     if kind == 5:
         return Place(*rest)
+    if kind == 6:
+        return CopyStates(*rest)
     if kind == 3:
         sampled, *lengths = rest
         return Prepare(tuple(lengths), bool(sampled))

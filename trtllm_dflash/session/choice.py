@@ -70,8 +70,9 @@ def find_kernels(
         EngineError: our kernels compute such an engine, and are missing, stale or not for this GPU; says the remedy.
             Or nothing computes it on a GPU.
     """
-    if config.target.delta is not None:  # not even by torch's operations: steps on a GPU take no part of the host
-        raise EngineError(f"{config.name}: gated delta nets are computed on a CPU alone so far: --device cpu")
+    if config.target.delta is not None:
+        library = _state_kernels(config, asked, capability)
+        return None, f"gated delta nets by {library}; they have no gated attention"
     if asked == "torch":
         return None, "as --kernels torch says"
     drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
@@ -85,3 +86,22 @@ def find_kernels(
     except EngineError as error:
         raise EngineError(f"{error}; or, slower, compute with torch's: --kernels torch") from None
     return library, f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"
+
+
+def _state_kernels(config: EngineConfig, asked: Kernels, capability: tuple[int, int]) -> kernels.Library:
+    """Finds the library that computes an engine's gated delta nets on a GPU, which torch's operations do not.
+
+    Raises:
+        EngineError: there is none, it is not wanted, or it does not compute such nets.
+    """
+    delta = config.target.delta
+    assert delta is not None
+    why = kernels.why_no_delta_net(delta.key_size, delta.value_size, delta.kernel, config.block_size)
+    if why is not None:
+        raise EngineError(f"{config.name}: our CUDA kernels have {why}: --device cpu")
+    if asked == "torch":
+        raise EngineError(f"--kernels torch: on a GPU the gated delta nets of {config.name} are our kernels' alone")
+    if capability < kernels.OLDEST_GPU:
+        oldest, own = kernels.gpu_name(kernels.OLDEST_GPU), kernels.gpu_name(capability)
+        raise EngineError(f"{config.name}: gated delta nets are for {oldest} and later, not for {own}: --device cpu")
+    return kernels.load_for(capability)

@@ -22,6 +22,7 @@ from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
+from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
@@ -302,6 +303,8 @@ class CudaSession(TorchSession):
         return outcome.of([places.get(slot, 0) for slot in range(len(call.row_counts))])
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
+        if isinstance(self.states, CudaStates):
+            return self._run_states(self.states, inputs, drafting, first_slot)
         if not self._flat:
             return super()._run(inputs, drafting, first_slot)
         if inputs.sampling is not None:
@@ -335,6 +338,17 @@ class CudaSession(TorchSession):
         )
         out = self._step(self._ops(layout, 0, 1), flat, drafting)
         return replace(out, target_ids=out.target_ids[0][index])
+
+    def _run_states(
+        self, states: CudaStates, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int
+    ) -> StepOutputs[Tensor]:
+        """Runs a step of [slots, rows] of a model with recurrent states."""
+        count, rows = inputs.token_ids.shape
+        segments = slot_segments(first_slot, inputs.start, inputs.row_count, rows)
+        caches = self._caches_of(first_slot, count)
+        out = self._step(CudaStateOps(self.weights, caches, self.communicator, states, segments), inputs, drafting)
+        states.advance(segments)
+        return out
 
 
 def _words_of(call: Step, kind: StepKind) -> list[int]:

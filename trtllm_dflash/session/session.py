@@ -16,7 +16,7 @@ from trtllm_dflash.engine.paging import Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.session.calls import Call, Copy, Decode, Place, Prefill, Prepare, Step, call_of, words_of
+from trtllm_dflash.session.calls import Call, Copy, CopyStates, Decode, Place, Prefill, Prepare, Step, call_of, words_of
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
@@ -136,6 +136,8 @@ class Session(ABC):
         """
         for source, target, rows in call.copies:
             self.copy_rows(Copy(source, target, rows))
+        for source, target in call.state_copies:
+            self._copy_all_states(CopyStates(source, target))
         if call.pieces:
             (piece,) = call.pieces
             assert not call.decode
@@ -196,6 +198,8 @@ class Session(ABC):
         while (call := self._receive()) is not None:
             if isinstance(call, Copy):
                 self._copy(call)
+            elif isinstance(call, CopyStates):
+                self._copy_states(call)
             elif isinstance(call, Place):
                 self._place(call)
             elif isinstance(call, Prepare):
@@ -231,6 +235,16 @@ class Session(ABC):
 
     def _place(self, call: Place) -> None:  # noqa: B027
         """Places a slot's recurrent states on this rank."""
+
+    def _copy_all_states(self, call: CopyStates) -> None:
+        """Copies recurrent states on all ranks, after all that was launched before."""
+        self._check_open()
+        if self.communicator.size > 1:
+            self._send(call)
+        self._copy_states(call)
+
+    def _copy_states(self, call: CopyStates) -> None:  # noqa: B027
+        """Copies recurrent states on this rank."""
 
     def _cache_rows(self, name: str, tokens: int) -> int:
         """Number of rows of a cache that hold the first `tokens` tokens."""

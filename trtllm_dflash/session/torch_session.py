@@ -18,12 +18,13 @@ from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.choosing import TokenMask
 from trtllm_dflash.ops.communicator import Communicator, Solo
+from trtllm_dflash.ops.cuda_states import CudaStates
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.penalties import Penalties
 from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.session.calls import Place, Step
+from trtllm_dflash.session.calls import CopyStates, Place, Step
 from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.penalties import PenaltyTensors
@@ -97,9 +98,17 @@ class TorchSession(Session):
     def run(self, call: Step) -> Outcome:
         return self._launch(call) if self._flat else super().run(call)
 
+    @torch.inference_mode()
     def _place(self, call: Place) -> None:
         if self.states is not None:
-            self.states.place(call.slot, call.position)
+            with self._stream():
+                self.states.place(call.slot, call.position)
+
+    @torch.inference_mode()
+    def _copy_states(self, call: CopyStates) -> None:
+        assert self.states is not None
+        with self._stream():
+            self.states.copy(call.source, call.target)
 
     def _free(self) -> None:
         self.weights = {}
@@ -291,4 +300,4 @@ def _allocate_states(config: EngineConfig, device: torch.device) -> DeltaStates 
             f"there is no memory for {gigabytes(states_bytes(config))} of states of {config.max_batch} slots; build "
             "with a smaller --max-batch"
         ) from error
-    return DeltaStates(states, config.block_size)
+    return (CudaStates if device.type == "cuda" else DeltaStates)(states, config.block_size)

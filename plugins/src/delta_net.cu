@@ -1,0 +1,811 @@
+// Gated delta nets: convolution, gates, the state's pending rows, and what new rows read, write and give, in one kernel
+// that reads a state once and writes it at most once.
+//
+// A block has one value head of one segment. 16 rows at a time are taken by products alone (the delta rule's chunk
+// form): with k, q, v of rows i and j, the decays d, D_ij = d_j+1 * ... * d_i and E_i = d_0 * ... * d_i,
+//
+//     A_ij = b_i D_ij (k_i k_j) below the diagonal;  U = (I + A)^-1 (b (v - E (k S)));  o = E (q S) + (D (q k)) U
+//     S <- E_n S + sum of D_nj k_j u_j, of as many rows as stay.
+//
+// Decays are multiplied, never divided: one of 0 is as good as any.
+//
+// The value heads of one key head share its keys, the pending ones too, and the window's rows. Who writes those is the
+// last block that has read them.
+#include "delta_net_products.cuh"
+#include "dflash_kernels.h"
+#include "element.cuh"
+#include "launch.cuh"
+
+#include <algorithm>
+
+namespace dflash
+{
+namespace
+{
+
+constexpr int kTaps = 4;
+constexpr int kBefore = kTaps - 1; // rows in front of a row that its convolution sees
+constexpr int kLane = 4; // numbers that a lane has of a row
+constexpr float kLengthEps = 1e-6f; // of keys and queries
+constexpr int kMixStride = 24; // of 16 x 16 numbers: rows apart begin in other banks
+
+template <typename T>
+__device__ __forceinline__ float4 load_four(T const* from)
+{
+    auto const x = load_vector<T, kLane>(from);
+    return {to_float(x.at[0]), to_float(x.at[1]), to_float(x.at[2]), to_float(x.at[3])};
+}
+
+template <typename T>
+__device__ __forceinline__ void store_four(T* to, float4 x)
+{
+    store_vector(to, Vector<T, kLane>{from_float<T>(x.x), from_float<T>(x.y), from_float<T>(x.z), from_float<T>(x.w)});
+}
+
+// What a block works on.
+struct Work
+{
+    int head; // value head
+    int key_head;
+    int slot;
+    int first_row; // among all rows
+    int count;
+    int absorbed; // rows that the state absorbs at once; those behind them stay beside it
+    int accepted; // pending rows of the step before that the state absorbs first
+    bool begins; // at position 0: there is nothing before
+    bool is_zero; // the state: what lies there is another sequence's
+
+    __device__ __forceinline__ explicit Work(dflash_delta_net_params const& p, int4 segment)
+        : head(blockIdx.x)
+        , key_head(blockIdx.x / (p.value_heads / p.key_heads))
+        , slot(segment.x)
+        , first_row(segment.z)
+        , count(segment.w)
+        , absorbed(max(segment.w - p.pending, 0))
+        , begins(segment.y == 0)
+    {
+        int const length = count > 0 ? p.lengths[slot] : 0;
+        accepted = begins ? 0 : min(max(segment.y - length, 0), p.pending);
+        is_zero = begins || length == 0;
+    }
+
+    // Rows from `row` on that are taken together.
+    __device__ __forceinline__ int rows_at(int row) const
+    {
+        return row < absorbed ? min(kDeltaRows, absorbed - row) : count - row;
+    }
+};
+
+template <int kSize>
+struct Shared
+{
+    static constexpr int kValueStride = kSize + 4;
+
+    SplitRows<kSize> pending; // keys
+    SplitRows<kSize> keys;
+    SplitRows<kSize> queries;
+    float* values; // [16, kSize]: v, and then what rows read
+    float* products; // [2 halves of the keys, k k and q k, 16, 16]
+    float* writes; // [16, 16]: (I + A)^-1 with the rows' shares
+    float* reads; // [16, 16]: D (q k)
+    float* decays; // [16] each
+    float* shares;
+    float* kept; // E
+    float* behind; // what is left of a row behind the last
+    float* pending_behind;
+    float* pending_kept; // [1]
+    int* is_last; // [1]
+
+    static constexpr int kMix = kDeltaRows * kMixStride;
+    static constexpr int kWords = 3 * SplitRows<kSize>::kWords + kDeltaRows * kValueStride + 6 * kMix + 5 * kDeltaRows + 4;
+    static constexpr int kBytes = 4 * kWords;
+
+    __device__ __forceinline__ explicit Shared(float* at)
+    {
+        auto const take = [&at](int words)
+        {
+            float* const here = at;
+            at += words;
+            return here;
+        };
+        pending.words = reinterpret_cast<uint32_t*>(take(SplitRows<kSize>::kWords));
+        keys.words = reinterpret_cast<uint32_t*>(take(SplitRows<kSize>::kWords));
+        queries.words = reinterpret_cast<uint32_t*>(take(SplitRows<kSize>::kWords));
+        values = take(kDeltaRows * kValueStride);
+        products = take(4 * kMix);
+        writes = take(kMix);
+        reads = take(kMix);
+        decays = take(kDeltaRows);
+        shares = take(kDeltaRows);
+        kept = take(kDeltaRows);
+        behind = take(kDeltaRows);
+        pending_behind = take(kDeltaRows);
+        pending_kept = take(1);
+        is_last = reinterpret_cast<int*>(take(1));
+    }
+};
+
+template <typename T, int kSize>
+struct DeltaNet
+{
+    static constexpr int kWarps = kSize / 16;
+    static constexpr int kThreads = 32 * kWarps;
+
+    dflash_delta_net_params const& p;
+    Work const& work;
+    Shared<kSize> const& shared;
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+
+    __device__ __forceinline__ int channels() const
+    {
+        return (2 * p.key_heads + p.value_heads) * kSize;
+    }
+
+    __device__ __forceinline__ int query_channel() const
+    {
+        return work.key_head * kSize;
+    }
+
+    __device__ __forceinline__ int key_channel() const
+    {
+        return (p.key_heads + work.key_head) * kSize;
+    }
+
+    __device__ __forceinline__ int value_channel() const
+    {
+        return (2 * p.key_heads + work.head) * kSize;
+    }
+
+    __device__ __forceinline__ T const* row_of(int row) const
+    {
+        return static_cast<T const*>(p.x) + int64_t{work.first_row + row} * p.x_row_stride;
+    }
+
+    __device__ __forceinline__ T* window_row(int row) const
+    {
+        return static_cast<T*>(p.window) + (int64_t{work.slot} * (kBefore + p.pending) + row) * channels();
+    }
+
+    // Of a slot's pending row, in tensors [slots, pending, heads, kSize].
+    __device__ __forceinline__ float* pending_of(void* of, int row, int heads, int head) const
+    {
+        return static_cast<float*>(of) + ((int64_t{work.slot} * p.pending + row) * heads + head) * kSize;
+    }
+
+    __device__ __forceinline__ float* state() const
+    {
+        return static_cast<float*>(p.states) + (int64_t{work.slot} * p.value_heads + work.head) * kSize * kSize
+            + warp * 16 * kSize;
+    }
+
+    // What goes into the convolution: the step's rows, and in front of them the window's.
+    __device__ __forceinline__ float4 input(int row, int channel) const
+    {
+        if (row >= 0)
+        {
+            return load_four(row_of(row) + channel);
+        }
+        return work.begins ? float4{} : load_four(window_row(work.accepted + kBefore + row) + channel);
+    }
+
+    // Convolves a lane's four channels in rows from `row` on; those from `end` on are zeros.
+    template <int kRows>
+    __device__ __forceinline__ void convolve(int channel, int row, int end, float4 (&y)[kRows]) const
+    {
+        T const* const weights = static_cast<T const*>(p.conv) + channel * kTaps;
+        float4 taps[kLane];
+        float4 x[kRows + kBefore];
+#pragma unroll
+        for (int i = 0; i < kLane; ++i)
+        {
+            taps[i] = load_four(weights + i * kTaps);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows + kBefore; ++i)
+        {
+            x[i] = row + i - kBefore < end ? input(row + i - kBefore, channel) : float4{};
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+        {
+            y[i] = {mix(taps[0], x[i].x, x[i + 1].x, x[i + 2].x, x[i + 3].x),
+                mix(taps[1], x[i].y, x[i + 1].y, x[i + 2].y, x[i + 3].y),
+                mix(taps[2], x[i].z, x[i + 1].z, x[i + 2].z, x[i + 3].z),
+                mix(taps[3], x[i].w, x[i + 1].w, x[i + 2].w, x[i + 3].w)};
+            y[i] = row + i < end ? y[i] : float4{};
+        }
+    }
+
+    __device__ __forceinline__ static float mix(float4 taps, float a, float b, float c, float d)
+    {
+        return silu(fmaf(taps.w, d, fmaf(taps.z, c, fmaf(taps.y, b, taps.x * a))));
+    }
+
+    // Fills in keys and queries of rows from `row` on, normed; by items of four rows of one of both.
+    __device__ __forceinline__ void fill_keys(int row, int end) const
+    {
+        constexpr int kRows = 4;
+        for (int item = warp; item < 8; item += kWarps)
+        {
+            bool const is_query = item >= 4;
+            int const own = item % 4 * kRows;
+            float4 y[kRows] = {};
+            if (lane * kLane < kSize)
+            {
+                convolve<kRows>((is_query ? query_channel() : key_channel()) + lane * kLane, row + own, end, y);
+            }
+            float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+            {
+                float const sum = warp_sum(y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w);
+                float const by = rsqrtf(sum + kLengthEps) * scale;
+                if (lane * kLane < kSize)
+                {
+                    float4 const unit = {y[i].x * by, y[i].y * by, y[i].z * by, y[i].w * by};
+                    (is_query ? shared.queries : shared.keys).store(own + i, lane * kLane, unit);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void fill_values(int row, int end) const
+    {
+        constexpr int kRows = 2;
+        for (int item = warp; item < kDeltaRows / kRows; item += kWarps)
+        {
+            int const own = item * kRows;
+            if (lane * kLane < kSize)
+            {
+                float4 y[kRows];
+                convolve<kRows>(value_channel() + lane * kLane, row + own, end, y);
+#pragma unroll
+                for (int i = 0; i < kRows; ++i)
+                {
+                    float* const to = shared.values + (own + i) * Shared<kSize>::kValueStride + lane * kLane;
+                    *reinterpret_cast<float4*>(to) = y[i];
+                }
+            }
+        }
+    }
+
+    // Fills in the numbers that rows have of the head. By one warp, each lane with a row.
+    __device__ __forceinline__ void fill_gates(int row, int count) const
+    {
+        float decay = 1.f;
+        float share = 0.f;
+        if (lane < count)
+        {
+            T const* const gates = static_cast<T const*>(p.gates)
+                + int64_t{work.first_row + row + lane} * p.gates_row_stride + work.head;
+            float const b = to_float(gates[0]);
+            float const a = to_float(gates[p.value_heads]) + static_cast<float const*>(p.dt_bias)[work.head];
+            float const rate = expf(static_cast<float const*>(p.a_log)[work.head]);
+            decay = expf(-rate * (fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)))));
+            share = 1.f / (1.f + expf(-b));
+        }
+        float const kept = product_to(decay);
+        float const behind = product_behind(decay);
+        if (lane < kDeltaRows)
+        {
+            shared.decays[lane] = decay;
+            shared.shares[lane] = share;
+            shared.kept[lane] = kept;
+            shared.behind[lane] = behind;
+        }
+    }
+
+    // Fills in the pending rows that the state absorbs: their keys, and what is left of each. By all warps.
+    __device__ __forceinline__ void fill_pending() const
+    {
+        if (warp == kWarps - 1)
+        {
+            float const* const decays = static_cast<float const*>(p.decays);
+            int64_t const at = (int64_t{work.slot} * p.pending + lane) * p.value_heads + work.head;
+            float const decay = lane < work.accepted ? decays[at] : 1.f;
+            float const kept = product_to(decay);
+            float const behind = product_behind(decay);
+            if (lane < kDeltaRows)
+            {
+                shared.pending_behind[lane] = behind;
+            }
+            if (lane == kDeltaRows - 1)
+            {
+                *shared.pending_kept = kept;
+            }
+        }
+        for (int row = warp; row < kDeltaRows; row += kWarps)
+        {
+            if (lane * kLane < kSize)
+            {
+                float4 key = {};
+                if (row < work.accepted)
+                {
+                    key = load_four(pending_of(p.keys, row, p.key_heads, work.key_head) + lane * kLane);
+                }
+                shared.pending.store(row, lane * kLane, key);
+            }
+        }
+    }
+
+    // Products of what the first lanes have, up to a lane's own, and behind it up to row 15.
+    __device__ __forceinline__ float product_to(float x) const
+    {
+#pragma unroll
+        for (int step = 1; step < kDeltaRows; step *= 2)
+        {
+            float const before = __shfl_up_sync(0xffffffffu, x, step, kDeltaRows);
+            x *= lane % kDeltaRows >= step ? before : 1.f;
+        }
+        return x;
+    }
+
+    __device__ __forceinline__ float product_behind(float x) const
+    {
+        float const next = __shfl_down_sync(0xffffffffu, x, 1, kDeltaRows);
+        x = lane % kDeltaRows < kDeltaRows - 1 ? next : 1.f;
+#pragma unroll
+        for (int step = 1; step < kDeltaRows; step *= 2)
+        {
+            float const after = __shfl_down_sync(0xffffffffu, x, step, kDeltaRows);
+            x *= lane % kDeltaRows + step < kDeltaRows ? after : 1.f;
+        }
+        return x;
+    }
+
+    // Loads what the pending rows write, [16 values of the warp, 16 rows] as accumulators have it.
+    __device__ __forceinline__ void load_pending(float (&writes)[2][4]) const
+    {
+        DeltaLane const at;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                int const row = 8 * tile + 2 * at.column + i % 2;
+                float const* const from = pending_of(p.writes, row, p.value_heads, work.head);
+                writes[tile][i] = row < work.accepted ? from[warp * 16 + at.row + i / 2 * 8] : 0.f;
+            }
+        }
+    }
+
+    // Keeps what rows write beside the state.
+    __device__ __forceinline__ void keep_writes(float const (&writes)[2][4], int count) const
+    {
+        DeltaLane const at;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                int const row = 8 * tile + 2 * at.column + i % 2;
+                if (row < count)
+                {
+                    pending_of(p.writes, row, p.value_heads, work.head)[warp * 16 + at.row + i / 2 * 8]
+                        = writes[tile][i];
+                }
+            }
+        }
+        if (warp == 0 && lane < count)
+        {
+            int64_t const to = (int64_t{work.slot} * p.pending + lane) * p.value_heads + work.head;
+            static_cast<float*>(p.decays)[to] = shared.decays[lane];
+        }
+    }
+
+    // Multiplies keys and queries by keys. By items of 8 columns of one of both, over half of the numbers.
+    __device__ __forceinline__ void multiply_keys() const
+    {
+        DeltaLane const at;
+        for (int item = warp; item < 8; item += kWarps)
+        {
+            int const tile = item % 2;
+            bool const is_query = item / 2 % 2;
+            int const part = item / 4;
+            SplitRows<kSize> const& left = is_query ? shared.queries : shared.keys;
+            float sum[4] = {};
+#pragma unroll
+            for (int group = part; group < kSize / 16; group += 2)
+            {
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                {
+                    uint4 const above = left.pair(at.row, group, half, at.column);
+                    uint4 const below = left.pair(at.row + 8, group, half, at.column);
+                    uint4 const right = shared.keys.pair(8 * tile + at.row, group, half, at.column);
+                    uint32_t const high[4] = {above.x, below.x, above.z, below.z};
+                    uint32_t const low[4] = {above.y, below.y, above.w, below.w};
+                    multiply_tf32(sum, low, right.x, right.z);
+                    multiply_tf32(sum, high, right.y, right.w);
+                    multiply_tf32(sum, high, right.x, right.z);
+                }
+            }
+            float* const to = shared.products + (2 * part + is_query) * Shared<kSize>::kMix + at.row * kMixStride
+                + 8 * tile + 2 * at.column;
+            *reinterpret_cast<float2*>(to) = {sum[0], sum[1]};
+            *reinterpret_cast<float2*>(to + 8 * kMixStride) = {sum[2], sum[3]};
+        }
+    }
+
+    // Makes the matrices that mix rows, of the products of keys. By one warp: each lane has a column.
+    __device__ __forceinline__ void mix_rows() const
+    {
+        constexpr int kMix = Shared<kSize>::kMix;
+        int const column = lane % kDeltaRows;
+        float* const keys = shared.products;
+        float const* const queries = shared.products + kMix;
+        float left = 0.f; // D
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            int const at = i * kMixStride + column;
+            left = i == column ? 1.f : left * shared.decays[i];
+            float const key = keys[at] + keys[at + 2 * kMix];
+            float const query = queries[at] + queries[at + 2 * kMix];
+            __syncwarp(); // both halves of the warp have read
+            if (lane < kDeltaRows)
+            {
+                keys[at] = i > column ? shared.shares[i] * left * key : 0.f;
+                shared.reads[at] = left * query;
+            }
+        }
+        __syncwarp();
+        float inverse[kDeltaRows];
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            float sum = i == column ? 1.f : 0.f;
+#pragma unroll
+            for (int before = 0; before < i; ++before)
+            {
+                sum = fmaf(-keys[i * kMixStride + before], inverse[before], sum);
+            }
+            inverse[i] = sum;
+            if (lane < kDeltaRows)
+            {
+                shared.writes[i * kMixStride + column] = sum * shared.shares[column];
+            }
+        }
+    }
+
+    // sums[i] += left * mix, both [.., 16 rows]: mix is zero above its diagonal.
+    __device__ __forceinline__ void add_mixed(
+        float (&sums)[2][4], LeftParts const (&left)[2], float const* mix, int tiles) const
+    {
+        DeltaLane const at;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+        {
+#pragma unroll
+            for (int before = 0; before <= tile; ++before)
+            {
+                if (tile < tiles)
+                {
+                    float const* const from = mix + (8 * tile + at.row) * kMixStride + 8 * before + 2 * at.column;
+                    add_product(sums[tile], left[before], *reinterpret_cast<float2 const*>(from));
+                }
+            }
+        }
+    }
+
+    // Computes what rows write into the state, and, into shared memory, what they read out of it.
+    __device__ __forceinline__ void compute(StateTile<kSize> const& state, int tiles, float (&writes)[2][4]) const
+    {
+        DeltaLane const at;
+        float of_keys[2][4] = {};
+        float of_queries[2][4] = {};
+        state.read(shared.keys, shared.queries, tiles, of_keys, of_queries);
+        __syncthreads(); // for the matrices
+        float* const values = shared.values + warp * 16 + at.row;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                int const row = 8 * tile + 2 * at.column + i % 2;
+                float const value = values[row * Shared<kSize>::kValueStride + i / 2 * 8];
+                of_keys[tile][i] = value - shared.kept[row] * of_keys[tile][i];
+                of_queries[tile][i] *= shared.kept[row];
+                writes[tile][i] = 0.f;
+            }
+        }
+        add_mixed(writes, {left_of(of_keys[0]), left_of(of_keys[1])}, shared.writes, tiles);
+        add_mixed(of_queries, {left_of(writes[0]), left_of(writes[1])}, shared.reads, tiles);
+        __syncwarp(); // v is read
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                int const row = 8 * tile + 2 * at.column + i % 2;
+                values[row * Shared<kSize>::kValueStride + i / 2 * 8] = of_queries[tile][i];
+            }
+        }
+    }
+
+    __device__ __forceinline__ static LeftParts left_of(float const (&x)[4])
+    {
+        return {x[0], x[1], x[2], x[3]};
+    }
+
+    // Multiplies what rows write by what is left of each behind the last.
+    __device__ __forceinline__ static void weigh(float (&writes)[2][4], float const* left)
+    {
+        DeltaLane const at;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                writes[tile][i] *= left[8 * tile + 2 * at.column + i % 2];
+            }
+        }
+    }
+
+    // Norms what rows read, multiplies it by their output gates, and writes it out: a warp a row.
+    __device__ __forceinline__ void write_out(int row, int count) const
+    {
+        bool const has_numbers = lane * kLane < kSize;
+        for (int own = warp; own < count; own += kWarps)
+        {
+            float4 y = {};
+            float4 gate = {};
+            float4 weight = {};
+            if (has_numbers)
+            {
+                y = *reinterpret_cast<float4 const*>(
+                    shared.values + own * Shared<kSize>::kValueStride + lane * kLane);
+                gate = load_four(row_of(row + own) + channels() + work.head * kSize + lane * kLane);
+                weight = load_four(static_cast<float const*>(p.norm) + lane * kLane);
+            }
+            float const sum = warp_sum(y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w);
+            float const root = rsqrtf(sum / static_cast<float>(kSize) + p.norm_eps);
+            if (has_numbers)
+            {
+                int64_t const to = int64_t{work.first_row + row + own} * p.value_heads + work.head;
+                float4 const out = {y.x * root * weight.x * silu(gate.x), y.y * root * weight.y * silu(gate.y),
+                    y.z * root * weight.z * silu(gate.z), y.w * root * weight.w * silu(gate.w)};
+                store_four(static_cast<T*>(p.out) + to * kSize + lane * kLane, out);
+            }
+        }
+    }
+
+    // Notes that the block has read what the value heads of a key head share: the last of them writes it.
+    __device__ __forceinline__ void leave() const
+    {
+        if (threadIdx.x == 0)
+        {
+            __threadfence();
+            int const others = p.value_heads / p.key_heads - 1;
+            int* const counter = p.counters + int64_t{work.slot} * p.key_heads + work.key_head;
+            bool const is_last = atomicAdd(counter, 1) == others;
+            __threadfence();
+            if (is_last)
+            {
+                *counter = 0;
+            }
+            *shared.is_last = is_last;
+        }
+    }
+
+    // Writes the rows that the next step's convolution sees, and the pending rows' keys.
+    __device__ __forceinline__ void keep_rows() const
+    {
+        constexpr int kParts = kSize / kLane;
+        bool const is_last = *shared.is_last;
+        int const count = work.count - work.absorbed;
+        int const parts = is_last ? 3 * kParts : kParts; // of rows: values, then keys and queries
+        int const old = max(kBefore - work.absorbed, 0); // rows of the window that stay in it
+        auto const channel_of = [&](int part)
+        {
+            int const first = part < kParts ? value_channel() : part < 2 * kParts ? key_channel() : query_channel();
+            return first + part % kParts * kLane;
+        };
+        for (int part = threadIdx.x; part < parts; part += kThreads)
+        {
+            int const channel = channel_of(part);
+            for (int row = 0; row < old; ++row) // each from one at least as far behind
+            {
+                store_four(window_row(row) + channel, input(work.absorbed + row - kBefore, channel));
+            }
+        }
+        __syncthreads();
+        for (int item = threadIdx.x; item < parts * (kBefore - old + count); item += kThreads)
+        {
+            int const row = old + item / parts;
+            int const channel = channel_of(item % parts);
+            store_four(window_row(row) + channel, load_four(row_of(work.absorbed + row - kBefore) + channel));
+        }
+        for (int item = threadIdx.x; is_last && item < kParts * count; item += kThreads)
+        {
+            int const row = item / kParts;
+            int const first = item % kParts * kLane;
+            store_four(pending_of(p.keys, row, p.key_heads, work.key_head) + first, shared.keys.load(row, first));
+        }
+    }
+
+    __device__ __forceinline__ void run() const
+    {
+        StateTile<kSize> tile;
+        float writes[2][4];
+        if (work.is_zero)
+        {
+            tile.clear();
+        }
+        else
+        {
+            tile.load(state());
+        }
+        load_pending(writes);
+        fill_pending();
+        for (int row = 0; row < work.count;)
+        {
+            int const count = work.rows_at(row);
+            bool const is_pending = row == work.absorbed;
+            int const tiles = count > kDeltaRows / 2 ? 2 : 1;
+            fill_keys(row, row + count);
+            fill_values(row, row + count);
+            if (warp == 0)
+            {
+                fill_gates(row, count);
+            }
+            __syncthreads();
+            if (row == 0 && work.accepted > 0)
+            {
+                weigh(writes, shared.pending_behind);
+                tile.absorb(*shared.pending_kept, writes, shared.pending, work.accepted > kDeltaRows / 2 ? 2 : 1);
+            }
+            if (is_pending)
+            {
+                leave();
+                if (work.accepted > 0 || work.absorbed > 0)
+                {
+                    tile.store(state());
+                }
+            }
+            multiply_keys();
+            __syncthreads();
+            if (warp == 0)
+            {
+                mix_rows();
+            }
+            compute(tile, tiles, writes);
+            if (is_pending)
+            {
+                keep_writes(writes, count);
+            }
+            else
+            {
+                weigh(writes, shared.behind);
+                tile.absorb(shared.kept[kDeltaRows - 1], writes, shared.keys, tiles);
+            }
+            __syncthreads();
+            write_out(row, count);
+            row += count;
+            if (row < work.count)
+            {
+                __syncthreads();
+            }
+        }
+        keep_rows();
+    }
+};
+
+// Fills the output of rows that belong to no segment with zeros: each block those that are its share.
+template <typename T, int kSize>
+__device__ __forceinline__ void clear_padding(dflash_delta_net_params const& p)
+{
+    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments);
+    int const lane = threadIdx.x % 32;
+    int const step = gridDim.y * (blockDim.x / 32);
+    for (int row = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32; row < p.rows; row += step)
+    {
+        bool is_used = false;
+        for (int index = lane; index < p.segment_count; index += 32)
+        {
+            int4 const segment = segments[index];
+            is_used |= row >= segment.z && row < segment.z + segment.w;
+        }
+        if (!__any_sync(0xffffffffu, is_used) && lane * kLane < kSize)
+        {
+            int64_t const to = int64_t{row} * p.value_heads + blockIdx.x;
+            store_four(static_cast<T*>(p.out) + to * kSize + lane * kLane, float4{});
+        }
+    }
+}
+
+// One block a value head (x) and segment (y).
+template <typename T, int kSize>
+__global__ void __launch_bounds__(2 * kSize, kSize == 128 ? 2 : 1) delta_net_kernel(dflash_delta_net_params const p)
+{
+    begin();
+    extern __shared__ float4 memory[];
+    clear_padding<T, kSize>(p);
+    Work const work(p, reinterpret_cast<int4 const*>(p.segments)[blockIdx.y]);
+    if (work.count > 0)
+    {
+        Shared<kSize> const shared(reinterpret_cast<float*>(memory));
+        DeltaNet<T, kSize>{p, work, shared}.run();
+    }
+}
+
+// One thread a segment.
+__global__ void advance_states_kernel(dflash_advance_states_params const p)
+{
+    begin();
+    int const index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index < p.segment_count)
+    {
+        int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
+        if (segment.w > 0)
+        {
+            p.lengths[segment.x] = segment.y + max(segment.w - p.pending, 0);
+        }
+    }
+}
+
+template <typename T, int kSize>
+cudaError_t launch_delta_net(dflash_delta_net_params const& p, cudaStream_t stream)
+{
+    constexpr auto kKernel = delta_net_kernel<T, kSize>;
+    constexpr int kBytes = Shared<kSize>::kBytes;
+    cudaError_t const error = allow_shared_bytes<kKernel>(kBytes);
+    dim3 const grid(p.value_heads, p.segment_count);
+    return error == cudaSuccess ? launch_kernel(kKernel, grid, 2 * kSize, kBytes, stream, p) : error;
+}
+
+template <typename T>
+cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream)
+{
+    switch (p.head_size)
+    {
+    case 16: return launch_delta_net<T, 16>(p, stream);
+    case 32: return launch_delta_net<T, 32>(p, stream);
+    case 64: return launch_delta_net<T, 64>(p, stream);
+    case 128: return launch_delta_net<T, 128>(p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+} // namespace
+} // namespace dflash
+
+extern "C" cudaError_t dflash_delta_net(dflash_delta_net_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0
+        && p->kernel == kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
+        && p->x_row_stride % kLane == 0;
+    if (!is_known)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->segment_count == 0 || p->rows == 0)
+    {
+        return cudaSuccess;
+    }
+    switch (p->dtype)
+    {
+    case DFLASH_FP16: return launch_of_size<__half>(*p, stream);
+    case DFLASH_BF16: return launch_of_size<__nv_bfloat16>(*p, stream);
+    case DFLASH_FP32: return launch_of_size<float>(*p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" cudaError_t dflash_advance_states(dflash_advance_states_params const* p, cudaStream_t stream)
+{
+    constexpr int kThreads = 128;
+    if (p->segment_count == 0)
+    {
+        return cudaSuccess;
+    }
+    dim3 const grid((p->segment_count + kThreads - 1) / kThreads);
+    return dflash::launch_kernel(dflash::advance_states_kernel, grid, kThreads, 0, stream, *p);
+}

@@ -1,0 +1,256 @@
+"""Gated delta nets by our kernel: against the plain recurrence in float64, row after row."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.test_kernels import EPSILON, why_not
+from trtllm_dflash import kernels
+from trtllm_dflash.kernels.delta_net import DELTA_ROWS
+from trtllm_dflash.ops.base import DeltaLayer
+from trtllm_dflash.ops.cuda_states import CudaStates, delta_net
+from trtllm_dflash.ops.delta_states import part_shapes
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+LAYER = DeltaLayer("net.", key_heads=2, value_heads=6, key_size=128, value_size=128, kernel=4, norm_eps=1e-6)
+#: Heads as in Qwen3.5-27B (3 values a key), 35B-A3B (2) and 122B-A10B (4), and small ones.
+LAYERS = [
+    LAYER,
+    replace(LAYER, value_heads=4),
+    replace(LAYER, value_heads=8),
+    replace(LAYER, key_size=64, value_size=64),
+    replace(LAYER, key_heads=3, value_heads=3, key_size=32, value_size=32),
+    replace(LAYER, key_size=16, value_size=16),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random_net(layer, dtype, forgets=(-5.0, -2.0)):
+    """Weights of a net; forgets: the range of A_log."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = forgets
+    return {
+        "net.conv1d.weight": (torch.randn(layer.channels, 1, 4, generator=generator) / 2).to(dtype),
+        "net.A_log": low + (high - low) * torch.rand(layer.value_heads, generator=generator),
+        "net.dt_bias": torch.randn(layer.value_heads, generator=generator),
+        "net.norm.weight": 1 + torch.randn(layer.value_size, generator=generator) / 10,
+    }
+
+
+class Recurrence:
+    """One slot's net in float64, one row after another as the paper writes it."""
+
+    def __init__(self, layer, weights):
+        self.layer = layer
+        self.weights = {name: weight.double() for name, weight in weights.items()}
+        self.state = torch.zeros(layer.value_heads, layer.key_size, layer.value_size, dtype=torch.double)
+        self.before = torch.zeros(3, layer.channels, dtype=torch.double)
+        self.states, self.inputs = [], self.before
+
+    def run(self, x, gates):
+        """Outputs of rows; how many of them stay is said by `keep`."""
+        layer, w = self.layer, self.weights
+        x, gates = x.double(), gates.double()
+        self.inputs = torch.cat([self.before, x[:, : layer.channels]])
+        taps = w["net.conv1d.weight"][:, 0]
+        mixed = F.silu(sum(self.inputs[i : i + len(x)] * taps[:, i] for i in range(4)))
+        keys = layer.key_heads * layer.key_size
+        q, k, v = mixed.split([keys, keys, layer.channels - 2 * keys], dim=-1)
+        q, k = (y.unflatten(-1, (layer.key_heads, -1)) for y in (q, k))
+        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
+        group = layer.value_heads // layer.key_heads
+        q, k = (y.repeat_interleave(group, dim=1) for y in (q * layer.key_size**-0.5, k))
+        v, z = (y.unflatten(-1, (layer.value_heads, -1)) for y in (v, x[:, layer.channels :]))
+        b, a = gates.chunk(2, dim=-1)
+        forget = (-w["net.A_log"].exp() * F.softplus(a + w["net.dt_bias"])).exp()
+        state, self.states, out = self.state, [self.state], []
+        for t in range(len(x)):
+            state = state * forget[t, :, None, None]
+            write = torch.sigmoid(b[t])[:, None] * (v[t] - (state * k[t][:, :, None]).sum(1))
+            state = state + k[t][:, :, None] * write[:, None, :]
+            out.append((state * q[t][:, :, None]).sum(1))
+            self.states.append(state)
+        y = torch.stack(out)
+        y = y * (y.square().mean(-1, keepdim=True) + layer.norm_eps).rsqrt() * w["net.norm.weight"] * F.silu(z)
+        return y.flatten(1)
+
+    def keep(self, count):
+        self.state, self.before = self.states[count], self.inputs[count : count + 3]
+
+
+class Slots:
+    """Slots of one net on the GPU, each beside its `Recurrence`."""
+
+    def __init__(self, layer, dtype, count, pending=DELTA_ROWS, **net):
+        self.layer, self.dtype = layer, dtype
+        self.weights = random_net(layer, dtype, **net)
+        shapes = part_shapes(layer, pending)
+        # What a slot's last sequence left must not matter.
+        tensors = {
+            layer.prefix + part: torch.full(
+                (count, *shape), 7.0, dtype=dtype if part == "window" else torch.float32, device="cuda"
+            )
+            for part, shape in shapes.items()
+        }
+        self.states = CudaStates(tensors, pending)
+        self.states.lengths.fill_(5)
+        moved = {name: weight.cuda() for name, weight in self.weights.items()}
+        self.net = delta_net(layer, moved, self.states)
+        self.own = [Recurrence(layer, self.weights) for _ in range(count)]
+        self.starts = [0] * count
+        self.generator = torch.Generator().manual_seed(1)
+
+    def begin(self, slot):
+        self.own[slot], self.starts[slot] = Recurrence(self.layer, self.weights), 0
+
+    def rows(self, count):
+        width = self.layer.channels + self.layer.value_heads * self.layer.value_size
+        x = torch.randn(count, width, generator=self.generator).to(self.dtype)
+        return x, torch.randn(count, 2 * self.layer.value_heads, generator=self.generator).to(self.dtype)
+
+    def step(self, counts, padding=0, advances=True):
+        """Runs so many rows of each slot, 0: none, with rows of nobody behind them; returns outputs and float64's."""
+        x, gates = self.rows(sum(counts) + padding)
+        firsts = [sum(counts[:slot]) for slot in range(len(counts))]
+        segments = [
+            [slot, self.starts[slot], first, count]
+            for slot, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
+        found = self.launch(x, gates, segments)
+        expected = [
+            self.own[slot].run(x[first : first + count], gates[first : first + count])
+            for slot, _, first, count in segments
+            if count
+        ]
+        if advances:
+            self.states.advance(torch.tensor(segments, dtype=torch.int32).cuda())
+        assert not found[sum(counts) :].any(), "rows of nobody"
+        return found[: sum(counts)], torch.cat(expected)
+
+    def launch(self, x, gates, segments):
+        on_gpu = torch.tensor(segments, dtype=torch.int32).cuda()
+        out = self.net(x.cuda(), gates.cuda(), on_gpu, self.states.lengths, self.states.counters)
+        assert not self.states.counters.any(), "counters"
+        return out.cpu().double()
+
+    def keep(self, slot, count):
+        self.own[slot].keep(count)
+        self.starts[slot] += count
+
+    def state_error(self, slot):
+        """How far a slot's state is from float64's, once what was accepted is absorbed."""
+        x, gates = self.rows(1)
+        self.launch(x, gates, [[slot, self.starts[slot], 0, 1]])
+        found = self.states.tensors["net.state"][slot].cpu().double().transpose(1, 2)
+        return relative(found, self.own[slot].state)
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def assert_rows_close(found, expected, dtype, bound=1e-5):
+    """Every row by itself: a wrong one must not hide among many."""
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    bound = bound if dtype == torch.float32 else EPSILON[dtype]
+    assert errors.max() < bound, f"{errors.max():.2e} at row {int(errors.argmax())} of {len(errors)}; all: {errors}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.key_heads}-{layer.value_heads}x{layer.key_size}")
+def test_blocks_and_prompts_equal_float64(layer, dtype):
+    """First blocks, ones behind rows that were accepted in part, prompts in one and several pieces, a new sequence."""
+    slots = Slots(layer, dtype, 3)
+    for counts, kept in (
+        ([16, 1, 40], [3, 1, 40]),
+        ([5, 0, 1], [5, 0, 1]),
+        ([16, 16, 17], [16, 9, 17]),
+        ([1, 8, 70], [1, 8, 70]),
+        ([9, 3, 16], [2, 1, 1]),
+    ):
+        found, expected = slots.step(counts, padding=3)
+        assert_rows_close(found, expected, dtype)
+        for slot, (count, accepted) in enumerate(zip(counts, kept, strict=True)):
+            if count:
+                slots.keep(slot, accepted)
+    slots.begin(1)
+    found, expected = slots.step([2, 33, 2])
+    assert_rows_close(found, expected, dtype)
+    for slot, accepted in enumerate([2, 33, 1]):
+        slots.keep(slot, accepted)
+    bound = 1e-5
+    errors = [slots.state_error(slot) for slot in range(3)]
+    assert max(errors) < bound, errors
+
+
+@pytest.mark.parametrize("pending", [1, 8, 16])
+def test_after_five_hundred_steps_the_state_is_float64s(pending):
+    """Of blocks accepted in part, pieces of prompts, slots that take no part, and ones that begin again."""
+    chance = random.Random(2)
+    slots = Slots(replace(LAYER, value_heads=6, key_size=64, value_size=64), torch.float32, 4, pending)
+    worst = 0.0
+    for step in range(500):
+        counts = [chance.choice((0, 1, chance.randint(1, pending))) for _ in range(4)]
+        if step % 25 == 0:
+            counts[chance.randrange(4)] = chance.randint(1, 70)
+        if step in (100, 200, 300):
+            slots.begin(chance.randrange(1, 4))  # slot 0 goes on
+        if not any(counts):
+            continue
+        found, expected = slots.step(counts, padding=chance.randint(0, 3))
+        worst = max(worst, float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()))
+        for slot, count in enumerate(counts):
+            if count:
+                least = max(1, count - pending)  # a state stands no earlier
+                slots.keep(slot, chance.randint(least, count))
+    errors = [slots.state_error(slot) for slot in range(4)]
+    print(f"worst row {worst:.2e}, states {errors}, {slots.starts} rows")
+    assert worst < 1e-4  # a row whose output is all but nothing is normed
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("forgets", [(-12.0, -9.0), (1.0, 4.0)], ids=["remembers all", "forgets all"])
+def test_extreme_decays_equal_float64(forgets):
+    slots = Slots(LAYER, torch.float32, 1, forgets=forgets)
+    for count, accepted in ((16, 7), (16, 16), (100, 100), (16, 1), (1, 1)):
+        found, expected = slots.step([count])
+        assert_rows_close(found, expected, torch.float32, bound=1e-4)
+        slots.keep(0, accepted)
+    assert torch.isfinite(slots.states.tensors["net.state"]).all()
+
+
+def test_a_step_that_is_repeated_gives_the_same_bits():
+    slots = Slots(LAYER, torch.bfloat16, 2)
+    slots.step([16, 40])
+    slots.keep(0, 11)
+    slots.keep(1, 40)
+    x, gates = slots.rows(20)
+    segments = [[0, 11, 0, 12], [1, 40, 12, 8]]
+    once = slots.launch(x, gates, segments)
+    slots.states.advance(torch.tensor(segments, dtype=torch.int32).cuda())
+    assert torch.equal(slots.launch(x, gates, segments), once)
+
+
+def test_slots_that_take_no_part_keep_every_bit():
+    slots = Slots(LAYER, torch.bfloat16, 2)
+    slots.step([30, 16])
+    before = {name: tensor[1].clone() for name, tensor in slots.states.tensors.items()}
+    slots.keep(0, 30)
+    slots.keep(1, 16)
+    slots.step([16, 0])
+    assert all(torch.equal(slots.states.tensors[name][1], tensor) for name, tensor in before.items())
+    assert slots.states.lengths.tolist() == [30, 0]
+
+
+def test_nets_that_are_not_computed_are_refused():
+    assert "heads of 16, 32, 64, 128, keys as values, not of 16 and 24" in kernels.why_no_delta_net(16, 24, 4, 16)
+    assert "over 4 rows, not over 3" in kernels.why_no_delta_net(128, 128, 3, 16)
+    assert "at most 16 rows, not of 64" in kernels.why_no_delta_net(128, 128, 4, 64)
+    slots = Slots(LAYER, torch.bfloat16, 1)
+    x, gates = slots.rows(4)
+    with pytest.raises(ValueError, match="gates"):
+        slots.launch(x, gates.float(), [[0, 0, 0, 4]])

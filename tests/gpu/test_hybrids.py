@@ -1,0 +1,147 @@
+"""Hybrids in captured steps: the tokens of the CPU in FP32, drafted as plain, and near-ties in 16 bits."""
+
+import random
+
+import pytest
+import torch
+
+from tests.checkpoints import make_drafter
+from tests.gpu.test_cuda import NEAR_TIE, tokens
+from tests.gpu.test_kernels import why_not
+from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
+from tests.near_ties import all_logits, assert_only_near_ties_differ
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.calls import Decode, Piece, Prepare, Step
+from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.step import Drafting
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+CHANCE = random.Random(4)
+PROMPTS = [[CHANCE.randrange(15) for _ in range(n)] for n in (3, 40, 90, 17)]
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A hybrid and its drafter, by layout."""
+    made = {}
+
+    def make(layout, **shape):
+        key = layout, tuple(shape.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp("pair")
+            target = make_hybrid(folder / "target", layout, vocab=16, **shape)
+            made[key] = target, make_drafter(folder / "drafter", target, block_size=16)
+        return made[key]
+
+    return make
+
+
+def load(folders, device="cuda", precision="fp32", **settings):
+    limits = {"max_batch": 3, "max_seq_len": 256, **settings}
+    return LLM.from_pretrained(*folders, precision=precision, device=device, **limits)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_logit_is_the_cpus(layout, pair):
+    ids = (PROMPTS[2] + PROMPTS[1])[:48]
+    with load(pair(layout)) as gpu, load(pair(layout), "cpu") as cpu:
+        found, expected = all_logits(gpu, ids).cpu(), all_logits(cpu, ids)
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < 1e-4, errors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafted_and_plain_text_are_the_cpus_in_fp32(layout, pair):
+    """More prompts than slots; captured steps, and pieces of prompts between them."""
+    with load(pair(layout)) as gpu, load(pair(layout), "cpu") as cpu:
+        assert isinstance(gpu.session, CudaSession)
+        assert "gated delta nets by our CUDA kernels" in gpu.session.choice.why
+        expected = tokens(cpu.generate(PROMPTS, PARAMS, draft=False))
+        assert tokens(gpu.generate(PROMPTS, PARAMS, draft=False)) == expected
+        drafted = gpu.generate(PROMPTS, PARAMS)
+        assert tokens(drafted) == expected
+        print(layout, [len(c.token_ids) / c.steps for c in drafted])
+
+
+@pytest.mark.parametrize("layout", ["qwen3_5_text", "qwen3_5_moe, stacked"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_any_difference_is_a_near_tie(layout, precision, pair):
+    shape = {"hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+    with load(pair(layout, **shape), precision=precision) as llm:
+        texts = [tokens(llm.generate(PROMPTS, PARAMS, draft)) for draft in (True, False)]
+        same = assert_only_near_ties_differ(llm, PROMPTS, *texts, dtype=llm.config.dtype, count=2 * NEAR_TIE)
+    print(layout, precision, same, len(PROMPTS))
+
+
+@pytest.mark.parametrize("layout", ["qwen3_next", "qwen3_5_text"])
+def test_blocks_accepted_in_part_leave_the_states_of_plain_decoding(layout, pair):
+    """Known replies, drafted right up to a random place: rows change in each step, slots rest, end and begin again."""
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    chance = random.Random(5)
+    with load(pair(layout)) as llm:
+        session = llm.session
+        replies = tokens(llm.generate(PROMPTS, params, draft=False))
+        session.prepare(Prepare((0, 15), sampled=False))
+        written = [0] * 3  # rows of each slot
+        texts = [0, 1, 2]
+        accepted = set()
+        for step in range(220):
+            for slot in range(3):
+                prompt, reply = PROMPTS[texts[slot]], replies[texts[slot]]
+                if written[slot] >= len(prompt) + len(reply) - 2 or chance.random() < 0.01:
+                    texts[slot], written[slot] = chance.randrange(4), 0  # ends, or is cancelled
+            waiting = [s for s in range(3) if written[s] < len(PROMPTS[texts[s]])]
+            if waiting:
+                slot = chance.choice(waiting)
+                prompt = PROMPTS[texts[slot]]
+                ids = prompt[written[slot] : written[slot] + chance.randint(1, 48)]
+                last = written[slot] + len(ids) == len(prompt)
+                (found,) = session.run(Step([], [Piece(slot, written[slot], ids, last)], Drafting.OFF, 1, False)).read()
+                assert not last or found == replies[texts[slot]][:1], (step, slot)
+                written[slot] += len(ids)
+            decode = [s for s in range(3) if s not in waiting and chance.random() < 0.8]
+            decode = [s for s in decode if written[s] < len(PROMPTS[texts[s]]) + len(replies[texts[s]]) - 2]
+            if not decode:
+                continue
+            counts, expected = [0] * (max(decode) + 1), {}
+            for slot in decode:
+                at, reply = written[slot] - len(PROMPTS[texts[slot]]), replies[texts[slot]]
+                count = chance.randint(1, min(16, len(reply) - at - 1))
+                right = min(count - 1, chance.choice((0, 0, 1, 2, 3, 15)))
+                rows = reply[at : at + count]
+                rows[right + 1 :] = [(token + 1) % 16 for token in rows[right + 1 :]]
+                with session._stream():
+                    session._slots.tokens[slot, :count] = torch.tensor(rows, dtype=torch.int32).cuda()
+                counts[slot], expected[slot] = count, reply[at + 1 : at + 2 + right]
+            found = session.decode(Decode(counts, Drafting.CONTEXT, 1, False)).read()
+            for slot, ids in expected.items():
+                assert found[slot] == ids, (step, slot, written, counts)
+                written[slot] += len(ids)
+                accepted.add(len(ids) - 1)
+    assert accepted >= {0, 1, 2, 3}
+    print(layout, sorted(accepted))
+
+
+def test_a_conversation_goes_on_from_a_state_that_is_kept(pair):
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    chance = random.Random(1)
+    talk = [chance.randrange(15) for _ in range(60)]
+    with load(pair("qwen3_5_text"), max_batch=2) as llm:
+        scheduler = Scheduler(llm.session)
+        for _ in range(4):
+            sequence = llm.intake.sequence(talk, params)
+            scheduler.submit(sequence)
+            while scheduler.busy:
+                scheduler.step()
+            assert llm.generate([talk], params, draft=False)[0].token_ids == sequence.token_ids
+            talk = talk + sequence.token_ids + [chance.randrange(15) for _ in range(7)]
+        assert scheduler.statistics.reused_tokens > 0
+
+
+def test_torchs_operations_alone_compute_no_hybrid(pair):
+    with pytest.raises(EngineError, match=r"--kernels torch: on a GPU the gated delta nets of .* are our kernels'"):
+        load(pair("qwen3_next"), kernels="torch")
