@@ -15,6 +15,7 @@ from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.step_times import measure
 from trtllm_dflash.session.calls import (
     Copy,
+    CopyStates,
     Decode,
     Guide,
     Piece,
@@ -279,6 +280,7 @@ def test_ranks_are_told_what_to_prepare():
             guides=[Guide(0, [5, 6], b"\xff" * 12 + b"\0" * 12), Guide(2, [], b"\x01" * 8)],
         ),
         Step([(0, 1)], [], Drafting.OFF, 1, False),
+        CopyStates(7, 2),
     ):
         assert call_of(list(words_of(call))) == call
 

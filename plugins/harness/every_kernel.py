@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels.checks import HALVES
+from trtllm_dflash.kernels.delta_net import DELTA_ROWS, DELTA_SIZES, DELTA_TAPS
 from trtllm_dflash.kernels.products import SKINNY_GPUS
 
 Tensor = torch.Tensor
@@ -450,6 +451,39 @@ def attend_prompts(
     )
 
 
+def states(dtype: torch.dtype) -> None:
+    """Nets of every size: slots that begin, go on, rest and read prompts, and rows of nobody."""
+    for kind in (dtype, torch.float32):
+        for size in DELTA_SIZES:
+            delta_net(kind, size, key_heads=2, value_heads=4)
+
+
+def delta_net(dtype: torch.dtype, size: int, key_heads: int, value_heads: int) -> None:
+    slots, channels, before = 5, (2 * key_heads + value_heads) * size, DELTA_TAPS - 1
+
+    def numbers(*shape: int) -> Tensor:
+        return normal(*shape, dtype=torch.float32)
+
+    net = kernels.DeltaNet(
+        conv=normal(channels, 1, DELTA_TAPS, dtype=dtype),
+        rates=numbers(value_heads),
+        dt_bias=numbers(value_heads),
+        norm=numbers(size),
+        norm_eps=EPSILON,
+        states=numbers(slots, value_heads, size, size),
+        writes=numbers(slots, DELTA_ROWS, value_heads, size),
+        keys=numbers(slots, DELTA_ROWS, key_heads, size),
+        decays=torch.rand(slots, DELTA_ROWS, value_heads, device="cuda"),
+        window=normal(slots, before + DELTA_ROWS, channels, dtype=dtype),
+    )
+    rows = 16 + 1 + 35 + 18 + 3
+    segments = ints(0, 0, 0, 16, 1, 9, 16, 1, 2, 40, 17, 35, 3, 7, 0, 0, 4, 5, 52, 18).view(-1, 4)
+    lengths, counters = ints(0, 2, 24, 7, 5), torch.zeros(slots, key_heads, dtype=torch.int32, device="cuda")
+    x = normal(rows, channels + value_heads * size, dtype=dtype)
+    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, lengths, counters)
+    kernels.advance_states(lengths, segments, DELTA_ROWS)
+
+
 def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """Products of few rows with weights [outputs, inputs]."""
     if torch.cuda.get_device_capability()[0] not in SKINNY_GPUS:
@@ -486,7 +520,7 @@ PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 
 #: By name. racecheck gets a process for each, and is slow with products: so theirs are several.
 RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
-    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, prompts, attention)},
+    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts, attention)},
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
     "products-of-passes": products_of_passes,
 }
