@@ -204,9 +204,11 @@ def lay_out(
 
 def norms(dtype: torch.dtype) -> None:
     for size in (8, 1000, 8192, 16384, 32768):
-        x, y, weight = normal(2, 5, size, dtype=dtype), normal(2, 5, size, dtype=dtype), normal(size, dtype=dtype)
-        kernels.rms_norm(x[:, 1:], weight, EPSILON)
-        kernels.add_rms_norm(x, y, weight, EPSILON)
+        x, y = (normal(2, 5, size, dtype=dtype) for _ in range(2))
+        for kind in (dtype, torch.float32):
+            weight = normal(size, dtype=kind)
+            kernels.rms_norm(x[:, 1:], weight, EPSILON)
+            kernels.add_rms_norm(x, y, weight, EPSILON)
         kernels.quantize_rows(x.view(10, size))
     for size in (8, 1000, 12288):
         kernels.swiglu(normal(5, 2 * size, dtype=dtype))

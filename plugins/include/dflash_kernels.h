@@ -201,6 +201,7 @@ typedef struct
     int32_t slots;
     int32_t rows; /* N, a slot */
     int32_t size; /* H */
+    int32_t is_weight_wide; /* 1: weight is FP32, and rows are rounded once, behind it */
     float eps;
     const void* x; /* [B, N, H] by strides */
     const void* residual; /* [B, N, H] contiguous, or null */

@@ -3,6 +3,8 @@
 #include "element.cuh"
 #include "launch.cuh"
 
+#include <type_traits>
+
 namespace dflash
 {
 namespace
@@ -12,22 +14,41 @@ constexpr int kVector = 8; // elements of one 16-byte access
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxVectors = 4; // a thread's
 
-// One block a row. A row stays in registers between the sum of its squares and its scaling.
-template <typename T, bool kResidual, int kVectors>
+// A vector of weights, by accesses of at most 16 bytes.
+template <typename W>
+__device__ __forceinline__ Vector<W, kVector> load_weights(W const* from)
+{
+    constexpr int kPart = sizeof(W) == 4 ? kVector / 2 : kVector;
+    Vector<W, kVector> weights;
+#pragma unroll
+    for (int first = 0; first < kVector; first += kPart)
+    {
+        auto const part = load_vector<W, kPart>(from + first);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i)
+        {
+            weights.at[first + i] = part.at[i];
+        }
+    }
+    return weights;
+}
+
+// One block a row. A row stays in registers between the sum of its squares and its scaling. W: the weight's type.
+template <typename T, typename W, bool kResidual, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_params const p)
 {
     using Row = Vector<T, kVector>;
     trigger();
     // A constant: it is read while the kernel before still runs.
-    T const* weight = static_cast<T const*>(p.weight);
-    Row scale[kVectors];
+    W const* weight = static_cast<W const*>(p.weight);
+    Vector<W, kVector> scale[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
     {
         int const at = (threadIdx.x + i * blockDim.x) * kVector;
         if (at < p.size)
         {
-            scale[i] = load_vector<T, kVector>(weight + at);
+            scale[i] = load_weights<W>(weight + at);
         }
     }
     wait();
@@ -90,22 +111,30 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_p
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
         {
-            float const value = rounded<T>(to_float(held[i].at[j]) * root);
-            normed.at[j] = from_float<T>(value * to_float(scale[i].at[j]));
+            float const value = to_float(held[i].at[j]) * root;
+            float const once = std::is_same_v<W, float> ? value : rounded<T>(value);
+            normed.at[j] = from_float<T>(once * to_float(scale[i].at[j]));
         }
         store_vector(out + at, normed);
     }
 }
 
-template <typename T, bool kResidual>
+template <typename T, typename W, bool kResidual>
 cudaError_t launch_rms_norm(dflash_rms_norm_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
     int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
     dim3 const grid(static_cast<unsigned>(p.slots) * p.rows);
     auto const kernel
-        = vectors <= threads ? rms_norm_kernel<T, kResidual, 1> : rms_norm_kernel<T, kResidual, kMaxVectors>;
+        = vectors <= threads ? rms_norm_kernel<T, W, kResidual, 1> : rms_norm_kernel<T, W, kResidual, kMaxVectors>;
     return launch_kernel(kernel, grid, threads, 0, stream, p);
+}
+
+template <typename T, bool kResidual>
+cudaError_t launch_norm_of(dflash_rms_norm_params const& p, cudaStream_t stream)
+{
+    return p.is_weight_wide ? launch_rms_norm<T, float, kResidual>(p, stream)
+                            : launch_rms_norm<T, T, kResidual>(p, stream);
 }
 
 template <typename T>
@@ -158,10 +187,10 @@ extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStre
     switch (p->dtype)
     {
     case DFLASH_FP16:
-        return p->residual ? launch_rms_norm<__half, true>(*p, stream) : launch_rms_norm<__half, false>(*p, stream);
+        return p->residual ? launch_norm_of<__half, true>(*p, stream) : launch_norm_of<__half, false>(*p, stream);
     case DFLASH_BF16:
-        return p->residual ? launch_rms_norm<__nv_bfloat16, true>(*p, stream)
-                           : launch_rms_norm<__nv_bfloat16, false>(*p, stream);
+        return p->residual ? launch_norm_of<__nv_bfloat16, true>(*p, stream)
+                           : launch_norm_of<__nv_bfloat16, false>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

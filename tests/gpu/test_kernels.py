@@ -421,9 +421,10 @@ def test_context_alone_is_kept_whole():
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", [8, 64, 256, 1000, 2880, 4096, 7168, 8192, 16384, 32768])
-def test_norms_equal_float64(dtype, size):
+@pytest.mark.parametrize("wide", [False, True], ids=["", "FP32 weight"])
+def test_norms_equal_float64(dtype, size, wide):
     x, y = (torch.randn(3, 5, size, dtype=dtype, device="cuda") * 3 for _ in range(2))
-    weight = torch.randn(size, dtype=dtype, device="cuda")
+    weight = torch.randn(size, dtype=torch.float32 if wide else dtype, device="cuda")
 
     def normed(x):
         x = x.double()

@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 RmsNormParams = structure(
     "dflash_rms_norm_params",
-    ints="dtype slots rows size",
+    ints="dtype slots rows size is_weight_wide",
     floats="eps",
     pointers="x residual weight sum out",
     longs="x_slot_stride x_row_stride",
@@ -21,19 +21,23 @@ SwigluParams = structure("dflash_swiglu_params", ints="dtype rows size", pointer
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes RMSNorm of x [B, N, H], read by its strides: [B, N, H]. H is a multiple of 8 and at most 32,768."""
+    """Computes RMSNorm of x [B, N, H], read by its strides: [B, N, H]. H is a multiple of 8 and at most 32,768.
+
+    Args:
+        weight: [H], of x's type, or in FP32: then rows are rounded once, behind it.
+    """
     return _rms_norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Computes x + y, and that sum normed; [B, N, H] each."""
+    """Computes x + y, and that sum normed; [B, N, H] each. Arguments as in `rms_norm`."""
     check(y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous(), "what is added must have x's shape")
     return _rms_norm(x, y, weight, eps)
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     slots, rows, size = x.shape
-    check(x.dtype in HALVES and weight.dtype == x.dtype, f"norm of {x.dtype} by {weight.dtype}")
+    check(x.dtype in HALVES and weight.dtype in (x.dtype, torch.float32), f"norm of {x.dtype} by {weight.dtype}")
     check(size % 8 == 0 and size <= 1 << 15 and weight.shape == (size,), f"norm of {size} numbers")
     check_rows(x, slots, size, x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -43,6 +47,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
         slots=slots,
         rows=rows,
         size=size,
+        is_weight_wide=weight.dtype == torch.float32,
         eps=eps,
         x=x.data_ptr(),
         residual=address(residual),
