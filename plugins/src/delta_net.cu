@@ -42,6 +42,16 @@ __device__ __forceinline__ void store_four(T* to, float4 x)
     store_vector(to, Vector<T, kLane>{from_float<T>(x.x), from_float<T>(x.y), from_float<T>(x.z), from_float<T>(x.w)});
 }
 
+// Without what numbers below 2^-126 would take: exp(-x) of a large x is 0, of a small one infinite.
+__device__ __forceinline__ float quick_silu(float x)
+{
+    float power = 0.f;
+    float inverse = 0.f;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
+    return x * inverse;
+}
+
 // What a block works on.
 struct Work
 {
@@ -76,52 +86,64 @@ struct Work
     }
 };
 
+// 16 rows in shared memory that a state absorbs.
+template <int kSize>
+struct Rows
+{
+    static constexpr int kWords = SplitPairs<kSize>::kWords + 3 * kDeltaRows;
+
+    SplitPairs<kSize> keys;
+    float* decays; // [16] each
+    float* kept; // E
+    float* behind; // what is left of a row behind the last
+
+    __device__ __forceinline__ explicit Rows(float* at)
+        : keys{reinterpret_cast<uint32_t*>(at)}
+        , decays(at + SplitPairs<kSize>::kWords)
+        , kept(decays + kDeltaRows)
+        , behind(kept + kDeltaRows)
+    {
+    }
+};
+
 template <int kSize>
 struct Shared
 {
     static constexpr int kValueStride = kSize + 4;
+    static constexpr int kMix = kDeltaRows * kMixStride;
 
-    SplitRows<kSize> pending; // keys
+    float* at;
     SplitRows<kSize> keys;
     SplitRows<kSize> queries;
     float* values; // [16, kSize]: v, and then what rows read
     float* products; // [2 halves of the keys, k k and q k, 16, 16]
+    float* lower; // [16, 16]: A
     float* writes; // [16, 16]: (I + A)^-1 with the rows' shares
     float* reads; // [16, 16]: D (q k)
-    float* decays; // [16] each
-    float* shares;
-    float* kept; // E
-    float* behind; // what is left of a row behind the last
-    float* pending_behind;
-    float* pending_kept; // [1]
+    float* shares; // [16]
     int* is_last; // [1]
 
-    static constexpr int kMix = kDeltaRows * kMixStride;
-    static constexpr int kWords = 3 * SplitRows<kSize>::kWords + kDeltaRows * kValueStride + 6 * kMix + 5 * kDeltaRows + 4;
-    static constexpr int kBytes = 4 * kWords;
+    static constexpr int kBytes = 4
+        * (2 * (Rows<kSize>::kWords + SplitRows<kSize>::kWords) + kDeltaRows * kValueStride + 7 * kMix + kDeltaRows + 4);
 
-    __device__ __forceinline__ explicit Shared(float* at)
+    __device__ __forceinline__ explicit Shared(float* memory)
+        : at(memory)
+        , keys{reinterpret_cast<uint32_t*>(at + 2 * Rows<kSize>::kWords)}
+        , queries{keys.words + SplitRows<kSize>::kWords}
+        , values(at + 2 * Rows<kSize>::kWords + 2 * SplitRows<kSize>::kWords)
+        , products(values + kDeltaRows * kValueStride)
+        , lower(products + 4 * kMix)
+        , writes(lower + kMix)
+        , reads(writes + kMix)
+        , shares(reads + kMix)
+        , is_last(reinterpret_cast<int*>(shares + kDeltaRows))
     {
-        auto const take = [&at](int words)
-        {
-            float* const here = at;
-            at += words;
-            return here;
-        };
-        pending.words = reinterpret_cast<uint32_t*>(take(SplitRows<kSize>::kWords));
-        keys.words = reinterpret_cast<uint32_t*>(take(SplitRows<kSize>::kWords));
-        queries.words = reinterpret_cast<uint32_t*>(take(SplitRows<kSize>::kWords));
-        values = take(kDeltaRows * kValueStride);
-        products = take(4 * kMix);
-        writes = take(kMix);
-        reads = take(kMix);
-        decays = take(kDeltaRows);
-        shares = take(kDeltaRows);
-        kept = take(kDeltaRows);
-        behind = take(kDeltaRows);
-        pending_behind = take(kDeltaRows);
-        pending_kept = take(1);
-        is_last = reinterpret_cast<int*>(take(1));
+    }
+
+    // Two of them, by turns: the rows that are computed, and those before them.
+    __device__ __forceinline__ Rows<kSize> rows(int turn) const
+    {
+        return Rows<kSize>(at + turn * Rows<kSize>::kWords);
     }
 };
 
@@ -130,6 +152,7 @@ struct DeltaNet
 {
     static constexpr int kWarps = kSize / 16;
     static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kRowsOfWarp = kDeltaRows / kWarps;
 
     dflash_delta_net_params const& p;
     Work const& work;
@@ -201,10 +224,22 @@ struct DeltaNet
         {
             taps[i] = load_four(weights + i * kTaps);
         }
-#pragma unroll
-        for (int i = 0; i < kRows + kBefore; ++i)
+        if (row >= kBefore && row + kRows <= end)
         {
-            x[i] = row + i - kBefore < end ? input(row + i - kBefore, channel) : float4{};
+            T const* const from = row_of(row - kBefore) + channel;
+#pragma unroll
+            for (int i = 0; i < kRows + kBefore; ++i)
+            {
+                x[i] = load_four(from + i * p.x_row_stride);
+            }
+        }
+        else
+        {
+#pragma unroll
+            for (int i = 0; i < kRows + kBefore; ++i)
+            {
+                x[i] = row + i - kBefore < end ? input(row + i - kBefore, channel) : float4{};
+            }
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
@@ -219,11 +254,11 @@ struct DeltaNet
 
     __device__ __forceinline__ static float mix(float4 taps, float a, float b, float c, float d)
     {
-        return silu(fmaf(taps.w, d, fmaf(taps.z, c, fmaf(taps.y, b, taps.x * a))));
+        return quick_silu(fmaf(taps.w, d, fmaf(taps.z, c, fmaf(taps.y, b, taps.x * a))));
     }
 
     // Fills in keys and queries of rows from `row` on, normed; by items of four rows of one of both.
-    __device__ __forceinline__ void fill_keys(int row, int end) const
+    __device__ __forceinline__ void fill_keys(Rows<kSize> const& rows, int row, int end) const
     {
         constexpr int kRows = 4;
         for (int item = warp; item < 8; item += kWarps)
@@ -241,10 +276,22 @@ struct DeltaNet
             {
                 float const sum = warp_sum(y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w);
                 float const by = rsqrtf(sum + kLengthEps) * scale;
-                if (lane * kLane < kSize)
+                y[i] = {y[i].x * by, y[i].y * by, y[i].z * by, y[i].w * by};
+            }
+            if (lane * kLane < kSize)
+            {
+#pragma unroll
+                for (int i = 0; i < kRows; i += 2)
                 {
-                    float4 const unit = {y[i].x * by, y[i].y * by, y[i].z * by, y[i].w * by};
-                    (is_query ? shared.queries : shared.keys).store(own + i, lane * kLane, unit);
+                    FourParts const first(y[i]);
+                    FourParts const second(y[i + 1]);
+                    SplitRows<kSize> const& to = is_query ? shared.queries : shared.keys;
+                    to.store(own + i, lane * kLane, first);
+                    to.store(own + i + 1, lane * kLane, second);
+                    if (!is_query)
+                    {
+                        rows.keys.store((own + i) / 2, lane * kLane, first, second);
+                    }
                 }
             }
         }
@@ -271,7 +318,7 @@ struct DeltaNet
     }
 
     // Fills in the numbers that rows have of the head. By one warp, each lane with a row.
-    __device__ __forceinline__ void fill_gates(int row, int count) const
+    __device__ __forceinline__ void fill_gates(Rows<kSize> const& rows, int row, int count) const
     {
         float decay = 1.f;
         float share = 0.f;
@@ -285,47 +332,60 @@ struct DeltaNet
             decay = expf(-rate * (fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)))));
             share = 1.f / (1.f + expf(-b));
         }
+        fill_decays(rows, decay);
+        if (lane < kDeltaRows)
+        {
+            shared.shares[lane] = share;
+        }
+    }
+
+    __device__ __forceinline__ void fill_decays(Rows<kSize> const& rows, float decay) const
+    {
         float const kept = product_to(decay);
         float const behind = product_behind(decay);
         if (lane < kDeltaRows)
         {
-            shared.decays[lane] = decay;
-            shared.shares[lane] = share;
-            shared.kept[lane] = kept;
-            shared.behind[lane] = behind;
+            rows.decays[lane] = decay;
+            rows.kept[lane] = kept;
+            rows.behind[lane] = behind;
         }
     }
 
-    // Fills in the pending rows that the state absorbs: their keys, and what is left of each. By all warps.
-    __device__ __forceinline__ void fill_pending() const
+    // The i-th of a warp's pending rows: they are pairs.
+    __device__ __forceinline__ int row_of_pending(int i) const
     {
+        return 2 * (warp + i / 2 * kWarps) + i % 2;
+    }
+
+    // Loads the keys of the pending rows that the state absorbs: a warp's.
+    __device__ __forceinline__ void load_pending_keys(float4 (&keys)[kRowsOfWarp]) const
+    {
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i)
+        {
+            int const row = row_of_pending(i);
+            keys[i] = row < work.accepted && lane * kLane < kSize
+                ? load_four(pending_of(p.keys, row, p.key_heads, work.key_head) + lane * kLane)
+                : float4{};
+        }
+    }
+
+    // Fills in those keys, and what is left of each row. By all warps.
+    __device__ __forceinline__ void fill_pending(Rows<kSize> const& rows, float4 const (&keys)[kRowsOfWarp]) const
+    {
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; i += 2)
+        {
+            if (lane * kLane < kSize)
+            {
+                rows.keys.store(row_of_pending(i) / 2, lane * kLane, FourParts(keys[i]), FourParts(keys[i + 1]));
+            }
+        }
         if (warp == kWarps - 1)
         {
             float const* const decays = static_cast<float const*>(p.decays);
             int64_t const at = (int64_t{work.slot} * p.pending + lane) * p.value_heads + work.head;
-            float const decay = lane < work.accepted ? decays[at] : 1.f;
-            float const kept = product_to(decay);
-            float const behind = product_behind(decay);
-            if (lane < kDeltaRows)
-            {
-                shared.pending_behind[lane] = behind;
-            }
-            if (lane == kDeltaRows - 1)
-            {
-                *shared.pending_kept = kept;
-            }
-        }
-        for (int row = warp; row < kDeltaRows; row += kWarps)
-        {
-            if (lane * kLane < kSize)
-            {
-                float4 key = {};
-                if (row < work.accepted)
-                {
-                    key = load_four(pending_of(p.keys, row, p.key_heads, work.key_head) + lane * kLane);
-                }
-                shared.pending.store(row, lane * kLane, key);
-            }
+            fill_decays(rows, lane < work.accepted ? decays[at] : 1.f);
         }
     }
 
@@ -372,7 +432,8 @@ struct DeltaNet
     }
 
     // Keeps what rows write beside the state.
-    __device__ __forceinline__ void keep_writes(float const (&writes)[2][4], int count) const
+    __device__ __forceinline__ void keep_writes(
+        Rows<kSize> const& rows, float const (&writes)[2][4], int count) const
     {
         DeltaLane const at;
 #pragma unroll
@@ -392,7 +453,7 @@ struct DeltaNet
         if (warp == 0 && lane < count)
         {
             int64_t const to = (int64_t{work.slot} * p.pending + lane) * p.value_heads + work.head;
-            static_cast<float*>(p.decays)[to] = shared.decays[lane];
+            static_cast<float*>(p.decays)[to] = rows.decays[lane];
         }
     }
 
@@ -406,98 +467,122 @@ struct DeltaNet
             bool const is_query = item / 2 % 2;
             int const part = item / 4;
             SplitRows<kSize> const& left = is_query ? shared.queries : shared.keys;
-            float sum[4] = {};
+            float sums[3][4] = {}; // each of one of the three products
 #pragma unroll
-            for (int group = part; group < kSize / 16; group += 2)
+            for (int group = 0; group < kSize / 16; group += 2)
             {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                 {
-                    uint4 const above = left.pair(at.row, group, half, at.column);
-                    uint4 const below = left.pair(at.row + 8, group, half, at.column);
-                    uint4 const right = shared.keys.pair(8 * tile + at.row, group, half, at.column);
-                    uint32_t const high[4] = {above.x, below.x, above.z, below.z};
-                    uint32_t const low[4] = {above.y, below.y, above.w, below.w};
-                    multiply_tf32(sum, low, right.x, right.z);
-                    multiply_tf32(sum, high, right.y, right.w);
-                    multiply_tf32(sum, high, right.x, right.z);
+                    if (group + part < kSize / 16)
+                    {
+                        uint4 const above = left.pair(at.row, group + part, half, at.column);
+                        uint4 const below = left.pair(at.row + 8, group + part, half, at.column);
+                        uint4 const right = shared.keys.pair(8 * tile + at.row, group + part, half, at.column);
+                        uint32_t const high[4] = {above.x, below.x, above.y, below.y};
+                        uint32_t const low[4] = {above.z, below.z, above.w, below.w};
+                        multiply_tf32(sums[0], low, right.x, right.y);
+                        multiply_tf32(sums[1], high, right.z, right.w);
+                        multiply_tf32(sums[2], high, right.x, right.y);
+                    }
                 }
             }
             float* const to = shared.products + (2 * part + is_query) * Shared<kSize>::kMix + at.row * kMixStride
                 + 8 * tile + 2 * at.column;
-            *reinterpret_cast<float2*>(to) = {sum[0], sum[1]};
-            *reinterpret_cast<float2*>(to + 8 * kMixStride) = {sum[2], sum[3]};
+#pragma unroll
+            for (int below = 0; below < 2; ++below)
+            {
+                float const first = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
+                float const second = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
+                *reinterpret_cast<float2*>(to + below * 8 * kMixStride) = {first, second};
+            }
         }
     }
 
-    // Makes the matrices that mix rows, of the products of keys. By one warp: each lane has a column.
-    __device__ __forceinline__ void mix_rows() const
+    // Weighs the products of keys by what is left of each row at another. By all threads: each has some pairs of rows.
+    __device__ __forceinline__ void weigh_products(Rows<kSize> const& rows) const
     {
         constexpr int kMix = Shared<kSize>::kMix;
-        int const column = lane % kDeltaRows;
-        float* const keys = shared.products;
-        float const* const queries = shared.products + kMix;
-        float left = 0.f; // D
-#pragma unroll
-        for (int i = 0; i < kDeltaRows; ++i)
+        for (int pair = threadIdx.x; pair < kDeltaRows * kDeltaRows; pair += kThreads)
         {
-            int const at = i * kMixStride + column;
-            left = i == column ? 1.f : left * shared.decays[i];
-            float const key = keys[at] + keys[at + 2 * kMix];
-            float const query = queries[at] + queries[at + 2 * kMix];
-            __syncwarp(); // both halves of the warp have read
-            if (lane < kDeltaRows)
+            int const row = pair / kDeltaRows;
+            int const column = pair % kDeltaRows;
+            float left = row >= column ? 1.f : 0.f; // D
+#pragma unroll
+            for (int i = 1; i < kDeltaRows; ++i)
             {
-                keys[at] = i > column ? shared.shares[i] * left * key : 0.f;
-                shared.reads[at] = left * query;
+                left *= i > column && i <= row ? rows.decays[i] : 1.f;
             }
+            float const* const keys = shared.products + row * kMixStride + column;
+            float const key = keys[0] + keys[2 * kMix];
+            float const query = keys[kMix] + keys[3 * kMix];
+            int const to = row * kMixStride + column;
+            shared.lower[to] = row > column ? shared.shares[row] * left * key : 0.f;
+            shared.reads[to] = left * query;
         }
-        __syncwarp();
+    }
+
+    // Inverts I + A, with the rows' shares. By one warp: each lane has a column.
+    __device__ __forceinline__ void invert() const
+    {
+        int const column = lane % kDeltaRows;
         float inverse[kDeltaRows];
 #pragma unroll
         for (int i = 0; i < kDeltaRows; ++i)
         {
+            float4 const* const row = reinterpret_cast<float4 const*>(shared.lower + i * kMixStride);
             float sum = i == column ? 1.f : 0.f;
 #pragma unroll
-            for (int before = 0; before < i; ++before)
+            for (int part = 0; part < (i + 3) / 4; ++part)
             {
-                sum = fmaf(-keys[i * kMixStride + before], inverse[before], sum);
+                float4 const x = row[part];
+                float const numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                {
+                    if (4 * part + j < i)
+                    {
+                        sum = fmaf(-numbers[j], inverse[4 * part + j], sum);
+                    }
+                }
             }
             inverse[i] = sum;
-            if (lane < kDeltaRows)
+        }
+        float const share = shared.shares[column];
+        if (lane < kDeltaRows)
+        {
+#pragma unroll
+            for (int i = 0; i < kDeltaRows; ++i)
             {
-                shared.writes[i * kMixStride + column] = sum * shared.shares[column];
+                shared.writes[i * kMixStride + column] = inverse[i] * share;
             }
         }
     }
 
     // sums[i] += left * mix, both [.., 16 rows]: mix is zero above its diagonal.
     __device__ __forceinline__ void add_mixed(
-        float (&sums)[2][4], LeftParts const (&left)[2], float const* mix, int tiles) const
+        float (&sums)[2][4], LeftParts const& first, LeftParts const& second, float const* mix) const
     {
         DeltaLane const at;
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
+        auto const right = [&](int tile, int before)
         {
-#pragma unroll
-            for (int before = 0; before <= tile; ++before)
-            {
-                if (tile < tiles)
-                {
-                    float const* const from = mix + (8 * tile + at.row) * kMixStride + 8 * before + 2 * at.column;
-                    add_product(sums[tile], left[before], *reinterpret_cast<float2 const*>(from));
-                }
-            }
-        }
+            float const* const from = mix + (8 * tile + at.row) * kMixStride + 8 * before + 2 * at.column;
+            return RightParts(*reinterpret_cast<float2 const*>(from));
+        };
+        RightParts const of_first[2] = {right(0, 0), right(1, 0)};
+        float(*const both[2])[4] = {&sums[0], &sums[1]};
+        add_products(both, first, of_first);
+        add_product(sums[1], second, right(1, 1));
     }
 
     // Computes what rows write into the state, and, into shared memory, what they read out of it.
-    __device__ __forceinline__ void compute(StateTile<kSize> const& state, int tiles, float (&writes)[2][4]) const
+    __device__ __forceinline__ void compute(
+        Rows<kSize> const& rows, StateTile<kSize> const& state, float (&writes)[2][4]) const
     {
         DeltaLane const at;
         float of_keys[2][4] = {};
         float of_queries[2][4] = {};
-        state.read(shared.keys, shared.queries, tiles, of_keys, of_queries);
+        state.read(shared.keys, shared.queries, of_keys, of_queries);
         __syncthreads(); // for the matrices
         float* const values = shared.values + warp * 16 + at.row;
 #pragma unroll
@@ -508,13 +593,13 @@ struct DeltaNet
             {
                 int const row = 8 * tile + 2 * at.column + i % 2;
                 float const value = values[row * Shared<kSize>::kValueStride + i / 2 * 8];
-                of_keys[tile][i] = value - shared.kept[row] * of_keys[tile][i];
-                of_queries[tile][i] *= shared.kept[row];
+                of_keys[tile][i] = value - rows.kept[row] * of_keys[tile][i];
+                of_queries[tile][i] *= rows.kept[row];
                 writes[tile][i] = 0.f;
             }
         }
-        add_mixed(writes, {left_of(of_keys[0]), left_of(of_keys[1])}, shared.writes, tiles);
-        add_mixed(of_queries, {left_of(writes[0]), left_of(writes[1])}, shared.reads, tiles);
+        add_mixed(writes, left_of(of_keys[0]), left_of(of_keys[1]), shared.writes);
+        add_mixed(of_queries, left_of(writes[0]), left_of(writes[1]), shared.reads);
         __syncwarp(); // v is read
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
@@ -552,25 +637,32 @@ struct DeltaNet
     __device__ __forceinline__ void write_out(int row, int count) const
     {
         bool const has_numbers = lane * kLane < kSize;
-        for (int own = warp; own < count; own += kWarps)
+        float4 const weight = has_numbers ? load_four(static_cast<float const*>(p.norm) + lane * kLane) : float4{};
+        float4 gates[kRowsOfWarp];
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i)
         {
+            int const own = warp + i * kWarps;
+            gates[i] = own < count && has_numbers
+                ? load_four(row_of(row + own) + channels() + work.head * kSize + lane * kLane)
+                : float4{};
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i)
+        {
+            int const own = warp + i * kWarps;
             float4 y = {};
-            float4 gate = {};
-            float4 weight = {};
             if (has_numbers)
             {
-                y = *reinterpret_cast<float4 const*>(
-                    shared.values + own * Shared<kSize>::kValueStride + lane * kLane);
-                gate = load_four(row_of(row + own) + channels() + work.head * kSize + lane * kLane);
-                weight = load_four(static_cast<float const*>(p.norm) + lane * kLane);
+                y = *reinterpret_cast<float4 const*>(shared.values + own * Shared<kSize>::kValueStride + lane * kLane);
             }
             float const sum = warp_sum(y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w);
             float const root = rsqrtf(sum / static_cast<float>(kSize) + p.norm_eps);
-            if (has_numbers)
+            if (own < count && has_numbers)
             {
                 int64_t const to = int64_t{work.first_row + row + own} * p.value_heads + work.head;
-                float4 const out = {y.x * root * weight.x * silu(gate.x), y.y * root * weight.y * silu(gate.y),
-                    y.z * root * weight.z * silu(gate.z), y.w * root * weight.w * silu(gate.w)};
+                float4 const out = {y.x * root * weight.x * quick_silu(gates[i].x), y.y * root * weight.y * quick_silu(gates[i].y),
+                    y.z * root * weight.z * quick_silu(gates[i].z), y.w * root * weight.w * quick_silu(gates[i].w)};
                 store_four(static_cast<T*>(p.out) + to * kSize + lane * kLane, out);
             }
         }
@@ -634,6 +726,7 @@ struct DeltaNet
     {
         StateTile<kSize> tile;
         float writes[2][4];
+        float4 keys[kRowsOfWarp];
         if (work.is_zero)
         {
             tile.clear();
@@ -643,23 +736,30 @@ struct DeltaNet
             tile.load(state());
         }
         load_pending(writes);
-        fill_pending();
-        for (int row = 0; row < work.count;)
+        load_pending_keys(keys);
+        int turn = 1;
+        for (int row = 0; row < work.count; turn = 1 - turn)
         {
             int const count = work.rows_at(row);
             bool const is_pending = row == work.absorbed;
-            int const tiles = count > kDeltaRows / 2 ? 2 : 1;
-            fill_keys(row, row + count);
+            Rows<kSize> const rows = shared.rows(turn);
+            Rows<kSize> const before = shared.rows(1 - turn);
+            fill_keys(rows, row, row + count);
             fill_values(row, row + count);
             if (warp == 0)
             {
-                fill_gates(row, count);
+                fill_gates(rows, row, count);
+            }
+            if (row == 0)
+            {
+                fill_pending(before, keys);
             }
             __syncthreads();
-            if (row == 0 && work.accepted > 0)
+            multiply_keys();
+            if (row > 0 || work.accepted > 0)
             {
-                weigh(writes, shared.pending_behind);
-                tile.absorb(*shared.pending_kept, writes, shared.pending, work.accepted > kDeltaRows / 2 ? 2 : 1);
+                weigh(writes, before.behind);
+                tile.absorb(before.kept[kDeltaRows - 1], writes, before.keys);
             }
             if (is_pending)
             {
@@ -669,31 +769,30 @@ struct DeltaNet
                     tile.store(state());
                 }
             }
-            multiply_keys();
+            __syncthreads();
+            weigh_products(rows);
             __syncthreads();
             if (warp == 0)
             {
-                mix_rows();
+                invert();
             }
-            compute(tile, tiles, writes);
+            compute(rows, tile, writes);
             if (is_pending)
             {
-                keep_writes(writes, count);
-            }
-            else
-            {
-                weigh(writes, shared.behind);
-                tile.absorb(shared.kept[kDeltaRows - 1], writes, shared.keys, tiles);
+                keep_writes(rows, writes, count);
             }
             __syncthreads();
             write_out(row, count);
             row += count;
-            if (row < work.count)
+            if (is_pending)
+            {
+                keep_rows();
+            }
+            else
             {
                 __syncthreads();
             }
         }
-        keep_rows();
     }
 };
 

@@ -28,7 +28,7 @@ struct DeltaLane
     }
 };
 
-// A number as two of TF32, each rounded to the nearest.
+// A number as two of TF32, the first rounded to the nearest. Of the second the products leave out what TF32 has not.
 struct TwoParts
 {
     uint32_t high;
@@ -36,13 +36,8 @@ struct TwoParts
 
     __device__ __forceinline__ explicit TwoParts(float x)
     {
-        high = rounded(x);
-        low = rounded(x - __uint_as_float(high));
-    }
-
-    __device__ __forceinline__ static uint32_t rounded(float x)
-    {
-        return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+        high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+        low = __float_as_uint(x - __uint_as_float(high));
     }
 };
 
@@ -68,29 +63,76 @@ struct LeftParts
 
 __device__ __forceinline__ void multiply_tf32(float (&sum)[4], uint32_t const (&left)[4], uint32_t b0, uint32_t b1)
 {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(b0), "r"(b1));
 }
 
-// sum += left * right, whose numbers at rows 2 t and 2 t + 1 are given as two parts each.
-__device__ __forceinline__ void add_product(
-    float (&sum)[4], LeftParts const& left, uint32_t high0, uint32_t low0, uint32_t high1, uint32_t low1)
+// Two numbers of the right operand, at rows 2 t and 2 t + 1.
+struct RightParts
 {
-    multiply_tf32(sum, left.low, high0, high1);
-    multiply_tf32(sum, left.high, low0, low1);
-    multiply_tf32(sum, left.high, high0, high1);
+    uint32_t high[2];
+    uint32_t low[2];
+
+    __device__ __forceinline__ explicit RightParts(uint4 x)
+        : high{x.x, x.y}
+        , low{x.z, x.w}
+    {
+    }
+
+    __device__ __forceinline__ explicit RightParts(float2 x)
+    {
+        TwoParts const first(x.x);
+        TwoParts const second(x.y);
+        high[0] = first.high;
+        high[1] = second.high;
+        low[0] = first.low;
+        low[1] = second.low;
+    }
+};
+
+// sums[i] += left * right[i]. The three products of one sum stand apart: each waits for the one before it.
+template <int kSums>
+__device__ __forceinline__ void add_products(
+    float (*const (&sums)[kSums])[4], LeftParts const& left, RightParts const (&right)[kSums])
+{
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+    {
+        multiply_tf32(*sums[i], left.low, right[i].high[0], right[i].high[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+    {
+        multiply_tf32(*sums[i], left.high, right[i].low[0], right[i].low[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+    {
+        multiply_tf32(*sums[i], left.high, right[i].high[0], right[i].high[1]);
+    }
 }
 
-__device__ __forceinline__ void add_product(float (&sum)[4], LeftParts const& left, float2 right)
+__device__ __forceinline__ void add_product(float (&sum)[4], LeftParts const& left, RightParts const& right)
 {
-    TwoParts const first(right.x);
-    TwoParts const second(right.y);
-    add_product(sum, left, first.high, first.low, second.high, second.low);
+    multiply_tf32(sum, left.low, right.high[0], right.high[1]);
+    multiply_tf32(sum, left.high, right.low[0], right.low[1]);
+    multiply_tf32(sum, left.high, right.high[0], right.high[1]);
 }
 
-// Heads of 16 rows in shared memory, each number as its two parts, one behind the other.
+// Four numbers of a row, in parts.
+struct FourParts
+{
+    TwoParts at[4];
+
+    __device__ __forceinline__ explicit FourParts(float4 x)
+        : at{TwoParts(x.x), TwoParts(x.y), TwoParts(x.z), TwoParts(x.w)}
+    {
+    }
+};
+
+// Heads of 16 rows in shared memory, two numbers side by side in parts: both high ones, then both low ones.
 template <int kSize>
 struct SplitRows
 {
@@ -99,37 +141,57 @@ struct SplitRows
 
     uint32_t* words;
 
-    __device__ __forceinline__ void store(int row, int first, float4 x) const
+    __device__ __forceinline__ void store(int row, int first, FourParts const& x) const
     {
         uint4* const to = reinterpret_cast<uint4*>(words + row * kStride + 2 * first);
-        TwoParts const parts[4] = {TwoParts(x.x), TwoParts(x.y), TwoParts(x.z), TwoParts(x.w)};
-        to[0] = {parts[0].high, parts[0].low, parts[1].high, parts[1].low};
-        to[1] = {parts[2].high, parts[2].low, parts[3].high, parts[3].low};
+        to[0] = {x.at[0].high, x.at[1].high, x.at[0].low, x.at[1].low};
+        to[1] = {x.at[2].high, x.at[3].high, x.at[2].low, x.at[3].low};
     }
 
     __device__ __forceinline__ float4 load(int row, int first) const
     {
         uint4 const* const from = reinterpret_cast<uint4 const*>(words + row * kStride + 2 * first);
-        return {joined(from[0].x, from[0].y), joined(from[0].z, from[0].w), joined(from[1].x, from[1].y),
-            joined(from[1].z, from[1].w)};
+        return {joined(from[0].x, from[0].z), joined(from[0].y, from[0].w), joined(from[1].x, from[1].z),
+            joined(from[1].y, from[1].w)};
     }
 
-    // Two numbers side by side, of a row: the 4 t + 2 half-th and the next of the 16 keys of a group.
+    // Two numbers side by side, of a row: those that lane t has of a half of a group's 16 keys.
     __device__ __forceinline__ uint4 pair(int row, int group, int half, int t) const
     {
         return *reinterpret_cast<uint4 const*>(words + row * kStride + 32 * group + 8 * t + 4 * half);
-    }
-
-    // The number of a row that is the g-th of 8, as accumulators have a half of a group's 16 keys.
-    __device__ __forceinline__ uint2 one(int row, int group, int half, int g) const
-    {
-        return *reinterpret_cast<uint2 const*>(words + row * kStride + 32 * group + 8 * (g / 2) + 4 * half + 2 * (g % 2));
     }
 
 private:
     __device__ __forceinline__ static float joined(uint32_t high, uint32_t low)
     {
         return __uint_as_float(high) + __uint_as_float(low);
+    }
+};
+
+// Likewise, but side by side are one number of a row with an even index and of the row behind it.
+template <int kSize>
+struct SplitPairs
+{
+    static constexpr int kStride = 4 * kSize + 8; // of a pair of rows
+    static constexpr int kWords = kDeltaRows / 2 * kStride;
+
+    uint32_t* words;
+
+    __device__ __forceinline__ void store(int pair, int first, FourParts const& x, FourParts const& next) const
+    {
+        uint4* const to = reinterpret_cast<uint4*>(words + pair * kStride + 4 * first);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+        {
+            to[i] = {x.at[i].high, next.at[i].high, x.at[i].low, next.at[i].low};
+        }
+    }
+
+    // The number that is the g-th of 8, as accumulators have a half of a group's 16 keys.
+    __device__ __forceinline__ uint4 one(int pair, int group, int half, int g) const
+    {
+        int const key = 16 * group + 4 * (g / 2) + 2 * half + g % 2;
+        return *reinterpret_cast<uint4 const*>(words + pair * kStride + 4 * key);
     }
 };
 
@@ -187,39 +249,30 @@ struct StateTile
         return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
     }
 
-    // Reads rows' numbers out of it: sums[i] of rows 8 i and on, [16 values, 8 rows]. With one tile the others are not.
-    __device__ __forceinline__ void read(
-        SplitRows<kSize> const& keys, SplitRows<kSize> const& queries, int tiles, float (&of_keys)[2][4],
-        float (&of_queries)[2][4]) const
+    // Reads 16 rows' numbers out of it: sums[i] of rows 8 i and on, [16 values, 8 rows].
+    __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries,
+        float (&of_keys)[2][4], float (&of_queries)[2][4]) const
     {
         DeltaLane const lane;
+        float(*const sums[4])[4] = {&of_keys[0], &of_keys[1], &of_queries[0], &of_queries[1]};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                LeftParts const state = left(group, half);
-#pragma unroll
-                for (int tile = 0; tile < 2; ++tile)
-                {
-                    if (tile < tiles)
-                    {
-                        int const row = 8 * tile + lane.row;
-                        uint4 const key = keys.pair(row, group, half, lane.column);
-                        uint4 const query = queries.pair(row, group, half, lane.column);
-                        add_product(of_keys[tile], state, key.x, key.y, key.z, key.w);
-                        add_product(of_queries[tile], state, query.x, query.y, query.z, query.w);
-                    }
-                }
+                RightParts const right[4] = {RightParts(keys.pair(lane.row, group, half, lane.column)),
+                    RightParts(keys.pair(lane.row + 8, group, half, lane.column)),
+                    RightParts(queries.pair(lane.row, group, half, lane.column)),
+                    RightParts(queries.pair(lane.row + 8, group, half, lane.column))};
+                add_products(sums, left(group, half), right);
             }
         }
     }
 
-    // Forgets, and writes rows: state <- kept * state + writes * keys. writes[i]: of rows 8 i and on, [16 values, 8].
+    // Forgets, and writes 16 rows: state <- kept * state + writes * keys. writes[i]: of rows 8 i and on, [16 values, 8].
     // Added to the state by FP32 additions: those of the products round down.
-    __device__ __forceinline__ void absorb(
-        float kept, float const (&writes)[2][4], SplitRows<kSize> const& keys, int tiles)
+    __device__ __forceinline__ void absorb(float kept, float const (&writes)[2][4], SplitPairs<kSize> const& keys)
     {
         DeltaLane const lane;
         LeftParts const left[2] = {{writes[0][0], writes[0][1], writes[0][2], writes[0][3]},
@@ -227,27 +280,21 @@ struct StateTile
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
+            float sum[2][4] = {}; // of both halves of the group's keys
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int tile = 0; tile < 2; ++tile)
             {
-                float sum[4] = {};
+                int const pair = 4 * tile + lane.column;
+                RightParts const right[2] = {RightParts(keys.one(pair, group, 0, lane.row)),
+                    RightParts(keys.one(pair, group, 1, lane.row))};
+                float(*const sums[2])[4] = {&sum[0], &sum[1]};
+                add_products(sums, left[tile], right);
+            }
 #pragma unroll
-                for (int tile = 0; tile < 2; ++tile)
-                {
-                    if (tile < tiles)
-                    {
-                        int const row = 8 * tile + 2 * lane.column;
-                        uint2 const first = keys.one(row, group, half, lane.row);
-                        uint2 const second = keys.one(row + 1, group, half, lane.row);
-                        add_product(sum, left[tile], first.x, first.y, second.x, second.y);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                {
-                    float& x = at[group][i / 2][2 * half + i % 2];
-                    x = fmaf(x, kept, sum[i]);
-                }
+            for (int i = 0; i < 8; ++i)
+            {
+                float& x = at[group][i % 4 / 2][i / 4 * 2 + i % 2];
+                x = fmaf(x, kept, sum[i / 4][i % 4]);
             }
         }
     }

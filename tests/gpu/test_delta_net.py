@@ -191,7 +191,7 @@ def test_blocks_and_prompts_equal_float64(layer, dtype):
 def test_after_five_hundred_steps_the_state_is_float64s(pending):
     """Of blocks accepted in part, pieces of prompts, slots that take no part, and ones that begin again."""
     chance = random.Random(2)
-    slots = Slots(replace(LAYER, value_heads=6, key_size=64, value_size=64), torch.float32, 4, pending)
+    slots = Slots(replace(LAYER, key_heads=1, value_heads=3, key_size=64, value_size=64), torch.float32, 4, pending)
     worst = 0.0
     for step in range(500):
         counts = [chance.choice((0, 1, chance.randint(1, pending))) for _ in range(4)]
