@@ -8,7 +8,7 @@ from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS,
 from trtllm_dflash.kernels.append import Append
 from trtllm_dflash.kernels.attention import MAX_ROWS, TREE_ROWS, attend_prompts, attend_rows, attention, takes_prompts
 from trtllm_dflash.kernels.caches import Scales
-from trtllm_dflash.kernels.checks import HEAD_SIZES
+from trtllm_dflash.kernels.checks import HALVES, HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
 from trtllm_dflash.kernels.delta_net import DeltaNet, advance_states, why_no_delta_net
 from trtllm_dflash.kernels.draft_tree import (
@@ -23,7 +23,7 @@ from trtllm_dflash.kernels.draft_tree import (
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
-from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu
+from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu, takes_norm
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
@@ -35,6 +35,7 @@ __all__ = [
     "ALL_REDUCE_BYTES",
     "ALL_REDUCE_RANKS",
     "ALL_REDUCE_SHARED",
+    "HALVES",
     "HEAD_SIZES",
     "LIBRARY_VARIABLE",
     "MAX_ROWS",
@@ -82,6 +83,7 @@ __all__ = [
     "set_pages",
     "skinny_gemm",
     "swiglu",
+    "takes_norm",
     "takes_prompts",
     "takes_quantize",
     "takes_skinny",

@@ -20,6 +20,11 @@ RmsNormParams = structure(
 SwigluParams = structure("dflash_swiglu_params", ints="dtype rows size", pointers="x out")
 
 
+def takes_norm(x: Tensor) -> bool:
+    """Whether `rms_norm` norms rows x."""
+    return x.dtype in HALVES and x.dim() == 3 and x.stride(2) == 1
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Computes RMSNorm of x [B, N, H], read by its strides: [B, N, H]. H is a multiple of 8 and at most 32,768.
 

@@ -6,13 +6,12 @@ from functools import lru_cache
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, Residual, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_products import CudaProducts
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
-from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
-from trtllm_dflash.ops.linear_weight import linear_weight
-from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.ops.fp8 import FP8
 
 Tensor = torch.Tensor
 
@@ -47,7 +46,7 @@ def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
     return kernels.Matrix(values, matrix.scales, matrix.bias)
 
 
-class CudaOps(TorchOps):
+class CudaOps(CudaProducts):
     """Computes a step of flat rows: x is [1, N, H] for models, and what is per slot is [G], one for each segment.
 
     The layout of the rows lies on the device. A call whose inputs stay at their addresses may be captured into a CUDA
@@ -88,74 +87,7 @@ class CudaOps(TorchOps):
         self._moves = moves
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
 
-    # -- the network -------------------------------------------------------------------------------------------------
-
-    def embedding(self, name: str, ids: Tensor) -> Tensor:
-        return kernels.embed(self.weights[name + ".weight"], ids)
-
-    def block_embedding(self, name: str, bonus: Tensor, block_offsets: Tensor, mask_id: int) -> Tensor:
-        return kernels.embed(self.weights[name + ".weight"], bonus, block_offsets.shape[1], mask_id)
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        y = self._skinny_gemm(name, x)
-        return super().linear(name, x) if y is None else y
-
-    def linear_swiglu(self, name: str, x: Tensor) -> Tensor:
-        y = self._skinny_gemm(name, x, swiglu=True)
-        return super().linear_swiglu(name, x) if y is None else y
-
-    def add_product(self, name: str, x: Tensor, y: Tensor) -> Residual[Tensor]:
-        total = self._skinny_gemm(name, y, residual=x) if self.tp == 1 and x.is_contiguous() else None
-        return super().add_product(name, x, y) if total is None else Residual(total)
-
-    def norm_linear(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        y = self._normed_skinny_gemm(norm, name, x, eps)
-        return super().norm_linear(norm, name, x, eps) if y is None else (x.x, y)
-
-    def norm_linear_swiglu(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        y = self._normed_skinny_gemm(norm, name, x, eps, swiglu=True)
-        return super().norm_linear_swiglu(norm, name, x, eps) if y is None else (x.x, y)
-
-    def _normed_skinny_gemm(
-        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
-    ) -> Tensor | None:
-        """Computes `_skinny_gemm` of rows that it norms itself, where nothing is pending on the stream; else None."""
-        if x.pending is not None or not x.x.is_contiguous():
-            return None
-        return self._skinny_gemm(name, x.x, swiglu, kernels.Norm(self.weights[norm + ".weight"], eps))
-
-    def _skinny_gemm(
-        self,
-        name: str,
-        x: Tensor,
-        swiglu: bool = False,
-        norm: kernels.Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor | None:
-        """Multiplies by our kernel, or returns None where it cannot; x is not rounded for an FP8 weight."""
-        weight = linear_weight(self.weights, name)
-        if isinstance(weight, Tensor):
-            values, scale = weight, None
-        elif isinstance(weight, Fp8Weight) and not weight.by_block:
-            values, scale = weight.values, weight.scale
-        else:
-            return None
-        if not kernels.takes_skinny(x, values):
-            return None
-        return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu, norm, residual)
-
-    def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        return kernels.quantize_rows(x) if kernels.takes_quantize(x) else super()._quantize_rows(x)
-
-    def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
-        return kernels.rms_norm(x, self.weights[name + ".weight"], eps)
-
-    def add_rms_norm(self, name: str, x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return kernels.add_rms_norm(x, y, self.weights[name + ".weight"], eps)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        return kernels.swiglu(x)
+    # -- experts ------------------------------------------------------------------------------------------------------
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes as many rows at a time as the kernels take: prompts bring more."""

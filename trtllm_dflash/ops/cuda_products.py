@@ -1,0 +1,91 @@
+"""`TorchOps` on a GPU with our kernels where they take the rows: embeddings, norms, SwiGLU, products of few rows."""
+
+import torch
+
+from trtllm_dflash import kernels
+from trtllm_dflash.ops.base import Residual
+from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.linear_weight import linear_weight
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+Tensor = torch.Tensor
+
+
+class CudaProducts(TorchOps):
+    """The part of a network that is the same wherever its rows lie: [slots, rows] or flat."""
+
+    def embedding(self, name: str, ids: Tensor) -> Tensor:
+        table = self.weights[name + ".weight"]
+        return kernels.embed(table, ids) if table.dtype in kernels.HALVES else super().embedding(name, ids)
+
+    def block_embedding(self, name: str, bonus: Tensor, block_offsets: Tensor, mask_id: int) -> Tensor:
+        table = self.weights[name + ".weight"]
+        if table.dtype not in kernels.HALVES:
+            return super().block_embedding(name, bonus, block_offsets, mask_id)
+        return kernels.embed(table, bonus, block_offsets.shape[1], mask_id)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = self._skinny_gemm(name, x)
+        return super().linear(name, x) if y is None else y
+
+    def linear_swiglu(self, name: str, x: Tensor) -> Tensor:
+        y = self._skinny_gemm(name, x, swiglu=True)
+        return super().linear_swiglu(name, x) if y is None else y
+
+    def add_product(self, name: str, x: Tensor, y: Tensor) -> Residual[Tensor]:
+        total = self._skinny_gemm(name, y, residual=x) if self.tp == 1 and x.is_contiguous() else None
+        return super().add_product(name, x, y) if total is None else Residual(total)
+
+    def norm_linear(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+        y = self._normed_skinny_gemm(norm, name, x, eps)
+        return super().norm_linear(norm, name, x, eps) if y is None else (x.x, y)
+
+    def norm_linear_swiglu(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+        y = self._normed_skinny_gemm(norm, name, x, eps, swiglu=True)
+        return super().norm_linear_swiglu(norm, name, x, eps) if y is None else (x.x, y)
+
+    def _normed_skinny_gemm(
+        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
+    ) -> Tensor | None:
+        """Computes `_skinny_gemm` of rows that it norms itself, where nothing is pending on the stream; else None."""
+        weight = self.weights[norm + ".weight"]
+        if x.pending is not None or not x.x.is_contiguous() or weight.dtype != x.x.dtype:
+            return None
+        return self._skinny_gemm(name, x.x, swiglu, kernels.Norm(weight, eps))
+
+    def _skinny_gemm(
+        self,
+        name: str,
+        x: Tensor,
+        swiglu: bool = False,
+        norm: kernels.Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
+        """Multiplies by our kernel, or returns None where it cannot; x is not rounded for an FP8 weight."""
+        weight = linear_weight(self.weights, name)
+        if isinstance(weight, Tensor):
+            values, scale = weight, None
+        elif isinstance(weight, Fp8Weight) and not weight.by_block:
+            values, scale = weight.values, weight.scale
+        else:
+            return None
+        is_alike = scale is not None or values.dtype == x.dtype  # a router's may be FP32
+        if not is_alike or not x.is_contiguous() or not kernels.takes_skinny(x, values):
+            return None
+        return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu, norm, residual)
+
+    def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        return kernels.quantize_rows(x) if kernels.takes_quantize(x) else super()._quantize_rows(x)
+
+    def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
+        weight = self.weights[name + ".weight"]
+        return kernels.rms_norm(x, weight, eps) if kernels.takes_norm(x) else super().rms_norm(name, x, eps)
+
+    def add_rms_norm(self, name: str, x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not kernels.takes_norm(x):
+            return super().add_rms_norm(name, x, y, eps)
+        return kernels.add_rms_norm(x, y, self.weights[name + ".weight"], eps)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return kernels.swiglu(x) if x.dtype in kernels.HALVES else super().swiglu(x)
