@@ -539,14 +539,14 @@ typedef struct
 {
     int32_t dtype; /* FP16, BF16 or FP32: x, gates, conv, window, out */
     int32_t segment_count; /* G */
-    int32_t rows; /* N: those of no segment get zeros */
+    int32_t rows; /* N: those behind a segment's, up to the next one's, get zeros */
     int32_t key_heads; /* Hk */
     int32_t value_heads; /* Hv, a multiple of Hk */
     int32_t head_size; /* D, of keys and values: 16, 32, 64 or 128 */
     int32_t kernel; /* rows that the convolution sees: 4 */
     int32_t pending; /* at most 16 */
     float norm_eps;
-    const int32_t* segments; /* [G, 4] */
+    const int32_t* segments; /* [G, 4] in the order of their rows, the first of which is row 0 */
     const int32_t* lengths; /* [slots]: the position that a slot's states stand at */
     const void* x; /* [N, C + Hv * D] by stride */
     const void* gates; /* [N, 2 Hv] by stride: shares b, then decays a */

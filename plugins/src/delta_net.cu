@@ -202,140 +202,155 @@ struct DeltaNet
             + warp * 16 * kSize;
     }
 
-    // What goes into the convolution: the step's rows, and in front of them the window's.
-    __device__ __forceinline__ float4 input(int row, int channel) const
+    // A lane's output gates, of its warp's rows.
+    struct OutputGates
     {
-        if (row >= 0)
-        {
-            return load_four(row_of(row) + channel);
-        }
-        return work.begins ? float4{} : load_four(window_row(work.accepted + kBefore + row) + channel);
-    }
+        Vector<T, kLane> at[kRowsOfWarp];
+        float4 weight; // of the norm
+    };
 
-    // Convolves a lane's four channels in rows from `row` on; those from `end` on are zeros.
+    // What a lane's four channels of kRows rows are convolved from: on its way from memory while others are computed.
     template <int kRows>
-    __device__ __forceinline__ void convolve(int channel, int row, int end, float4 (&y)[kRows]) const
+    struct Window
+    {
+        Vector<T, kTaps> taps[kLane];
+        Vector<T, kLane> rows[kRows + kBefore];
+    };
+
+    // Loads it for rows from `row` on; those from `end` on are zeros.
+    template <int kRows>
+    __device__ __forceinline__ void load_window(int channel, int row, int end, Window<kRows>& x) const
     {
         T const* const weights = static_cast<T const*>(p.conv) + channel * kTaps;
-        float4 taps[kLane];
-        float4 x[kRows + kBefore];
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
         {
-            taps[i] = load_four(weights + i * kTaps);
+            x.taps[i] = load_vector<T, kTaps>(weights + i * kTaps);
         }
-        if (row >= kBefore && row + kRows <= end)
-        {
-            T const* const from = row_of(row - kBefore) + channel;
+        T const* const first = row_of(row - kBefore) + channel;
 #pragma unroll
-            for (int i = 0; i < kRows + kBefore; ++i)
-            {
-                x[i] = load_four(from + i * p.x_row_stride);
-            }
-        }
-        else
+        for (int i = 0; i < kRows + kBefore; ++i)
         {
-#pragma unroll
-            for (int i = 0; i < kRows + kBefore; ++i)
-            {
-                x[i] = row + i - kBefore < end ? input(row + i - kBefore, channel) : float4{};
-            }
+            int const own = row + i - kBefore;
+            bool const is_there = own < end && (own >= 0 || !work.begins);
+            T const* const from
+                = own >= 0 ? first + i * p.x_row_stride : window_row(work.accepted + kBefore + own) + channel;
+            x.rows[i] = is_there ? load_vector<T, kLane>(from) : Vector<T, kLane>{};
         }
+    }
+
+    template <int kRows>
+    __device__ __forceinline__ void convolve(Window<kRows> const& x, int row, int end, float4 (&y)[kRows]) const
+    {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
         {
-            y[i] = {mix(taps[0], x[i].x, x[i + 1].x, x[i + 2].x, x[i + 3].x),
-                mix(taps[1], x[i].y, x[i + 1].y, x[i + 2].y, x[i + 3].y),
-                mix(taps[2], x[i].z, x[i + 1].z, x[i + 2].z, x[i + 3].z),
-                mix(taps[3], x[i].w, x[i + 1].w, x[i + 2].w, x[i + 3].w)};
-            y[i] = row + i < end ? y[i] : float4{};
+            float out[kLane];
+#pragma unroll
+            for (int j = 0; j < kLane; ++j)
+            {
+                auto const& taps = x.taps[j];
+                out[j] = mix(taps, x.rows[i].at[j], x.rows[i + 1].at[j], x.rows[i + 2].at[j], x.rows[i + 3].at[j]);
+            }
+            y[i] = row + i < end ? float4{out[0], out[1], out[2], out[3]} : float4{};
         }
     }
 
-    __device__ __forceinline__ static float mix(float4 taps, float a, float b, float c, float d)
+    __device__ __forceinline__ static float mix(Vector<T, kTaps> const& taps, T a, T b, T c, T d)
     {
-        return quick_silu(fmaf(taps.w, d, fmaf(taps.z, c, fmaf(taps.y, b, taps.x * a))));
+        float const before = fmaf(to_float(taps.at[1]), to_float(b), to_float(taps.at[0]) * to_float(a));
+        return quick_silu(fmaf(to_float(taps.at[3]), to_float(d), fmaf(to_float(taps.at[2]), to_float(c), before)));
     }
 
-    // Fills in keys and queries of rows from `row` on, normed; by items of four rows of one of both.
-    __device__ __forceinline__ void fill_keys(Rows<kSize> const& rows, int row, int end) const
+    // Fills in keys and queries of rows from `row` on, normed, and values: by items of four rows of keys or queries, and
+    // of two of values.
+    __device__ __forceinline__ void fill_rows(Rows<kSize> const& rows, int row, int end) const
     {
-        constexpr int kRows = 4;
+        bool const has_numbers = lane * kLane < kSize;
         for (int item = warp; item < 8; item += kWarps)
         {
             bool const is_query = item >= 4;
-            int const own = item % 4 * kRows;
-            float4 y[kRows] = {};
-            if (lane * kLane < kSize)
+            int const own = item % 4 * 4;
+            Window<4> keys = {};
+            Window<2> values = {};
+            if (has_numbers)
             {
-                convolve<kRows>((is_query ? query_channel() : key_channel()) + lane * kLane, row + own, end, y);
+                load_window<4>((is_query ? query_channel() : key_channel()) + lane * kLane, row + own, end, keys);
+                load_window<2>(value_channel() + lane * kLane, row + 2 * item, end, values);
             }
-            float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
+            store_keys(rows, keys, row, own, end, is_query);
+            float4 y[2];
+            convolve<2>(values, row + 2 * item, end, y);
 #pragma unroll
-            for (int i = 0; i < kRows; ++i)
+            for (int i = 0; i < 2; ++i)
             {
-                float const sum = warp_sum(y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w);
-                float const by = rsqrtf(sum + kLengthEps) * scale;
-                y[i] = {y[i].x * by, y[i].y * by, y[i].z * by, y[i].w * by};
-            }
-            if (lane * kLane < kSize)
-            {
-#pragma unroll
-                for (int i = 0; i < kRows; i += 2)
+                if (has_numbers)
                 {
-                    FourParts const first(y[i]);
-                    FourParts const second(y[i + 1]);
-                    SplitRows<kSize> const& to = is_query ? shared.queries : shared.keys;
-                    to.store(own + i, lane * kLane, first);
-                    to.store(own + i + 1, lane * kLane, second);
-                    if (!is_query)
-                    {
-                        rows.keys.store((own + i) / 2, lane * kLane, first, second);
-                    }
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void fill_values(int row, int end) const
-    {
-        constexpr int kRows = 2;
-        for (int item = warp; item < kDeltaRows / kRows; item += kWarps)
-        {
-            int const own = item * kRows;
-            if (lane * kLane < kSize)
-            {
-                float4 y[kRows];
-                convolve<kRows>(value_channel() + lane * kLane, row + own, end, y);
-#pragma unroll
-                for (int i = 0; i < kRows; ++i)
-                {
-                    float* const to = shared.values + (own + i) * Shared<kSize>::kValueStride + lane * kLane;
+                    float* const to = shared.values + (2 * item + i) * Shared<kSize>::kValueStride + lane * kLane;
                     *reinterpret_cast<float4*>(to) = y[i];
                 }
             }
         }
     }
 
-    // Fills in the numbers that rows have of the head. By one warp, each lane with a row.
-    __device__ __forceinline__ void fill_gates(Rows<kSize> const& rows, int row, int count) const
+    __device__ __forceinline__ void store_keys(
+        Rows<kSize> const& rows, Window<4> const& window, int row, int own, int end, bool is_query) const
     {
-        float decay = 1.f;
-        float share = 0.f;
-        if (lane < count)
+        float4 y[4];
+        convolve<4>(window, row + own, end, y);
+        float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
         {
-            T const* const gates = static_cast<T const*>(p.gates)
-                + int64_t{work.first_row + row + lane} * p.gates_row_stride + work.head;
-            float const b = to_float(gates[0]);
-            float const a = to_float(gates[p.value_heads]) + static_cast<float const*>(p.dt_bias)[work.head];
-            float const rate = expf(static_cast<float const*>(p.a_log)[work.head]);
-            decay = expf(-rate * (fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)))));
-            share = 1.f / (1.f + expf(-b));
+            float const sum = warp_sum(y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w);
+            float const by = rsqrtf(sum + kLengthEps) * scale;
+            y[i] = {y[i].x * by, y[i].y * by, y[i].z * by, y[i].w * by};
         }
-        fill_decays(rows, decay);
+        if (lane * kLane < kSize)
+        {
+            SplitRows<kSize> const to = is_query ? shared.queries : shared.keys;
+#pragma unroll
+            for (int i = 0; i < 4; i += 2)
+            {
+                FourParts const first(y[i]);
+                FourParts const second(y[i + 1]);
+                to.store(own + i, lane * kLane, first);
+                to.store(own + i + 1, lane * kLane, second);
+                if (!is_query)
+                {
+                    rows.keys.store((own + i) / 2, lane * kLane, first, second);
+                }
+            }
+        }
+    }
+
+    // A lane's row's share and decay, as projected.
+    struct Gates
+    {
+        T share;
+        T decay;
+        float rate;
+        float bias;
+    };
+
+    __device__ __forceinline__ Gates load_gates(int row, int count) const
+    {
+        int const own = min(lane, count - 1);
+        T const* const gates = static_cast<T const*>(p.gates)
+            + int64_t{work.first_row + row + own} * p.gates_row_stride + work.head;
+        return {gates[0], gates[p.value_heads], static_cast<float const*>(p.a_log)[work.head],
+            static_cast<float const*>(p.dt_bias)[work.head]};
+    }
+
+    // Fills in the numbers that rows have of the head. By one warp, each lane with a row.
+    __device__ __forceinline__ void fill_gates(Rows<kSize> const& rows, Gates const& gates, int count) const
+    {
+        float const a = to_float(gates.decay) + gates.bias;
+        float const decay = expf(-expf(gates.rate) * (fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)))));
+        fill_decays(rows, lane < count ? decay : 1.f);
         if (lane < kDeltaRows)
         {
-            shared.shares[lane] = share;
+            shared.shares[lane] = lane < count ? 1.f / (1.f + expf(-to_float(gates.share))) : 0.f;
         }
     }
 
@@ -576,13 +591,14 @@ struct DeltaNet
     }
 
     // Computes what rows write into the state, and, into shared memory, what they read out of it.
-    __device__ __forceinline__ void compute(
-        Rows<kSize> const& rows, StateTile<kSize> const& state, float (&writes)[2][4]) const
+    __device__ __forceinline__ void compute(Rows<kSize> const& rows, StateTile<kSize> const& state,
+        float (&writes)[2][4], int row, int count, OutputGates& output) const
     {
         DeltaLane const at;
         float of_keys[2][4] = {};
         float of_queries[2][4] = {};
         state.read(shared.keys, shared.queries, of_keys, of_queries);
+        load_output_gates(row, count, output);
         __syncthreads(); // for the matrices
         float* const values = shared.values + warp * 16 + at.row;
 #pragma unroll
@@ -591,10 +607,10 @@ struct DeltaNet
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                int const row = 8 * tile + 2 * at.column + i % 2;
-                float const value = values[row * Shared<kSize>::kValueStride + i / 2 * 8];
-                of_keys[tile][i] = value - rows.kept[row] * of_keys[tile][i];
-                of_queries[tile][i] *= rows.kept[row];
+                int const own = 8 * tile + 2 * at.column + i % 2;
+                float const value = values[own * Shared<kSize>::kValueStride + i / 2 * 8];
+                of_keys[tile][i] = value - rows.kept[own] * of_keys[tile][i];
+                of_queries[tile][i] *= rows.kept[own];
                 writes[tile][i] = 0.f;
             }
         }
@@ -607,8 +623,8 @@ struct DeltaNet
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                int const row = 8 * tile + 2 * at.column + i % 2;
-                values[row * Shared<kSize>::kValueStride + i / 2 * 8] = of_queries[tile][i];
+                int const own = 8 * tile + 2 * at.column + i % 2;
+                values[own * Shared<kSize>::kValueStride + i / 2 * 8] = of_queries[tile][i];
             }
         }
     }
@@ -633,20 +649,23 @@ struct DeltaNet
         }
     }
 
-    // Norms what rows read, multiplies it by their output gates, and writes it out: a warp a row.
-    __device__ __forceinline__ void write_out(int row, int count) const
+    __device__ __forceinline__ void load_output_gates(int row, int count, OutputGates& gates) const
     {
-        bool const has_numbers = lane * kLane < kSize;
-        float4 const weight = has_numbers ? load_four(static_cast<float const*>(p.norm) + lane * kLane) : float4{};
-        float4 gates[kRowsOfWarp];
+        int const first = min(lane * kLane, kSize - kLane);
+        gates.weight = load_four(static_cast<float const*>(p.norm) + first);
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp; ++i)
         {
-            int const own = warp + i * kWarps;
-            gates[i] = own < count && has_numbers
-                ? load_four(row_of(row + own) + channels() + work.head * kSize + lane * kLane)
-                : float4{};
+            int const own = min(warp + i * kWarps, count - 1);
+            gates.at[i] = load_vector<T, kLane>(row_of(row + own) + channels() + work.head * kSize + first);
         }
+    }
+
+    // Norms what rows read, multiplies it by their output gates, and writes it out: a warp a row.
+    __device__ __forceinline__ void write_out(int row, int count, OutputGates const& gates) const
+    {
+        bool const has_numbers = lane * kLane < kSize;
+        float4 const weight = gates.weight;
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp; ++i)
         {
@@ -661,29 +680,30 @@ struct DeltaNet
             if (own < count && has_numbers)
             {
                 int64_t const to = int64_t{work.first_row + row + own} * p.value_heads + work.head;
-                float4 const out = {y.x * root * weight.x * quick_silu(gates[i].x), y.y * root * weight.y * quick_silu(gates[i].y),
-                    y.z * root * weight.z * quick_silu(gates[i].z), y.w * root * weight.w * quick_silu(gates[i].w)};
+                auto const gate = [&](int j) { return quick_silu(to_float(gates.at[i].at[j])); };
+                float4 const out = {y.x * root * weight.x * gate(0), y.y * root * weight.y * gate(1),
+                    y.z * root * weight.z * gate(2), y.w * root * weight.w * gate(3)};
                 store_four(static_cast<T*>(p.out) + to * kSize + lane * kLane, out);
             }
         }
     }
 
-    // Notes that the block has read what the value heads of a key head share: the last of them writes it.
-    __device__ __forceinline__ void leave() const
+    // Counts the blocks that have read what the value heads of a key head share: returns how many had before this one.
+    // Relaxed: nothing was written, and what was read has come, for it lies in shared memory.
+    __device__ __forceinline__ int leave() const
     {
-        if (threadIdx.x == 0)
+        return atomicAdd(p.counters + int64_t{work.slot} * p.key_heads + work.key_head, 1);
+    }
+
+    // The last of them writes it. By one thread.
+    __device__ __forceinline__ void note_last(int left) const
+    {
+        bool const is_last = left == p.value_heads / p.key_heads - 1;
+        if (is_last)
         {
-            __threadfence();
-            int const others = p.value_heads / p.key_heads - 1;
-            int* const counter = p.counters + int64_t{work.slot} * p.key_heads + work.key_head;
-            bool const is_last = atomicAdd(counter, 1) == others;
-            __threadfence();
-            if (is_last)
-            {
-                *counter = 0;
-            }
-            *shared.is_last = is_last;
+            p.counters[int64_t{work.slot} * p.key_heads + work.key_head] = 0;
         }
+        *shared.is_last = is_last;
     }
 
     // Writes the rows that the next step's convolution sees, and the pending rows' keys.
@@ -692,27 +712,40 @@ struct DeltaNet
         constexpr int kParts = kSize / kLane;
         bool const is_last = *shared.is_last;
         int const count = work.count - work.absorbed;
-        int const parts = is_last ? 3 * kParts : kParts; // of rows: values, then keys and queries
         int const old = max(kBefore - work.absorbed, 0); // rows of the window that stay in it
-        auto const channel_of = [&](int part)
+        auto const first_of = [&](int section)
+        { return section == 0 ? value_channel() : section == 1 ? key_channel() : query_channel(); };
+        int const sections = is_last ? 3 : 1;
+        for (int part = threadIdx.x; part < sections * kParts; part += kThreads)
         {
-            int const first = part < kParts ? value_channel() : part < 2 * kParts ? key_channel() : query_channel();
-            return first + part % kParts * kLane;
-        };
-        for (int part = threadIdx.x; part < parts; part += kThreads)
-        {
-            int const channel = channel_of(part);
-            for (int row = 0; row < old; ++row) // each from one at least as far behind
+            int const channel = first_of(part / kParts) + part % kParts * kLane;
+            Vector<T, kLane> x[kBefore];
+#pragma unroll
+            for (int row = 0; row < kBefore; ++row)
             {
-                store_four(window_row(row) + channel, input(work.absorbed + row - kBefore, channel));
+                bool const is_there = row < old && !work.begins;
+                x[row] = is_there ? load_vector<T, kLane>(window_row(work.accepted + work.absorbed + row) + channel)
+                                  : Vector<T, kLane>{};
+            }
+#pragma unroll
+            for (int row = 0; row < kBefore; ++row)
+            {
+                if (row < old)
+                {
+                    store_vector(window_row(row) + channel, x[row]);
+                }
             }
         }
         __syncthreads();
-        for (int item = threadIdx.x; item < parts * (kBefore - old + count); item += kThreads)
+        for (int section = 0; section < sections; ++section)
         {
-            int const row = old + item / parts;
-            int const channel = channel_of(item % parts);
-            store_four(window_row(row) + channel, load_four(row_of(work.absorbed + row - kBefore) + channel));
+            for (int item = threadIdx.x; item < kParts * (kBefore - old + count); item += kThreads)
+            {
+                int const row = old + item / kParts;
+                int const channel = first_of(section) + item % kParts * kLane;
+                T const* const from = row_of(work.absorbed + row - kBefore) + channel;
+                store_vector(window_row(row) + channel, load_vector<T, kLane>(from));
+            }
         }
         for (int item = threadIdx.x; is_last && item < kParts * count; item += kThreads)
         {
@@ -744,30 +777,31 @@ struct DeltaNet
             bool const is_pending = row == work.absorbed;
             Rows<kSize> const rows = shared.rows(turn);
             Rows<kSize> const before = shared.rows(1 - turn);
-            fill_keys(rows, row, row + count);
-            fill_values(row, row + count);
+            Gates const gates = load_gates(row, count);
+            fill_rows(rows, row, row + count);
             if (warp == 0)
             {
-                fill_gates(rows, row, count);
+                fill_gates(rows, gates, count);
             }
             if (row == 0)
             {
                 fill_pending(before, keys);
             }
             __syncthreads();
+            int left = 0;
+            if (is_pending && threadIdx.x == 0)
+            {
+                left = leave();
+            }
             multiply_keys();
             if (row > 0 || work.accepted > 0)
             {
                 weigh(writes, before.behind);
                 tile.absorb(before.kept[kDeltaRows - 1], writes, before.keys);
             }
-            if (is_pending)
+            if (is_pending && (work.accepted > 0 || work.absorbed > 0))
             {
-                leave();
-                if (work.accepted > 0 || work.absorbed > 0)
-                {
-                    tile.store(state());
-                }
+                tile.store(state());
             }
             __syncthreads();
             weigh_products(rows);
@@ -776,13 +810,18 @@ struct DeltaNet
             {
                 invert();
             }
-            compute(rows, tile, writes);
+            OutputGates output;
+            compute(rows, tile, writes, row, count, output);
             if (is_pending)
             {
                 keep_writes(rows, writes, count);
+                if (threadIdx.x == 0)
+                {
+                    note_last(left);
+                }
             }
             __syncthreads();
-            write_out(row, count);
+            write_out(row, count, output);
             row += count;
             if (is_pending)
             {
@@ -796,26 +835,16 @@ struct DeltaNet
     }
 };
 
-// Fills the output of rows that belong to no segment with zeros: each block those that are its share.
+// Fills the output of rows between a segment's and the next one's with zeros: they belong to nobody.
 template <typename T, int kSize>
-__device__ __forceinline__ void clear_padding(dflash_delta_net_params const& p)
+__device__ __forceinline__ void clear_padding(dflash_delta_net_params const& p, int4 segment, int end)
 {
-    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments);
-    int const lane = threadIdx.x % 32;
-    int const step = gridDim.y * (blockDim.x / 32);
-    for (int row = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32; row < p.rows; row += step)
+    constexpr int kParts = kSize / kLane;
+    int const first = segment.z + max(segment.w, 0);
+    for (int item = threadIdx.x; item < (end - first) * kParts; item += blockDim.x)
     {
-        bool is_used = false;
-        for (int index = lane; index < p.segment_count; index += 32)
-        {
-            int4 const segment = segments[index];
-            is_used |= row >= segment.z && row < segment.z + segment.w;
-        }
-        if (!__any_sync(0xffffffffu, is_used) && lane * kLane < kSize)
-        {
-            int64_t const to = int64_t{row} * p.value_heads + blockIdx.x;
-            store_four(static_cast<T*>(p.out) + to * kSize + lane * kLane, float4{});
-        }
+        int64_t const to = int64_t{first + item / kParts} * p.value_heads + blockIdx.x;
+        store_four(static_cast<T*>(p.out) + to * kSize + item % kParts * kLane, float4{});
     }
 }
 
@@ -825,8 +854,11 @@ __global__ void __launch_bounds__(2 * kSize, kSize == 128 ? 2 : 1) delta_net_ker
 {
     begin();
     extern __shared__ float4 memory[];
-    clear_padding<T, kSize>(p);
-    Work const work(p, reinterpret_cast<int4 const*>(p.segments)[blockIdx.y]);
+    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.y;
+    int const end = blockIdx.y + 1 < gridDim.y ? segments[1].z : p.rows;
+    int4 const segment = segments[0];
+    Work const work(p, segment);
+    clear_padding<T, kSize>(p, segment, end);
     if (work.count > 0)
     {
         Shared<kSize> const shared(reinterpret_cast<float*>(memory));

@@ -102,39 +102,45 @@ class Slots:
         self.net = delta_net(layer, moved, self.states)
         self.own = [Recurrence(layer, self.weights) for _ in range(count)]
         self.starts = [0] * count
-        self.generator = torch.Generator().manual_seed(1)
+        width = layer.channels + layer.value_heads * layer.value_size
+        generator = torch.Generator().manual_seed(1)
+        self.bank = [torch.randn(2000, n, generator=generator).to(dtype) for n in (width, 2 * layer.value_heads)]
+        self.banked = [x.cuda() for x in self.bank]
+        self.taken = 0
 
     def begin(self, slot):
         self.own[slot], self.starts[slot] = Recurrence(self.layer, self.weights), 0
 
     def rows(self, count):
-        width = self.layer.channels + self.layer.value_heads * self.layer.value_size
-        x = torch.randn(count, width, generator=self.generator).to(self.dtype)
-        return x, torch.randn(count, 2 * self.layer.value_heads, generator=self.generator).to(self.dtype)
+        """The first of so many rows, of those that lie ready on both devices."""
+        first = 0 if self.taken + count > len(self.bank[0]) else self.taken
+        self.taken = first + count
+        return slice(first, first + count)
 
-    def step(self, counts, padding=0, advances=True):
+    def step(self, counts, padding=0):
         """Runs so many rows of each slot, 0: none, with rows of nobody behind them; returns outputs and float64's."""
-        x, gates = self.rows(sum(counts) + padding)
+        rows = self.rows(sum(counts) + padding)
         firsts = [sum(counts[:slot]) for slot in range(len(counts))]
         segments = [
             [slot, self.starts[slot], first, count]
             for slot, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]
-        found = self.launch(x, gates, segments)
+        found = self.launch(rows, segments, advances=True)
+        x, gates = (values[rows] for values in self.bank)
         expected = [
             self.own[slot].run(x[first : first + count], gates[first : first + count])
             for slot, _, first, count in segments
             if count
         ]
-        if advances:
-            self.states.advance(torch.tensor(segments, dtype=torch.int32).cuda())
         assert not found[sum(counts) :].any(), "rows of nobody"
         return found[: sum(counts)], torch.cat(expected)
 
-    def launch(self, x, gates, segments):
+    def launch(self, rows, segments, advances=False):
         on_gpu = torch.tensor(segments, dtype=torch.int32).cuda()
-        out = self.net(x.cuda(), gates.cuda(), on_gpu, self.states.lengths, self.states.counters)
-        assert not self.states.counters.any(), "counters"
+        x, gates = (values[rows] for values in self.banked)
+        out = self.net(x, gates, on_gpu, self.states.lengths, self.states.counters)
+        if advances:
+            self.states.advance(on_gpu)
         return out.cpu().double()
 
     def keep(self, slot, count):
@@ -143,8 +149,8 @@ class Slots:
 
     def state_error(self, slot):
         """How far a slot's state is from float64's, once what was accepted is absorbed."""
-        x, gates = self.rows(1)
-        self.launch(x, gates, [[slot, self.starts[slot], 0, 1]])
+        self.launch(self.rows(1), [[slot, self.starts[slot], 0, 1]])
+        assert not self.states.counters.any()
         found = self.states.tensors["net.state"][slot].cpu().double().transpose(1, 2)
         return relative(found, self.own[slot].state)
 
@@ -228,11 +234,9 @@ def test_a_step_that_is_repeated_gives_the_same_bits():
     slots.step([16, 40])
     slots.keep(0, 11)
     slots.keep(1, 40)
-    x, gates = slots.rows(20)
-    segments = [[0, 11, 0, 12], [1, 40, 12, 8]]
-    once = slots.launch(x, gates, segments)
-    slots.states.advance(torch.tensor(segments, dtype=torch.int32).cuda())
-    assert torch.equal(slots.launch(x, gates, segments), once)
+    rows, segments = slots.rows(20), [[0, 11, 0, 12], [1, 40, 12, 8]]
+    once = slots.launch(rows, segments, advances=True)
+    assert torch.equal(slots.launch(rows, segments), once)
 
 
 def test_slots_that_take_no_part_keep_every_bit():
@@ -251,6 +255,6 @@ def test_nets_that_are_not_computed_are_refused():
     assert "over 4 rows, not over 3" in kernels.why_no_delta_net(128, 128, 3, 16)
     assert "at most 16 rows, not of 64" in kernels.why_no_delta_net(128, 128, 4, 64)
     slots = Slots(LAYER, torch.bfloat16, 1)
-    x, gates = slots.rows(4)
+    slots.banked[1] = slots.banked[1].float()
     with pytest.raises(ValueError, match="gates"):
-        slots.launch(x, gates.float(), [[0, 0, 0, 4]])
+        slots.launch(slots.rows(4), [[0, 0, 0, 4]])

@@ -51,7 +51,7 @@ class DeltaNet:
         """Computes flat rows x [N, C + Hv*D] with gates [N, 2 Hv]: [N, Hv*D]; those of no segment become zeros.
 
         Args:
-            segments: [G, 4] int32 of slot, start, first row and count; no slot has two.
+            segments: [G, 4] int32 of slot, start, first row and count, in the order of their rows; no slot has two.
             lengths: [slots] int32, the positions that states stand at. They are left so: see `advance_states`.
             counters: [slots, Hk] int32 zeros, which every net of one stream may have.
         """
