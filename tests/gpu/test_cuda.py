@@ -8,6 +8,7 @@ from tests.conftest import TINY
 from tests.gpu.test_kernels import why_not
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.choice import Kernels
 
@@ -63,6 +64,20 @@ def test_in_half_precision_any_difference_is_a_near_tie(precision):
     same = assert_only_near_ties_differ(llm, prompts, *texts, params, dtype=llm.config.dtype, count=NEAR_TIE)
     assert same >= len(prompts) // 2
     assert acceptance(drafted) > 5
+
+
+@pytest.mark.parametrize("rows", [2, 16, 40])
+def test_attention_of_many_rows_that_share_keys_is_the_cpus(rows):
+    """Where torch attends by groups of heads, and where by heads."""
+    slots, heads, kv_heads, size, length = 9, 6, 2, 64, 200
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(slots, heads, rows, size, generator=generator)
+    keys, values = (torch.randn(slots, kv_heads, length, size, generator=generator) for _ in range(2))
+    lengths = torch.randint(rows, length + 1, (slots,), generator=generator, dtype=torch.int32)
+    expected = TorchOps({}, {}).attention(q, keys, values, lengths, True)
+    on_gpu = [x.cuda() for x in (q, keys, values, lengths)]
+    found = TorchOps({}, {}).attention(*on_gpu, True).cpu()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
