@@ -8,6 +8,7 @@ import argparse
 import json
 import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,8 +72,11 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
     return tensors
 
 
-def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float) -> dict[str, float]:
-    """Of one number of rows: our kernels' seconds and torch's, beside the bytes that the routing takes."""
+def measure(
+    shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float, torchs: bool
+) -> dict[str, float | None]:
+    """Of one number of rows: our kernels' seconds, by choice, for few rows and for many, beside the bytes that the
+    routing takes, and torch's where they are asked for."""
     experts = [Experts.of(tensors, shape.layer) for tensors in layers]
     inputs = [(normal(rows, shape.hidden), normal(rows, shape.experts)) for _ in range(CALLS)]
     touched = sum(len(route(shape.layer, logits)[0].unique()) for _, logits in inputs) / CALLS
@@ -81,15 +85,30 @@ def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: floa
     def calls(compute: Callable[[Experts, Tensor, Tensor], object]) -> list[Callable[[], object]]:
         return [partial(compute, experts[i % LAYERS], *inputs[i]) for i in range(CALLS)]
 
-    ours = seconds(calls(lambda own, x, logits: moe_kernel(shape.layer, own)(x, logits)))
-    theirs = seconds(calls(lambda own, x, logits: in_tiles(shape.layer, own, x, logits))[:2], rounds=3)
+    def ours(many: bool | None) -> float:
+        return seconds(calls(lambda own, x, logits: moe_kernel(shape.layer, own, many)(x, logits)))
+
+    takes_many = moe_kernel(shape.layer, experts[0], many=True).takes(*inputs[0])
+    kinds = {"few": False, "many": True} if takes_many else {"few": False}
+    times = {kind: [] for kind in ("ours", *kinds)}
+    for _ in range(3):  # by turns
+        times["ours"].append(ours(None))
+        for kind, many in kinds.items():
+            times[kind].append(ours(many))
+    medians = {kind: statistics.median(each) for kind, each in times.items()}
+    time = medians["ours"]
+    theirs = (
+        seconds(calls(lambda own, x, logits: in_tiles(shape.layer, own, x, logits))[:2], rounds=3) if torchs else None
+    )
     return {
         "rows": rows,
         "experts": touched,
         "bytes": moved,
-        "seconds": ours,
-        "bytes_per_second": moved / ours,
-        "share_of_copy_rate": moved / ours / rate,
+        "seconds": time,
+        "few_seconds": medians["few"],
+        "many_seconds": medians.get("many"),
+        "bytes_per_second": moved / time,
+        "share_of_copy_rate": moved / time / rate,
         "torch_seconds": theirs,
     }
 
@@ -99,22 +118,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 10, 80, 256])
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave torch's times out")
     parser.add_argument("--output", type=Path)
     settings = parser.parse_args()
     with torch.inference_mode():
         rate, results = copy_rate(), {}
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a large copy moves {rate / 1e12:.2f} TB/s")
-        print(
-            "\n| layer | rows | experts chosen | us | TB/s | of copy rate | torch us |\n|---|---|---|---|---|---|---|"
-        )
+        print("\n| layer | rows | experts chosen | us | few us | many us | TB/s | of copy rate | torch us |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for name in settings.shapes:
             layers = [random_experts(SHAPES[name]) for _ in range(LAYERS)]
-            results[name] = [measure(SHAPES[name], layers, rows, rate) for rows in settings.rows]
+            results[name] = [measure(SHAPES[name], layers, rows, rate, settings.torch) for rows in settings.rows]
             for row in results[name]:
+                us = {key: "-" if row[key] is None else f"{row[key] * 1e6:.1f}" for key in row if "seconds" in key}
                 print(
-                    f"| {name} | {row['rows']} | {row['experts']:.1f} | {row['seconds'] * 1e6:.1f} | "
-                    f"{row['bytes_per_second'] / 1e12:.2f} | {row['share_of_copy_rate']:.0%} | "
-                    f"{row['torch_seconds'] * 1e6:.0f} |",
+                    f"| {name} | {row['rows']} | {row['experts']:.1f} | {us['seconds']} | {us['few_seconds']} "
+                    f"| {us['many_seconds']} | {row['bytes_per_second'] / 1e12:.2f} "
+                    f"| {row['share_of_copy_rate']:.0%} | {us['torch_seconds']} |",
                     flush=True,
                 )
     if settings.output:

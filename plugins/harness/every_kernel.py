@@ -327,8 +327,12 @@ def mixture(
         blocks = torch.randint(256, (routing.count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
         return kernels.Matrix(blocks, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
 
-    moe = kernels.MoE(routing, matrix(2 * columns, hidden), matrix(hidden, columns))
-    moe(normal(rows, hidden, dtype=dtype), normal(rows, routing.experts, dtype=logits or dtype, by=spread))
+    matrices = matrix(2 * columns, hidden), matrix(hidden, columns)
+    x, scores = normal(rows, hidden, dtype=dtype), normal(rows, routing.experts, dtype=logits or dtype, by=spread)
+    for many in (False, True):
+        moe = kernels.MoE(routing, *matrices, many)
+        if not many or moe.takes(x, scores):  # Hopper alone has those for many rows
+            moe(x, scores)
 
 
 def attention(dtype: torch.dtype) -> None:

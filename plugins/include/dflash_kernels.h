@@ -286,6 +286,13 @@ DFLASH_API cudaError_t dflash_moe_workspace(const dflash_moe_params* params, siz
 DFLASH_API cudaError_t dflash_moe(
     const dflash_moe_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
+/* The same for many rows, on Hopper: an expert is read once for up to 64 of the rows that chose it. Both are
+ * cudaErrorNotSupported on other GPUs. */
+DFLASH_API cudaError_t dflash_moe_many_workspace(const dflash_moe_params* params, size_t* bytes);
+
+DFLASH_API cudaError_t dflash_moe_many(
+    const dflash_moe_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
+
 /* The largest logit of each row and its id, the lowest among equals. */
 typedef struct
 {

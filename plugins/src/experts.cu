@@ -4,10 +4,8 @@
 // a tile of the rows that chose it); and the sum over each row's experts. How the work is divided is decided on the
 // device: every multiprocessor reads equally much of the experts that were chosen, however many these are.
 #include "dflash_kernels.h"
-#include "element.cuh"
+#include "experts_launch.cuh"
 #include "experts_product.cuh"
-#include "experts_route.cuh"
-#include "launch.cuh"
 
 #include <algorithm>
 
@@ -28,91 +26,22 @@ struct Workspace
 
     Workspace(dflash_moe_params const& p, void* start)
     {
-        auto* at = static_cast<unsigned char*>(start);
-        size_t used = 0;
-        auto const take = [&](size_t size)
-        {
-            void* const taken = at + used;
-            used += (size + 15) / 16 * 16;
-            return taken;
-        };
+        Scratch scratch{static_cast<unsigned char*>(start)};
         size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
-        // Tiles have 8 rows or more, and each expert's last one may be smaller.
-        size_t const groups = std::min<size_t>(p.count, pairs) + pairs / 8;
-        route.group_count = static_cast<int32_t*>(take(sizeof(int32_t)));
-        route.groups = static_cast<Group*>(take(groups * sizeof(Group)));
-        route.rows = static_cast<int32_t*>(take(pairs * sizeof(int32_t)));
-        route.places = static_cast<int32_t*>(take(pairs * sizeof(int32_t)));
-        route.shares = static_cast<float*>(take(pairs * sizeof(float)));
-        h = take(pairs * p.columns * 2);
-        y = take(pairs * p.hidden * 2);
-        bytes = used;
+        route = scratch.take_route(p, 8); // tiles have 8 rows or more
+        h = scratch.take(pairs * p.columns * 2);
+        y = scratch.take(pairs * p.hidden * 2);
+        bytes = scratch.used;
     }
 };
 
-// -- the sum ----------------------------------------------------------------------------------------------------------
-
-constexpr int kSumThreads = 128;
-constexpr int kVector = 8;
-
-template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_kernel(dflash_moe_params const p, Route const route, void const* const y)
+cudaError_t launch_route(dflash_moe_params const& p, Route const& route, int tile, cudaStream_t stream)
 {
-    using Row = Vector<T, kVector>;
-    begin();
-    int const row = blockIdx.x, at = (blockIdx.y * kSumThreads + threadIdx.x) * kVector;
-    if (at >= p.hidden)
-    {
-        return;
-    }
-    float sum[kVector] = {};
-    for (int k = 0; k < p.top_k; ++k)
-    {
-        int const place = route.places[row * p.top_k + k];
-        float const share = route.shares[row * p.top_k + k];
-        if (place >= 0)
-        {
-            T const* const from = static_cast<T const*>(y) + static_cast<int64_t>(place) * p.hidden;
-            Row const part = load_vector<T, kVector>(from + at);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-            {
-                sum[i] += share * to_float(part.at[i]);
-            }
-        }
-    }
-    Row out;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-    {
-        out.at[i] = from_float<T>(sum[i]);
-    }
-    store_vector(static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.hidden + at, out);
+    auto const kernel = p.logits_dtype == DFLASH_FP32 ? route_kernel<float>
+        : p.logits_dtype == DFLASH_FP16               ? route_kernel<__half>
+                                                      : route_kernel<__nv_bfloat16>;
+    return launch_kernel(kernel, dim3(1), kRouteThreads, 0, stream, p, route, tile);
 }
-
-// -- launching --------------------------------------------------------------------------------------------------------
-
-struct Device
-{
-    int processors = 0;
-    int shared_bytes = 0; // that a block can have
-
-    cudaError_t read()
-    {
-        int device = 0;
-        cudaError_t error = cudaGetDevice(&device);
-        if (error == cudaSuccess)
-        {
-            error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-        }
-        if (error == cudaSuccess)
-        {
-            error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        }
-        return error;
-    }
-};
 
 int warps_that_fit(Device const& device, int inputs, bool is_packed, int tokens)
 {
@@ -170,22 +99,13 @@ template <typename T, int kTokens>
 cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
 {
     Workspace const space(p, workspace);
-    auto const route = p.logits_dtype == DFLASH_FP32 ? route_kernel<float>
-        : p.logits_dtype == DFLASH_FP16              ? route_kernel<__half>
-                                                     : route_kernel<__nv_bfloat16>;
-    cudaError_t error = launch_kernel(route, dim3(1), kRouteThreads, 0, stream, p, space.route, kTokens);
+    cudaError_t error = launch_route(p, space.route, kTokens, stream);
     if (error == cudaSuccess)
     {
         error = p.packed ? launch_products<T, true, kTokens>(p, space, device, stream)
                          : launch_products<T, false, kTokens>(p, space, device, stream);
     }
-    if (error == cudaSuccess)
-    {
-        int const blocks = (p.hidden / kVector + kSumThreads - 1) / kSumThreads;
-        error = launch_kernel(sum_kernel<T>, dim3(p.rows, blocks), kSumThreads, 0, stream, p, space.route,
-            static_cast<void const*>(space.y));
-    }
-    return error;
+    return error ? error : launch_sum<T>(p, space.route, space.y, stream);
 }
 
 bool do_fit(dflash_moe_params const& p, Device const& device, int tokens)
@@ -201,12 +121,7 @@ int tokens_of(dflash_moe_params const& p, Device const& device)
 
 bool is_computed(dflash_moe_params const& p, Device const& device)
 {
-    int const multiple = p.packed ? 32 : 16;
-    return p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1 && p.top_k <= std::min(kMostTopK, p.experts)
-        && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts && p.hidden >= multiple
-        && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
-        && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
-        && p.logits_dtype <= DFLASH_FP32 && do_fit(p, device, 8);
+    return is_routed(p) && do_fit(p, device, 8);
 }
 
 } // namespace

@@ -101,13 +101,6 @@ struct Weights
     }
 };
 
-// Orders eight inputs as MXFP4's numbers are once their word is spread: pairs (0, 4), (1, 5), (2, 6), (3, 7).
-__device__ __forceinline__ uint4 paired(uint4 const& x)
-{
-    return {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
-        __byte_perm(x.y, x.w, 0x7632)};
-}
-
 // Copies a group's inputs into shared memory, in the order in which lanes take them: of a step the parts' first 16
 // bytes, then their second ones.
 template <typename T, bool kPacked, int kTokens, bool kGateUp>
@@ -357,7 +350,7 @@ struct Epilogue
                 int64_t const pair = group.first + token;
                 if constexpr (kGateUp)
                 {
-                    out[pair * (p.outputs / 2) + row] = from_float<T>(activated(upper, lower));
+                    out[pair * (p.outputs / 2) + row] = from_float<T>(p.activated(upper, lower));
                 }
                 else
                 {
@@ -366,14 +359,6 @@ struct Epilogue
                 }
             }
         }
-    }
-
-    __device__ __forceinline__ float activated(float gate, float up) const
-    {
-        gate = p.is_clamped ? fminf(gate, p.limit) : gate;
-        up = p.is_clamped ? fminf(fmaxf(up, -p.limit), p.limit) + 1.f : up;
-        float const slope = p.is_clamped ? p.alpha : 1.f;
-        return gate / (1.f + expf(-slope * gate)) * up;
     }
 };
 

@@ -30,6 +30,7 @@ struct Route
     int32_t* group_count;
     Group* groups;
     int32_t* rows; // [pairs] of each place
+    int32_t* experts; // [N, k], of this rank's; -1: of another rank. It may be `places`
     int32_t* places; // [N, k]; -1: an expert of another rank
     float* shares; // [N, k]
 };
@@ -186,10 +187,9 @@ struct Logits
     }
 };
 
-// Chooses a row's experts, by a warp. For now `places` holds each one's index among this rank's, or -1.
+// Chooses a row's experts, by a warp: the index of a lane's among this rank's, or -1.
 template <typename L>
-__device__ __forceinline__ void choose_experts(
-    dflash_moe_params const& p, Route const& route, int row, Members& members)
+__device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
 {
     Logits logits(static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts, p.experts);
     float sum = p.normalized ? 0.f : logits.sum_of_shares(); // that shares are divided by
@@ -207,22 +207,20 @@ __device__ __forceinline__ void choose_experts(
             own_share = share;
         }
     }
+    int const expert = own_expert - p.first;
+    bool const is_own = lane < p.top_k && expert >= 0 && expert < p.count;
     if (lane < p.top_k)
     {
-        int const expert = own_expert - p.first;
-        bool const is_own = expert >= 0 && expert < p.count;
         route.shares[row * p.top_k + lane] = own_share / sum;
-        route.places[row * p.top_k + lane] = is_own ? expert : -1;
-        if (is_own)
-        {
-            members.add(expert, row);
-        }
+        route.experts[row * p.top_k + lane] = is_own ? expert : -1;
     }
+    return is_own ? expert : -1;
 }
 
-// Divides each expert's rows into groups, by a thread for each expert. Rows lie behind those of the experts before.
+// Divides each expert's rows into groups, by a thread for each expert; a block that writes keeps them. Rows lie behind
+// those of the experts before.
 __device__ __forceinline__ void make_groups(
-    dflash_moe_params const& p, Route const& route, int tile, Members& members, int* sums)
+    dflash_moe_params const& p, Route const& route, int tile, Members& members, int* sums, bool writes = true)
 {
     int const expert = threadIdx.x;
     int const rows = expert < p.count ? members.count(expert) : 0;
@@ -232,12 +230,12 @@ __device__ __forceinline__ void make_groups(
     if (expert < p.count)
     {
         members.first_place[expert] = first;
-        for (int i = 0; i * tile < rows; ++i)
+        for (int i = 0; writes && i * tile < rows; ++i)
         {
             route.groups[first_group + i] = {expert, first + i * tile, min(tile, rows - i * tile), 0};
         }
     }
-    if (threadIdx.x == 0)
+    if (writes && threadIdx.x == 0)
     {
         *route.group_count = groups;
     }
@@ -255,14 +253,18 @@ __global__ void __launch_bounds__(kRouteThreads)
     __syncthreads();
     for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
     {
-        choose_experts<L>(p, route, row, members);
+        int const expert = choose_experts<L>(p, route, row);
+        if (expert >= 0)
+        {
+            members.add(expert, row);
+        }
     }
     __syncthreads();
     make_groups(p, route, tile, members, sums);
     __syncthreads();
     for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
     {
-        int const row = pair / p.top_k, expert = route.places[pair];
+        int const row = pair / p.top_k, expert = route.experts[pair];
         if (expert >= 0)
         {
             int const place = members.place(expert, row);

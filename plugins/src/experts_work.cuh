@@ -29,6 +29,14 @@ struct Product
     bool is_clamped;
     float alpha;
     float limit;
+
+    __device__ __forceinline__ float activated(float gate, float up) const
+    {
+        gate = is_clamped ? fminf(gate, limit) : gate;
+        up = is_clamped ? fminf(fmaxf(up, -limit), limit) + 1.f : up;
+        float const slope = is_clamped ? alpha : 1.f;
+        return gate / (1.f + expf(-slope * gate)) * up;
+    }
 };
 
 // The layout of shared memory: each warp's ring and scales, then the tokens' inputs.

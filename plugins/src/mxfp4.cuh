@@ -76,4 +76,11 @@ struct Mxfp4
     }
 };
 
+// Orders eight inputs as MXFP4's numbers are once their word is spread: pairs (0, 4), (1, 5), (2, 6), (3, 7).
+__device__ __forceinline__ uint4 paired(uint4 const& x)
+{
+    return {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+        __byte_perm(x.y, x.w, 0x7632)};
+}
+
 } // namespace dflash

@@ -161,6 +161,62 @@ __device__ __forceinline__ void multiply_add(float (&c)[16][4], uint32_t const (
     }
 }
 
+// a0..a3, at: which operands of the instruction a's registers and b are.
+#define DFLASH_MULTIPLY_ROWS(n, type, sums, a0, a1, a2, a3, at, ...)                                                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums                              \
+                 ", {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #at ", 1, 1, 1, 0;"                                      \
+        : __VA_ARGS__                                                                                                  \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                           \
+        : "memory")
+#define DFLASH_REGISTERS_8 "{%0,%1,%2,%3,%4,%5,%6,%7}"
+#define DFLASH_REGISTERS_16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define DFLASH_REGISTERS_24                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}"
+
+// c [64, 8 kTiles] += a [64, 16] b [8 kTiles, 16]^T
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_t const (&a)[4], uint64_t b)
+{
+    static_assert(kTiles == 2 || kTiles == 4 || kTiles == 6 || kTiles == 8);
+    constexpr bool kIsHalf = std::is_same_v<T, __half>;
+    if constexpr (kTiles == 2 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(16, "f16", DFLASH_REGISTERS_8, 8, 9, 10, 11, 12, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+    }
+    if constexpr (kTiles == 2 && !kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(16, "bf16", DFLASH_REGISTERS_8, 8, 9, 10, 11, 12, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+    }
+    if constexpr (kTiles == 4 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(32, "f16", DFLASH_REGISTERS_16, 16, 17, 18, 19, 20, DFLASH_FRAGMENTS(c, 0));
+    }
+    if constexpr (kTiles == 4 && !kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(32, "bf16", DFLASH_REGISTERS_16, 16, 17, 18, 19, 20, DFLASH_FRAGMENTS(c, 0));
+    }
+    if constexpr (kTiles == 6 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(48, "f16", DFLASH_REGISTERS_24, 24, 25, 26, 27, 28, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
+    }
+    if constexpr (kTiles == 6 && !kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(48, "bf16", DFLASH_REGISTERS_24, 24, 25, 26, 27, 28, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
+    }
+    if constexpr (kTiles == 8 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(64, "f16", DFLASH_REGISTERS_32, 32, 33, 34, 35, 36, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
+    }
+    if constexpr (kTiles == 8 && !kIsHalf)
+    {
+        DFLASH_MULTIPLY_ROWS(64, "bf16", DFLASH_REGISTERS_32, 32, 33, 34, 35, 36, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
+    }
+}
+
+#undef DFLASH_MULTIPLY_ROWS
+#undef DFLASH_REGISTERS_8
+#undef DFLASH_REGISTERS_16
+#undef DFLASH_REGISTERS_24
 #undef DFLASH_FRAGMENT
 #undef DFLASH_FRAGMENTS
 #undef DFLASH_REGISTERS_32

@@ -143,22 +143,69 @@ def moe_in_float64(case: Case, weights: dict[str, torch.Tensor], x: torch.Tensor
     return out
 
 
+MANY = pytest.param(
+    True,
+    id="many",
+    marks=pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs SM90"
+    ),
+)
+FEW_AND_MANY = [pytest.param(False, id="few"), MANY]
+
+
 @needs_kernels
+@pytest.mark.parametrize("many", FEW_AND_MANY)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_moe_equals_float64(case, poisoned):
+def test_moe_equals_float64(case, many, poisoned):
     weights, x, logits = make_kernel_inputs(case)
-    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer), many)
     assert moe.takes(x, logits)
     expected = moe_in_float64(case, weights, x, logits)
     assert_close(moe(x, logits), expected, case.dtype, roundings=3.0)
 
 
+RAGGED = [
+    Case(512, packed=False, hidden=128, columns=64, experts=4, count=4),  # every row chose every expert
+    Case(512, hidden=256, columns=64, experts=4, count=4),
+    Case(512, packed=False, spread=0.0, top_k=1, hidden=256, columns=80),  # all chose the first
+    *(Case(rows, packed=False, hidden=1040, columns=112, experts=8, count=5) for rows in (15, 63, 97, 130, 250)),
+    *(Case(rows, hidden=544, columns=160, experts=8, first=3, count=5) for rows in (15, 63, 97, 130, 250)),
+    replace(QWEN3_MOE, rows=512),
+    replace(QWEN3_MOE, rows=300, dtype=torch.float16),
+    Case(320, experts=128, count=128, columns=736),
+    Case(256, columns=2880),
+    Case(256, torch.float16, columns=2880),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_moe_of_uneven_routing_equals_float64_and_itself_to_the_bit(case, many, poisoned):
+    weights, x, logits = make_kernel_inputs(case)
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer), many)
+    out = moe(x, logits)
+    assert_close(out, moe_in_float64(case, weights, x, logits), case.dtype, roundings=3.0)
+    assert all(moe(x, logits).equal(out) for _ in range(10))
+
+
+@needs_kernels
+@pytest.mark.parametrize("many", [MANY])
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_few_and_many_rows_are_computed_to_the_same_bits(case, many):
+    weights, x, logits = make_kernel_inputs(case)
+    few, many = (moe_kernel(case.layer, Experts.of(weights, case.layer), kind)(x, logits) for kind in (False, many))
+    differ = (few != many).nonzero()
+    assert len(differ) == 0, f"{len(differ)} of {few.numel()}, up to {(few - many).abs().max()}; first {differ[0]}"
+
+
 @needs_kernels
 @pytest.mark.parametrize("packed", [False, True], ids=["numbers", "mxfp4"])
-def test_one_captured_moe_serves_any_routing(packed, poisoned):
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+def test_one_captured_moe_serves_any_routing(packed, many, poisoned):
     case = Case(80, packed=packed)
     weights, x, logits = make_kernel_inputs(case)
-    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer), many)
     moe(x, logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -173,10 +220,11 @@ def test_one_captured_moe_serves_any_routing(packed, poisoned):
 
 
 @needs_kernels
+@pytest.mark.parametrize("many", [None, *FEW_AND_MANY])
 @pytest.mark.parametrize("case", [Case(200), replace(QWEN3_MOE, rows=200)], ids=str)
-def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case):
+def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case, many):
     weights, x, logits = make_kernel_inputs(case)
-    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer), many)
     out = moe(x, logits)
     assert all(moe(x, logits).equal(out) for _ in range(10))
     for rows in (slice(0, 1), slice(7, 15), slice(100, 177)):
@@ -184,11 +232,12 @@ def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case):
 
 
 @needs_kernels
-def test_a_scale_that_is_not_a_number_spoils_its_experts_rows_alone():
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+def test_a_scale_that_is_not_a_number_spoils_its_experts_rows_alone(many):
     case = Case(40)
     weights, x, logits = make_kernel_inputs(case)
     weights["mlp.experts.down_proj.scales"][3, 5, 7] = 255
-    out = moe_kernel(case.layer, Experts.of(weights, case.layer))(x, logits)
+    out = moe_kernel(case.layer, Experts.of(weights, case.layer), many)(x, logits)
     chose = (route(case.layer, logits)[0] == 3).any(dim=1)
     assert out[:, 5].isnan().equal(chose)
     assert out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()

@@ -1,4 +1,4 @@
-"""A mixture of experts' feed-forward of few rows."""
+"""A mixture of experts' feed-forward, of few rows and of many."""
 
 import ctypes
 from dataclasses import dataclass
@@ -12,6 +12,9 @@ Tensor = torch.Tensor
 
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
+#: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
+#: and of MXFP4. Measured on an H200.
+_MANY_ROWS, _MANY_PACKED_ROWS = 8, 14
 
 
 MoEParams = structure(
@@ -44,20 +47,21 @@ class Matrix:
 
 
 class MoE:
-    """A mixture of experts' feed-forward of few rows, which reads the experts that they chose and no others.
+    """A mixture of experts' feed-forward, which reads the experts that rows chose and no others.
 
     Args:
         routing: the rule of choice.
         gate_up: [2F, H] of each expert: gate, then up.
         down: [H, F] of each expert.
+        many: computes by the kernels for many rows (True) or for few (False) alone; None: by the number of rows.
 
     Raises:
         EngineError: the kernels are not built, or are of an older version.
     """
 
-    def __init__(self, routing: Routing, gate_up: Matrix, down: Matrix) -> None:
+    def __init__(self, routing: Routing, gate_up: Matrix, down: Matrix, many: bool | None = None) -> None:
         load()
-        self._routing, self._gate_up, self._down = routing, gate_up, down
+        self._routing, self._gate_up, self._down, self._many = routing, gate_up, down, many
 
     def takes(self, x: Tensor, logits: Tensor) -> bool:
         """Whether the kernels compute rows x [N, H] of these experts."""
@@ -71,7 +75,7 @@ class MoE:
             tensors += [part for part in (matrix.values, matrix.scales, matrix.bias) if part is not None]
         if not all(tensor.is_contiguous() for tensor in tensors):
             return False
-        return self._workspace(self._params(x, logits)) is not None
+        return self._kernels(self._params(x, logits)) is not None
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Computes `Ops.moe` for rows x [N, H] with logits [N, experts]: [N, H]."""
@@ -79,17 +83,24 @@ class MoE:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         params = self._params(x, logits)
         params.out = out.data_ptr()
-        size = self._workspace(params)
-        assert size is not None
+        chosen = self._kernels(params)
+        assert chosen is not None
+        name, size = chosen
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-        run("dflash_moe", params, Pointer(workspace.data_ptr()), ctypes.c_size_t(size), stream())
+        run(name, params, Pointer(workspace.data_ptr()), ctypes.c_size_t(size), stream())
         return out
 
-    def _workspace(self, params: ctypes.Structure) -> int | None:
-        """Bytes of scratch; None: the kernels do not compute such experts."""
-        needed = ctypes.c_size_t()
-        error = load().functions.dflash_moe_workspace(ctypes.byref(params), ctypes.byref(needed))
-        return None if error else needed.value
+    def _kernels(self, params: ctypes.Structure) -> tuple[str, int] | None:
+        """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""
+        many = self._many
+        if many is None:
+            least = _MANY_PACKED_ROWS if params.packed else _MANY_ROWS
+            many = params.rows * params.top_k >= least * params.experts
+        for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
+            needed = ctypes.c_size_t()
+            if not getattr(load().functions, name + "_workspace")(ctypes.byref(params), ctypes.byref(needed)):
+                return name, needed.value
+        return None
 
     def _params(self, x: Tensor, logits: Tensor) -> ctypes.Structure:
         routing, gate_up, down = self._routing, self._gate_up, self._down

@@ -16,11 +16,11 @@ from trtllm_dflash.ops.fp8 import FP8
 Tensor = torch.Tensor
 
 
-def moe_kernel(layer: MoELayer, experts: Experts) -> kernels.MoE:
-    """Makes the kernels' feed-forward of a layer's experts."""
+def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:
+    """Makes the kernels' feed-forward of a layer's experts; `many` as in `kernels.MoE`."""
     clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
     routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
-    return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down))
+    return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
 def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:

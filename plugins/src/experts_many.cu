@@ -1,0 +1,334 @@
+// A mixture of experts' feed-forward for many rows (tokens), on Hopper: each expert is read once for up to 64 of the
+// rows that chose it.
+//
+// Five kernels: the choice of each row's experts; the groups of each expert's rows, with the rows laid out by expert in
+// the order in which products take them; both products; and the sum, as for few rows.
+#include "dflash_kernels.h"
+#include "experts_launch.cuh"
+#include "experts_many_sm90.cuh"
+#include "tensor_map.cuh"
+
+#include <algorithm>
+
+namespace dflash
+{
+namespace
+{
+
+using namespace moe;
+
+// The parts of the workspace: inputs of both products, as they lie, and the outputs of the second.
+struct Workspace
+{
+    Route route;
+    void* x; // [pairs, pitch of H]
+    void* h; // [pairs, pitch of F]
+    void* y; // [pairs, H]
+    int x_pitch;
+    int h_pitch;
+    size_t bytes;
+
+    Workspace(dflash_moe_params const& p, void* start)
+        : x_pitch(p.packed ? many::pitch_of<true>(p.hidden) : many::pitch_of<false>(p.hidden))
+        , h_pitch(p.packed ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
+    {
+        Scratch scratch{static_cast<unsigned char*>(start)};
+        size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
+        route = scratch.take_route(p, many::kTokens);
+        route.experts = scratch.take_numbers<int32_t>(pairs);
+        x = scratch.take(pairs * x_pitch * 2);
+        h = scratch.take(pairs * h_pitch * 2);
+        y = scratch.take(pairs * p.hidden * 2);
+        bytes = scratch.used;
+    }
+};
+
+// -- the choice -------------------------------------------------------------------------------------------------------
+
+constexpr int kChoiceWarps = 8; // a row each
+
+template <typename L>
+__global__ void __launch_bounds__(kChoiceWarps * 32) choice_kernel(dflash_moe_params const p, Route const route)
+{
+    begin();
+    int const row = blockIdx.x * kChoiceWarps + threadIdx.x / 32;
+    if (row < p.rows)
+    {
+        choose_experts<L>(p, route, row);
+    }
+}
+
+cudaError_t launch_choice(dflash_moe_params const& p, Route const& route, cudaStream_t stream)
+{
+    auto const kernel = p.logits_dtype == DFLASH_FP32 ? choice_kernel<float>
+        : p.logits_dtype == DFLASH_FP16               ? choice_kernel<__half>
+                                                      : choice_kernel<__nv_bfloat16>;
+    return launch_kernel(
+        kernel, dim3((p.rows + kChoiceWarps - 1) / kChoiceWarps), kChoiceWarps * 32, 0, stream, p, route);
+}
+
+// -- laying out -------------------------------------------------------------------------------------------------------
+
+// Copies 32 inputs of a row to one of its places: a thread's work. Sixteen bytes of four parts become one of each.
+template <bool kPacked>
+__device__ __forceinline__ void lay_out(dflash_moe_params const& p, Workspace const& space, int row, int place, int run)
+{
+    auto const* const from = static_cast<uint16_t const*>(p.x) + static_cast<int64_t>(row) * p.hidden;
+    auto* const to = static_cast<uint16_t*>(space.x) + static_cast<int64_t>(place) * space.x_pitch + run * 32;
+    uint32_t parts[4][4];
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+    {
+        int const column = kPacked ? run / 4 * 128 + part * 32 + run % 4 * 8 : run * 32 + part * 8;
+        uint4 const x = column < p.hidden ? *reinterpret_cast<uint4 const*>(from + column) : uint4{};
+        uint4 const ordered = kPacked ? paired(x) : x;
+        parts[part][0] = ordered.x;
+        parts[part][1] = ordered.y;
+        parts[part][2] = ordered.z;
+        parts[part][3] = ordered.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+    {
+        reinterpret_cast<uint4*>(to)[i] = {parts[0][i], parts[1][i], parts[2][i], parts[3][i]};
+    }
+}
+
+// The second product's inputs get zeros in the stage of their last columns: the first product writes the others over
+// them.
+template <bool kPacked>
+__device__ __forceinline__ void clear_end(Workspace const& space, int place, int chunk)
+{
+    int64_t const end = (static_cast<int64_t>(place) + 1) * space.h_pitch;
+    auto* const to = static_cast<uint16_t*>(space.h) + end - many::Stage<kPacked>::kColumns;
+    reinterpret_cast<uint4*>(to)[chunk] = {};
+}
+
+// Groups the rows by expert, every block for itself, and lays a block's rows out. The next kernel may begin once it can
+// read the groups.
+template <bool kPacked>
+__global__ void __launch_bounds__(kRouteThreads)
+    lay_out_kernel(dflash_moe_params const p, Workspace const space, int const block_rows)
+{
+    __shared__ Members members;
+    __shared__ int sums[kRouteThreads / 32];
+    Route const& route = space.route;
+    wait();
+    members.clear(p.count);
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
+    {
+        int const expert = route.experts[pair];
+        if (expert >= 0)
+        {
+            members.add(expert, pair / p.top_k);
+        }
+    }
+    __syncthreads();
+    make_groups(p, route, many::kTokens, members, sums, blockIdx.x == 0);
+    __threadfence();
+    __syncthreads();
+    trigger();
+
+    int const first = blockIdx.x * block_rows * p.top_k, past = min(p.rows, (blockIdx.x + 1) * block_rows) * p.top_k;
+    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kPacked>::kColumns / 8 : 0;
+    int const tasks = runs + chunks; // of a pair
+    for (int i = threadIdx.x; i < (past - first) * tasks; i += kRouteThreads)
+    {
+        int const pair = first + i / tasks, task = i % tasks, row = pair / p.top_k, expert = route.experts[pair];
+        int const place = expert < 0 ? -1 : members.place(expert, row);
+        if (task == 0)
+        {
+            route.places[pair] = place;
+        }
+        if (place >= 0 && task < runs)
+        {
+            lay_out<kPacked>(p, space, row, place, task);
+        }
+        else if (place >= 0)
+        {
+            clear_end<kPacked>(space, place, task - runs);
+        }
+    }
+}
+
+template <bool kPacked>
+cudaError_t launch_lay_out(
+    dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
+{
+    int const block_rows = (p.rows + device.processors - 1) / device.processors;
+    int const blocks = (p.rows + block_rows - 1) / block_rows;
+    return launch_kernel(lay_out_kernel<kPacked>, dim3(blocks), kRouteThreads, 0, stream, p, space, block_rows);
+}
+
+// -- the products -----------------------------------------------------------------------------------------------------
+
+// Stages that fit in a block's shared memory beside the scales.
+int stages_that_fit(Device const& device, int inputs, bool is_packed)
+{
+    int stages = many::kMostStages;
+    while (stages > 0 && many::SharedLayout(inputs, is_packed, stages).bytes > device.shared_bytes)
+    {
+        --stages;
+    }
+    return stages;
+}
+
+// A weight's lines: boxes of one line of some units' halves.
+template <bool kPacked>
+cudaError_t map_weight(Product const& p, int experts, int units, CUtensorMap& map)
+{
+    using S = many::Stage<kPacked>;
+    cuuint64_t const row_bytes = kPacked ? p.inputs / 2 : p.inputs * 2, outputs = p.outputs;
+    return map_tiles<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.weight,
+        {row_bytes, outputs, static_cast<cuuint64_t>(experts)}, {row_bytes, row_bytes * outputs},
+        {S::kLineBytes, static_cast<cuuint32_t>(units * many::kHalfRows), 1}, map,
+        kPacked ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Inputs as they lie: boxes of a stage's, of some tokens.
+template <bool kPacked>
+cudaError_t map_inputs(void const* x, int pitch, size_t pairs, int tokens, CUtensorMap& map)
+{
+    constexpr cuuint64_t kAtomBytes = many::kAtom * 2;
+    cuuint64_t const row_bytes = 2 * static_cast<cuuint64_t>(pitch);
+    return map_tiles<3>(CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, x,
+        {many::kAtom, pairs, row_bytes / kAtomBytes}, {row_bytes, kAtomBytes},
+        {many::kAtom, static_cast<cuuint32_t>(tokens), many::Stage<kPacked>::kAtoms}, map);
+}
+
+template <bool kPacked>
+cudaError_t map_all(dflash_moe_params const& p, many::Launch& launch, int pitch)
+{
+    cudaError_t error = cudaSuccess;
+    for (int units = 1; error == cudaSuccess && units <= many::kItemUnits; ++units)
+    {
+        error = map_weight<kPacked>(launch.p, p.count, units, launch.weight[units - 1]);
+    }
+    size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
+    for (int boxes = 1; error == cudaSuccess && boxes <= many::kBoxes; ++boxes)
+    {
+        error = map_inputs<kPacked>(launch.p.x, pitch, pairs, boxes * many::kBoxTokens, launch.inputs[boxes - 1]);
+    }
+    return error;
+}
+
+template <typename T, bool kPacked, bool kGateUp>
+cudaError_t launch_product(
+    dflash_moe_params const& p, many::Launch& launch, int pitch, Device const& device, cudaStream_t stream)
+{
+    constexpr auto kernel = many::many_product_kernel<T, kPacked, kGateUp>;
+    launch.units = (launch.p.outputs + many::kUnitRows - 1) / many::kUnitRows;
+    launch.steps = pitch / many::Stage<kPacked>::kColumns;
+    launch.stages = stages_that_fit(device, launch.p.inputs, kPacked);
+    cudaError_t error = map_all<kPacked>(p, launch, pitch);
+    error = error ? error : allow_shared_bytes<kernel>(device.shared_bytes);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    int const bytes = many::SharedLayout(launch.p.inputs, kPacked, launch.stages).bytes;
+    return launch_kernel(kernel, dim3(device.processors), many::kThreads, bytes, stream, launch);
+}
+
+template <typename T, bool kPacked>
+cudaError_t launch_products(
+    dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
+{
+    many::Launch launch = {};
+    Product& product = launch.p;
+    product.route = space.route;
+    product.weight = p.gate_up;
+    product.scales = p.gate_up_scales;
+    product.bias = p.gate_up_bias;
+    product.x = space.x;
+    product.out = space.h;
+    product.inputs = p.hidden;
+    product.outputs = 2 * p.columns;
+    product.is_clamped = p.clamped != 0;
+    product.alpha = p.alpha;
+    product.limit = p.limit;
+    launch.pitch = space.h_pitch;
+    cudaError_t const error = launch_product<T, kPacked, true>(p, launch, space.x_pitch, device, stream);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    product.weight = p.down;
+    product.scales = p.down_scales;
+    product.bias = p.down_bias;
+    product.x = space.h;
+    product.out = space.y;
+    product.inputs = p.columns;
+    product.outputs = p.hidden;
+    launch.pitch = p.hidden;
+    return launch_product<T, kPacked, false>(p, launch, space.h_pitch, device, stream);
+}
+
+template <typename T, bool kPacked>
+cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
+{
+    Workspace const space(p, workspace);
+    cudaError_t error = launch_choice(p, space.route, stream);
+    error = error ? error : launch_lay_out<kPacked>(p, space, device, stream);
+    error = error ? error : launch_products<T, kPacked>(p, space, device, stream);
+    return error ? error : launch_sum<T>(p, space.route, space.y, stream);
+}
+
+cudaError_t check(dflash_moe_params const& p, Device& device)
+{
+    cudaError_t const error = device.read();
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+#ifdef DFLASH_SM90A
+    bool const is_sm90 = device.major == 9;
+#else
+    bool const is_sm90 = false;
+#endif
+    if (!is_sm90)
+    {
+        return cudaErrorNotSupported;
+    }
+    bool const does_fit
+        = stages_that_fit(device, std::max(p.hidden, p.columns), p.packed != 0) >= many::kLeastStages;
+    return is_routed(p) && does_fit ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+} // namespace
+} // namespace dflash
+
+extern "C" cudaError_t dflash_moe_many_workspace(dflash_moe_params const* p, size_t* bytes)
+{
+    dflash::Device device;
+    cudaError_t const error = dflash::check(*p, device);
+    if (error == cudaSuccess)
+    {
+        *bytes = dflash::Workspace(*p, nullptr).bytes;
+    }
+    return error;
+}
+
+extern "C" cudaError_t dflash_moe_many(
+    dflash_moe_params const* p, void* workspace, size_t workspace_bytes, cudaStream_t stream)
+{
+    using namespace dflash;
+    Device device;
+    cudaError_t const error = check(*p, device);
+    if (error != cudaSuccess || p->rows == 0)
+    {
+        return error;
+    }
+    if (workspace_bytes < Workspace(*p, nullptr).bytes)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->dtype == DFLASH_FP16)
+    {
+        return p->packed ? launch_moe<__half, true>(*p, workspace, device, stream)
+                         : launch_moe<__half, false>(*p, workspace, device, stream);
+    }
+    return p->packed ? launch_moe<__nv_bfloat16, true>(*p, workspace, device, stream)
+                     : launch_moe<__nv_bfloat16, false>(*p, workspace, device, stream);
+}

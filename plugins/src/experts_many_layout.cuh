@@ -1,0 +1,148 @@
+// Products of a mixture of experts for many rows (tokens): their arguments, the division of the work, and a block's
+// shared memory.
+#pragma once
+
+#include "experts_work.cuh"
+
+#include <cuda.h>
+
+namespace dflash
+{
+namespace moe
+{
+namespace many
+{
+
+constexpr int kTokens = 64; // of a group: the most that one reading of an expert serves
+constexpr int kHalfRows = 32; // of a unit: a gate's rows and those of up, or outputs and others
+constexpr int kUnitRows = 2 * kHalfRows; // rows of a weight that a warpgroup multiplies at once
+constexpr int kGroups = 2; // warpgroups
+constexpr int kGroupUnits = 2; // that a warpgroup has of an item
+constexpr int kItemUnits = kGroups * kGroupUnits;
+constexpr int kWarps = 4 * kGroups; // that multiply; one more loads
+constexpr int kThreads = kWarps * 32 + 128; // registers are given to warpgroups
+constexpr int kLoaderRegisters = 40;
+constexpr int kMainloopRegisters = 232;
+constexpr int kBoxTokens = 16; // tokens are copied in sixteens
+constexpr int kBoxes = kTokens / kBoxTokens; // sizes of copies
+constexpr int kAtom = 64; // inputs of a token that lie together: 128 bytes
+constexpr int kMostStages = 8;
+constexpr int kLeastStages = 3;
+constexpr int kScaleBuffers = 2; // items whose scales are there
+
+// One stage: a line of each of an item's rows, and the inputs that it meets, of each token.
+template <bool kPacked>
+struct Stage
+{
+    static constexpr int kLineBytes = kPacked ? 64 : 128; // of a row
+    static constexpr int kColumns = kPacked ? 128 : 64; // inputs
+    static constexpr int kChunks = kLineBytes / 64; // of sixteen bytes, that a lane has of a line
+    static constexpr int kHalfBytes = kItemUnits * kHalfRows * kLineBytes; // of all units: first halves, then seconds
+    static constexpr int kWeightBytes = 2 * kHalfBytes;
+    static constexpr int kAtoms = kColumns / kAtom;
+    static constexpr int kTokenBytes = kColumns * 2; // by atoms: of all tokens the first, then the next
+    static constexpr int kBytes = kWeightBytes + kTokens * kTokenBytes;
+};
+
+// Inputs of a token lie in the order in which products take them: registers get a weight by sixteen bytes a lane, and
+// MXFP4's numbers come out of their words in pairs. Columns are exchanged within 32, or 128 of MXFP4.
+template <bool kPacked>
+__host__ __device__ __forceinline__ int place_of(int column)
+{
+    if constexpr (kPacked)
+    {
+        int const part = column / 32 % 4, word = column / 8 % 4, pair = column % 4, element = column / 4 % 2;
+        return column / 128 * 128 + word * 32 + pair * 8 + part * 2 + element;
+    }
+    int const part = column / 8 % 4, pair = column / 2 % 4, element = column % 2;
+    return column / 32 * 32 + pair * 8 + part * 2 + element;
+}
+
+// Inputs of a token as they lie: whole stages, zeros behind the last column.
+template <bool kPacked>
+__host__ __device__ __forceinline__ int pitch_of(int columns)
+{
+    constexpr int kColumns = Stage<kPacked>::kColumns;
+    return (columns + kColumns - 1) / kColumns * kColumns;
+}
+
+struct Launch
+{
+    Product p; // its weight and x are the maps'
+    int units; // of a group, the last one's end past the weight's perhaps
+    int steps; // stages that a row takes
+    int stages;
+    int pitch; // of `out`
+    CUtensorMap weight[kItemUnits]; // [E, outputs, bytes of a row], in halves of so many units
+    CUtensorMap inputs[kBoxes]; // [atoms, pairs, kAtom], in so many sixteens of tokens
+};
+
+// Bytes of shared memory, in order: the stages, the scales of two items [2, units, 32, blocks], the barriers.
+struct SharedLayout
+{
+    int scale_bytes; // of an item
+    int scales_at;
+    int barriers_at;
+    int bytes;
+
+    __host__ __device__ SharedLayout(int inputs, bool is_packed, int stages)
+        : scale_bytes(is_packed ? kItemUnits * kUnitRows * (inputs / 32) : 0)
+        , scales_at(stages * (is_packed ? Stage<true>::kBytes : Stage<false>::kBytes))
+        , barriers_at(scales_at + kScaleBuffers * scale_bytes)
+        , bytes(barriers_at + 2 * (kMostStages + kScaleBuffers) * 8)
+    {
+    }
+};
+
+// -- division of the work ---------------------------------------------------------------------------------------------
+
+// Units of one group's weight that a block computes at a time.
+struct Item
+{
+    Group group;
+    int unit; // the first
+    int count;
+};
+
+// The items of a block: every block has equally many units, of groups one after the other.
+struct Items
+{
+    Route const& route;
+    int const units; // of a group
+    int at;
+    int end;
+
+    __device__ __forceinline__ explicit Items(Launch const& launch)
+        : route(launch.p.route)
+        , units(launch.units)
+    {
+        int const total = __ldcg(route.group_count) * units;
+        at = share_begin(total, blockIdx.x, gridDim.x);
+        end = share_begin(total, blockIdx.x + 1, gridDim.x);
+    }
+
+    __device__ __forceinline__ bool are_left() const
+    {
+        return at < end;
+    }
+
+    __device__ __forceinline__ Item next()
+    {
+        int4 const group = __ldcg(reinterpret_cast<int4 const*>(route.groups + at / units));
+        int const unit = at % units, count = min(kItemUnits, min(units - unit, end - at));
+        at += count;
+        return {{group.x, group.y, group.z, group.w}, unit, count};
+    }
+};
+
+// The first of an item's rows that are units' first halves (0) or second ones (1): unit after unit.
+template <bool kGateUp>
+__device__ __forceinline__ int first_row(Product const& p, Item const& item, int half)
+{
+    return kGateUp ? half * (p.outputs / 2) + item.unit * kHalfRows
+                   : item.unit * kUnitRows + half * item.count * kHalfRows;
+}
+
+} // namespace many
+} // namespace moe
+} // namespace dflash

@@ -1,0 +1,600 @@
+// Products of a mixture of experts for many rows, for Hopper: an expert is read once for up to 64 of the rows that
+// chose it.
+//
+// One block an SM. One warp has the lines of a weight and the tokens' inputs brought, as many ahead as fit; two
+// warpgroups take the weight into registers, unpacked there where it is MXFP4, and multiply it by the inputs as they
+// lie in shared memory. Weights are what instructions take as rows, so that few tokens waste little.
+#pragma once
+
+#include "experts_many_layout.cuh"
+#include "instructions.cuh"
+#include "launch.cuh"
+#include "mxfp4.cuh"
+#include "wgmma.cuh"
+
+namespace dflash
+{
+namespace moe
+{
+namespace many
+{
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+using namespace sm90;
+
+// -- copies -----------------------------------------------------------------------------------------------------------
+
+// A weight is read once: what else the L2 cache has should stay there.
+__device__ __forceinline__ uint64_t read_once_policy()
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copy_weight(
+    uint32_t to, CUtensorMap const& map, int byte, int row, int expert, uint32_t barrier, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&map), "r"(byte), "r"(row), "r"(expert), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_inputs(uint32_t to, CUtensorMap const& map, int pair, int atom, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(0), "r"(pair), "r"(atom), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// -- shared memory ----------------------------------------------------------------------------------------------------
+
+// A place in a ring, and the phase of its barriers.
+struct Place
+{
+    int at = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance(int places)
+    {
+        if (++at == places)
+        {
+            at = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+template <bool kPacked>
+struct Shared
+{
+    using S = Stage<kPacked>;
+
+    SharedLayout const layout;
+    uint32_t const start;
+    uint32_t const barriers;
+
+    __device__ __forceinline__ Shared(Launch const& launch, uint32_t memory)
+        : layout(launch.p.inputs, kPacked, launch.stages)
+        , start(memory)
+        , barriers(memory + layout.barriers_at)
+    {
+    }
+
+    __device__ __forceinline__ uint32_t weight(int stage) const
+    {
+        return start + stage * S::kBytes;
+    }
+
+    __device__ __forceinline__ uint32_t inputs(int stage) const
+    {
+        return start + stage * S::kBytes + S::kWeightBytes;
+    }
+
+    __device__ __forceinline__ uint32_t scales(int buffer) const
+    {
+        return start + layout.scales_at + buffer * layout.scale_bytes;
+    }
+
+    __device__ __forceinline__ uint32_t full(int stage) const
+    {
+        return barriers + stage * 8;
+    }
+
+    __device__ __forceinline__ uint32_t empty(int stage) const
+    {
+        return barriers + (kMostStages + stage) * 8;
+    }
+
+    __device__ __forceinline__ uint32_t scales_full(int buffer) const
+    {
+        return barriers + (2 * kMostStages + buffer) * 8;
+    }
+
+    __device__ __forceinline__ uint32_t scales_empty(int buffer) const
+    {
+        return barriers + (2 * kMostStages + kScaleBuffers + buffer) * 8;
+    }
+
+    // By one thread.
+    __device__ __forceinline__ void init() const
+    {
+        for (int i = 0; i < kMostStages; ++i)
+        {
+            init_barrier(full(i), 1);
+            init_barrier(empty(i), kWarps);
+        }
+        for (int i = 0; i < kScaleBuffers; ++i)
+        {
+            init_barrier(scales_full(i), 1);
+            init_barrier(scales_empty(i), kWarps);
+        }
+        fence_barrier_inits();
+    }
+};
+
+// -- loading ----------------------------------------------------------------------------------------------------------
+
+// Has the stages of a block's items brought: one thread's work.
+template <bool kPacked, bool kGateUp>
+struct Loader
+{
+    using S = Stage<kPacked>;
+
+    Launch const& launch;
+    Shared<kPacked> const& shared;
+    uint64_t const policy;
+    Place next; // stage
+    Place next_scales;
+
+    __device__ __forceinline__ Loader(Launch const& launch_, Shared<kPacked> const& shared_)
+        : launch(launch_)
+        , shared(shared_)
+        , policy(read_once_policy())
+    {
+    }
+
+    // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs.
+    __device__ __forceinline__ void load(Items items)
+    {
+        int ahead = min(launch.stages, launch.steps);
+        if (!items.are_left())
+        {
+            wait();
+        }
+        for (bool is_first = true; items.are_left(); is_first = false)
+        {
+            Item const item = items.next();
+            load_scales(item);
+            for (int step = 0; is_first && step < ahead; ++step)
+            {
+                load_weights(item, step, step, 0);
+            }
+            if (is_first)
+            {
+                wait();
+            }
+            for (int step = 0; step < launch.steps; ++step)
+            {
+                if (step >= ahead)
+                {
+                    load_weights(item, step, next.at, next.phase);
+                }
+                load_inputs(item, step);
+                next.advance(launch.stages);
+            }
+            ahead = 0;
+        }
+    }
+
+    __device__ __forceinline__ static int boxes_of(Item const& item)
+    {
+        return (item.group.tokens + kBoxTokens - 1) / kBoxTokens;
+    }
+
+    __device__ __forceinline__ void load_weights(Item const& item, int step, int stage, uint32_t phase) const
+    {
+        uint32_t const barrier = shared.full(stage), to = shared.weight(stage);
+        wait_for_phase(shared.empty(stage), phase ^ 1);
+        expect_bytes(barrier,
+            item.count * kUnitRows * S::kLineBytes + boxes_of(item) * kBoxTokens * S::kTokenBytes);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            copy_weight(to + half * S::kHalfBytes, launch.weight[item.count - 1], step * S::kLineBytes,
+                first_row<kGateUp>(launch.p, item, half), item.group.expert, barrier, policy);
+        }
+    }
+
+    __device__ __forceinline__ void load_inputs(Item const& item, int step) const
+    {
+        copy_inputs(shared.inputs(next.at), launch.inputs[boxes_of(item) - 1], item.group.first, step * S::kAtoms,
+            shared.full(next.at));
+    }
+
+    // Rows behind the weight's last have no scales: theirs may be any.
+    __device__ __forceinline__ void load_scales(Item const& item)
+    {
+        if constexpr (kPacked)
+        {
+            Product const& p = launch.p;
+            int const blocks = p.inputs / 32;
+            uint32_t const barrier = shared.scales_full(next_scales.at), to = shared.scales(next_scales.at);
+            int first[2], bytes[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                first[half] = first_row<kGateUp>(p, item, half);
+                bytes[half] = max(0, min(item.count * kHalfRows, p.outputs - first[half])) * blocks;
+            }
+            wait_for_phase(shared.scales_empty(next_scales.at), next_scales.phase ^ 1);
+            expect_bytes(barrier, bytes[0] + bytes[1]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                int64_t const row = static_cast<int64_t>(item.group.expert) * p.outputs + first[half];
+                if (bytes[half] > 0)
+                {
+                    int const at = half * kItemUnits * kHalfRows * blocks;
+                    copy_bytes(to + at, p.scales + row * blocks, bytes[half], barrier);
+                }
+            }
+            next_scales.advance(kScaleBuffers);
+        }
+    }
+};
+
+// -- multiplying ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint4 read_16(uint32_t from)
+{
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
+    return x;
+}
+
+__device__ __forceinline__ uint32_t read_byte(uint32_t from)
+{
+    uint32_t x;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
+    return x;
+}
+
+// Multiplies a warpgroup's units by a group's inputs. Of each 16 rows of a unit, a warp's, lane l has parts of the rows
+// l / 4 and l / 4 + 8; the first eight are of the unit's first half, the others of its second.
+template <typename T, bool kPacked, bool kGateUp>
+struct Mainloop
+{
+    using S = Stage<kPacked>;
+    using Format = Mxfp4<T>;
+    using Operand = uint32_t[kAtom / 16][4]; // of a unit's line, what meets an atom of inputs
+
+    // A lane's part of a line of a unit.
+    struct Line
+    {
+        uint4 upper[S::kChunks];
+        uint4 lower[S::kChunks];
+        uint32_t scale[2] = {}; // of upper and lower
+        uint32_t factor[2] = {};
+        bool is_large = false; // a scale of the warp's is beyond what one factor can be
+    };
+
+    Launch const& launch;
+    Shared<kPacked> const& shared;
+    int const warpgroup;
+    int const row; // of a half
+    int const quad;
+    int const part;
+    int const blocks; // of MXFP4 in a row
+    Place next; // stage
+    Place next_scales;
+
+    __device__ __forceinline__ Mainloop(Launch const& launch_, Shared<kPacked> const& shared_)
+        : launch(launch_)
+        , shared(shared_)
+        , warpgroup(threadIdx.x / 128)
+        , row(threadIdx.x / 32 % 4 * 8 + threadIdx.x % 32 / 4)
+        , quad(threadIdx.x % 32 / 4)
+        , part(threadIdx.x % 4)
+        , blocks(launch_.p.inputs / 32)
+    {
+    }
+
+    __device__ __forceinline__ int unit_of(int i) const
+    {
+        return i * kGroups + warpgroup;
+    }
+
+    // Says that this warp is done with what it read.
+    __device__ __forceinline__ static void leave(uint32_t barrier)
+    {
+        if (threadIdx.x % 32 == 0)
+        {
+            arrive(barrier);
+        }
+    }
+
+    // Adds to c the products of every line of the rows. Those of one operand run beside the unpacking of the next.
+    template <int kTiles>
+    __device__ __forceinline__ void multiply(float (&c)[kGroupUnits][kTiles][4])
+    {
+        static_assert(kGroupUnits == 2);
+        if constexpr (kPacked)
+        {
+            wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
+        }
+        // The low words of matrices: places by sixteen bytes. The high ones are all the same.
+        uint32_t const first_inputs = static_cast<uint32_t>(matrix(shared.inputs(0), 16, 8 * kAtom * 2));
+        int last = 0; // stage
+        for (int step = 0; step < launch.steps; ++step)
+        {
+            wait_for_phase(shared.full(next.at), next.phase);
+            uint32_t const inputs = first_inputs + next.at * (S::kBytes / 16);
+#pragma unroll
+            for (int i = 0; i < kGroupUnits; ++i)
+            {
+                Line const line = read(unit_of(i), step);
+#pragma unroll
+                for (int atom = 0; atom < S::kAtoms; ++atom)
+                {
+                    Operand a;
+                    unpack(a, line, atom);
+                    begin_products();
+                    multiply(c[i], a, inputs + atom * kTiles * 8 * kAtom * 2 / 16);
+                    commit_products();
+                    wait_for_products<1>(c[1 - i]);
+                    if (i == 0 && atom == 0 && step > 0)
+                    {
+                        leave(shared.empty(last));
+                    }
+                }
+            }
+            last = next.at;
+            next.advance(launch.stages);
+        }
+        wait_for_products(c[1]);
+        leave(shared.empty(last));
+        if constexpr (kPacked)
+        {
+            leave(shared.scales_empty(next_scales.at));
+            next_scales.advance(kScaleBuffers);
+        }
+    }
+
+    template <int kTiles>
+    __device__ __forceinline__ static void multiply(float (&c)[kTiles][4], Operand const& a, uint32_t inputs)
+    {
+#pragma unroll
+        for (int k = 0; k < kAtom / 16; ++k)
+        {
+            uint64_t const high = matrix(0, 16, 8 * kAtom * 2) >> 32 << 32;
+            multiply_add_rows<T>(c, a[k], high | (inputs + k * 2));
+        }
+    }
+
+    __device__ __forceinline__ Line read(int unit, int step) const
+    {
+        int const unit_row = unit * kHalfRows + row;
+        uint32_t const at = shared.weight(next.at) + unit_row * S::kLineBytes;
+        Line line;
+#pragma unroll
+        for (int i = 0; i < S::kChunks; ++i)
+        {
+            uint32_t const from = at + (kPacked ? part ^ quad / 2 : (i * 4 + part) ^ quad) * 16;
+            line.upper[i] = read_16(from);
+            line.lower[i] = read_16(from + S::kHalfBytes);
+        }
+        if constexpr (kPacked)
+        {
+            // Past a row's end its numbers are zeros; any scale of its own will do.
+            uint32_t const scale
+                = shared.scales(next_scales.at) + unit_row * blocks + min(step * 4 + part, blocks - 1);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                line.scale[half] = read_byte(scale + half * kItemUnits * kHalfRows * blocks);
+                line.factor[half] = Format::factor(min(line.scale[half], Format::kMostScale));
+            }
+            line.is_large = __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
+        }
+        return line;
+    }
+
+    // Makes of a line the operand that meets an atom of inputs, in the order of `place_of`.
+    __device__ __forceinline__ static void unpack(Operand& a, Line const& line, int atom)
+    {
+        if constexpr (kPacked)
+        {
+            uint4 const& u = line.upper[0];
+            uint4 const& l = line.lower[0];
+            unpack(a, 0, atom == 0 ? u.x : u.z, atom == 0 ? u.y : u.w, line.factor[0]);
+            unpack(a, 1, atom == 0 ? l.x : l.z, atom == 0 ? l.y : l.w, line.factor[1]);
+            if (line.is_large)
+            {
+                multiply_excess(a, 0, line.scale[0]);
+                multiply_excess(a, 1, line.scale[1]);
+            }
+        }
+        else
+        {
+#pragma unroll
+            for (int i = 0; i < S::kChunks; ++i)
+            {
+                uint4 const &u = line.upper[i], &l = line.lower[i];
+                uint32_t const pairs[2][4] = {{u.x, l.x, u.y, l.y}, {u.z, l.z, u.w, l.w}};
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+                {
+                    a[i * 2 + j / 4][j % 4] = pairs[j / 4][j % 4];
+                }
+            }
+        }
+    }
+
+    // Unpacks two words of MXFP4. half: 0, of an upper row; 1, of a lower one.
+    __device__ __forceinline__ static void unpack(
+        Operand& a, int half, uint32_t first, uint32_t second, uint32_t factor)
+    {
+        uint32_t pairs[2][4];
+        Format::spread(first, pairs[0]);
+        Format::spread(second, pairs[1]);
+#pragma unroll
+        for (int word = 0; word < 2; ++word)
+        {
+            Format::multiply(pairs[word], factor);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                a[word * 2 + i / 2][i % 2 * 2 + half] = pairs[word][i];
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void multiply_excess(Operand& a, int half, uint32_t scale)
+    {
+#pragma unroll
+        for (int word = 0; word < 2; ++word)
+        {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                pairs[i] = a[word * 2 + i / 2][i % 2 * 2 + half];
+            }
+            Format::multiply_excess(pairs, scale);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                a[word * 2 + i / 2][i % 2 * 2 + half] = pairs[i];
+            }
+        }
+    }
+};
+
+// -- what becomes of the sums -----------------------------------------------------------------------------------------
+
+// Finishes and stores a unit's sums. A lane has two tokens' sums of two rows: a gate and its up, or two outputs.
+template <typename T, bool kPacked, bool kGateUp>
+struct Epilogue
+{
+    Launch const& launch;
+    Product const& p;
+    Item const& item;
+    int const row; // of a half
+
+    template <int kTiles>
+    __device__ __forceinline__ void store(int unit, float const (&c)[kTiles][4]) const
+    {
+        int rows[2];
+        bool are_there[2];
+        float bias[2] = {};
+        int const limit[2] = {kGateUp ? p.outputs / 2 : p.outputs, p.outputs};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            rows[half] = first_row<kGateUp>(p, item, half) + unit * kHalfRows + row;
+            are_there[half] = rows[half] < limit[half];
+            if (p.bias && are_there[half])
+            {
+                bias[half] = to_float(
+                    static_cast<T const*>(p.bias)[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]);
+            }
+        }
+        T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(item.group.first) * launch.pitch;
+        int const places[2] = {kGateUp ? place_of<kPacked>(rows[0]) : rows[0], rows[1]};
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i)
+        {
+            int const token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            float const upper = rounded<T>(c[i / 2][i % 2] + bias[0]);
+            float const lower = rounded<T>(c[i / 2][2 + i % 2] + bias[1]);
+            T* const to = out + token * launch.pitch;
+            if (token < item.group.tokens && are_there[0])
+            {
+                to[places[0]] = from_float<T>(kGateUp ? p.activated(upper, lower) : upper);
+            }
+            if (!kGateUp && token < item.group.tokens && are_there[1])
+            {
+                to[places[1]] = from_float<T>(lower);
+            }
+        }
+    }
+};
+
+// Computes an item for up to 8 kTiles tokens.
+template <int kTiles, typename T, bool kPacked, bool kGateUp>
+__device__ __forceinline__ void compute(Mainloop<T, kPacked, kGateUp>& mainloop, Item const& item)
+{
+    float c[kGroupUnits][kTiles][4] = {};
+    mainloop.multiply(c);
+    Epilogue<T, kPacked, kGateUp> const epilogue{mainloop.launch, mainloop.launch.p, item, mainloop.row};
+#pragma unroll
+    for (int i = 0; i < kGroupUnits; ++i)
+    {
+        if (mainloop.unit_of(i) < item.count)
+        {
+            epilogue.store(mainloop.unit_of(i), c[i]);
+        }
+    }
+}
+
+#endif
+
+// kPacked: the weight is MXFP4. kGateUp: the first product, which ends with the activation.
+template <typename T, bool kPacked, bool kGateUp>
+__global__ void __launch_bounds__(kThreads, 1) many_product_kernel(__grid_constant__ Launch const launch)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char memory[];
+    // The routing is known: the kernel before this one waited for it before it let this one begin.
+    trigger();
+    Shared<kPacked> const shared(launch, shared_address(memory));
+    if (threadIdx.x == 0)
+    {
+        shared.init();
+    }
+    __syncthreads();
+    Items items(launch);
+    if (threadIdx.x >= kWarps * 32)
+    {
+        release_registers<kLoaderRegisters>();
+        if (threadIdx.x == kWarps * 32)
+        {
+            Loader<kPacked, kGateUp>(launch, shared).load(items);
+        }
+        else
+        {
+            wait();
+        }
+        return;
+    }
+    take_registers<kMainloopRegisters>();
+    wait();
+    Mainloop<T, kPacked, kGateUp> mainloop(launch, shared);
+    while (items.are_left())
+    {
+        Item const item = items.next();
+        switch ((item.group.tokens + 15) / 16)
+        {
+        case 1: compute<2>(mainloop, item); break;
+        case 2: compute<4>(mainloop, item); break;
+        case 3: compute<6>(mainloop, item); break;
+        default: compute<8>(mainloop, item); break;
+        }
+    }
+#endif
+}
+
+} // namespace many
+} // namespace moe
+} // namespace dflash
