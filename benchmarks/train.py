@@ -124,7 +124,8 @@ def rate(arguments: argparse.Namespace) -> dict[str, Any]:
     limits = {"tp": 1, "max_batch": 1, "max_seq_len": arguments.length, "chunk": min(512, arguments.length)}
     config = shape_config(arguments.shape, **asked_precision(None, device), **limits)
     assert config.drafter is not None
-    packing = {"pack": arguments.pack, "anchors": arguments.anchors, "max_seq_len": arguments.length}
+    packing: dict[str, Any] = {"pack": arguments.pack, "anchors": arguments.anchors, "max_seq_len": arguments.length}
+    packing["attention"] = arguments.attention
     settings = TrainSettings.model_validate({"target": arguments.shape, "data": Path("none"), **packing})
     ids = torch.randint(0, config.target.vocab_size, (8 * arguments.pack,), generator=generator(0)).tolist()
     size = arguments.length
@@ -141,7 +142,7 @@ def rate(arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer, packs = Optimizer(drafter, 1e-4, arguments.steps or 20), Packs(documents, arguments.pack, 0)
         for number in range(arguments.steps or 20):
             began = time.perf_counter()
-            pack = packs.pack(0, number % len(packs.epoch(0)), device)
+            pack = packs.pack(0, number % len(packs.epoch(0)))
             trainer.loss(pack, number).value.backward()
             optimizer.step(number)
             if device.type == "cuda":
@@ -189,6 +190,7 @@ def main() -> None:
             command.add_argument("--anchors", type=int, default=512)
             command.add_argument("--tflops", type=float, default=GEMM_SHARE * 989, help="to estimate by; an H200's")
             command.add_argument("--length", type=int, default=4096, help="tokens of a document")
+            command.add_argument("--attention", default="masked", help="masked or flex")
         else:
             command.add_argument("--records", type=Path, required=True)
             command.add_argument("--each", type=int, default=64, help="held-out prompts of each kind")

@@ -25,7 +25,7 @@ from trtllm_dflash.train.documents import Document, Pack, Packs, generator
 from trtllm_dflash.train.evaluation import Tally
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weights
-from trtllm_dflash.train.mask import FlexAttention, MaskedAttention, Visibility
+from trtllm_dflash.train.mask import BlockVisibility, CausalVisibility, MaskedAttention, flexible
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import learning_rate
 from trtllm_dflash.train.prompts import Record, split
@@ -80,12 +80,27 @@ def test_labels_are_the_tokens_behind_the_anchor_up_to_the_end_of_its_document(p
                 assert anchors.labels[a, k - 1] == pack.token_ids[row + k]
 
 
+def test_labels_of_a_greedy_target_are_its_choices_as_far_as_the_text_follows_them(pack):
+    rows = eligible_rows(pack)
+    choice = pack.token_ids.roll(-1)  # what the text has next, but for two places
+    choice[5], choice[11] = 100, 101
+    text, greedy = anchored(pack, rows, BLOCK), anchored(pack, rows, BLOCK, choice)
+    for a, row in enumerate(rows.tolist()):
+        follows = True
+        for k in range(1, BLOCK):
+            assert greedy.counts[a, k - 1] == (text.counts[a, k - 1] and follows)
+            if greedy.counts[a, k - 1]:
+                assert greedy.labels[a, k - 1] == choice[row + k - 1]
+                follows = bool(choice[row + k - 1] == pack.token_ids[row + k])
+    assert 0 < (text.counts & ~greedy.counts).sum() < text.counts.sum()
+
+
 # -- the mask, and the block that is drafted under it ------------------------------------------------------------------
 
 
 def test_the_mask_equals_a_plain_loop(pack):
     rows = torch.tensor([4, 7, 11, 20])
-    mask = Visibility(pack, rows, BLOCK).dense()
+    mask = BlockVisibility(pack, rows, BLOCK).dense()
     tokens = len(pack.token_ids)
     assert mask.shape == (len(rows) * BLOCK, tokens + len(rows) * BLOCK)
     for row in range(len(mask)):
@@ -96,14 +111,52 @@ def test_the_mask_equals_a_plain_loop(pack):
             assert mask[row, tokens + key] == (key // BLOCK == row // BLOCK)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_token_sees_its_document_up_to_itself(window, pack):
+    mask = CausalVisibility(pack, window).dense()
+    for row in range(22):
+        for key in range(22):
+            near = window is None or row - key < window
+            assert mask[row, key] == (pack.document[row] == pack.document[key] and key <= row and near)
+
+
+@pytest.mark.parametrize("size", [4, 8, 12])
+def test_rows_in_chunks_attend_as_all_at_once(size, pack, monkeypatch):
+    """Each chunk leaves out keys that none of its rows sees."""
+    blocks = BlockVisibility(pack, eligible_rows(pack), BLOCK)
+    for visibility in (blocks, CausalVisibility(pack), CausalVisibility(pack, 3)):
+        draw = partial(torch.randn, generator=generator(6))
+        q, k, v = draw(1, 4, visibility.rows, 16), draw(1, 2, visibility.keys, 16), draw(1, 2, visibility.keys, 16)
+        whole = F.scaled_dot_product_attention(q, k, v, visibility.dense(), enable_gqa=True)
+        monkeypatch.setattr("trtllm_dflash.train.mask._CHUNK", size)
+        attention = MaskedAttention(visibility)
+        torch.testing.assert_close(attention(q, k, v), whole)
+        assert sum(mask.numel() for *_, mask in attention.masks) < visibility.rows * visibility.keys
+
+
+@pytest.mark.parametrize("block", [8, 10, 16])
+def test_flex_attention_skips_no_key_that_a_row_sees(block):
+    """Its lists of tiles are made by hand; whatever is not in them is never looked at."""
+    lengths, chance = 2 * [70, 300, 9, 411, 130], generator(12)
+    pack = Pack.of([Document([1] * length, length // 3) for length in lengths])
+    anchors = pick_anchors(pack, 60, chance)
+    mask = flexible(2048, 64, lambda: None)(pack, anchors, block).tiles.to_dense()[0, 0].bool()
+    seen = BlockVisibility(pack, anchors, block, 2048, 64).dense()
+    padded = F.pad(seen, (0, -seen.shape[1] % 128, 0, mask.shape[0] * 128 - len(seen)))
+    needed = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).any(dim=3).any(dim=1)
+    assert not (needed & ~mask[:, : needed.shape[1]]).any()
+    assert mask.sum() < mask.numel() / 2
+
+
 @pytest.mark.slow  # what it imports takes long
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_and_the_dense_mask_are_one(pack):
-    visibility = Visibility(pack, eligible_rows(pack)[::2], BLOCK)
-    rows, keys = len(visibility.block), len(visibility.key_block)
+    anchors = eligible_rows(pack)[::2]
+    visibility = BlockVisibility(pack, anchors, BLOCK)
+    rows, keys = visibility.rows, visibility.keys
     draw = partial(torch.randn, generator=generator(4))
     q, k, v = draw(1, 4, rows, 16), draw(1, 2, keys, 16), draw(1, 2, keys, 16)
-    flex = FlexAttention(visibility, flex_attention)
+    flex = flexible(30, 40, flex_attention)(pack, anchors, BLOCK)
     torch.testing.assert_close(flex(q, k, v), MaskedAttention(visibility)(q, k, v))
 
 

@@ -34,7 +34,9 @@ _FILE = click.Path(path_type=Path)
 @click.option("--max-seq-len", type=int, help="Tokens of a prompt and its reply.  [default: 4096, or less]")
 @click.option("--max-tokens", type=int, help="Of a reply.  [default: 2048]")
 @click.option("--max-batch", type=int, help="Replies at a time.  [default: 32]")
-@click.option("--objective", help="ce: the text's tokens; kd: the target's distribution.  [default: ce]")
+@click.option(
+    "--objective", help="ce: the text's tokens; greedy or kd: the target's choice or distribution.  [default: ce]"
+)
 @click.option("--weighting", help="Of positions: dpace or exponential.  [default: dpace]")
 @click.option("--pack", type=int, help="Tokens that go through the drafter together.  [default: 8192]")
 @click.option("--packs", type=int, help="Of a step.  [default: 1]")

@@ -7,6 +7,7 @@ whose next token is of the reply, too: random ones (arXiv 2602.06036), for fixed
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from trtllm_dflash.train.documents import Pack
 
@@ -23,9 +24,9 @@ class Anchors:
 
 
 def pick_anchors(pack: Pack, count: int, generator: torch.Generator) -> Tensor:
-    """Draws places of anchors in a pack, none twice: [A], A at most `count`; in order."""
+    """Draws places of anchors in a pack, none twice: [A], A at most `count`; in order. All on the host."""
     places = eligible_rows(pack)
-    chosen = torch.randperm(len(places), generator=generator)[:count].to(places.device)
+    chosen = torch.randperm(len(places), generator=generator)[:count]
     return places[chosen].sort().values
 
 
@@ -35,9 +36,19 @@ def eligible_rows(pack: Pack) -> Tensor:
     return (pack.in_reply[:-1] & follows).nonzero()[:, 0]
 
 
-def anchored(pack: Pack, rows: Tensor, block: int) -> Anchors:
-    """Adds the labels of blocks of `block` rows to anchors at these places [A]."""
+def anchored(pack: Pack, rows: Tensor, block: int, likeliest: Tensor | None = None) -> Anchors:
+    """Adds the labels of blocks of `block` rows to anchors at these places [A].
+
+    Args:
+        likeliest: the target's likeliest token after each of the pack, [S]: labels are these, as far as the text
+            follows them. None: the text's own.
+    """
     at = rows[:, None] + torch.arange(1, block, device=rows.device)
     inside = at.clamp(max=len(pack.token_ids) - 1)
     counts = (at == inside) & (pack.document[inside] == pack.document[rows][:, None])
-    return Anchors(rows, pack.token_ids[inside], counts)
+    text = pack.token_ids[inside]
+    if likeliest is None:
+        return Anchors(rows, text, counts)
+    labels = likeliest[inside - 1]
+    follows = (labels == text)[:, :-1].int().cumprod(dim=1).bool()
+    return Anchors(rows, labels, counts & F.pad(follows, (1, 0), value=True))

@@ -6,6 +6,7 @@ sees what it would have seen.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,8 +39,8 @@ class Pack:
     in_reply: Tensor  # [S] bool
 
     @classmethod
-    def of(cls, documents: list[Document], device: torch.device | None = None) -> "Pack":
-        """Packs documents, in their order."""
+    def of(cls, documents: list[Document]) -> "Pack":
+        """Packs documents, in their order, on the host."""
         lengths = torch.tensor([len(document.token_ids) for document in documents])
         prompts = torch.tensor([document.prompt for document in documents])
         ids = np.concatenate([np.asarray(document.token_ids, np.int64) for document in documents])
@@ -47,7 +48,21 @@ class Pack:
         first = lengths.cumsum(0) - lengths
         position = torch.arange(len(ids)) - first[number]
         parts = torch.from_numpy(ids), number, position, position >= prompts[number]
-        return cls(documents, *(part.to(device) for part in parts))
+        return cls(documents, *parts)
+
+    def to(self, device: torch.device) -> "Pack":
+        """Copies its tensors to a device, without waiting for it."""
+        parts = self.token_ids, self.document, self.position, self.in_reply
+        return Pack(self.documents, *(moved(part, device) for part in parts))
+
+    def begin(self, places: np.ndarray) -> np.ndarray:
+        """Finds the places where the documents of the tokens at these places begin; on the host."""
+        return self._firsts[self._firsts.searchsorted(places, side="right") - 1]
+
+    @cached_property
+    def _firsts(self) -> np.ndarray:
+        lengths = [len(document.token_ids) for document in self.documents]
+        return np.cumsum([0, *lengths])[:-1]
 
 
 class Packs:
@@ -81,9 +96,14 @@ class Packs:
             self._epoch = number, packs
         return self._epoch[1]
 
-    def pack(self, epoch: int, place: int, device: torch.device) -> Pack:
-        """Makes a pack of an epoch."""
-        return Pack.of([self._documents[index] for index in self.epoch(epoch)[place]], device)
+    def pack(self, epoch: int, place: int) -> Pack:
+        """Makes a pack of an epoch, on the host."""
+        return Pack.of([self._documents[index] for index in self.epoch(epoch)[place]])
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host to a device, without waiting for what the device does."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def generator(*numbers: int) -> torch.Generator:

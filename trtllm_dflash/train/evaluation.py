@@ -13,14 +13,14 @@ import torch
 
 from trtllm_dflash.ops.draft_tree import RANKS, DraftTree, chain_tree
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.train.documents import Document, Pack
+from trtllm_dflash.train.documents import Document, Pack, moved
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.network import PackContext, TrainedDrafter
 
 Tensor = torch.Tensor
 
-#: Tokens of documents that are looked at together.
-_TOGETHER = 8192
+#: Tokens of documents that are looked at together: a GPU waits for the host rather than the other way round.
+_TOGETHER = {"cpu": 8192, "cuda": 65536}
 
 
 @dataclass
@@ -91,8 +91,8 @@ def simulate(
     acceptance = Acceptance()
     tree = tree or chain_tree(drafter.config.block_size - 1)
     done = 0
-    for together in _groups(documents):
-        pack = Pack.of(together, target.device)
+    for together in _groups(documents, _TOGETHER[target.device.type]):
+        pack = Pack.of(together).to(target.device)
         context = drafter.context(pack, target.features(pack).taps)
         _walk(drafter, target, context, tree, acceptance)
         done += len(together)
@@ -100,15 +100,15 @@ def simulate(
     return acceptance
 
 
-def _groups(documents: list[Document]) -> list[list[Document]]:
-    """Divides documents into groups of at most `_TOGETHER` tokens (or of one)."""
+def _groups(documents: list[Document], most: int) -> list[list[Document]]:
+    """Divides documents into groups of at most so many tokens (or of one)."""
     groups: list[list[Document]] = []
     room = 0
     for document in documents:
         size = len(document.token_ids)
         if size > room:
             groups.append([])
-            room = _TOGETHER
+            room = most
         groups[-1].append(document)
         room -= size
     return groups
@@ -123,9 +123,9 @@ def _walk(
     firsts = list(accumulate((len(document.token_ids) for document in documents), initial=0))
     at = [document.prompt for document in documents]  # the anchor: the token that was chosen last
     while live := [i for i, document in enumerate(documents) if at[i] < len(document.token_ids) - 1]:
-        rows = torch.tensor([firsts[i] + at[i] for i in live], device=target.device)
+        rows = torch.tensor([firsts[i] + at[i] for i in live])
         best = ops.top_ids(target.drafted_logits(drafter.draft(context, rows)), RANKS)
-        trees = ops.grow_tree(tree, context.pack.token_ids[rows].int(), *best)
+        trees = ops.grow_tree(tree, context.pack.token_ids[moved(rows, target.device)].int(), *best)
         for i, tokens, parents in zip(live, *(part.tolist() for part in trees), strict=True):
             # The last step of a reply ends with it, whatever the target would have said next.
             possible = documents[i].token_ids[at[i] + 1 : -1]

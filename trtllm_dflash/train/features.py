@@ -1,4 +1,8 @@
-"""Features of a frozen target: what the engine that will serve the drafter computes of a text."""
+"""Features of a frozen target: what the engine that will serve the drafter computes of a text.
+
+Documents go through the target a pack at a time, each under its own mask; the numbers are those of serving but for the
+order of sums.
+"""
 
 from dataclasses import dataclass
 
@@ -7,10 +11,13 @@ import torch.nn.functional as F
 
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
+from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import ops_over
-from trtllm_dflash.train.documents import Document, Pack
+from trtllm_dflash.train.documents import Pack
+from trtllm_dflash.train.loss import CHUNK_BYTES
+from trtllm_dflash.train.mask import CausalVisibility, MaskedAttention
 
 Tensor = torch.Tensor
 
@@ -23,18 +30,54 @@ class Features:
     hidden: Tensor  # [1, S, H] after the last layer, before the final norm
 
 
+class PackOps(TorchOps):
+    """Computes a target's pass over a pack [1, S, H], without caches.
+
+    Attributes:
+        pack: set before the pass.
+    """
+
+    pack: Pack
+
+    def positions(self, start: Tensor, rows: Tensor) -> Tensor:
+        return self.pack.position[None]
+
+    def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
+        if self.caches[name].dtype != FP8:
+            return rows
+        scale = self.weights[name + ".scale"]  # what a cache in FP8 would give back
+        return dequantize_cache_rows(quantize_cache_rows(rows, scale), scale, rows.dtype)
+
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        attend: MaskedAttention = self._once(
+            ("attention", window), self.pack.position, lambda: MaskedAttention(CausalVisibility(self.pack, window))
+        )
+        sink = None if sinks is None else self.weights[sinks]
+        return attend(q, keys, values, scale, sink).transpose(1, 2).flatten(2)
+
+
 class FrozenTarget:
-    """A target in an engine of ours, computed by torch's operations, document after document.
+    """A target in an engine of ours, computed by torch's operations.
 
     Args:
-        llm: loaded from the target's checkpoint, as long as the longest document.
+        llm: loaded from the target's checkpoint.
         taps: the layers whose outputs the drafter reads.
     """
 
     def __init__(self, llm: LLM, taps: tuple[int, ...]) -> None:
         self._llm = llm
         self._taps = taps
-        self._ops = ops_over(llm, TorchOps)
+        self._ops = ops_over(llm, PackOps)
         self._target = build_target(llm.config.target)
         self.device = llm.session.device
         weights = self._ops.weights
@@ -46,9 +89,10 @@ class FrozenTarget:
     @torch.no_grad()
     def features(self, pack: Pack) -> Features:
         """Computes the features of a pack's tokens."""
-        passes = [self._pass(document) for document in pack.documents]
-        taps = [torch.cat(parts, dim=1) for parts in zip(*(taps for taps, _ in passes), strict=True)]
-        return Features(taps, torch.cat([hidden for _, hidden in passes], dim=1))
+        self._ops.pack = pack
+        start = torch.zeros(1, dtype=torch.int32, device=self.device)
+        features = self._target.forward(self._ops, pack.token_ids[None].int(), start, self._taps)
+        return Features(features.taps, features.hidden)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -57,12 +101,12 @@ class FrozenTarget:
         return rows.view(*hidden.shape[:-1], -1)
 
     @torch.no_grad()
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """Finds the likeliest next token [S] after rows [S, H], a part of them at a time."""
+        size = max(1, CHUNK_BYTES // (4 * len(self.head)))
+        return torch.cat([self.logits(part).argmax(dim=-1) for part in hidden.split(size)])
+
+    @torch.no_grad()
     def drafted_logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [..., V] of the drafter's rows [..., H], which its last norm has seen."""
         return F.linear(hidden.to(self.head.dtype), self.head)
-
-    def _pass(self, document: Document) -> tuple[list[Tensor], Tensor]:
-        ids = torch.tensor([list(document.token_ids)], dtype=torch.int32, device=self.device)
-        start = torch.zeros(1, dtype=torch.int32, device=self.device)
-        features = self._target.forward(self._ops, ids, start, self._taps)
-        return features.taps, features.hidden

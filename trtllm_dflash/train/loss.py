@@ -16,7 +16,7 @@ from trtllm_dflash.train.anchors import Anchors
 
 Tensor = torch.Tensor
 
-#: Most bytes of a chunk's logits in FP32.
+#: Most bytes of a chunk's logits in FP32; of the target's, too.
 CHUNK_BYTES = 1 << 30
 
 #: D-PACE's smoothing a (arXiv 2605.18810): any of 0.3 to 0.7 is said to do.

@@ -1,110 +1,286 @@
-"""The attention of drafted blocks over a pack: which keys a block's rows see, and two ways to compute it.
+"""Attention over a pack: which keys a row sees, and two ways to compute it.
 
-Keys are the S context rows of a pack, then the rows of all A blocks. A block's rows see the context rows strictly
-before their anchor, of the same document, and all rows of their own block; never another block's.
+In the target's pass, a token sees those of its document up to itself. In the drafter's, the keys are the S context rows
+of a pack, then the rows of all A blocks; a block's rows see the context rows strictly before their anchor, of the same
+document, and all rows of their own block; never another block's.
+
+What rows next to each other see are few runs of keys next to each other, which the host knows: both ways skip the rest.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Literal, Protocol
+from functools import cache, cached_property, partial
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.train.documents import Pack
+from trtllm_dflash.train.documents import Pack, moved
 
 Tensor = torch.Tensor
 
-_CONTEXT = -1  # the block of a context row
-_SIZES = 1024  # rows and keys of `FlexAttention` come in multiples of it
+#: Keys first..last-1.
+Run = tuple[int, int]
+
+_CHUNK = 1024  # rows that `MaskedAttention` takes at once, about
+_TILE = 128  # rows, and keys, of a tile of `FlexAttention`
 
 
-class Visibility:
-    """Places of the rows and keys of a pack's blocks, and the rule of which see which.
+class Visibility(ABC):
+    """The rule of which rows see which keys.
+
+    Attributes:
+        rows, keys: how many there are.
+        step: rows that belong together: what sees the same keys is not divided.
+    """
+
+    rows: int
+    keys: int
+    step = 1
+
+    @abstractmethod
+    def sees(self, row: Tensor, key: Tensor) -> Tensor:
+        """Whether rows see keys, by their numbers, broadcast against each other: bool."""
+
+    @abstractmethod
+    def runs(self, first: int, last: int) -> list[Run]:
+        """Lists runs of keys, in order, outside of which the rows first..last-1 see none."""
+
+    def dense(self) -> Tensor:
+        """Makes the whole mask: [rows, keys] bool."""
+        row, key = (torch.arange(count, device=self.device) for count in (self.rows, self.keys))
+        return self.sees(row[:, None], key[None])
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that masks are made on."""
+
+
+class CausalVisibility(Visibility):
+    """Tokens of a pack that see their document up to themselves.
+
+    Args:
+        window: keys that a row sees, itself included; None: all.
+    """
+
+    def __init__(self, pack: Pack, window: int | None = None) -> None:
+        self.rows = self.keys = len(pack.token_ids)
+        self._pack, self._window = pack, window
+        self._first = torch.arange(self.rows, device=pack.position.device) - pack.position  # [rows] keys seen from here
+        if window is not None:
+            self._first = self._first.maximum(torch.arange(self.rows, device=self.device) - window + 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._pack.position.device
+
+    def sees(self, row: Tensor, key: Tensor) -> Tensor:
+        return (key >= self._first[row]) & (key <= row)
+
+    def runs(self, first: int, last: int) -> list[Run]:
+        begin = int(self._pack.begin(np.asarray(first)))
+        return [(begin if self._window is None else max(begin, first - self._window + 1), last)]
+
+
+class BlockVisibility(Visibility):
+    """Rows of blocks behind anchors of a pack.
 
     Args:
         pack: whose context rows are the first keys.
-        rows: the anchors' places [A].
+        anchors: their places [A], in order, on the host.
         block: rows of a block.
+        tokens, blocks: as many context rows and blocks as to pretend to; None: as there are. Padding sees itself alone.
     """
 
-    def __init__(self, pack: Pack, rows: Tensor, block: int) -> None:
-        blocks = torch.arange(len(rows), device=rows.device).repeat_interleave(block)
-        self.block = blocks  # [A * block] of each row
-        self.document = pack.document[rows][blocks]  # [A * block]
-        self.anchor = pack.position[rows][blocks]  # [A * block] its position in the document
-        self.key_block = torch.cat([torch.full_like(pack.document, _CONTEXT), blocks])  # [S + A * block]
-        self.key_document = torch.cat([pack.document, self.document])
-        self.key_position = torch.cat([pack.position, self.anchor])  # of a block's rows not looked at
+    def __init__(
+        self, pack: Pack, anchors: Tensor, block: int, tokens: int | None = None, blocks: int | None = None
+    ) -> None:
+        self.step = block
+        self.tokens = len(pack.token_ids) if tokens is None else tokens
+        count = len(anchors) if blocks is None else blocks
+        self.rows, self.keys = count * block, self.tokens + count * block
+        self._there = len(anchors)
+        self._bounds = np.zeros((2, count), np.int64)  # the context rows that each block sees: from here, up to there
+        self._bounds[:, : self._there] = pack.begin(anchors.numpy()), anchors.numpy()
+        self.bounds = moved(torch.from_numpy(self._bounds.repeat(block, axis=1)), pack.position.device)  # [2, rows]
+
+    @property
+    def device(self) -> torch.device:
+        return self.bounds.device
 
     def sees(self, row: Tensor, key: Tensor) -> Tensor:
-        """Whether rows see keys, by their numbers, broadcast against each other: bool."""
-        in_context = self.key_block[key] == _CONTEXT
-        before = (self.key_document[key] == self.document[row]) & (self.key_position[key] < self.anchor[row])
-        return (in_context & before) | (self.key_block[key] == self.block[row])
+        return _sees(row, key, self.bounds[0], self.bounds[1], self.tokens, self.step)
 
-    def dense(self) -> Tensor:
-        """Makes the whole mask: [A * block, S + A * block] bool."""
-        row = torch.arange(len(self.block), device=self.block.device)
-        key = torch.arange(len(self.key_block), device=self.block.device)
-        return self.sees(row[:, None], key[None])
+    def runs(self, first: int, last: int) -> list[Run]:
+        begin, end = first // self.step, -(-last // self.step)
+        own = self.tokens + begin * self.step, self.tokens + end * self.step
+        there = self._bounds[:, begin : min(end, self._there)]
+        context = [(int(there[0, 0]), int(there[1, -1]))] if there.size else []
+        return [run for run in (*context, own) if run[0] < run[1]]
+
+
+def _sees(row: Tensor, key: Tensor, begin: Tensor, end: Tensor, tokens: int, block: int) -> Tensor:
+    """Whether rows of blocks see keys: those of the context from `begin` [rows] up to `end` [rows], and their block's.
+
+    Args:
+        tokens: context rows, the first keys.
+    """
+    return ((key >= begin[row]) & (key < end[row])) | ((key >= tokens) & ((key - tokens) // block == row // block))
 
 
 class Attention(Protocol):
-    """Attention of a pack's blocks."""
+    """Attention of the rows of a `Visibility`."""
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attends from q [1, heads, N, D] to keys and values [1, kv_heads, S + N, D]: [1, heads, N, D]."""
+        """Attends from q [1, heads, rows, D] to keys and values [1, kv_heads, keys, D]: [1, heads, rows, D]."""
 
 
 class MaskedAttention:
-    """Attention with the dense mask, by torch's `scaled_dot_product_attention`: on any device."""
+    """Attention with dense masks, some rows at a time, by torch's `scaled_dot_product_attention`: on any device."""
 
     def __init__(self, visibility: Visibility) -> None:
-        self._mask = visibility.dense()
+        self._visibility = visibility
+        size = max(1, _CHUNK // visibility.step) * visibility.step
+        self._chunks = [(first, min(first + size, visibility.rows)) for first in range(0, visibility.rows, size)]
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        grouped = q.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, self._mask, enable_gqa=grouped)
+    @cached_property
+    def masks(self) -> list[tuple[slice, list[Run], Tensor]]:
+        """The rows of each chunk, the keys that they may see, and the mask [rows, keys] of these: bool."""
+        see, found = self._visibility, []
+        for first, last in self._chunks:
+            runs = see.runs(first, last)
+            key = torch.cat([torch.arange(*run, device=see.device) for run in runs])
+            row = torch.arange(first, last, device=see.device)
+            found.append((slice(first, last), runs, see.sees(row[:, None], key[None])))
+        return found
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attends as `Attention` does.
+
+        Args:
+            scale: of scores; None: 1 / sqrt(D).
+            sinks: [heads]: one more logit of each head's softmax, whose value is zero.
+        """
+        shared = q.shape[1] // keys.shape[1]
+        if shared > 1:  # by hand: on a GPU, no fast kernel has both a mask and heads that share keys
+            keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
+        parts = []
+        for rows, runs, mask in self.masks:
+            k, v = (chosen(x, runs) for x in (keys, values))
+            attend = F.scaled_dot_product_attention if sinks is None else partial(_with_sinks, sinks)
+            parts.append(attend(q[:, :, rows], k, v, mask, scale=scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 class FlexAttention:
-    """Attention by torch's `flex_attention`, which skips what nobody sees. Compiled, on a GPU, it is untested.
+    """Attention by torch's `flex_attention`, which skips the tiles of keys that no row of a tile sees.
 
-    Rows and keys are padded to few sizes: each new size is compiled anew.
+    Rows and context are padded to one size, for which it is compiled once.
 
     Args:
+        visibility: padded to whole tiles of context; see `padded_blocks`.
+        tokens: context rows that there are.
+        rows: rows that there are.
         attend: `flex_attention`; None compiles it.
+
+    Attributes:
+        tiles: the tiles that are looked at, and the mask inside them.
     """
 
-    def __init__(self, visibility: Visibility, attend: Callable[..., Any] | None = None) -> None:
-        from torch.nn.attention.flex_attention import create_block_mask
+    def __init__(
+        self, visibility: BlockVisibility, tokens: int, rows: int, attend: Callable[..., Any] | None = None
+    ) -> None:
+        from torch.nn.attention.flex_attention import BlockMask
 
-        self._rows, self._keys = len(visibility.block), len(visibility.key_block)
-        sizes = _rounded(self._rows), _rounded(self._keys)
-        last_row, last_key = self._rows - 1, self._keys - 1
+        self._visibility, self._tokens, self._rows = visibility, tokens, rows
+        counts, tiles = (moved(torch.from_numpy(x), visibility.device) for x in _tiles(visibility))
+
+        # Tensors and numbers, and no objects of ours: what is compiled is compiled for these.
+        (begin, end), context, block = visibility.bounds, visibility.tokens, visibility.step
 
         def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            is_there = (row <= last_row) & (key <= last_key)
-            return is_there & visibility.sees(row.clamp(max=last_row), key.clamp(max=last_key))
+            return _sees(row, key, begin, end, context, block)
 
-        self._mask = create_block_mask(sees, None, None, *sizes, device=visibility.block.device)
+        self.tiles = BlockMask.from_kv_blocks(
+            counts[None, None],
+            tiles[None, None],
+            BLOCK_SIZE=_TILE,
+            mask_mod=sees,
+            seq_lengths=(visibility.rows, visibility.keys),
+        )
         self._attend = attend or _compiled()
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        q = F.pad(q, (0, 0, 0, _rounded(self._rows) - self._rows))
-        keys, values = (F.pad(x, (0, 0, 0, _rounded(self._keys) - self._keys)) for x in (keys, values))
-        out: Tensor = self._attend(q, keys, values, block_mask=self._mask, enable_gqa=q.shape[1] != keys.shape[1])
+        see, grouped = self._visibility, q.shape[1] != keys.shape[1]
+        more = see.rows - self._rows
+        keys, values = (
+            torch.cat(
+                [_longer(x[:, :, : self._tokens], see.tokens - self._tokens), _longer(x[:, :, self._tokens :], more)],
+                dim=2,
+            )
+            for x in (keys, values)
+        )
+        out: Tensor = self._attend(_longer(q, more), keys, values, block_mask=self.tiles, enable_gqa=grouped)
         return out[:, :, : self._rows]
 
 
-def attention_of(visibility: Visibility, kind: Literal["masked", "flex"]) -> Attention:
-    """Makes the attention of these blocks."""
-    return FlexAttention(visibility) if kind == "flex" else MaskedAttention(visibility)
+def _with_sinks(
+    sinks: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attends with one more logit a head, the softmax in FP32."""
+    scores = (q @ keys.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    probs = torch.cat([scores.masked_fill(~mask, -torch.inf), sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return probs.to(values.dtype) @ values
 
 
-def _rounded(count: int) -> int:
-    return -(-count // _SIZES) * _SIZES
+def masked(pack: Pack, anchors: Tensor, block: int) -> Attention:
+    """Makes the attention of blocks, with dense masks."""
+    return MaskedAttention(BlockVisibility(pack, anchors, block))
+
+
+def flexible(
+    tokens: int, blocks: int, attend: Callable[..., Any] | None = None
+) -> Callable[[Pack, Tensor, int], Attention]:
+    """Makes a maker of the attention of blocks, by `flex_attention`.
+
+    Args:
+        tokens, blocks: of a pack, at most: what all packs are padded to.
+    """
+
+    def make(pack: Pack, anchors: Tensor, block: int) -> Attention:
+        whole = _TILE // np.gcd(_TILE, block)  # blocks of whole tiles
+        sizes = -(-tokens // _TILE) * _TILE, -(-blocks // whole) * whole
+        visibility = BlockVisibility(pack, anchors, block, *(int(size) for size in sizes))
+        return FlexAttention(visibility, len(pack.token_ids), len(anchors) * block, attend)
+
+    return make
+
+
+def chosen(x: Tensor, runs: list[Run]) -> Tensor:
+    """Takes runs of keys out of x [1, heads, keys, D]."""
+    parts = [x[:, :, first:last] for first, last in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _tiles(visibility: BlockVisibility) -> tuple[np.ndarray, np.ndarray]:
+    """Lists the tiles of keys that each tile of rows may see: how many [n], and which [n, tiles of keys]; int32."""
+    count, keys = visibility.rows // _TILE, -(-visibility.keys // _TILE)
+    counts, tiles = np.zeros(count, np.int32), np.zeros((count, keys), np.int32)
+    for tile in range(count):
+        runs = visibility.runs(tile * _TILE, (tile + 1) * _TILE)
+        there = np.concatenate([np.arange(first // _TILE, -(-last // _TILE)) for first, last in runs])
+        counts[tile] = len(there)
+        tiles[tile, : len(there)] = there
+    return counts, tiles
+
+
+def _longer(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, rows)) if rows else x
 
 
 @cache
@@ -112,4 +288,4 @@ def _compiled() -> Callable[..., Any]:
     """Compiles `flex_attention`, once for all packs."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=False)

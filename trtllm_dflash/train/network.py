@@ -4,9 +4,8 @@ What is trained is what is served, by construction: parameters have the checkpoi
 into the engine's tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,13 @@ from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.rope import rope_tables
 from trtllm_dflash.ops.base import AttentionLayer, Context, Ops
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.train.documents import Pack
-from trtllm_dflash.train.mask import Attention, Visibility, attention_of
+from trtllm_dflash.train.documents import Pack, moved
+from trtllm_dflash.train.mask import Attention, masked
 
 Tensor = torch.Tensor
+
+#: Makes the attention of blocks from a pack, its anchors [A] and a block's rows; see `train.mask`.
+BlockAttention = Callable[[Pack, Tensor, int], Attention]
 
 
 class BlockOps(TorchOps):
@@ -96,20 +98,11 @@ class TrainedDrafter(nn.Module):
         embedding: the target's, [V, H]; not trained.
         positions: most tokens of a document.
         seed: of the initial weights.
-        attention: of the blocks; see `train.mask`.
     """
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        embedding: Tensor,
-        positions: int,
-        seed: int = 0,
-        attention: Literal["masked", "flex"] = "masked",
-    ) -> None:
+    def __init__(self, config: DrafterConfig, embedding: Tensor, positions: int, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self._attention = attention
         self._drafter = Drafter(config)
         self._embedding = embedding
         tables = rope_tables(config.rope, config.head_size, positions + config.block_size)
@@ -145,18 +138,23 @@ class TrainedDrafter(nn.Module):
         start = torch.zeros(1, dtype=torch.int32, device=pack.position.device)
         return PackContext(pack, weights, self._drafter.context(ops, ops.concat(taps), start))
 
-    def draft(self, context: PackContext, rows: Tensor) -> Tensor:
-        """Computes the rows [A, block - 1, H], ready for the LM head, of blocks after the anchors at places [A]."""
-        pack, size = context.pack, self.config.block_size
-        attention = attention_of(Visibility(pack, rows, size), self._attention)
-        ops = BlockOps(context.weights, pack.position[None], attention)
-        offsets = torch.arange(size, device=rows.device)[None]
-        start = pack.position[rows]
-        return self._drafter.draft(ops, context.rows, start, torch.zeros_like(start), pack.token_ids[rows], offsets)
+    def draft(self, context: PackContext, rows: Tensor, attention: BlockAttention = masked) -> Tensor:
+        """Computes the rows [A, block - 1, H], ready for the LM head, of blocks after anchors.
 
-    def forward(self, pack: Pack, taps: list[Tensor], rows: Tensor) -> Tensor:
+        Args:
+            rows: the anchors' places [A], in order, on the host.
+            attention: makes that of the blocks.
+        """
+        pack, size = context.pack, self.config.block_size
+        ops = BlockOps(context.weights, pack.position[None], attention(pack, rows, size))
+        at = moved(rows, self.device)
+        offsets = torch.arange(size, device=self.device)[None]
+        start = pack.position[at]
+        return self._drafter.draft(ops, context.rows, start, torch.zeros_like(start), pack.token_ids[at], offsets)
+
+    def forward(self, pack: Pack, taps: list[Tensor], rows: Tensor, attention: BlockAttention = masked) -> Tensor:
         """Computes `draft` with the pack's own context."""
-        return self.draft(self.context(pack, taps), rows)
+        return self.draft(self.context(pack, taps), rows, attention)
 
     def _engine_tensors(self) -> dict[str, Tensor]:
         mine: dict[str, Tensor] = dict(self.tensors())

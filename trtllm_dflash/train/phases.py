@@ -211,8 +211,7 @@ class Training:
         return Trainer(drafter, target, training, held_out, self.settings, self.state)
 
     def _drafter(self, target: FrozenTarget) -> TrainedDrafter:
-        settings = self.settings
-        return TrainedDrafter(self.config, target.embedding, self.max_seq_len, settings.seed, settings.attention)
+        return TrainedDrafter(self.config, target.embedding, self.max_seq_len, self.settings.seed)
 
     def _plan(self, trainer: Trainer) -> int:
         """Decides on the number of steps, once, by a measured one; says what they will cost."""

@@ -41,7 +41,7 @@ class TrainSettings(BaseModel):
     max_tokens: PositiveInt = 2048  # of a reply
     max_batch: PositiveInt = 32  # replies at a time
     # The recipe.
-    objective: Literal["ce", "kd"] = "ce"
+    objective: Literal["ce", "kd", "greedy"] = "ce"  # see `train.loss` and `train.anchors`
     weighting: Literal["dpace", "exponential"] = "dpace"
     pack: Annotated[int, Field(ge=16)] = 8192  # tokens that go through the drafter together
     packs: PositiveInt = 1  # of a step

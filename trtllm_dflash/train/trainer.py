@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.train.anchors import anchored, pick_anchors
-from trtllm_dflash.train.documents import Document, Pack, Packs, generator
+from trtllm_dflash.train.documents import Document, Pack, Packs, generator, moved
 from trtllm_dflash.train.evaluation import simulate
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.interruption import held_signals
 from trtllm_dflash.train.loss import Loss, Teacher, block_loss
+from trtllm_dflash.train.mask import flexible, masked
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import Optimizer, learning_rate
 from trtllm_dflash.train.settings import TrainSettings
@@ -73,18 +74,20 @@ class Trainer:
     place: Place = field(default_factory=Place)
 
     def __post_init__(self) -> None:
-        self._packs = Packs(self.documents, self.settings.pack, self.settings.seed)
+        self.packs = Packs(self.documents, self.settings.pack, self.settings.seed)
+        flex = self.settings.attention == "flex"
+        self._attention = flexible(self.settings.pack, self.settings.anchors) if flex else masked
 
     @property
     def steps_of_all_epochs(self) -> int:
         """Steps that the epochs of the settings are."""
-        return max(1, self.settings.epochs * len(self._packs.epoch(0)) // self.settings.packs)
+        return max(1, self.settings.epochs * len(self.packs.epoch(0)) // self.settings.packs)
 
     def measure(self) -> float:
         """Measures the seconds of a step, in steps that change nothing."""
         for _ in range(2):  # the first one also compiles, and allocates
             began = time.perf_counter()
-            self.loss(self._packs.pack(0, 0, self.target.device), 0).value.backward()
+            self.loss(self.packs.pack(0, 0), 0).value.backward()
             self.drafter.zero_grad(set_to_none=True)
             if self.target.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -126,9 +129,9 @@ class Trainer:
         began = time.perf_counter()
         place, number = self.place, self.place.step
         for part in range(self.settings.packs):
-            if place.pack >= len(self._packs.epoch(place.epoch)):
+            if place.pack >= len(self.packs.epoch(place.epoch)):
                 place = replace(place, epoch=place.epoch + 1, pack=0)
-            pack = self._packs.pack(place.epoch, place.pack, self.target.device)
+            pack = self.packs.pack(place.epoch, place.pack)
             loss = self.loss(pack, number * self.settings.packs + part)
             (loss.value / self.settings.packs).backward()
             place = replace(place, pack=place.pack + 1)
@@ -145,14 +148,17 @@ class Trainer:
             write(json.dumps(row) + "\n")
 
     def loss(self, pack: Pack, number: int) -> Loss:
-        """Computes the loss of the number-th pack, counted from 0 over the whole training."""
-        features = self.target.features(pack)
+        """Computes the loss of the number-th pack, counted from 0 over the whole training; the pack is on the host."""
         chosen = pick_anchors(pack, self.settings.anchors, generator(self.settings.seed, number, 1))
-        anchors = anchored(pack, chosen, self.drafter.config.block_size)
+        pack = pack.to(self.target.device)
+        features = self.target.features(pack)
+        objective, hidden = self.settings.objective, features.hidden[0]
+        likeliest = self.target.likeliest(hidden) if objective == "greedy" else None
+        anchors = anchored(pack, moved(chosen, self.target.device), self.drafter.config.block_size, likeliest)
         with computing(self.target.device):
-            hidden = self.drafter(pack, features.taps, chosen)
-            teacher = None if self.settings.objective == "ce" else self._teacher(features.hidden[0], chosen)
-            return block_loss(hidden, self.target.head, anchors, self.settings.weighting, teacher)
+            rows = self.drafter(pack, features.taps, chosen, self._attention)
+            teacher = self._teacher(hidden, anchors.rows) if objective == "kd" else None
+            return block_loss(rows, self.target.head, anchors, self.settings.weighting, teacher)
 
     def _teacher(self, hidden: Tensor, chosen: Tensor) -> Teacher:
         """Makes the target's logits at labels: those of the token at anchor + k stand at anchor + k - 1."""

@@ -1,0 +1,197 @@
+"""Training on a GPU: masks, features, losses and gradients are those of the CPU, and a pause changes no bit."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.conftest import TINY
+from tests.test_train_run import LENGTHS, Killed, train_from_nothing
+from trtllm_dflash import LLM
+from trtllm_dflash.checkpoint.drafter import open_drafter
+from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.train.anchors import pick_anchors
+from trtllm_dflash.train.documents import Document, Pack, generator
+from trtllm_dflash.train.features import FrozenTarget
+from trtllm_dflash.train.mask import BlockVisibility, MaskedAttention, flexible
+from trtllm_dflash.train.network import TrainedDrafter
+from trtllm_dflash.train.phases import train
+from trtllm_dflash.train.settings import TrainSettings
+from trtllm_dflash.train.state import State
+from trtllm_dflash.train.trainer import CHECKPOINT, LOG, Trainer, read_log
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+CUDA = torch.device("cuda")
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def documents(lengths: list[int]) -> list[Document]:
+    return [Document([1] * length, length // 3) for length in lengths]
+
+
+@pytest.mark.parametrize(("block", "size"), [(16, 64), (10, 64), (16, 128)])
+@pytest.mark.parametrize("kind", ["flex", "masked"])
+def test_attention_and_its_gradients_equal_the_dense_reference(kind, block, size):
+    """Two packs of different lengths: what was compiled for the first serves the second."""
+    make = flexible(1024, 48)
+    for lengths, count in (([70, 300, 9, 411, 130], 48), ([500, 33, 128], 31)):
+        pack = Pack.of(documents(lengths)).to(CUDA)
+        anchors = pick_anchors(Pack.of(pack.documents), count, generator(count))
+        visibility = BlockVisibility(pack, anchors, block)
+        draw = partial(torch.randn, generator=torch.Generator(CUDA).manual_seed(count), device=CUDA)
+        shapes = (8, visibility.rows), (4, visibility.keys), (4, visibility.keys), (8, visibility.rows)
+        q, k, v, weight = (draw(1, heads, rows, size).bfloat16() for heads, rows in shapes)
+        attention = make(pack, anchors, block) if kind == "flex" else MaskedAttention(visibility)
+        found, expected = [], []
+        for results, attend, dtype in ((found, attention, torch.bfloat16), (expected, None, torch.float64)):
+            inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            if attend is None:
+                wide = [x.repeat_interleave(2, dim=1) for x in inputs[1:]]
+                scores = inputs[0] @ wide[0].transpose(2, 3) * size**-0.5
+                out = scores.masked_fill(~visibility.dense(), -torch.inf).softmax(dim=-1) @ wide[1]
+            else:
+                out = attend(*inputs)
+            results += [out.detach(), *torch.autograd.grad((out * weight.to(dtype)).sum(), inputs)]
+        for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+            error = (one.double() - other).norm() / other.norm()
+            print(f"{kind} {block} {size} {len(pack.token_ids)} {name}: {error:.2e}")
+            assert error < 0.01, name
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def texts() -> list[Document]:
+    """Prompts and their references, as token ids."""
+    rows = [json.loads(line) for line in (TINY / "prompts.jsonl").read_text().splitlines()][::16]
+    with LLM.from_pretrained(TINY / "target", None, device="cpu", max_seq_len=64) as llm:
+        assert llm.codec is not None
+        pairs = [(llm.codec.encode(row["prompt"]), llm.codec.encode(row["reference"])) for row in rows]
+    return [Document([*prompt, *reply], len(prompt)) for prompt, reply in pairs]
+
+
+def tiny_trainer(llm: LLM, rows: list[Document], folder: Path, **values: object) -> Trainer:
+    """A trainer of the shipped drafter."""
+    checkpoint = open_drafter(TINY / "drafter")
+    target = FrozenTarget(llm, checkpoint.config.tap_layers)
+    drafter = TrainedDrafter(checkpoint.config, target.embedding, 512)
+    drafter.load({key: checkpoint.folder.read(checkpoint.keys[key]) for key in drafter.shapes()})
+    packing = {"pack": 1024, "anchors": 64, "max_seq_len": 512, **values}
+    settings = TrainSettings.model_validate({"target": "t", "data": "none", **packing})
+    with State.opened(folder, "t") as state:
+        return Trainer(drafter, target, rows, rows, settings, state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_features_of_a_pack_are_those_of_the_cpu(precision):
+    pack = Pack.of(texts())
+    both = []
+    for device, dtype in (("cpu", "fp32"), ("cuda", precision)):
+        with LLM.from_pretrained(
+            TINY / "target", None, dtype, device, max_seq_len=512, kernels="torch", prepare=False
+        ) as llm:
+            features = FrozenTarget(llm, (1, 3, 5)).features(pack.to(torch.device(device)))
+            both.append([x.float().cpu() for x in (*features.taps, features.hidden)])
+    for one, other in zip(*both, strict=True):
+        error = (one - other).norm() / other.norm()
+        print(f"features {precision}: {error:.2e}")
+        assert error < (1e-4 if precision == "fp32" else 0.03)
+
+
+@pytest.mark.parametrize("attention", ["masked", "flex"])
+@pytest.mark.parametrize("objective", ["ce", "kd", "greedy"])
+def test_the_loss_and_its_gradient_are_those_of_the_cpu(objective, attention, tmp_path):
+    rows, both = texts(), []
+    for device, kind in (("cpu", "masked"), ("cuda", attention)):
+        with LLM.from_pretrained(
+            TINY / "target", None, device=device, max_seq_len=512, kernels="torch", prepare=False
+        ) as llm:
+            trainer = tiny_trainer(llm, rows, tmp_path / device, objective=objective, attention=kind)
+            loss = trainer.loss(trainer.packs.pack(0, 0), 0)
+            loss.value.backward()
+            gradient = torch.cat([p.grad.flatten().float().cpu() for p in trainer.drafter.tensors().values()])
+            both.append((loss.value.item(), loss.accepted.item(), gradient))
+    (value, accepted, gradient), (cuda_value, cuda_accepted, cuda_gradient) = both
+    cosine = F.cosine_similarity(gradient, cuda_gradient, dim=0).item()
+    ratio = (cuda_gradient.norm() / gradient.norm()).item()
+    print(f"{objective} {attention}: loss {value:.5f} {cuda_value:.5f}, accepted {accepted:.3f} {cuda_accepted:.3f}")
+    print(f"gradient: cosine {cosine:.5f}, norms {ratio:.4f}")
+    assert cuda_value == pytest.approx(value, rel=0.03)
+    assert cuda_accepted == pytest.approx(accepted, rel=0.05)
+    assert cosine > 0.99 and ratio == pytest.approx(1, abs=0.03)
+
+
+def test_no_step_waits_for_the_device(tmp_path):
+    with LLM.from_pretrained(
+        TINY / "target", None, device="cuda", max_seq_len=512, kernels="torch", prepare=False
+    ) as llm:
+        trainer = tiny_trainer(llm, texts(), tmp_path, pack=512)
+        trainer.loss(trainer.packs.pack(0, 0), 0).value.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            trainer.loss(trainer.packs.pack(0, 1), 1).value.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# -- whole trainings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Sixteen prompts of each kind."""
+    rows = [(kind, text) for kind, texts in read_prompts(16).items() for text in texts]
+    file: Path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "domain": kind}) + "\n" for kind, text in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory) -> tuple[Path, dict]:
+    """30 steps from the shipped drafter, all phases: the state directory, and the report."""
+    output = tmp_path_factory.mktemp("train") / "tiny"
+    settings = {"target": str(TINY / "target"), "from": str(TINY / "drafter"), "data": data, "device": "cuda"}
+    recipe = {"pack": 1024, "anchors": 64, "steps": 30, "rate": 1e-5, "evaluate_every": 30}
+    report = train(TrainSettings.model_validate({**settings, **recipe, **LENGTHS}), output, say=print)
+    assert report is not None
+    return output, report
+
+
+def test_thirty_small_steps_keep_the_acceptance_which_is_that_of_real_decoding(trained):
+    _, report = trained
+    before, after = report["evaluations"]
+    print(before["tau"], after["tau"], report["exported"]["tau"], report["decoded"])
+    assert before["tau"] > 4
+    assert after["tau"] == pytest.approx(before["tau"], rel=0.02)
+    assert report["exported"]["tau"] == pytest.approx(report["decoded"]["tau"], rel=0.03)
+
+
+@pytest.mark.parametrize("attention", ["masked", "flex"])
+def test_a_training_that_was_killed_is_equal_to_one_that_was_not(attention, trained, data, tmp_path):
+    replies, _ = trained
+    begin = partial(train_from_nothing, replies, data, device="cuda", attention=attention, anchors=16)
+    begin(tmp_path / "whole")
+
+    def kill(what: str, done: int, total: int) -> None:
+        if (what, done) == ("training", 5):
+            raise Killed
+
+    with pytest.raises(Killed):
+        begin(tmp_path / "paused", kill)
+    begin(tmp_path / "paused")
+    folders = tmp_path / "whole", tmp_path / "paused"
+    whole, parts = (load_file(folder / CHECKPOINT) for folder in folders)
+    differ = {
+        key: (whole[key] - parts[key]).abs().max().item() for key in whole if not torch.equal(whole[key], parts[key])
+    }
+    print(attention, len(differ), "of", len(whole), "tensors differ", dict(list(differ.items())[:4]))
+    assert whole.keys() == parts.keys() and not differ
+    losses, others = ([(row["step"], row.get("loss")) for row in read_log(folder / LOG)] for folder in folders)
+    assert losses == others
