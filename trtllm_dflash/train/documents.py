@@ -7,11 +7,14 @@ sees what it would have seen.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 Tensor = torch.Tensor
+IntArray = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,13 @@ class Pack:
         parts = self.token_ids, self.document, self.position, self.in_reply
         return Pack(self.documents, *(moved(part, device) for part in parts))
 
-    def begin(self, places: np.ndarray) -> np.ndarray:
+    def begin(self, places: IntArray) -> IntArray:
         """Finds the places where the documents of the tokens at these places begin; on the host."""
-        return self._firsts[self._firsts.searchsorted(places, side="right") - 1]
+        firsts: IntArray = self._firsts[self._firsts.searchsorted(places, side="right") - 1]
+        return firsts
 
     @cached_property
-    def _firsts(self) -> np.ndarray:
+    def _firsts(self) -> IntArray:
         lengths = [len(document.token_ids) for document in self.documents]
         return np.cumsum([0, *lengths])[:-1]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from trtllm_dflash.train.documents import Pack, moved
+from trtllm_dflash.train.documents import IntArray, Pack, moved
 
 Tensor = torch.Tensor
 
@@ -267,7 +267,7 @@ def chosen(x: Tensor, runs: list[Run]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _tiles(visibility: BlockVisibility) -> tuple[np.ndarray, np.ndarray]:
+def _tiles(visibility: BlockVisibility) -> tuple[IntArray, IntArray]:
     """Lists the tiles of keys that each tile of rows may see: how many [n], and which [n, tiles of keys]; int32."""
     count, keys = visibility.rows // _TILE, -(-visibility.keys // _TILE)
     counts, tiles = np.zeros(count, np.int32), np.zeros((count, keys), np.int32)
