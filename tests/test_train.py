@@ -27,7 +27,7 @@ from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weights
 from trtllm_dflash.train.mask import BlockVisibility, CausalVisibility, MaskedAttention, flexible
 from trtllm_dflash.train.network import TrainedDrafter
-from trtllm_dflash.train.optimizer import learning_rate
+from trtllm_dflash.train.optimizer import Optimizer, learning_rate
 from trtllm_dflash.train.prompts import Record, split
 from trtllm_dflash.train.regenerate import read_documents, regenerate, sampling_of
 from trtllm_dflash.train.settings import TrainSettings
@@ -283,6 +283,50 @@ def test_the_rate_warms_up_and_ends_near_zero():
     assert rates[0] == pytest.approx(0.25) and max(rates) == pytest.approx(rates[3], rel=0.01)
     assert rates[50] == pytest.approx(0.5) and rates[99] < 1e-3
     assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_steps_go_on_from_kept_moments_to_the_bit(kind, tmp_path):
+    make_drafter(tmp_path / "drafter", make_target(tmp_path / "target"))
+    config = open_drafter(tmp_path / "drafter").config
+    whole, first, second = (TrainedDrafter(config, torch.zeros(128, config.hidden_size), 64) for _ in range(3))
+
+    def steps(drafter: TrainedDrafter, optimizer: Optimizer, numbers: range) -> None:
+        for number in numbers:
+            for i, parameter in enumerate(drafter.tensors().values()):
+                parameter.grad = torch.randn(parameter.shape, generator=generator(number, i))
+            optimizer.step(number)
+
+    steps(whole, Optimizer(whole, 1e-2, 6, kind), range(6))
+    before = Optimizer(first, 1e-2, 6, kind)
+    steps(first, before, range(3))
+    second.load({key: p.detach() for key, p in first.tensors().items()})
+    after = Optimizer(second, 1e-2, 6, kind)
+    after.load({key: x.clone() for key, x in before.tensors().items()}, 3)
+    steps(second, after, range(3, 6))
+    assert all(torch.equal(p, second.tensors()[key]) for key, p in whole.tensors().items())
+    kept = {name.split("/")[0] for name in before.tensors() if name.endswith("down_proj.weight")}
+    assert kept == ({"momentum_buffer"} if kind == "muon" else {"exp_avg", "exp_avg_sq"})
+
+
+def test_muon_moves_a_matrix_alike_in_all_directions(tmp_path):
+    make_drafter(tmp_path / "drafter", make_target(tmp_path / "target"))
+    config = open_drafter(tmp_path / "drafter").config
+    moves = {}
+    for kind in ("adamw", "muon"):
+        drafter = TrainedDrafter(config, torch.zeros(128, config.hidden_size), 64)
+        before = {key: p.detach().clone() for key, p in drafter.tensors().items()}
+        for i, parameter in enumerate(drafter.tensors().values()):
+            parameter.grad = torch.randn(parameter.shape, generator=generator(i))
+        Optimizer(drafter, 1e-2, 1, kind).step(0)
+        moves[kind] = {key: p.detach() - before[key] for key, p in drafter.tensors().items()}
+    key = "layers.0.mlp.down_proj.weight"
+    singular = [torch.linalg.svdvals(moves[kind][key]) for kind in ("adamw", "muon")]
+    spread = [float(values.max() / values.min()) for values in singular]
+    assert spread[1] < 2 < spread[0]
+    # AdamW's first step moves each number by the rate; its later ones, and Muon's, by about a fifth of it.
+    assert moves["muon"][key].norm().item() == pytest.approx(0.2 * moves["adamw"][key].norm().item(), rel=0.2)
+    assert torch.equal(moves["muon"]["norm.weight"], moves["adamw"]["norm.weight"])
 
 
 def test_a_tally_counts_tokens_a_step_and_shares_by_position():

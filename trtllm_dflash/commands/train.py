@@ -38,6 +38,7 @@ _FILE = click.Path(path_type=Path)
     "--objective", help="ce: the text's tokens; greedy or kd: the target's choice or distribution.  [default: ce]"
 )
 @click.option("--weighting", help="Of positions: dpace or exponential.  [default: dpace]")
+@click.option("--optimizer", help="adamw, or muon for matrices.  [default: adamw]")
 @click.option("--pack", type=int, help="Tokens that go through the drafter together.  [default: 8192]")
 @click.option("--packs", type=int, help="Of a step.  [default: 1]")
 @click.option("--anchors", type=int, help="Blocks of a pack.  [default: 512]")

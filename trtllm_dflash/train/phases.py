@@ -52,8 +52,8 @@ TRAINING, HELD_OUT = "training", "held_out"
 _OF_SPLIT = ("domain_key", "held_out", "evaluate_on", "general_share", "thinking")
 _OF_REPLIES = ("temperature", "max_tokens")
 _OF_TRAINING = (
-    *("layers", "block", "taps", "mask_token", "objective", "weighting", "pack", "packs", "anchors", "rate"),
-    *("epochs", "steps", "hours", "evaluate_every", "seed"),
+    *("layers", "block", "taps", "mask_token", "objective", "weighting", "optimizer", "pack", "packs", "anchors"),
+    *("rate", "epochs", "steps", "hours", "evaluate_every", "seed"),
 )
 
 #: Bytes a parameter: FP32 and two moments, written beside the last ones; BF16 of the best, and of two exports.

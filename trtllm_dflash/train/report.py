@@ -35,6 +35,7 @@ def make_report(
         "recipe": {
             "objective": settings.objective,
             "weighting": settings.weighting,
+            "optimizer": settings.optimizer,
             "rate": settings.peak_rate,
             "steps": phases["train"]["steps"],
             "packs": settings.packs,
@@ -79,7 +80,7 @@ def model_card(report: dict[str, Any]) -> str:
             f"| steps | {train['best_step']} of {recipe['steps']}, the best on held-out prompts |",
             f"| of a step | {recipe['packs']} x {recipe['pack']:,} tokens, {recipe['anchors']} random blocks each |",
             f"| loss | {recipe['objective']}, {recipe['weighting']} weights |",
-            f"| AdamW | peak rate {recipe['rate']:g}, warm-up, cosine |",
+            f"| optimizer | {recipe['optimizer']}, peak rate {recipe['rate']:g}, warm-up, cosine |",
             f"| target's files | sha256 {phases['split']['target']} |",
             "",
             f"Tokens a decoding step on {split['held_out']} held-out prompts, greedy ({report['decoded']['tau']:.2f} "

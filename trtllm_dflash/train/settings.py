@@ -43,6 +43,7 @@ class TrainSettings(BaseModel):
     # The recipe.
     objective: Literal["ce", "kd", "greedy"] = "ce"  # see `train.loss` and `train.anchors`
     weighting: Literal["dpace", "exponential"] = "dpace"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     pack: Annotated[int, Field(ge=16)] = 8192  # tokens that go through the drafter together
     packs: PositiveInt = 1  # of a step
     anchors: PositiveInt = 512  # blocks of a pack

@@ -104,7 +104,7 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C; a checkpoint of the last whole step is there.
         """
         self.steps = steps
-        self._optimizer = Optimizer(self.drafter, self.settings.peak_rate, steps)
+        self._optimizer = Optimizer(self.drafter, self.settings.peak_rate, steps, self.settings.optimizer)
         self._resume()
         every = self.settings.evaluate_every or max(1, self.steps // _EVALUATIONS)
         with held_signals() as interruption, (self.state.folder / LOG).open("a", encoding="utf-8") as log:
