@@ -1,12 +1,14 @@
 """Trains drafters and measures what comes of it: the shipped target's, one for a target that was fine-tuned, ablations,
 and how fast a step of a published shape is.
 
+    python benchmarks/train.py replies --records records.jsonl --work DIR --output replies.json
     python benchmarks/train.py shipped --records records.jsonl --work DIR --output shipped.json
     python benchmarks/train.py ablations --records records.jsonl --work DIR --output ablations.json
     python benchmarks/train.py adapt --target FINE-TUNED --records records.jsonl --work DIR --output adapt.json
     python benchmarks/train.py rate --shape qwen3-8b --output rate.json
 
-Records come from examples/tiny_pair/drafter_records.py, a fine-tuned target from train_target.py --begin --kind there.
+The first makes what the next two share. Records come from examples/tiny_pair/drafter_records.py, a fine-tuned target
+from train_target.py --begin --kind there.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import torch
 import trtllm_dflash
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.machine import machine, versions
+from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.cost.gpus import GEMM_SHARE
 from trtllm_dflash.cost.shapes import asked_precision, shape_config
 from trtllm_dflash.engine.config import EngineConfig
@@ -31,20 +34,25 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.sweep.local_engine import random_llm
 from trtllm_dflash.train.documents import Document, Packs, generator
+from trtllm_dflash.train.evaluation import simulate
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import Optimizer
 from trtllm_dflash.train.phases import train
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.state import State
-from trtllm_dflash.train.trainer import Trainer
+from trtllm_dflash.train.trainer import LOG, Trainer, computing, read_log
 
 PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 
 #: The recipe of the shipped target's drafter.
 SHAPE: dict[str, Any] = {"layers": 2, "taps": (1, 3, 5)}
 RECIPE: dict[str, Any] = {"pack": 8192, "packs": 2, "anchors": 1024, "rate": 2e-3, "steps": 3800}
+RECIPE |= {"objective": "greedy"}  # its text is the target's at 96 to 99% of the tokens
 DATA: dict[str, Any] = {"held_out": 0.001, "max_tokens": 320, "max_seq_len": 4096}
+
+#: What the runs in a folder share: a state directory with replies to train on, and replies to measure on.
+REPLIES, HELD_OUT = "replies", "held_out.json"
 
 #: Of each ablation: what differs from the recipe.
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -56,7 +64,9 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "taps 1, 2, 3, 4, 5, 6": {"taps": (1, 2, 3, 4, 5, 6)},
     "block 8": {"block": 8},
     "block 10": {"block": 10},
+    "ce": {"objective": "ce"},
     "kd": {"objective": "kd"},
+    "muon": {"optimizer": "muon"},
     "exponential": {"weighting": "exponential"},
 }
 
@@ -64,58 +74,108 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 def settings_of(arguments: argparse.Namespace, **changes: Any) -> TrainSettings:
     target = getattr(arguments, "target", None) or PAIR / "target"
     common = {"target": str(target), "data": arguments.records, "device": arguments.device}
+    common |= {"attention": arguments.attention, "evaluate_every": arguments.evaluate_every}
     values = {**common, **SHAPE, **RECIPE, **DATA, **changes}
     if "steps" not in changes and arguments.steps is not None:
         values["steps"] = arguments.steps
     return TrainSettings.model_validate(values)
 
 
-def decoded(target: Path, drafter: Path, device: str, each: int) -> dict[str, float]:
-    """Tokens a decoding step of greedy replies to the shipped held-out prompts, by kind and over all."""
-    kinds = read_prompts(each)
-    chats = [[{"role": "user", "content": text}] for texts in kinds.values() for text in texts]
+def replies(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Replies to train on, and the target's greedy ones to the shipped held-out prompts: what all runs share."""
+    train(settings_of(arguments), arguments.work / REPLIES, "regenerate", say=print)
+    settings = settings_of(arguments)
+    tau, documents = decoded(Path(settings.target), PAIR / "drafter", settings.device, arguments.each)
+    rows = [{"token_ids": list(d.token_ids), "prompt": d.prompt, "domain": d.domain} for d in documents]
+    (arguments.work / HELD_OUT).write_text(json.dumps(rows))
+    return {"shipped": tau, "held_out_replies": len(rows)}
+
+
+def decoded(target: Path, drafter: Path, device: str, each: int) -> tuple[dict[str, float], list[Document]]:
+    """Greedy replies to the shipped held-out prompts: tokens a decoding step, by kind and over all, and the texts."""
+    asked = [(kind, text) for kind, texts in read_prompts(each).items() for text in texts]
     with LLM.from_pretrained(target, drafter, device=device, max_batch=32, max_seq_len=1024) as llm:
-        replies = iter(llm.generate(list(chats), SamplingParams(max_tokens=320)))
+        prompts = [llm.encode([{"role": "user", "content": text}]) for _, text in asked]
+        made = llm.generate(list(prompts), SamplingParams(max_tokens=320))
     counts: dict[str, list[tuple[int, int]]] = {}
-    for kind, texts in kinds.items():
-        counts[kind] = [(len(reply.token_ids) - 1, reply.steps) for _, reply in zip(texts, replies, strict=False)]
-    counts["all"] = [pair for pairs in counts.values() for pair in pairs]
-    return {kind: sum(t for t, _ in pairs) / sum(s for _, s in pairs) for kind, pairs in counts.items()}
+    for (kind, _), reply in zip(asked, made, strict=True):
+        for name in (kind, "all"):
+            counts.setdefault(name, []).append((len(reply.token_ids) - 1, reply.steps))
+    tau = {kind: sum(t for t, _ in pairs) / sum(s for _, s in pairs) for kind, pairs in counts.items()}
+    texts = [
+        Document([*prompt, *reply.token_ids], len(prompt), kind)
+        for (kind, _), prompt, reply in zip(asked, prompts, made, strict=True)
+    ]
+    return tau, texts
 
 
-def run(arguments: argparse.Namespace, name: str, settings: TrainSettings) -> dict[str, Any]:
-    """Trains in a folder of its own; replies that another training there has made are copied."""
+def simulated(arguments: argparse.Namespace, settings: TrainSettings, folder: Path) -> dict[str, float]:
+    """Simulated tokens a decoding step on the shipped held-out prompts, by kind and over all."""
+    rows = json.loads((arguments.work / HELD_OUT).read_text())
+    checkpoint = open_drafter(folder)
+    with LLM.from_pretrained(
+        settings.target, None, device=settings.device, max_seq_len=1024, kernels="torch", prepare=False
+    ) as llm:
+        target = FrozenTarget(llm, checkpoint.config.tap_layers)
+        drafter = TrainedDrafter(checkpoint.config, target.embedding, 1024)
+        drafter.load({key: checkpoint.folder.read(checkpoint.keys[key]) for key in drafter.shapes()})
+        with computing(target.device):
+            found = simulate(drafter, target, [Document(**row) for row in rows])
+    return {"all": found.overall.length, **{kind: tally.length for kind, tally in found.domains.items()}}
+
+
+def run(arguments: argparse.Namespace, name: str, settings: TrainSettings, until: str = "report") -> dict[str, Any]:
+    """Trains in a folder of its own, on the shipped target's replies where they are there and it is the target."""
     output = arguments.work / name.replace(" ", "-").replace(",", "")
-    made = next((folder for folder in sorted(arguments.work.iterdir()) if (folder / "report.json").is_file()), None)
-    if made is not None and not output.exists():
-        manifest = json.loads((made / "manifest.json").read_text())
-        manifest["phases"] = {phase: manifest["phases"][phase] for phase in ("split", "regenerate")}
+    made = arguments.work / REPLIES
+    if made.exists() and not output.exists() and settings.target == str(PAIR / "target"):
         for folder in ("prompts", "replies"):
             shutil.copytree(made / folder, output / folder)
-        (output / "manifest.json").write_text(json.dumps(manifest))
-    report = train(settings, output, say=print)
-    assert report is not None
-    measured = decoded(Path(settings.target), output / "drafter", settings.device, arguments.each)
-    print(f"{name}: {measured['all']:.2f} tokens a step on the held-out prompts", flush=True)
-    return {"name": name, "training_seconds": report["phases"]["train"]["seconds"], "tau": measured, "report": report}
+        shutil.copy(made / "manifest.json", output)
+    report = train(settings, output, until, say=print)
+    facts = json.loads((output / "manifest.json").read_text())["phases"]["train"]["facts"]
+    log = read_log(output / LOG)
+    taus = [{"step": row["step"], "tau": row["acceptance"]["tau"]} for row in log if "acceptance" in row]
+    return {"name": name, "training": facts, "evaluations": taus, "report": report}
 
 
 def shipped(arguments: argparse.Namespace) -> dict[str, Any]:
-    return run(arguments, "shipped", settings_of(arguments))
+    """The shipped target's drafter from nothing."""
+    settings = settings_of(arguments)
+    made = run(arguments, "shipped", settings)
+    tau, _ = decoded(Path(settings.target), arguments.work / "shipped" / "drafter", settings.device, arguments.each)
+    print(f"{tau['all']:.2f} tokens a step on the held-out prompts", flush=True)
+    return {**made, "tau": tau}
 
 
 def ablations(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"runs": [run(arguments, name, settings_of(arguments, **changes)) for name, changes in ABLATIONS.items()]}
+    """One setting changed at a time, all with the same steps."""
+    chosen = arguments.only or list(ABLATIONS)
+    runs = []
+    for name in chosen:
+        settings = settings_of(arguments, **ABLATIONS[name])
+        made = run(arguments, name, settings, "export")
+        folder = arguments.work / name.replace(" ", "-").replace(",", "") / "drafter"
+        tau = simulated(arguments, settings, folder)
+        print(f"{name}: {tau['all']:.2f} tokens a step on the held-out prompts", flush=True)
+        runs.append({**made, "changes": ABLATIONS[name], "simulated": tau})
+    return {"steps": arguments.steps or RECIPE["steps"], "runs": runs}
 
 
 def adapt(arguments: argparse.Namespace) -> dict[str, Any]:
     """The shipped drafter on another target, before and after 500 steps from it."""
     own = {"layers": None, "taps": None, "from": str(PAIR / "drafter"), "rate": 1e-4, "steps": arguments.steps or 500}
-    return {
-        "shipped": decoded(PAIR / "target", PAIR / "drafter", arguments.device, arguments.each),
-        "before": decoded(arguments.target, PAIR / "drafter", arguments.device, arguments.each),
-        "after": run(arguments, "adapted", settings_of(arguments, **own)),
+    name = f"adapted-{arguments.target.name}"
+    made = run(arguments, name, settings_of(arguments, **own), "export")
+    place = arguments.device, arguments.each
+    taus = {
+        "shipped": decoded(PAIR / "target", PAIR / "drafter", *place)[0],
+        "before": decoded(arguments.target, PAIR / "drafter", *place)[0],
+        "after": decoded(arguments.target, arguments.work / name / "drafter", *place)[0],
     }
+    for kind, tau in taus.items():
+        print(f"{name}, {kind}: " + ", ".join(f"{key} {value:.2f}" for key, value in tau.items()), flush=True)
+    return {**taus, **made}
 
 
 def rate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +237,7 @@ def operations(config: EngineConfig, blocks_a_token: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for function in (shipped, ablations, adapt, rate):
+    for function in (replies, shipped, ablations, adapt, rate):
         command = commands.add_parser(function.__name__)
         command.set_defaults(function=function)
         command.add_argument("--work", type=Path, default=Path("trainings"), help="folder of the state directories")
@@ -194,6 +254,10 @@ def main() -> None:
         else:
             command.add_argument("--records", type=Path, required=True)
             command.add_argument("--each", type=int, default=64, help="held-out prompts of each kind")
+            command.add_argument("--attention", default="masked", help="masked or flex")
+            command.add_argument("--evaluate-every", type=int)
+        if function is ablations:
+            command.add_argument("--only", nargs="+", choices=list(ABLATIONS), help="these of them")
         if function is adapt:
             command.add_argument("--target", type=Path, required=True, help="the fine-tuned target")
     arguments = parser.parse_args()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.conftest import TINY, run, succeeds
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
+from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.train.phases import train
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.trainer import BEST, CHECKPOINT, LOG, Trainer, read_log
@@ -152,6 +153,38 @@ def test_a_training_that_was_killed_and_interrupted_is_equal_to_one_that_was_not
     losses, others = ([(row["step"], row.get("loss"), row.get("acceptance")) for row in log] for log in logs)
     assert losses == others and len(losses) == 8 + 3
     assert losses[0][2]["tau"] >= 1 and losses[-2][1] < losses[1][1]
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_one_with_the_same_packs(trained, data, tmp_path):
+    replies, _ = trained
+    for ranks in (1, 2):
+        train_from_nothing(replies, data, tmp_path / str(ranks), packs=2, ranks=ranks, steps=4, evaluate_every=2)
+    one, two = (load_file(tmp_path / ranks / CHECKPOINT) for ranks in "12")
+    assert one.keys() == two.keys()
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-3)
+    logs = [read_log(tmp_path / ranks / LOG) for ranks in "12"]
+    assert [row["step"] for row in logs[0]] == [row["step"] for row in logs[1]]
+    for alone, shared in zip(*logs, strict=True):
+        assert shared.get("loss", 0) == pytest.approx(alone.get("loss", 0), rel=1e-4)
+        assert shared.get("acceptance") == alone.get("acceptance")
+
+
+def test_ranks_that_have_no_pack_and_ranks_that_end_are_said_in_one_line(trained, data, tmp_path, monkeypatch):
+    replies, _ = trained
+    with pytest.raises(SettingsError, match="--packs 3: give a multiple of --ranks 2"):
+        train_from_nothing(replies, data, tmp_path / "odd", packs=3, ranks=2)
+    monkeypatch.setattr("trtllm_dflash.train.phases.follow", ends_at_once)
+    with pytest.raises(EngineError, match="--ranks 2: one of them ended before it was ready"):
+        train_from_nothing(replies, data, tmp_path / "ended", packs=2, ranks=2)
+
+
+def ends_at_once(*_: object) -> None:
+    """What a rank without the memory does."""
+    raise SystemExit(1)
 
 
 def load_place(folder: Path) -> str:

@@ -52,6 +52,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--attention", help="masked, or flex: torch's flex_attention, on a GPU.  [default: masked]")
 @click.option("--seed", type=int, help="Of everything that is drawn.  [default: 0]")
 @click.option("--device", help="cpu, cuda or auto.  [default: auto]")
+@click.option("--ranks", type=int, help="Processes, a GPU each, that divide --packs among them.  [default: 1]")
 @click.option("--until", help="Last phase: split, regenerate, train, export, evaluate or report.  [default: report]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def train(output: Path, from_: str | None, taps: str | None, until: str | None, as_json: bool, **flags: Any) -> None:

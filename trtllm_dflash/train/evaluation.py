@@ -40,6 +40,14 @@ class Tally:
             self.tried[position] += 1
             self.accepted[position] += position <= accepted
 
+    def include(self, other: "Tally") -> None:
+        """Adds another's counts."""
+        self.steps += other.steps
+        self.tokens += other.tokens
+        for mine, theirs in ((self.accepted, other.accepted), (self.tried, other.tried)):
+            for position, count in theirs.items():
+                mine[position] += count
+
     @property
     def length(self) -> float:
         """Tokens a step, the target's own included: tau."""
@@ -62,6 +70,16 @@ class Acceptance:
         """Counts a step; see `Tally.add`."""
         self.overall.add(accepted, possible)
         self.domains[domain].add(accepted, possible)
+
+    @classmethod
+    def sum(cls, parts: "list[Acceptance]") -> "Acceptance":
+        """Adds up the counts of parts of the prompts."""
+        whole = cls()
+        for part in parts:
+            whole.overall.include(part.overall)
+            for domain, tally in part.domains.items():
+                whole.domains[domain].include(tally)
+        return whole
 
     def as_json(self) -> dict[str, object]:
         """Describes it in JSON."""

@@ -29,6 +29,7 @@ from trtllm_dflash.llm import LLM
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, draft_tree, listed_nodes
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.documents import Document
 from trtllm_dflash.train.evaluation import Acceptance, simulate
@@ -36,11 +37,12 @@ from trtllm_dflash.train.export import SPECULATORS, ZLAB, write_both
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.prompts import as_lines, read_lines, split
+from trtllm_dflash.train.ranks import Ranks, check_ranks, joined
 from trtllm_dflash.train.regenerate import Rate, read_documents, regenerate, sampling_of
 from trtllm_dflash.train.report import CARD, PLOT, REPORT, can_plot, make_report, model_card, plot
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.shape import check_shape, check_target, config_of, new_config
-from trtllm_dflash.train.state import State
+from trtllm_dflash.train.state import Manifest, State
 from trtllm_dflash.train.trainer import BEST, LOG, Trainer, computing, read_log
 
 PHASES = ("split", "regenerate", "train", "export", "evaluate", "report")
@@ -76,17 +78,31 @@ def train(
     Raises:
         DFlashError: the target, the prompts, a setting or the directory cannot be used.
     """
+    check_ranks(settings.ranks, settings.packs, pick_device(settings.device))
+    opened = _opened(settings)
+    target = _digest_of(opened[0].target_folder.path)
+    with State.opened(output, target) as state:
+        training = Training(settings, target, *opened, state, progress, say)
+        for name in PHASES[: PHASES.index(until) + 1]:
+            getattr(training, name)()
+        return json.loads((output / REPORT).read_text()) if until == PHASES[-1] else None
+
+
+def follow(connect: Callable[[], Ranks], settings: TrainSettings, output: Path, steps: int) -> None:
+    """Trains as one of the ranks that rank 0 starts; see `ranks.joined`."""
+    state = State(output, Manifest(target=""))  # rank 0 has opened it, and alone writes
+    training = Training(settings, "", *_opened(settings), state, lambda *_: None, lambda _: None)
+    with training.engine(None, 1, kernels="torch") as llm:
+        training.trainer(llm).run(steps, training.progress, connect())
+
+
+def _opened(settings: TrainSettings) -> tuple[Pair, dict[str, Any], DrafterConfig, int]:
+    """Opens the target, and the drafter to begin with; chooses a shape and a length."""
     pair = open_pair(resolve(settings.target), None if settings.start is None else resolve(settings.start))
     raw = _raw_config(settings, pair)
     with reading_config(pair.target_folder.path):
         config = read_drafter_config(raw)
-    length = _max_seq_len(settings, pair)
-    target = _digest_of(pair.target_folder.path)
-    with State.opened(output, target) as state:
-        training = Training(settings, pair, target, raw, config, length, state, progress, say)
-        for name in PHASES[: PHASES.index(until) + 1]:
-            getattr(training, name)()
-        return json.loads((output / REPORT).read_text()) if until == PHASES[-1] else None
+    return pair, raw, config, _max_seq_len(settings, pair)
 
 
 @dataclass
@@ -94,8 +110,8 @@ class Training:
     """The phases of one training."""
 
     settings: TrainSettings
-    pair: Pair
     target: str  # its digest
+    pair: Pair
     raw_config: dict[str, Any]  # the drafter's, in z-lab's format
     config: DrafterConfig
     max_seq_len: int  # of a prompt and its reply
@@ -130,7 +146,7 @@ class Training:
         if not self.state.begin("regenerate", chosen):
             return
         began, skipped = time.perf_counter(), dict[str, int]()
-        with self._engine(self.settings.start, self.settings.max_batch) as llm:
+        with self.engine(self.settings.start, self.settings.max_batch) as llm:
             for name in (HELD_OUT, TRAINING):
                 skipped[name] = self._regenerate(llm, name)
         tokens = {}
@@ -184,10 +200,14 @@ class Training:
         began = time.perf_counter()
         earlier = self.state.facts("train").get("seconds", 0.0)
         try:
-            with self._engine(None, 1, kernels="torch") as llm:
-                trainer = self._trainer(llm)
+            with self.engine(None, 1, kernels="torch") as llm:
+                trainer = self.trainer(llm)
                 steps = self._plan(trainer)
-                trainer.run(steps, self.progress)
+                others = joined(
+                    self.settings.ranks, llm.session.device, follow, (self.settings, self.state.folder, steps)
+                )
+                with others as ranks:
+                    trainer.run(steps, self.progress, ranks)
         finally:
             self.state.note("train", seconds=round(earlier + time.perf_counter() - began, 2))
         place = trainer.place
@@ -202,7 +222,8 @@ class Training:
             tokens=sum(len(document.token_ids) for document in trainer.documents),
         )
 
-    def _trainer(self, llm: LLM) -> Trainer:
+    def trainer(self, llm: LLM) -> Trainer:
+        """Makes the trainer of a drafter over the features of an engine of the target."""
         target = FrozenTarget(llm, self.config.tap_layers)
         drafter = self._drafter(target)
         if self.pair.drafter is not None:
@@ -264,7 +285,7 @@ class Training:
         """Simulates the exported drafter; returns its acceptance, and that of trees by their size."""
         block = self.config.block_size
         sizes = [nodes for nodes in TREE_SIZES if listed_nodes(nodes, block) >= nodes]
-        with self._engine(None, 1, kernels="torch") as llm:
+        with self.engine(None, 1, kernels="torch") as llm:
             target = FrozenTarget(llm, self.config.tap_layers)
             drafter = self._drafter(target)
             drafter.load(load_file(self.state.folder / BEST))
@@ -275,7 +296,7 @@ class Training:
 
     def _decode(self, held_out: list[Document]) -> dict[str, Any]:
         """Decodes the held-out prompts with the exported drafter."""
-        with self._engine(str(self.state.folder / ZLAB), self.settings.max_batch) as llm:
+        with self.engine(str(self.state.folder / ZLAB), self.settings.max_batch) as llm:
             prompts = [list(document.token_ids[: document.prompt]) for document in held_out]
             self.progress("decoding", 0, 1)
             replies = llm.generate(list(prompts), self._sampling(0.0))
@@ -301,7 +322,7 @@ class Training:
             self.say("report: no picture without matplotlib: pip install 'trtllm-dflash[plots]'")
         self.state.finish("report", REPORT)  # the cards are for others to write in
 
-    def _engine(self, drafter: str | None, slots: int, kernels: Any = "auto") -> LLM:
+    def engine(self, drafter: str | None, slots: int, kernels: Any = "auto") -> LLM:
         """Loads an engine of the target, with a drafter or alone."""
         return LLM.from_pretrained(
             self.settings.target,

@@ -57,6 +57,7 @@ class TrainSettings(BaseModel):
     seed: NonNegativeInt = 0
     attention: Literal["masked", "flex"] = "masked"  # see `train.mask`
     device: str = "auto"
+    ranks: PositiveInt = 1  # processes, a GPU each; they divide the packs of a step
 
     @property
     def peak_rate(self) -> float:

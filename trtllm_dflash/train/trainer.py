@@ -5,10 +5,12 @@ parameters in FP32, the optimizer's moments, the place in the epoch, and the bes
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from safetensors.torch import load_file, save_file
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.train.anchors import anchored, pick_anchors
 from trtllm_dflash.train.documents import Document, Pack, Packs, generator, moved
-from trtllm_dflash.train.evaluation import simulate
+from trtllm_dflash.train.evaluation import Acceptance, simulate
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.interruption import held_signals
 from trtllm_dflash.train.loss import Loss, Teacher, block_loss
 from trtllm_dflash.train.mask import flexible, masked
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import Optimizer, learning_rate
+from trtllm_dflash.train.ranks import Ranks
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.state import State
 
@@ -55,7 +58,7 @@ class Place:
 
 @dataclass
 class Trainer:
-    """A training on one device.
+    """A training, on one device of each rank.
 
     Attributes:
         drafter, target: the drafter, and the target that it learns from.
@@ -72,6 +75,7 @@ class Trainer:
     settings: TrainSettings
     state: State
     place: Place = field(default_factory=Place)
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         self.packs = Packs(self.documents, self.settings.pack, self.settings.seed)
@@ -91,23 +95,25 @@ class Trainer:
             self.drafter.zero_grad(set_to_none=True)
             if self.target.device.type == "cuda":
                 torch.cuda.synchronize()
-        return (time.perf_counter() - began) * self.settings.packs
+        return (time.perf_counter() - began) * self.settings.packs / self.settings.ranks
 
-    def run(self, steps: int, progress: Callable[[str, int, int], None]) -> None:
+    def run(self, steps: int, progress: Callable[[str, int, int], None], ranks: Ranks) -> None:
         """Trains to the end, or until the best evaluation is long past; goes on from the last checkpoint.
 
         Args:
             steps: of the whole training, which the learning rate depends on.
+            ranks: which this process is one of.
 
         Raises:
             SettingsError: the checkpoint is damaged.
             KeyboardInterrupt: Ctrl-C; a checkpoint of the last whole step is there.
         """
-        self.steps = steps
+        self.steps, self.ranks = steps, ranks
         self._optimizer = Optimizer(self.drafter, self.settings.peak_rate, steps, self.settings.optimizer)
         self._resume()
         every = self.settings.evaluate_every or max(1, self.steps // _EVALUATIONS)
-        with held_signals() as interruption, (self.state.folder / LOG).open("a", encoding="utf-8") as log:
+        file = self.state.folder / LOG if self._writes else Path(os.devnull)
+        with held_signals() as interruption, file.open("a", encoding="utf-8") as log:
             if self.place.step == 0:
                 self._evaluate(log.write, progress)
             while self.place.step < self.steps and self.place.worse < self.settings.patience:
@@ -115,33 +121,41 @@ class Trainer:
                 measured = self.place.step in (self.steps, self.place.step // every * every)
                 if measured:
                     self._evaluate(log.write, progress)
-                ends = interruption.has_come  # asked once: what comes later ends the next step
+                ends = ranks.any(interruption.has_come)  # asked once: what comes later ends the next step
                 if measured or self.place.step % self.settings.save_every == 0 or ends:
                     log.flush()
                     self._save()
                 progress("training", self.place.step, self.steps)
                 if ends:
                     interruption.pass_on()
+                    return  # a rank that was not told itself
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def _step(self, write: Callable[[str], Any]) -> None:
         began = time.perf_counter()
-        place, number = self.place, self.place.step
-        for part in range(self.settings.packs):
+        place, number, packs = self.place, self.place.step, self.settings.packs
+        places = []
+        for _ in range(packs):
             if place.pack >= len(self.packs.epoch(place.epoch)):
                 place = replace(place, epoch=place.epoch + 1, pack=0)
-            pack = self.packs.pack(place.epoch, place.pack)
-            loss = self.loss(pack, number * self.settings.packs + part)
-            (loss.value / self.settings.packs).backward()
+            places.append((place.epoch, place.pack))
             place = replace(place, pack=place.pack + 1)
+        mean = torch.zeros(2, device=self.target.device)  # of the loss and of accepted drafts, over packs
+        for part in self.ranks.mine(range(packs)):
+            loss = self.loss(self.packs.pack(*places[part]), number * packs + part)
+            (loss.value / packs).backward()
+            mean += torch.stack([loss.value.detach(), loss.accepted]) / packs
+        gradients = [parameter.grad for parameter in self.drafter.parameters() if parameter.grad is not None]
+        self.ranks.add_up([*gradients, mean])
         self._optimizer.step(number)
         self.place = replace(place, step=number + 1)
         if number % max(1, self.steps // _LOGGED) == 0:
+            value, accepted = mean.tolist()
             row = {
                 "step": number + 1,
-                "loss": round(loss.value.item(), 5),
-                "accepted": round(loss.accepted.item(), 4),
+                "loss": round(value, 5),
+                "accepted": round(accepted, 4),
                 "rate": learning_rate(number, self.steps, self.settings.peak_rate),
                 "seconds": round(time.perf_counter() - began, 4),
             }
@@ -174,9 +188,9 @@ class Trainer:
         rounded = {key: values.to(EXPORTED) for key, values in kept.items()}
         self.drafter.load(rounded)
         with computing(self.target.device):
-            acceptance = simulate(
-                self.drafter, self.target, self.held_out, lambda done, total: progress("evaluating", done, total)
-            )
+            told = partial(progress, "evaluating")
+            counted = simulate(self.drafter, self.target, self.ranks.mine(self.held_out), told)
+        acceptance = Acceptance.sum(self.ranks.gather(counted))
         self.drafter.load(kept)
         write(json.dumps({"step": self.place.step, "acceptance": acceptance.as_json()}) + "\n")
         tau = acceptance.overall.length
@@ -190,7 +204,14 @@ class Trainer:
         tensors = {f"drafter/{key}": p.detach() for key, p in self.drafter.tensors().items()}
         self._write(CHECKPOINT, {**tensors, **self._optimizer.tensors()}, asdict(self.place))
 
+    @property
+    def _writes(self) -> bool:
+        """Whether it is this rank that writes files."""
+        return self.ranks.rank == 0
+
     def _write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         metadata = {"format": "pt", "place": json.dumps(facts)}
         with self.state.aside(name) as partial:
             try:
@@ -209,7 +230,8 @@ class Trainer:
                 raise SettingsError(f"{file}: is damaged ({error}); remove it to train from the start") from None
             self.drafter.load({key: tensors[f"drafter/{key}"] for key in self.drafter.tensors()})
             self._optimizer.load(tensors, self.place.step)
-        _cut_log(self.state.folder / LOG, self.place.step)
+        if self._writes:
+            _cut_log(self.state.folder / LOG, self.place.step)
 
 
 def computing(device: torch.device) -> AbstractContextManager[Any]:
