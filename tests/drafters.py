@@ -24,7 +24,7 @@ RANK, GROUP, TOP = 8, 16, 8
 def window_layers(path: Path, windows: list[int | None], **settings: object) -> Path:
     """Gives a drafter's layers windows, as z-lab's configurations do; with more settings at the top level."""
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    size = next(window for window in windows if window is not None)
+    size = next((window for window in windows if window is not None), None)
     return edit_config(
         path, lambda raw: raw.update(layer_types=types, sliding_window=size, use_sliding_window=True, **settings)
     )

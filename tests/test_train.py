@@ -12,11 +12,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
 from tests.conftest import refusal
+from tests.drafters import make_dflash2
 from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
+from trtllm_dflash.models.dflash2 import SelectorConfig
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import ops_over
@@ -24,6 +26,7 @@ from trtllm_dflash.train.anchors import anchored, eligible_rows, pick_anchors
 from trtllm_dflash.train.documents import Document, Pack, Packs, generator
 from trtllm_dflash.train.evaluation import Tally
 from trtllm_dflash.train.features import FrozenTarget
+from trtllm_dflash.train.head import Head, Selector
 from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weights
 from trtllm_dflash.train.mask import BlockVisibility, CausalVisibility, MaskedAttention, flexible
 from trtllm_dflash.train.network import TrainedDrafter
@@ -183,9 +186,31 @@ def test_blocks_of_a_pack_are_what_the_served_drafter_computes(make, tmp_path):
         rows = eligible_rows(pack)[::5]
         with torch.no_grad():
             logits = F.linear(trained(pack, target.features(pack).taps, rows), target.head)
-            served = torch.cat([served_logits(llm, pack, row) for row in rows.tolist()])
+            served = torch.cat([served_drafts(llm, pack, row, LogitOps) for row in rows.tolist()])
     torch.testing.assert_close(logits, served, atol=1e-4, rtol=1e-4)
     assert len(rows) == 7 and logits.std() > 1
+
+
+def test_a_chain_of_dflash_2_is_what_the_served_drafter_chooses(tmp_path):
+    make_target(tmp_path / "target")
+    make_dflash2(tmp_path / "drafter", tmp_path / "target", windows=[None, None])
+    ids = torch.randint(0, 127, (50,), generator=generator(1)).tolist()
+    pack = Pack.of([Document(ids[:30], 10), Document(ids[30:], 5)])
+    with LLM.from_pretrained(tmp_path / "target", tmp_path / "drafter", device="cpu", max_seq_len=64) as llm:
+        checkpoint = open_drafter(tmp_path / "drafter")
+        target = FrozenTarget(llm, checkpoint.config.tap_layers)
+        trained = TrainedDrafter(checkpoint.config, target.embedding, 64)
+        trained.load({key: checkpoint.folder.read(checkpoint.keys[key]) for key in trained.shapes()})
+        rows = eligible_rows(pack)[::3]
+        with torch.no_grad():
+            made = trained(pack, target.features(pack).taps, rows)
+            head = trained.head(target.head)
+            assert head.selector is not None
+            hidden, gate = head.parts(made)
+            chain = head.selector.choose(head.plain_logits(hidden), gate, pack.token_ids[rows])
+            served = torch.cat([served_drafts(llm, pack, row, TorchOps) for row in rows.tolist()])
+    assert torch.equal(chain, served)
+    assert len(set(map(tuple, chain.tolist()))) > 5
 
 
 class LogitOps(TorchOps):
@@ -195,11 +220,11 @@ class LogitOps(TorchOps):
         return logits
 
 
-def served_logits(llm: LLM, pack: Pack, row: int) -> torch.Tensor:
-    """Logits [1, block - 1, V] after the token at a place of a pack, by the step's own operations over caches."""
+def served_drafts(llm: LLM, pack: Pack, row: int, kind: type[TorchOps]) -> torch.Tensor:
+    """Drafts [1, block - 1, ...] after the token at a place of a pack, by the step's own operations over caches."""
     config = llm.config.drafter
     assert config is not None
-    ops, drafter, target = ops_over(llm, LogitOps), Drafter(config), build_target(llm.config.target)
+    ops, drafter, target = ops_over(llm, kind), Drafter(config), build_target(llm.config.target)
     first = row - int(pack.position[row])
     start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([row - first], dtype=torch.int32)
     features = target.forward(ops, pack.token_ids[None, first:row].int(), start, config.tap_layers)
@@ -217,7 +242,7 @@ def rows(pack):
     anchors = anchored(pack, eligible_rows(pack), BLOCK)
     anchors.labels.remainder_(20)
     hidden = torch.randn(len(anchors.rows), BLOCK - 1, 8, generator=generator(8), requires_grad=True)
-    return anchors, hidden, torch.randn(20, 8, generator=generator(9))
+    return anchors, hidden, Head(torch.randn(20, 8, generator=generator(9)))
 
 
 def plain_dpace(ce: list[float]) -> list[float]:
@@ -233,7 +258,7 @@ def test_the_loss_and_its_weights_equal_the_published_formulas(weighting, rows):
     leading = []
     for a in range(len(hidden)):
         count = int(anchors.counts[a].sum())
-        logits = (hidden[a] @ head.t()).double().detach()
+        logits = (hidden[a] @ head.weight.t()).double().detach()
         ce = [float(F.cross_entropy(logits[k], anchors.labels[a, k])) for k in range(count)]
         weight = plain_dpace(ce) if weighting == "dpace" else [math.exp(-k / (7 * BLOCK / 16)) for k in range(count)]
         total += sum(w * c for w, c in zip(weight, ce, strict=True))
@@ -259,11 +284,11 @@ def test_distillation_is_the_divergence_from_the_target(rows):
     anchors, hidden, head = rows
     teacher = torch.randn(*hidden.shape[:2], 20, generator=generator(10))
     loss = block_loss(hidden, head, anchors, "exponential", lambda part: teacher[part])
-    wanted, found = teacher.double().softmax(-1), (hidden @ head.t()).double().softmax(-1)
+    wanted, found = teacher.double().softmax(-1), (hidden @ head.weight.t()).double().softmax(-1)
     each = (wanted * (wanted.log() - found.log())).sum(-1)
     weight = exponential_weights(BLOCK, anchors.counts)
     assert loss.value.item() == pytest.approx((each * weight).sum().item() / weight.sum().item(), rel=1e-5)
-    assert block_loss(hidden, head, anchors, "dpace", lambda part: (hidden @ head.t())[part]).value.abs() < 1e-6
+    assert block_loss(hidden, head, anchors, "dpace", lambda part: (hidden @ head.weight.t())[part]).value.abs() < 1e-6
 
 
 @pytest.mark.parametrize("distilled", [False, True])
@@ -276,6 +301,21 @@ def test_chunks_of_the_head_change_neither_the_loss_nor_its_gradient(distilled, 
     assert parts.value.item() == pytest.approx(whole.value.item())
     gradients = [torch.autograd.grad(loss.value, hidden)[0] for loss in (whole, parts)]
     torch.testing.assert_close(*gradients)
+
+
+def test_the_bias_of_dflash_2_is_by_the_label_before(rows):
+    anchors, hidden, plain = rows
+    config = SelectorConfig(kind="dflash2", rank=3, candidates=4, multiplier=0.5, softcap=4.0)
+    draw = partial(torch.randn, generator=generator(13))
+    predecessor, successor, gate = draw(100, 3), draw(20, 3), draw(*hidden.shape[:2], 3)
+    head = Head(plain.weight, Selector(config, predecessor, successor))
+    logits = head.logits(torch.cat([hidden, gate], dim=-1), anchors.before)
+    for a in range(len(anchors.rows)):
+        for k in range(BLOCK - 1):
+            before = anchors.labels[a, k - 1] if k else anchors.tokens[a]
+            score = 4.0 * torch.tanh(0.5 * (plain.weight @ hidden[a, k]) / 4.0)
+            bias = (predecessor[before] * gate[a, k] * successor).sum(dim=1)
+            torch.testing.assert_close(logits[a, k], score + bias)
 
 
 def test_the_rate_warms_up_and_ends_near_zero():

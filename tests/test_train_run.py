@@ -100,7 +100,9 @@ class Killed(Exception):
     """What ends a training as SIGKILL does: nothing is saved."""
 
 
-def train_from_nothing(replies: Path, data: Path, output: Path, progress=lambda *_: None, **changes: object) -> None:
+def train_from_nothing(
+    replies: Path, data: Path, output: Path, progress=lambda *_: None, until: str = "train", **changes: object
+) -> None:
     """Eight steps over the same replies, in a state directory of their own."""
     if not output.exists():
         output.mkdir()
@@ -112,7 +114,7 @@ def train_from_nothing(replies: Path, data: Path, output: Path, progress=lambda 
     shape = {"layers": 1, "block": 8, "taps": (2, 5), "pack": 192, "anchors": 4, "packs": 1}
     recipe = {"steps": 8, "rate": 2e-3, "evaluate_every": 4, "save_every": 2, "objective": "kd", **shape, **changes}
     settings = {"target": str(TINY / "target"), "data": data, "device": "cpu", **LENGTHS, **recipe}
-    train(TrainSettings.model_validate(settings), output, "train", progress)
+    train(TrainSettings.model_validate(settings), output, until, progress)
 
 
 @pytest.fixture
@@ -153,6 +155,24 @@ def test_a_training_that_was_killed_and_interrupted_is_equal_to_one_that_was_not
     losses, others = ([(row["step"], row.get("loss"), row.get("acceptance")) for row in log] for log in logs)
     assert losses == others and len(losses) == 8 + 3
     assert losses[0][2]["tau"] >= 1 and losses[-2][1] < losses[1][1]
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_of_dflash_2_is_trained_exported_and_decodes_as_was_simulated(trained, data, tmp_path):
+    replies, _ = trained
+    recipe: dict[str, Any] = {"head": "dflash2", "objective": "greedy", "steps": 40, "evaluate_every": 20, "rate": 5e-3}
+    train_from_nothing(replies, data, tmp_path / "new", until="evaluate", **recipe)
+    opened = open_drafter(tmp_path / "new" / "drafter")
+    assert opened.config == open_drafter(tmp_path / "new" / "drafter-speculators", 8).config
+    assert opened.config.selector is not None and opened.config.convolution is not None
+    tensors = load_file(tmp_path / "new" / BEST)
+    moved = ("candidate_selector.successor_codebook", "layers.0.mlp_conv.kernel_projection.weight")
+    assert all(tensors[name].abs().max() > 1e-3 for name in moved)
+    facts = json.loads((tmp_path / "new" / "manifest.json").read_text())["phases"]["evaluate"]["facts"]
+    assert facts["simulated"]["tau"] == pytest.approx(facts["decoded"]["tau"], rel=0.01)
+    assert facts["simulated"]["tau"] > 1.1 and facts["trees"] == {}
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

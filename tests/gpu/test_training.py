@@ -173,10 +173,11 @@ def test_thirty_small_steps_keep_the_acceptance_which_is_that_of_real_decoding(t
     assert report["exported"]["tau"] == pytest.approx(report["decoded"]["tau"], rel=0.03)
 
 
-@pytest.mark.parametrize("attention", ["masked", "flex"])
-def test_a_training_that_was_killed_is_equal_to_one_that_was_not(attention, trained, data, tmp_path):
+@pytest.mark.parametrize(("attention", "optimizer"), [("masked", "adamw"), ("flex", "adamw"), ("flex", "muon")])
+def test_a_training_that_was_killed_is_equal_to_one_that_was_not(attention, optimizer, trained, data, tmp_path):
     replies, _ = trained
-    begin = partial(train_from_nothing, replies, data, device="cuda", attention=attention, anchors=16)
+    recipe = {"attention": attention, "optimizer": optimizer, "anchors": 16}
+    begin = partial(train_from_nothing, replies, data, device="cuda", **recipe)
     begin(tmp_path / "whole")
 
     def kill(what: str, done: int, total: int) -> None:

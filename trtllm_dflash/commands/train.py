@@ -21,6 +21,7 @@ _FILE = click.Path(path_type=Path)
     "--from", "from_", help="Drafter to begin with: a folder or a Hugging Face name.  [default: from nothing]"
 )
 @click.option("--layers", type=int, help="Of the drafter.  [default: 5]")
+@click.option("--head", help="dflash; or dflash2: each draft is chosen by the one before it.  [default: dflash]")
 @click.option("--block", type=int, help="Anchor and drafts: rows of a block.  [default: 16]")
 @click.option("--taps", metavar="N,N,...", help="Target layers whose outputs it reads, from 0.  [default: auto, even]")
 @click.option("--mask-token", type=int, help="Id that masks drafts.  [default: one that no text uses]")

@@ -21,7 +21,8 @@ T = TypeVar("T")
 #: Candidates of a row where a checkpoint does not say: DSpark's has the whole vocabulary.
 CANDIDATES = 16
 
-_PREDECESSOR, _SUCCESSOR, _GATE = "selector.predecessor", "selector.successor", "selector.gate"
+#: Names of the selector's tensors in an engine, behind the drafter's prefix.
+PREDECESSOR, SUCCESSOR, _GATE = "selector.predecessor", "selector.successor", "selector.gate"
 
 #: The checkpoint's names of the selector's tensors, by its kind: predecessor and successor table, and the gate.
 _SOURCES: dict[str, tuple[str, str, str | None]] = {
@@ -83,8 +84,8 @@ def selector_weights(prefix: str, selector: SelectorConfig, hidden: int, vocab: 
     predecessor, successor, gate = _SOURCES[selector.kind]
     rank = selector.rank
     weights = [
-        Weight(prefix + _PREDECESSOR, (Part(predecessor, (vocab, rank)),)),
-        Weight(prefix + _SUCCESSOR, (Part(successor, (draft_vocab, rank)),)),
+        Weight(prefix + PREDECESSOR, (Part(predecessor, (vocab, rank)),)),
+        Weight(prefix + SUCCESSOR, (Part(successor, (draft_vocab, rank)),)),
     ]
     if gate is not None:
         width = hidden + rank if selector.kind == "gated-markov" else hidden
@@ -96,7 +97,7 @@ def selector_weights(prefix: str, selector: SelectorConfig, hidden: int, vocab: 
 
 def is_table(name: str) -> bool:
     """Whether an engine tensor is one of the selector's tables, of which a step reads a few rows."""
-    return name.endswith((_PREDECESSOR, _SUCCESSOR))
+    return name.endswith((PREDECESSOR, SUCCESSOR))
 
 
 def convolved_layer(ops: Ops[T], prefix: str, x: Residual[T], eps: float, attend: Callable[[T], T]) -> Residual[T]:
@@ -141,4 +142,4 @@ def choose(
     elif selector.kind == "gated-markov":
         gate = Gate(rows, prefix + _GATE)
     candidates = Candidates(ids, tokens_of(ids), scores)
-    return ops.rerank(candidates, prefix + _PREDECESSOR, prefix + _SUCCESSOR, gate, bonus)
+    return ops.rerank(candidates, prefix + PREDECESSOR, prefix + SUCCESSOR, gate, bonus)

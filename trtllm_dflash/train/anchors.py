@@ -19,8 +19,14 @@ class Anchors:
     """A anchors of a pack, with the labels of their blocks."""
 
     rows: Tensor  # [A] int64: their places in the pack
+    tokens: Tensor  # [A]: their own
     labels: Tensor  # [A, block - 1]: the tokens that follow
     counts: Tensor  # [A, block - 1] bool: whether there is such a token in the same document
+
+    @property
+    def before(self) -> Tensor:
+        """The token before each label: [A, block - 1]."""
+        return torch.cat([self.tokens[:, None], self.labels[:, :-1]], dim=1)
 
 
 def pick_anchors(pack: Pack, count: int, generator: torch.Generator) -> Tensor:
@@ -48,7 +54,7 @@ def anchored(pack: Pack, rows: Tensor, block: int, likeliest: Tensor | None = No
     counts = (at == inside) & (pack.document[inside] == pack.document[rows][:, None])
     text = pack.token_ids[inside]
     if likeliest is None:
-        return Anchors(rows, text, counts)
+        return Anchors(rows, pack.token_ids[rows], text, counts)
     labels = likeliest[inside - 1]
     follows = (labels == text)[:, :-1].int().cumprod(dim=1).bool()
-    return Anchors(rows, labels, counts & F.pad(follows, (1, 0), value=True))
+    return Anchors(rows, pack.token_ids[rows], labels, counts & F.pad(follows, (1, 0), value=True))

@@ -15,6 +15,7 @@ from trtllm_dflash.ops.draft_tree import RANKS, DraftTree, chain_tree
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.train.documents import Document, Pack, moved
 from trtllm_dflash.train.features import FrozenTarget
+from trtllm_dflash.train.head import Head
 from trtllm_dflash.train.network import PackContext, TrainedDrafter
 
 Tensor = torch.Tensor
@@ -103,7 +104,7 @@ def simulate(
 
     Args:
         documents: prompts with the target's own greedy replies.
-        tree: that is drafted; None: the chain of a whole block.
+        tree: that is drafted; None: the chain of a whole block. A drafter with a selector has no other.
         progress: told how many are done.
     """
     acceptance = Acceptance()
@@ -137,19 +138,32 @@ def _walk(
 ) -> None:
     """Decodes a pack's replies in lockstep, a block of each a time."""
     documents = context.pack.documents
-    ops = TorchOps({}, {})
+    head = drafter.head(target.head)
     firsts = list(accumulate((len(document.token_ids) for document in documents), initial=0))
     at = [document.prompt for document in documents]  # the anchor: the token that was chosen last
     while live := [i for i, document in enumerate(documents) if at[i] < len(document.token_ids) - 1]:
         rows = torch.tensor([firsts[i] + at[i] for i in live])
-        best = ops.top_ids(target.drafted_logits(drafter.draft(context, rows)), RANKS)
-        trees = ops.grow_tree(tree, context.pack.token_ids[moved(rows, target.device)].int(), *best)
+        trees = _drafted(head, tree, drafter.draft(context, rows), context.pack.token_ids[moved(rows, target.device)])
         for i, tokens, parents in zip(live, *(part.tolist() for part in trees), strict=True):
             # The last step of a reply ends with it, whatever the target would have said next.
             possible = documents[i].token_ids[at[i] + 1 : -1]
             accepted = _depth(tokens, parents, possible)
             acceptance.add(documents[i].domain, accepted, min(max(tree.depths), len(possible)))
             at[i] += accepted + 1
+
+
+def _drafted(head: Head, tree: DraftTree, rows: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
+    """Drafts under bonus tokens [A] from the drafter's rows [A, block - 1, ...]: tokens and parents of the trees' rows.
+
+    A drafter with a selector drafts chains.
+    """
+    hidden, gate = head.parts(rows)
+    logits = head.plain_logits(hidden)
+    if head.selector is None:
+        ops = TorchOps({}, {})
+        return ops.grow_tree(tree, bonus.int(), *ops.top_ids(logits, RANKS))
+    tokens = torch.cat([bonus[:, None], head.selector.choose(logits, gate, bonus)], dim=1)
+    return tokens, torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens)
 
 
 def _depth(tokens: list[int], parents: list[int], reply: Sequence[int]) -> int:

@@ -7,7 +7,6 @@ order of sums.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -105,8 +104,3 @@ class FrozenTarget:
         """Finds the likeliest next token [S] after rows [S, H], a part of them at a time."""
         size = max(1, CHUNK_BYTES // (4 * len(self.head)))
         return torch.cat([self.logits(part).argmax(dim=-1) for part in hidden.split(size)])
-
-    @torch.no_grad()
-    def drafted_logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits [..., V] of the drafter's rows [..., H], which its last norm has seen."""
-        return F.linear(hidden.to(self.head.dtype), self.head)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trtllm_dflash.train.anchors import Anchors
+from trtllm_dflash.train.head import Head
 
 Tensor = torch.Tensor
 
@@ -58,7 +59,7 @@ def exponential_weights(block: int, counts: Tensor) -> Tensor:
 
 def block_loss(
     hidden: Tensor,
-    head: Tensor,
+    head: Head,
     anchors: Anchors,
     weighting: Literal["dpace", "exponential"],
     teacher: Teacher | None = None,
@@ -67,17 +68,18 @@ def block_loss(
     """Computes the loss of blocks.
 
     Args:
-        hidden: the drafter's rows after its last norm, [A, block - 1, H].
-        head: the LM head [V, H].
+        hidden: the drafter's rows, as its head takes them, [A, block - 1, ...].
+        head: the LM head, and what the drafter adds to it.
         teacher: None takes the tokens of the text as labels, else the target's whole distribution is distilled.
         chunk_bytes: most bytes of a chunk's logits.
     """
     count, rows, _ = hidden.shape
-    size = max(1, chunk_bytes // (4 * rows * len(head)))
-    parts = []
+    size = max(1, chunk_bytes // (4 * rows * len(head.weight)))
+    parts, before = [], anchors.before
     for first in range(0, count, size):
         part = slice(first, min(count, first + size))
-        arguments = hidden[part], head, anchors.labels[part], None if teacher is None else (lambda p=part: teacher(p))
+        labels = before[part], anchors.labels[part]
+        arguments = hidden[part], head, *labels, None if teacher is None else (lambda p=part: teacher(p))
         parts.append(
             _row_losses(*arguments) if size >= count else checkpoint(_row_losses, *arguments, use_reentrant=False)
         )
@@ -93,10 +95,10 @@ def block_loss(
 
 
 def _row_losses(
-    hidden: Tensor, head: Tensor, labels: Tensor, teacher: Callable[[], Tensor] | None
+    hidden: Tensor, head: Head, before: Tensor, labels: Tensor, teacher: Callable[[], Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes each row's loss, its label's cross entropy, and whether the label is likeliest: [a, K] each."""
-    logits = F.linear(hidden.to(head.dtype), head).float()
+    logits = head.logits(hidden, before)
     log_probs = logits.log_softmax(dim=-1)
     ce = -log_probs.gather(-1, labels[..., None])[..., 0]
     right = logits.argmax(dim=-1) == labels

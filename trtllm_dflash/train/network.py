@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trtllm_dflash.models.dflash2 import PREDECESSOR, SUCCESSOR
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.rope import rope_tables
 from trtllm_dflash.ops.base import AttentionLayer, Context, Ops
+from trtllm_dflash.ops.drafting import Candidates, Gate
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.train.documents import Pack, moved
+from trtllm_dflash.train.head import Head, Selector
 from trtllm_dflash.train.mask import Attention, masked
 
 Tensor = torch.Tensor
@@ -27,7 +30,8 @@ BlockAttention = Callable[[Pack, Tensor, int], Attention]
 class BlockOps(TorchOps):
     """Computes a drafter's context rows over a pack [1, S, H], and its blocks [A, block, H], without caches.
 
-    The LM head is the loss's, which takes rows in chunks: `linear` of it, and `argmax`, hand the rows on as they are.
+    The LM head is the loss's, which takes rows in chunks: `linear` of it, and `argmax`, hand the rows on as they are,
+    and `rerank` puts the factors of its choice behind them.
 
     Args:
         weights: as in `TorchOps`.
@@ -59,6 +63,22 @@ class BlockOps(TorchOps):
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def top_candidates(
+        self, logits: Tensor, count: int, multiplier: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        return logits, logits  # rows, as `linear` and `argmax` hand them on: all tokens are candidates
+
+    def rerank(
+        self,
+        candidates: Candidates[Tensor],
+        predecessor: str,
+        successor: str,
+        gate: Gate[Tensor] | None,
+        first: Tensor,
+    ) -> Tensor:
+        assert gate is not None
+        return torch.cat([candidates.logits, gate.rows.to(candidates.logits.dtype)], dim=-1)
 
     def _split_qkv(self, layer: AttentionLayer, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return Ops._split_qkv(self, layer, qkv, positions)  # TorchOps' own writes in place
@@ -131,6 +151,15 @@ class TrainedDrafter(nn.Module):
             for key, parameter in self.tensors().items():
                 parameter.copy_(tensors[key])
 
+    def head(self, weight: Tensor) -> Head:
+        """Joins the target's LM head [V, H] and the drafter's selector, if it has one."""
+        selector = self.config.selector
+        if selector is None:
+            return Head(weight)
+        weights = {weight.name: weight.parts[0].key for weight in self._drafter.weights()}
+        tables = [self.tensors()[weights[PREFIX + name]] for name in (PREDECESSOR, SUCCESSOR)]
+        return Head(weight, Selector(selector, *tables))
+
     def context(self, pack: Pack, taps: list[Tensor]) -> PackContext:
         """Computes a pack's context rows from its taps [1, S, H]."""
         weights = self._engine_tensors()
@@ -139,7 +168,7 @@ class TrainedDrafter(nn.Module):
         return PackContext(pack, weights, self._drafter.context(ops, ops.concat(taps), start))
 
     def draft(self, context: PackContext, rows: Tensor, attention: BlockAttention = masked) -> Tensor:
-        """Computes the rows [A, block - 1, H], ready for the LM head, of blocks after anchors.
+        """Computes the rows [A, block - 1, ...], ready for the head, of blocks after anchors.
 
         Args:
             rows: the anchors' places [A], in order, on the host.
@@ -174,6 +203,12 @@ def _parameter_name(key: str) -> str:
 
 def _initial(key: str, shape: tuple[int, ...], config: DrafterConfig, generator: torch.Generator) -> Tensor:
     """Draws a matrix; norms are ones, biases zeros. What writes to the residual stream starts smaller, by the depth."""
+    if key.endswith("base_kernel"):  # a row by itself, and nothing of those before it
+        kernel = torch.zeros(shape)
+        kernel[:, 0] = 1
+        return kernel
+    if key.endswith(("kernel_projection.weight", "successor_codebook")):
+        return torch.zeros(shape)  # what is DFlash 2's own begins as nothing
     if len(shape) == 1:
         return torch.zeros(shape) if key.endswith(".bias") else torch.ones(shape)
     deviation = shape[1] ** -0.5

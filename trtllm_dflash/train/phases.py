@@ -54,7 +54,19 @@ TRAINING, HELD_OUT = "training", "held_out"
 _OF_SPLIT = ("domain_key", "held_out", "evaluate_on", "general_share", "thinking")
 _OF_REPLIES = ("temperature", "max_tokens")
 _OF_TRAINING = (
-    *("layers", "block", "taps", "mask_token", "objective", "weighting", "optimizer", "pack", "packs", "anchors"),
+    *(
+        "layers",
+        "head",
+        "block",
+        "taps",
+        "mask_token",
+        "objective",
+        "weighting",
+        "optimizer",
+        "pack",
+        "packs",
+        "anchors",
+    ),
     *("rate", "epochs", "steps", "hours", "evaluate_every", "seed"),
 )
 
@@ -284,7 +296,8 @@ class Training:
     def _simulate(self, held_out: list[Document]) -> tuple[Acceptance, dict[int, float]]:
         """Simulates the exported drafter; returns its acceptance, and that of trees by their size."""
         block = self.config.block_size
-        sizes = [nodes for nodes in TREE_SIZES if listed_nodes(nodes, block) >= nodes]
+        grows = self.config.selector is None
+        sizes = [nodes for nodes in TREE_SIZES if grows and listed_nodes(nodes, block) >= nodes]
         with self.engine(None, 1, kernels="torch") as llm:
             target = FrozenTarget(llm, self.config.tap_layers)
             drafter = self._drafter(target)

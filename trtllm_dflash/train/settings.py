@@ -26,6 +26,7 @@ class TrainSettings(BaseModel):
     start: Annotated[str | None, Field(alias="from")] = None  # a drafter to begin with; None: from nothing
     # The drafter's shape, which one that is there has already.
     layers: PositiveInt | None = None  # default: 5
+    head: Literal["dflash", "dflash2"] | None = None  # default: dflash
     block: Annotated[int, Field(ge=2)] | None = None  # rows: the anchor and its drafts; default: 16
     taps: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None  # default: even, z-lab's rule
     mask_token: NonNegativeInt | None = None  # default: a row of the embedding that no text uses

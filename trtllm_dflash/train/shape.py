@@ -6,14 +6,19 @@ from typing import Any
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
 from trtllm_dflash.checkpoint.drafter_config import default_tap_layers
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
+from trtllm_dflash.checkpoint.speculators import second_settings
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import Drafter, DrafterConfig
+from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
+from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.settings import DEFAULT_BLOCK, DEFAULT_LAYERS, TrainSettings
 
 #: Where a configuration keeps its rotary embedding. A drafter's must be its target's.
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+#: The architecture of each head in z-lab's format.
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
 _WIDER = 3  # FFN columns of a drafter whose target has experts, by its hidden size, as published ones have
 
@@ -34,8 +39,10 @@ def new_config(
     for tap in taps:
         if not 0 <= tap < target.layers:
             raise SettingsError(f"--taps {tap}: the target has layers 0 to {target.layers - 1}")
+    kind = settings.head or "dflash"
+    drafting = {"mask_token_id": _mask_token(settings, target, codec), "target_layer_ids": taps}
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [_ARCHITECTURES[kind]],
         "model_type": "qwen3",
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
@@ -56,7 +63,7 @@ def new_config(
         "dtype": "bfloat16",
         "num_target_layers": target.layers,
         "block_size": block,
-        "dflash_config": {"mask_token_id": _mask_token(settings, target, codec), "target_layer_ids": taps},
+        "dflash_config": {**drafting, **second_settings(**PUBLISHED_KINDS[kind])},
     }
 
 
@@ -71,18 +78,27 @@ def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
         raise SettingsError(f"--from {path}: is quantized; begin with the drafter that it was made from")
     if config.draft_vocab_size is not None:
         raise SettingsError(f"--from {path}: has a vocabulary of its own, which is not trained")
-    beyond = Drafter(config).without_kernels  # what training does not compute, our kernels do not compute either
-    if beyond is not None:
-        raise SettingsError(f"--from {path}: {beyond} is not trained")
+    if config.windows is not None or config.causal_layers:
+        raise SettingsError(f"--from {path}: windows in a drafter's layers are not trained")
+    if config.from_anchor or (config.selector is not None and config.selector.kind != "dflash2"):
+        raise SettingsError(f"--from {path}: drafting as DSpark does is not trained")
     layers = raw.get("transformer_layer_config", raw)
     return {
         **{key: value for key, value in layers.items() if key not in ("auto_map", "torch_dtype")},
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [_ARCHITECTURES[_head_of(config)]],
         "dtype": "bfloat16",
         "num_target_layers": config.target_layers,
         "block_size": config.block_size,
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.tap_layers)},
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.tap_layers),
+            **second_settings(config.convolution, config.selector),
+        },
     }
+
+
+def _head_of(config: DrafterConfig) -> str:
+    return "dflash" if config.selector is None else "dflash2"
 
 
 def check_target(path: Path, target: DecoderConfig) -> None:
@@ -105,6 +121,7 @@ def check_shape(settings: TrainSettings, config: DrafterConfig) -> None:
     """
     has = {
         "layers": config.layers,
+        "head": _head_of(config),
         "block": config.block_size,
         "taps": config.tap_layers,
         "mask_token": config.mask_token_id,

@@ -172,7 +172,7 @@ class Trainer:
         with computing(self.target.device):
             rows = self.drafter(pack, features.taps, chosen, self._attention)
             teacher = self._teacher(hidden, anchors.rows) if objective == "kd" else None
-            return block_loss(rows, self.target.head, anchors, self.settings.weighting, teacher)
+            return block_loss(rows, self.drafter.head(self.target.head), anchors, self.settings.weighting, teacher)
 
     def _teacher(self, hidden: Tensor, chosen: Tensor) -> Teacher:
         """Makes the target's logits at labels: those of the token at anchor + k stand at anchor + k - 1."""
