@@ -182,7 +182,7 @@ class FlexAttention:
     Rows and context are padded to one size, for which it is compiled once.
 
     Args:
-        visibility: padded to whole tiles of context; see `padded_blocks`.
+        visibility: padded to whole tiles of context; see `flexible`.
         tokens: context rows that there are.
         rows: rows that there are.
         attend: `flex_attention`; None compiles it.
@@ -270,13 +270,16 @@ def chosen(x: Tensor, runs: list[Run]) -> Tensor:
 def _tiles(visibility: BlockVisibility) -> tuple[IntArray, IntArray]:
     """Lists the tiles of keys that each tile of rows may see: how many [n], and which [n, tiles of keys]; int32."""
     count, keys = visibility.rows // _TILE, -(-visibility.keys // _TILE)
-    counts, tiles = np.zeros(count, np.int32), np.zeros((count, keys), np.int32)
-    for tile in range(count):
-        runs = visibility.runs(tile * _TILE, (tile + 1) * _TILE)
-        there = np.concatenate([np.arange(first // _TILE, -(-last // _TILE)) for first, last in runs])
-        counts[tile] = len(there)
-        tiles[tile, : len(there)] = there
-    return counts, tiles
+    runs = [visibility.runs(tile * _TILE, (tile + 1) * _TILE) for tile in range(count)]
+    # Of each tile its own blocks' run, the last, and before it the context's, where there is one.
+    bounds = np.array([(each if len(each) == 2 else [(0, 0), *each]) for each in runs])  # [n, 2, 2]
+    first, last = bounds[:, :, 0] // _TILE, -(-bounds[:, :, 1] // _TILE)
+    seen = last - first
+    place = np.arange(keys)
+    own = place >= seen[:, :1]
+    tiles = np.where(own, first[:, 1:] + place - seen[:, :1], first[:, :1] + place)
+    counts = seen.sum(axis=1)
+    return counts.astype(np.int32), np.where(place < counts[:, None], tiles, 0).astype(np.int32)
 
 
 def _longer(x: Tensor, rows: int) -> Tensor:
