@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trtllm_dflash.train.documents import IntArray, Pack, moved
 
@@ -24,6 +25,9 @@ Tensor = torch.Tensor
 Run = tuple[int, int]
 
 _CHUNK = 1024  # rows that `MaskedAttention` takes at once, about
+#: Kernels for it. cuDNN's, which torch would take on a GPU, plans for each number of keys anew, which takes seconds.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 _TILE = 128  # rows, and keys, of a tile of `FlexAttention`
 
 
@@ -169,10 +173,11 @@ class MaskedAttention:
         if shared > 1:  # by hand: on a GPU, no fast kernel has both a mask and heads that share keys
             keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
         parts = []
-        for rows, runs, mask in self.masks:
-            k, v = (chosen(x, runs) for x in (keys, values))
-            attend = F.scaled_dot_product_attention if sinks is None else partial(_with_sinks, sinks)
-            parts.append(attend(q[:, :, rows], k, v, mask, scale=scale))
+        attend = F.scaled_dot_product_attention if sinks is None else partial(_with_sinks, sinks)
+        with sdpa_kernel(_KERNELS):
+            for rows, runs, mask in self.masks:
+                k, v = (chosen(x, runs) for x in (keys, values))
+                parts.append(attend(q[:, :, rows], k, v, mask, scale=scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
