@@ -1,4 +1,4 @@
-"""Training on a GPU: masks, features, losses and gradients are those of the CPU, and a pause changes no bit."""
+"""The parts of a training on a GPU: attention equals a dense reference; features, losses and gradients the CPU's."""
 
 import json
 from functools import partial
@@ -7,22 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from tests.conftest import TINY
-from tests.test_train_run import LENGTHS, Killed, train_from_nothing
 from trtllm_dflash import LLM
 from trtllm_dflash.checkpoint.drafter import open_drafter
-from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.train.anchors import pick_anchors
 from trtllm_dflash.train.documents import Document, Pack, generator
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.mask import BlockVisibility, MaskedAttention, flexible
 from trtllm_dflash.train.network import TrainedDrafter
-from trtllm_dflash.train.phases import train
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.state import State
-from trtllm_dflash.train.trainer import CHECKPOINT, LOG, Trainer, read_log
+from trtllm_dflash.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -139,60 +135,3 @@ def test_no_step_waits_for_the_device(tmp_path):
             trainer.loss(trainer.packs.pack(0, 1), 1).value.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-# -- whole trainings ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """Sixteen prompts of each kind."""
-    rows = [(kind, text) for kind, texts in read_prompts(16).items() for text in texts]
-    file: Path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text, "domain": kind}) + "\n" for kind, text in rows))
-    return file
-
-
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory) -> tuple[Path, dict]:
-    """30 steps from the shipped drafter, all phases: the state directory, and the report."""
-    output = tmp_path_factory.mktemp("train") / "tiny"
-    settings = {"target": str(TINY / "target"), "from": str(TINY / "drafter"), "data": data, "device": "cuda"}
-    recipe = {"pack": 1024, "anchors": 64, "steps": 30, "rate": 1e-5, "evaluate_every": 30}
-    report = train(TrainSettings.model_validate({**settings, **recipe, **LENGTHS}), output, say=print)
-    assert report is not None
-    return output, report
-
-
-def test_thirty_small_steps_keep_the_acceptance_which_is_that_of_real_decoding(trained):
-    _, report = trained
-    before, after = report["evaluations"]
-    print(before["tau"], after["tau"], report["exported"]["tau"], report["decoded"])
-    assert before["tau"] > 4
-    assert after["tau"] == pytest.approx(before["tau"], rel=0.02)
-    assert report["exported"]["tau"] == pytest.approx(report["decoded"]["tau"], rel=0.03)
-
-
-@pytest.mark.parametrize(("attention", "optimizer"), [("masked", "adamw"), ("flex", "adamw"), ("flex", "muon")])
-def test_a_training_that_was_killed_is_equal_to_one_that_was_not(attention, optimizer, trained, data, tmp_path):
-    replies, _ = trained
-    recipe = {"attention": attention, "optimizer": optimizer, "anchors": 16}
-    begin = partial(train_from_nothing, replies, data, device="cuda", **recipe)
-    begin(tmp_path / "whole")
-
-    def kill(what: str, done: int, total: int) -> None:
-        if (what, done) == ("training", 5):
-            raise Killed
-
-    with pytest.raises(Killed):
-        begin(tmp_path / "paused", kill)
-    begin(tmp_path / "paused")
-    folders = tmp_path / "whole", tmp_path / "paused"
-    whole, parts = (load_file(folder / CHECKPOINT) for folder in folders)
-    differ = {
-        key: (whole[key] - parts[key]).abs().max().item() for key in whole if not torch.equal(whole[key], parts[key])
-    }
-    print(attention, len(differ), "of", len(whole), "tensors differ", dict(list(differ.items())[:4]))
-    assert whole.keys() == parts.keys() and not differ
-    losses, others = ([(row["step"], row.get("loss")) for row in read_log(folder / LOG)] for folder in folders)
-    assert losses == others
