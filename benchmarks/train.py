@@ -47,7 +47,7 @@ PAIR = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
 
 #: The recipe of the shipped target's drafter.
 SHAPE: dict[str, Any] = {"layers": 2, "taps": (1, 3, 5)}
-RECIPE: dict[str, Any] = {"pack": 8192, "packs": 2, "anchors": 1024, "rate": 2e-3, "steps": 3800}
+RECIPE: dict[str, Any] = {"pack": 16384, "anchors": 2048, "rate": 2e-3, "steps": 3800}
 RECIPE |= {"objective": "greedy"}  # its text is the target's at 96 to 99% of the tokens
 DATA: dict[str, Any] = {"held_out": 0.001, "max_tokens": 320, "max_seq_len": 4096}
 
@@ -75,10 +75,8 @@ def settings_of(arguments: argparse.Namespace, **changes: Any) -> TrainSettings:
     target = getattr(arguments, "target", None) or PAIR / "target"
     common = {"target": str(target), "data": arguments.records, "device": arguments.device}
     common |= {"attention": arguments.attention, "evaluate_every": arguments.evaluate_every}
-    values = {**common, **SHAPE, **RECIPE, **DATA, **changes}
-    if "steps" not in changes and arguments.steps is not None:
-        values["steps"] = arguments.steps
-    return TrainSettings.model_validate(values)
+    given = {name: getattr(arguments, name) for name in ("pack", "anchors", "steps") if getattr(arguments, name)}
+    return TrainSettings.model_validate({**common, **SHAPE, **RECIPE, **DATA, **changes, **given})
 
 
 def replies(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -256,6 +254,8 @@ def main() -> None:
             command.add_argument("--each", type=int, default=64, help="held-out prompts of each kind")
             command.add_argument("--attention", default="masked", help="masked or flex")
             command.add_argument("--evaluate-every", type=int)
+            command.add_argument("--pack", type=int)
+            command.add_argument("--anchors", type=int)
         if function is ablations:
             command.add_argument("--only", nargs="+", choices=list(ABLATIONS), help="these of them")
         if function is adapt:

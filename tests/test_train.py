@@ -28,7 +28,7 @@ from trtllm_dflash.train.evaluation import Tally
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.head import Head, Selector
 from trtllm_dflash.train.loss import block_loss, dpace_weights, exponential_weights
-from trtllm_dflash.train.mask import BlockVisibility, CausalVisibility, MaskedAttention, flexible
+from trtllm_dflash.train.mask import BlockVisibility, CausalVisibility, Flexible, MaskedAttention
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import Optimizer, learning_rate
 from trtllm_dflash.train.prompts import Record, split
@@ -143,7 +143,7 @@ def test_flex_attention_skips_no_key_that_a_row_sees(block):
     lengths, chance = 2 * [70, 300, 9, 411, 130], generator(12)
     pack = Pack.of([Document([1] * length, length // 3) for length in lengths])
     anchors = pick_anchors(pack, 60, chance)
-    mask = flexible(2048, 64, lambda: None)(pack, anchors, block).tiles.to_dense()[0, 0].bool()
+    mask = Flexible(2048, 64, lambda: None).blocks(pack, anchors, block).tiles.to_dense()[0, 0].bool()
     seen = BlockVisibility(pack, anchors, block, 2048, 64).dense()
     padded = F.pad(seen, (0, -seen.shape[1] % 128, 0, mask.shape[0] * 128 - len(seen)))
     needed = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).any(dim=3).any(dim=1)
@@ -159,8 +159,11 @@ def test_flex_attention_and_the_dense_mask_are_one(pack):
     rows, keys = visibility.rows, visibility.keys
     draw = partial(torch.randn, generator=generator(4))
     q, k, v = draw(1, 4, rows, 16), draw(1, 2, keys, 16), draw(1, 2, keys, 16)
-    flex = flexible(30, 40, flex_attention)(pack, anchors, BLOCK)
-    torch.testing.assert_close(flex(q, k, v), MaskedAttention(visibility)(q, k, v))
+    make = Flexible(30, 40, flex_attention)
+    torch.testing.assert_close(make.blocks(pack, anchors, BLOCK)(q, k, v), MaskedAttention(visibility)(q, k, v))
+    causal = MaskedAttention(CausalVisibility(pack, 3))
+    q, k, v = draw(1, 4, 22, 16), draw(1, 2, 22, 16), draw(1, 2, 22, 16)
+    torch.testing.assert_close(make.causal(pack, 3)(q, k, v), causal(q, k, v))
 
 
 def make_fp8(path: Path) -> None:

@@ -14,7 +14,7 @@ from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.train.anchors import pick_anchors
 from trtllm_dflash.train.documents import Document, Pack, generator
 from trtllm_dflash.train.features import FrozenTarget
-from trtllm_dflash.train.mask import BlockVisibility, MaskedAttention, flexible
+from trtllm_dflash.train.mask import MASKED, BlockVisibility, Flexible, MaskedAttention
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.state import State
@@ -36,7 +36,7 @@ def documents(lengths: list[int]) -> list[Document]:
 @pytest.mark.parametrize("kind", ["flex", "masked"])
 def test_attention_and_its_gradients_equal_the_dense_reference(kind, block, size):
     """Two packs of different lengths: what was compiled for the first serves the second."""
-    make = flexible(1024, 48)
+    make = Flexible(1024, 48)
     for lengths, count in (([70, 300, 9, 411, 130], 48), ([500, 33, 128], 31)):
         pack = Pack.of(documents(lengths)).to(CUDA)
         anchors = pick_anchors(Pack.of(pack.documents), count, generator(count))
@@ -44,7 +44,7 @@ def test_attention_and_its_gradients_equal_the_dense_reference(kind, block, size
         draw = partial(torch.randn, generator=torch.Generator(CUDA).manual_seed(count), device=CUDA)
         shapes = (8, visibility.rows), (4, visibility.keys), (4, visibility.keys), (8, visibility.rows)
         q, k, v, weight = (draw(1, heads, rows, size).bfloat16() for heads, rows in shapes)
-        attention = make(pack, anchors, block) if kind == "flex" else MaskedAttention(visibility)
+        attention = make.blocks(pack, anchors, block) if kind == "flex" else MaskedAttention(visibility)
         found, expected = [], []
         for results, attend, dtype in ((found, attention, torch.bfloat16), (expected, None, torch.float64)):
             inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
@@ -86,14 +86,17 @@ def tiny_trainer(llm: LLM, rows: list[Document], folder: Path, **values: object)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_features_of_a_pack_are_those_of_the_cpu(precision):
+@pytest.mark.parametrize("attention", [MASKED, Flexible(4096, 16)], ids=["masked", "flex"])
+def test_features_of_a_pack_are_those_of_the_cpu(attention, precision):
     pack = Pack.of(texts())
     both = []
     for device, dtype in (("cpu", "fp32"), ("cuda", precision)):
         with LLM.from_pretrained(
             TINY / "target", None, dtype, device, max_seq_len=512, kernels="torch", prepare=False
         ) as llm:
-            features = FrozenTarget(llm, (1, 3, 5)).features(pack.to(torch.device(device)))
+            features = FrozenTarget(llm, (1, 3, 5)).features(
+                pack.to(torch.device(device)), MASKED if device == "cpu" else attention
+            )
             both.append([x.float().cpu() for x in (*features.taps, features.hidden)])
     for one, other in zip(*both, strict=True):
         error = (one - other).norm() / other.norm()

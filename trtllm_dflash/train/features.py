@@ -5,6 +5,7 @@ order of sums.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import ops_over
 from trtllm_dflash.train.documents import Pack
 from trtllm_dflash.train.loss import CHUNK_BYTES
-from trtllm_dflash.train.mask import CausalVisibility, MaskedAttention
+from trtllm_dflash.train.mask import MASKED, Masked
 
 Tensor = torch.Tensor
 
@@ -33,10 +34,11 @@ class PackOps(TorchOps):
     """Computes a target's pass over a pack [1, S, H], without caches.
 
     Attributes:
-        pack: set before the pass.
+        pack, attend: set before the pass.
     """
 
     pack: Pack
+    attend: Masked
 
     def positions(self, start: Tensor, rows: Tensor) -> Tensor:
         return self.pack.position[None]
@@ -58,11 +60,12 @@ class PackOps(TorchOps):
         sinks: str | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        attend: MaskedAttention = self._once(
-            ("attention", window), self.pack.position, lambda: MaskedAttention(CausalVisibility(self.pack, window))
-        )
-        sink = None if sinks is None else self.weights[sinks]
-        return attend(q, keys, values, scale, sink).transpose(1, 2).flatten(2)
+        plain = sinks is None and scale is None
+        make = self.attend if plain else MASKED
+        attend: Any = self._once((window, plain), self.pack.position, lambda: make.causal(self.pack, window))
+        more = () if plain else (scale, None if sinks is None else self.weights[sinks])
+        out: Tensor = attend(q, keys, values, *more)
+        return out.transpose(1, 2).flatten(2)
 
 
 class FrozenTarget:
@@ -86,9 +89,13 @@ class FrozenTarget:
         self.head: Tensor = (whole.to_dense() if whole.is_mkldnn else whole).to(self.embedding.dtype)  # [V, H]
 
     @torch.no_grad()
-    def features(self, pack: Pack) -> Features:
-        """Computes the features of a pack's tokens."""
-        self._ops.pack = pack
+    def features(self, pack: Pack, attention: Masked = MASKED) -> Features:
+        """Computes the features of a pack's tokens.
+
+        Args:
+            attention: makes that of the pack.
+        """
+        self._ops.pack, self._ops.attend = pack, attention
         start = torch.zeros(1, dtype=torch.int32, device=self.device)
         features = self._target.forward(self._ops, pack.token_ids[None].int(), start, self._taps)
         return Features(features.taps, features.hidden)

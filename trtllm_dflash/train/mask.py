@@ -7,8 +7,10 @@ document, and all rows of their own block; never another block's.
 What rows next to each other see are few runs of keys next to each other, which the host knows: both ways skip the rest.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
@@ -23,6 +25,9 @@ Tensor = torch.Tensor
 
 #: Keys first..last-1.
 Run = tuple[int, int]
+
+#: Whether rows see keys, by their numbers, broadcast against each other: bool.
+Rule = Callable[[Tensor, Tensor], Tensor]
 
 _CHUNK = 1024  # rows that `MaskedAttention` takes at once, about
 #: Kernels for it. cuDNN's, which torch would take on a GPU, plans for each number of keys anew, which takes seconds.
@@ -43,9 +48,10 @@ class Visibility(ABC):
     keys: int
     step = 1
 
+    @property
     @abstractmethod
-    def sees(self, row: Tensor, key: Tensor) -> Tensor:
-        """Whether rows see keys, by their numbers, broadcast against each other: bool."""
+    def rule(self) -> Rule:
+        """Tells whether rows see keys; holds tensors and numbers alone, for what is compiled is compiled for these."""
 
     @abstractmethod
     def runs(self, first: int, last: int) -> list[Run]:
@@ -54,7 +60,7 @@ class Visibility(ABC):
     def dense(self) -> Tensor:
         """Makes the whole mask: [rows, keys] bool."""
         row, key = (torch.arange(count, device=self.device) for count in (self.rows, self.keys))
-        return self.sees(row[:, None], key[None])
+        return self.rule(row[:, None], key[None])
 
     @property
     @abstractmethod
@@ -67,21 +73,24 @@ class CausalVisibility(Visibility):
 
     Args:
         window: keys that a row sees, itself included; None: all.
+        tokens: as many as to pretend to; None: as there are. Padding sees itself alone.
     """
 
-    def __init__(self, pack: Pack, window: int | None = None) -> None:
-        self.rows = self.keys = len(pack.token_ids)
+    def __init__(self, pack: Pack, window: int | None = None, tokens: int | None = None) -> None:
         self._pack, self._window = pack, window
-        self._first = torch.arange(self.rows, device=pack.position.device) - pack.position  # [rows] keys seen from here
-        if window is not None:
-            self._first = self._first.maximum(torch.arange(self.rows, device=self.device) - window + 1)
+        self.rows = self.keys = tokens or len(pack.token_ids)
+        here = torch.arange(self.rows, dtype=torch.int32, device=self.device)
+        first = here - F.pad(pack.position, (0, self.rows - len(pack.token_ids)))
+        self._first = (first if window is None else first.maximum(here - window + 1)).int()  # [rows]: keys from here on
 
     @property
     def device(self) -> torch.device:
         return self._pack.position.device
 
-    def sees(self, row: Tensor, key: Tensor) -> Tensor:
-        return (key >= self._first[row]) & (key <= row)
+    @property
+    def rule(self) -> Rule:
+        first = self._first
+        return lambda row, key: (key >= first[row]) & (key <= row)
 
     def runs(self, first: int, last: int) -> list[Run]:
         begin = int(self._pack.begin(np.asarray(first)))
@@ -106,7 +115,7 @@ class BlockVisibility(Visibility):
         count = len(anchors) if blocks is None else blocks
         self.rows, self.keys = count * block, self.tokens + count * block
         self._there = len(anchors)
-        self._bounds = np.zeros((2, count), np.int64)  # the context rows that each block sees: from here, up to there
+        self._bounds = np.zeros((2, count), np.int32)  # the context rows that each block sees: from here, up to there
         self._bounds[:, : self._there] = pack.begin(anchors.numpy()), anchors.numpy()
         self.bounds = moved(torch.from_numpy(self._bounds.repeat(block, axis=1)), pack.position.device)  # [2, rows]
 
@@ -114,8 +123,16 @@ class BlockVisibility(Visibility):
     def device(self) -> torch.device:
         return self.bounds.device
 
-    def sees(self, row: Tensor, key: Tensor) -> Tensor:
-        return _sees(row, key, self.bounds[0], self.bounds[1], self.tokens, self.step)
+    @property
+    def rule(self) -> Rule:
+        (begin, end), tokens, block = self.bounds, self.tokens, self.step
+
+        def sees(row: Tensor, key: Tensor) -> Tensor:
+            own = tokens + row // block * block
+            seen: Tensor = ((key >= begin[row]) & (key < end[row])) | ((key >= own) & (key < own + block))
+            return seen
+
+        return sees
 
     def runs(self, first: int, last: int) -> list[Run]:
         begin, end = first // self.step, -(-last // self.step)
@@ -123,15 +140,6 @@ class BlockVisibility(Visibility):
         there = self._bounds[:, begin : min(end, self._there)]
         context = [(int(there[0, 0]), int(there[1, -1]))] if there.size else []
         return [run for run in (*context, own) if run[0] < run[1]]
-
-
-def _sees(row: Tensor, key: Tensor, begin: Tensor, end: Tensor, tokens: int, block: int) -> Tensor:
-    """Whether rows of blocks see keys: those of the context from `begin` [rows] up to `end` [rows], and their block's.
-
-    Args:
-        tokens: context rows, the first keys.
-    """
-    return ((key >= begin[row]) & (key < end[row])) | ((key >= tokens) & ((key - tokens) // block == row // block))
 
 
 class Attention(Protocol):
@@ -157,7 +165,7 @@ class MaskedAttention:
             runs = see.runs(first, last)
             key = torch.cat([torch.arange(*run, device=see.device) for run in runs])
             row = torch.arange(first, last, device=see.device)
-            found.append((slice(first, last), runs, see.sees(row[:, None], key[None])))
+            found.append((slice(first, last), runs, see.rule(row[:, None], key[None])))
         return found
 
     def __call__(
@@ -184,12 +192,12 @@ class MaskedAttention:
 class FlexAttention:
     """Attention by torch's `flex_attention`, which skips the tiles of keys that no row of a tile sees.
 
-    Rows and context are padded to one size, for which it is compiled once.
+    Rows and keys are padded to one size, for which it is compiled once.
 
     Args:
-        visibility: padded to whole tiles of context; see `flexible`.
-        tokens: context rows that there are.
-        rows: rows that there are.
+        visibility: padded, its rows to whole tiles.
+        rows: that there are.
+        keys: how many there are of each part of the keys, and how many with padding.
         attend: `flex_attention`; None compiles it.
 
     Attributes:
@@ -197,18 +205,17 @@ class FlexAttention:
     """
 
     def __init__(
-        self, visibility: BlockVisibility, tokens: int, rows: int, attend: Callable[..., Any] | None = None
+        self, visibility: Visibility, rows: int, keys: list[tuple[int, int]], attend: Callable[..., Any] | None = None
     ) -> None:
         from torch.nn.attention.flex_attention import BlockMask
 
-        self._visibility, self._tokens, self._rows = visibility, tokens, rows
+        self._rows, self._more = rows, visibility.rows - rows
+        self._parts, self._padding = [there for there, _ in keys], [padded - there for there, padded in keys]
         counts, tiles = (moved(torch.from_numpy(x), visibility.device) for x in _tiles(visibility))
-
-        # Tensors and numbers, and no objects of ours: what is compiled is compiled for these.
-        (begin, end), context, block = visibility.bounds, visibility.tokens, visibility.step
+        rule = visibility.rule
 
         def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return _sees(row, key, begin, end, context, block)
+            return rule(row, key)
 
         self.tiles = BlockMask.from_kv_blocks(
             counts[None, None],
@@ -220,17 +227,14 @@ class FlexAttention:
         self._attend = attend or _compiled()
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        see, grouped = self._visibility, q.shape[1] != keys.shape[1]
-        more = see.rows - self._rows
-        keys, values = (
-            torch.cat(
-                [_longer(x[:, :, : self._tokens], see.tokens - self._tokens), _longer(x[:, :, self._tokens :], more)],
-                dim=2,
-            )
-            for x in (keys, values)
-        )
-        out: Tensor = self._attend(_longer(q, more), keys, values, block_mask=self.tiles, enable_gqa=grouped)
+        grouped = q.shape[1] != keys.shape[1]
+        keys, values = self._padded(keys), self._padded(values)
+        out: Tensor = self._attend(_longer(q, self._more), keys, values, block_mask=self.tiles, enable_gqa=grouped)
         return out[:, :, : self._rows]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        parts = [_longer(part, more) for part, more in zip(x.split(self._parts, dim=2), self._padding, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _with_sinks(
@@ -243,27 +247,46 @@ def _with_sinks(
     return probs.to(values.dtype) @ values
 
 
-def masked(pack: Pack, anchors: Tensor, block: int) -> Attention:
-    """Makes the attention of blocks, with dense masks."""
-    return MaskedAttention(BlockVisibility(pack, anchors, block))
+@dataclass(frozen=True)
+class Masked:
+    """Makes attention with dense masks: the target's over a pack, and that of blocks."""
+
+    def causal(self, pack: Pack, window: int | None) -> Attention:
+        """Makes the attention of tokens over their documents."""
+        return MaskedAttention(CausalVisibility(pack, window))
+
+    def blocks(self, pack: Pack, anchors: Tensor, block: int) -> Attention:
+        """Makes the attention of blocks behind anchors at places [A]."""
+        return MaskedAttention(BlockVisibility(pack, anchors, block))
 
 
-def flexible(
-    tokens: int, blocks: int, attend: Callable[..., Any] | None = None
-) -> Callable[[Pack, Tensor, int], Attention]:
-    """Makes a maker of the attention of blocks, by `flex_attention`.
+MASKED = Masked()
 
-    Args:
-        tokens, blocks: of a pack, at most: what all packs are padded to.
+
+@dataclass(frozen=True)
+class Flexible(Masked):
+    """Makes attention by `flex_attention`.
+
+    Attributes:
+        tokens, anchors: of a pack, at most: what all packs are padded to.
+        attend: see `FlexAttention`.
     """
 
-    def make(pack: Pack, anchors: Tensor, block: int) -> Attention:
-        whole = _TILE // np.gcd(_TILE, block)  # blocks of whole tiles
-        sizes = -(-tokens // _TILE) * _TILE, -(-blocks // whole) * whole
-        visibility = BlockVisibility(pack, anchors, block, *(int(size) for size in sizes))
-        return FlexAttention(visibility, len(pack.token_ids), len(anchors) * block, attend)
+    tokens: int
+    anchors: int
+    attend: Callable[..., Any] | None = None
 
-    return make
+    def causal(self, pack: Pack, window: int | None) -> Attention:
+        tokens, there = _rounded(self.tokens, _TILE), len(pack.token_ids)
+        return FlexAttention(CausalVisibility(pack, window, tokens), there, [(there, tokens)], self.attend)
+
+    def blocks(self, pack: Pack, anchors: Tensor, block: int) -> Attention:
+        whole = _TILE // math.gcd(_TILE, block)  # blocks of whole tiles
+        tokens, count = _rounded(self.tokens, _TILE), _rounded(self.anchors, whole)
+        visibility = BlockVisibility(pack, anchors, block, tokens, count)
+        rows = len(anchors) * block
+        keys = [(len(pack.token_ids), tokens), (rows, count * block)]
+        return FlexAttention(visibility, rows, keys, self.attend)
 
 
 def chosen(x: Tensor, runs: list[Run]) -> Tensor:
@@ -272,11 +295,11 @@ def chosen(x: Tensor, runs: list[Run]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _tiles(visibility: BlockVisibility) -> tuple[IntArray, IntArray]:
+def _tiles(visibility: Visibility) -> tuple[IntArray, IntArray]:
     """Lists the tiles of keys that each tile of rows may see: how many [n], and which [n, tiles of keys]; int32."""
     count, keys = visibility.rows // _TILE, -(-visibility.keys // _TILE)
     runs = [visibility.runs(tile * _TILE, (tile + 1) * _TILE) for tile in range(count)]
-    # Of each tile its own blocks' run, the last, and before it the context's, where there is one.
+    # Of each tile two runs, the first perhaps of none.
     bounds = np.array([(each if len(each) == 2 else [(0, 0), *each]) for each in runs])  # [n, 2, 2]
     first, last = bounds[:, :, 0] // _TILE, -(-bounds[:, :, 1] // _TILE)
     seen = last - first
@@ -285,6 +308,10 @@ def _tiles(visibility: BlockVisibility) -> tuple[IntArray, IntArray]:
     tiles = np.where(own, first[:, 1:] + place - seen[:, :1], first[:, :1] + place)
     counts = seen.sum(axis=1)
     return counts.astype(np.int32), np.where(place < counts[:, None], tiles, 0).astype(np.int32)
+
+
+def _rounded(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _longer(x: Tensor, rows: int) -> Tensor:

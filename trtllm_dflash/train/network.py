@@ -4,7 +4,7 @@ What is trained is what is served, by construction: parameters have the checkpoi
 into the engine's tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,9 @@ from trtllm_dflash.ops.drafting import Candidates, Gate
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.train.documents import Pack, moved
 from trtllm_dflash.train.head import Head, Selector
-from trtllm_dflash.train.mask import Attention, masked
+from trtllm_dflash.train.mask import MASKED, Attention, Masked
 
 Tensor = torch.Tensor
-
-#: Makes the attention of blocks from a pack, its anchors [A] and a block's rows; see `train.mask`.
-BlockAttention = Callable[[Pack, Tensor, int], Attention]
 
 
 class BlockOps(TorchOps):
@@ -167,7 +164,7 @@ class TrainedDrafter(nn.Module):
         start = torch.zeros(1, dtype=torch.int32, device=pack.position.device)
         return PackContext(pack, weights, self._drafter.context(ops, ops.concat(taps), start))
 
-    def draft(self, context: PackContext, rows: Tensor, attention: BlockAttention = masked) -> Tensor:
+    def draft(self, context: PackContext, rows: Tensor, attention: Masked = MASKED) -> Tensor:
         """Computes the rows [A, block - 1, ...], ready for the head, of blocks after anchors.
 
         Args:
@@ -175,13 +172,13 @@ class TrainedDrafter(nn.Module):
             attention: makes that of the blocks.
         """
         pack, size = context.pack, self.config.block_size
-        ops = BlockOps(context.weights, pack.position[None], attention(pack, rows, size))
+        ops = BlockOps(context.weights, pack.position[None], attention.blocks(pack, rows, size))
         at = moved(rows, self.device)
         offsets = torch.arange(size, device=self.device)[None]
         start = pack.position[at]
         return self._drafter.draft(ops, context.rows, start, torch.zeros_like(start), pack.token_ids[at], offsets)
 
-    def forward(self, pack: Pack, taps: list[Tensor], rows: Tensor, attention: BlockAttention = masked) -> Tensor:
+    def forward(self, pack: Pack, taps: list[Tensor], rows: Tensor, attention: Masked = MASKED) -> Tensor:
         """Computes `draft` with the pack's own context."""
         return self.draft(self.context(pack, taps), rows, attention)
 

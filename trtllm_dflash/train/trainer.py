@@ -25,7 +25,7 @@ from trtllm_dflash.train.evaluation import Acceptance, simulate
 from trtllm_dflash.train.features import FrozenTarget
 from trtllm_dflash.train.interruption import held_signals
 from trtllm_dflash.train.loss import Loss, Teacher, block_loss
-from trtllm_dflash.train.mask import flexible, masked
+from trtllm_dflash.train.mask import MASKED, Flexible
 from trtllm_dflash.train.network import TrainedDrafter
 from trtllm_dflash.train.optimizer import Optimizer, learning_rate
 from trtllm_dflash.train.ranks import Ranks
@@ -80,7 +80,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.packs = Packs(self.documents, self.settings.pack, self.settings.seed)
         flex = self.settings.attention == "flex"
-        self._attention = flexible(self.settings.pack, self.settings.anchors) if flex else masked
+        self._attention = Flexible(self.settings.pack, self.settings.anchors) if flex else MASKED
 
     @property
     def steps_of_all_epochs(self) -> int:
@@ -165,7 +165,7 @@ class Trainer:
         """Computes the loss of the number-th pack, counted from 0 over the whole training; the pack is on the host."""
         chosen = pick_anchors(pack, self.settings.anchors, generator(self.settings.seed, number, 1))
         pack = pack.to(self.target.device)
-        features = self.target.features(pack)
+        features = self.target.features(pack, self._attention)
         objective, hidden = self.settings.objective, features.hidden[0]
         likeliest = self.target.likeliest(hidden) if objective == "greedy" else None
         anchors = anchored(pack, moved(chosen, self.target.device), self.drafter.config.block_size, likeliest)
