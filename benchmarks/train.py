@@ -248,11 +248,11 @@ def main() -> None:
             command.add_argument("--anchors", type=int, default=512)
             command.add_argument("--tflops", type=float, default=GEMM_SHARE * 989, help="to estimate by; an H200's")
             command.add_argument("--length", type=int, default=4096, help="tokens of a document")
-            command.add_argument("--attention", default="masked", help="masked or flex")
+            command.add_argument("--attention", default="auto", help="masked or flex")
         else:
             command.add_argument("--records", type=Path, required=True)
             command.add_argument("--each", type=int, default=64, help="held-out prompts of each kind")
-            command.add_argument("--attention", default="masked", help="masked or flex")
+            command.add_argument("--attention", default="auto", help="masked or flex")
             command.add_argument("--evaluate-every", type=int)
             command.add_argument("--pack", type=int)
             command.add_argument("--anchors", type=int)

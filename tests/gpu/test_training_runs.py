@@ -47,10 +47,10 @@ def test_thirty_small_steps_keep_the_acceptance_which_is_that_of_real_decoding(t
     assert report["exported"]["tau"] == pytest.approx(report["decoded"]["tau"], rel=0.03)
 
 
-@pytest.mark.parametrize(("attention", "optimizer"), [("flex", "adamw"), ("flex", "muon"), ("masked", "adamw")])
-def test_a_training_that_was_killed_is_equal_to_one_that_was_not(attention, optimizer, trained, data, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_training_that_was_killed_is_equal_to_one_that_was_not(optimizer, trained, data, tmp_path):
     replies, _ = trained
-    recipe = {"attention": attention, "optimizer": optimizer, "anchors": 16}
+    recipe = {"attention": "flex", "optimizer": optimizer, "anchors": 16}
     begin = partial(train_from_nothing, replies, data, device="cuda", **recipe)
     begin(tmp_path / "whole")
 
@@ -66,7 +66,7 @@ def test_a_training_that_was_killed_is_equal_to_one_that_was_not(attention, opti
     differ = {
         key: (whole[key] - parts[key]).abs().max().item() for key in whole if not torch.equal(whole[key], parts[key])
     }
-    print(attention, len(differ), "of", len(whole), "tensors differ", dict(list(differ.items())[:4]))
+    print(len(differ), "of", len(whole), "tensors differ", dict(list(differ.items())[:4]))
     assert whole.keys() == parts.keys() and not differ
     losses, others = ([(row["step"], row.get("loss")) for row in read_log(folder / LOG)] for folder in folders)
     assert losses == others

@@ -56,7 +56,7 @@ class TrainSettings(BaseModel):
     save_every: PositiveInt = 500  # steps
     patience: PositiveInt = 5  # evaluations without a better one, after which training ends
     seed: NonNegativeInt = 0
-    attention: Literal["masked", "flex"] = "masked"  # see `train.mask`
+    attention: Literal["auto", "masked", "flex"] = "auto"  # see `train.mask`; auto: flex on a GPU
     device: str = "auto"
     ranks: PositiveInt = 1  # processes, a GPU each; they divide the packs of a step
 

@@ -79,7 +79,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.packs = Packs(self.documents, self.settings.pack, self.settings.seed)
-        flex = self.settings.attention == "flex"
+        auto = "flex" if self.target.device.type == "cuda" else "masked"
+        flex = (auto if self.settings.attention == "auto" else self.settings.attention) == "flex"
         self._attention = Flexible(self.settings.pack, self.settings.anchors) if flex else MASKED
 
     @property
