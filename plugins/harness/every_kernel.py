@@ -224,6 +224,38 @@ def choices(dtype: torch.dtype) -> None:
         for nodes in (3, 17):
             parents, places = ints(-1, *range(16)), ints(*range(17))
             kernels.grow_tree(parents, places, nodes, -15.0, 1e-3, ints(1, 2), best - total[..., None], ids)
+    for size in (1, 7, 2048, 4097):
+        for kind in (dtype, torch.float32):
+            kernels.log_probabilities(normal(3, size, dtype=kind), ints(0, size - 1, size // 2), min(size, 20))
+            shape(normal(1, size, dtype=kind).expand(9 * 8 + 7, size).contiguous())
+
+
+def shape(logits: Tensor) -> None:
+    """Penalties of every other slot, and masks of every other row; then what is kept of the replies."""
+    decoding, vocabulary, generator = 17, logits.shape[1], torch.Generator("cuda").manual_seed(1)
+    layout, _, _ = lay_out(decoding, (3, 1))
+    slots, logits = decoding + 2, logits[: len(layout.logit_rows)]
+
+    def some(most: int, *shape: int) -> Tensor:
+        return torch.randint(-1, most, shape, generator=generator, dtype=torch.int32, device="cuda")
+
+    layout.token_ids.remainder_(vocabulary)
+    kept = kernels.KeptPenalties(
+        penalized=(torch.arange(slots, device="cuda") % 2).int(),
+        presence=normal(slots, dtype=torch.float32),
+        frequency=normal(slots, dtype=torch.float32),
+        repetition=normal(slots, dtype=torch.float32).abs() + 0.5,
+        counts=some(3, slots, vocabulary).clamp(min=0),
+        in_prompt=some(1, slots, vocabulary) < 0,
+        bias=normal(slots, vocabulary, dtype=torch.float32),
+        ends=some(1, slots, vocabulary) < 0,
+        ends_from=some(40, slots),
+        runs=some(vocabulary, slots, 64, 8),
+        recent=some(vocabulary, slots, 7),
+    )
+    masks = kernels.RowMasks(some(1 << 30, 5, -(-vocabulary // 32)), some(5, len(logits)))
+    kernels.shape_logits(logits, layout, decoding, kept, masks, 0)
+    kernels.keep_replies(layout, decoding, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
 
 
 def append(dtype: torch.dtype) -> None:

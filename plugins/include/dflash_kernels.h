@@ -41,7 +41,7 @@ typedef enum
 {
     DFLASH_FP16 = 0,
     DFLASH_BF16 = 1,
-    DFLASH_FP32 = 2, /* argmax's logits and attention's sinks only */
+    DFLASH_FP32 = 2, /* logits and attention's sinks only */
     DFLASH_FP8 = 3 /* E4M3; weights of products only: caches say it by their scales */
 } dflash_dtype;
 
@@ -306,6 +306,84 @@ typedef struct
 } dflash_argmax_params;
 
 DFLASH_API cudaError_t dflash_argmax(const dflash_argmax_params* params, cudaStream_t stream);
+
+/* Log-probabilities of each row's token, and of its likeliest ones: x - log(sum(exp(x))), in FP32. Of equals the lower
+ * token comes first. */
+typedef struct
+{
+    int32_t dtype; /* FP16, BF16 or FP32: logits */
+    int32_t rows;
+    int32_t size; /* V */
+    int32_t top_count; /* at most V and 32 */
+    const void* logits; /* [rows, V] contiguous, as all of these */
+    const int32_t* ids; /* [rows] */
+    float* chosen; /* [rows] */
+    int32_t* top_ids; /* [rows, top_count] */
+    float* top; /* [rows, top_count] */
+} dflash_log_probabilities_params;
+
+DFLASH_API cudaError_t dflash_log_probabilities(const dflash_log_probabilities_params* params, cudaStream_t stream);
+
+/* Shapes the logits of a step's flat rows before tokens are chosen: by the penalties of the rows' slots, whose replies
+ * go on with the rows of the step up to each row's own, and then by masks of rows.
+ *
+ * x <- x / repetition or x * repetition, of tokens that the prompt or the reply has, by the sign of x;
+ * x <- x - count * frequency - presence (of tokens that the reply has) + bias;
+ * x <- -1e30 of end tokens while position + 1 < ends_from, and of each run's last token behind the run's others;
+ * x <- -infinity of tokens that the row's mask has not. */
+typedef struct
+{
+    int32_t dtype; /* FP16, BF16 or FP32: logits */
+    int32_t rows; /* R */
+    int32_t size; /* this rank's tokens */
+    int32_t first_token; /* of these */
+    int32_t vocabulary; /* V, of all ranks together */
+    int32_t segment_count; /* G */
+    int32_t decode_segments; /* the first of them; the others are pieces of prompts, which belong to no reply */
+    int32_t run_count; /* W, at most 64 */
+    int32_t run_length; /* L, at most 8 */
+    int32_t mask_words; /* 32-bit words of a mask, at least V / 32 */
+    const void* logits; /* [R, size] contiguous, as all of these */
+    float* shaped; /* [R, size] */
+    const int32_t* logit_first; /* [G + 1], as these of dflash_begin_rows */
+    const int32_t* row_segment; /* [N] */
+    const int32_t* token_ids; /* [N] */
+    const int32_t* logit_rows; /* [R] */
+    const int32_t* logit_slot; /* [R] */
+    const int32_t* logit_position; /* [R] */
+    const uint32_t* masks; /* [M, mask_words]: a bit for each token, the lowest first */
+    const int32_t* mask_rows; /* [R]: which of the masks; -1: none */
+    const int32_t* penalized; /* [slots]: 0: the slot has no penalties, and nothing of it is read below */
+    const float* presence; /* [slots] */
+    const float* frequency; /* [slots] */
+    const float* repetition; /* [slots] */
+    const int32_t* counts; /* [slots, V]: how often the reply has a token, before the step's rows */
+    const uint8_t* in_prompt; /* [slots, V]: 0 or 1 */
+    const float* bias; /* [slots, V] */
+    const uint8_t* ends; /* [slots, V]: 0 or 1 */
+    const int32_t* ends_from; /* [slots]: the first position that an end token may stand at */
+    const int32_t* runs; /* [slots, W, L] of tokens; -1 before short ones, and in place of none: any token */
+    const int32_t* recent; /* [slots, L - 1]: the reply's last tokens before the step's rows; -2 before the first */
+} dflash_shape_logits_params;
+
+DFLASH_API cudaError_t dflash_shape_logits(const dflash_shape_logits_params* params, cudaStream_t stream);
+
+/* Adds the tokens that a step has made final to the replies of slots with penalties: of each decode segment the first
+ * accepted + 1 rows. Idle segments and pieces of prompts add none. */
+typedef struct
+{
+    int32_t decode_segments;
+    int32_t vocabulary; /* V */
+    int32_t run_length; /* L, at most 8 */
+    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    const int32_t* token_ids; /* [N] */
+    const int32_t* accepted; /* [G] */
+    const int32_t* penalized; /* [slots] */
+    int32_t* counts; /* [slots, V] */
+    int32_t* recent; /* [slots, L - 1] */
+} dflash_keep_replies_params;
+
+DFLASH_API cudaError_t dflash_keep_replies(const dflash_keep_replies_params* params, cudaStream_t stream);
 
 /* What a verify pass decided: compares each draft of a segment with the target's choice one row before it.
  *

@@ -28,6 +28,7 @@ from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
+from trtllm_dflash.kernels.shape import KeptPenalties, RowMasks, keep_replies, log_probabilities, shape_logits
 from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "AllReduce",
     "Append",
     "DeltaNet",
+    "KeptPenalties",
     "Library",
     "Matrix",
     "MoE",
@@ -58,6 +60,7 @@ __all__ = [
     "Pages",
     "PathMoves",
     "Routing",
+    "RowMasks",
     "Rows",
     "Scales",
     "accept_paths",
@@ -75,12 +78,15 @@ __all__ = [
     "gpu_name",
     "grow_tree",
     "join_rows",
+    "keep_replies",
     "load",
     "load_for",
+    "log_probabilities",
     "quantize_rows",
     "remedy",
     "rms_norm",
     "set_pages",
+    "shape_logits",
     "skinny_gemm",
     "swiglu",
     "takes_norm",
