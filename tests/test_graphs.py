@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, step_kinds
+from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, shaped_kinds, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -18,6 +18,7 @@ from trtllm_dflash.session.calls import (
     CopyStates,
     Decode,
     Guide,
+    MadeMasks,
     Piece,
     Prefill,
     Prepare,
@@ -249,6 +250,14 @@ def test_kinds_are_few_and_the_largest_first():
         assert StepKind(32, nodes + 1, Drafting.BLOCK, True, tree=nodes) in trees
 
 
+@pytest.mark.parametrize("slots", [8, 32, 256])
+@pytest.mark.parametrize("lengths", [(), (15,), LENGTHS])
+def test_kinds_with_more_than_tokens_are_fewer(slots, lengths):
+    plain, shaped = (make(slots, lengths, True, 512) for make in (step_kinds, shaped_kinds))
+    assert all(kind.shaped for kind in shaped) and not any(kind.shaped for kind in plain)
+    assert len(set(shaped)) == len(shaped) < len(plain)
+
+
 PENALTIES = SlotPenalties(
     [1, 7], [], 0.5, -0.25, 1.5, ((3, 2.0), (4, -100.0)), end_ids=(0, 2), ends_from=9, bad_runs=((5,), (6, 7))
 )
@@ -277,7 +286,8 @@ def test_ranks_are_told_what_to_prepare():
             window_copies=[(3, 2, 30), (1, 0, 8)],
             logprobs=True,
             penalized=[0, 2, 4],
-            guides=[Guide(0, [5, 6], b"\xff" * 12 + b"\0" * 12), Guide(2, [], b"\x01" * 8)],
+            guides=[Guide(0, [5, 6]), Guide(2, [])],
+            masks=MadeMasks(2, [-1, 0, 5, 6, -7, 8, 2**31 - 1, -(2**31)]),
         ),
         Step([(0, 1)], [], Drafting.OFF, 1, False),
         CopyStates(7, 2),
@@ -292,7 +302,7 @@ def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
     slots = 8
     config = loaded.config.model_copy(update={"chunk": chunk, "max_batch": slots})
     graphs = StepGraphs(config, lambda kind: kind, chunk)
-    graphs.prepare(Prepare(lengths, sampled=True), lambda *_: None)
+    graphs.prepare(Prepare(lengths, sampled=True, shaped=True), lambda *_: None)
     blocks = [length + 1 for length in lengths] or [1]
     drafting = {1: [Drafting.CONTEXT, Drafting.OFF] if lengths else [Drafting.OFF]}
     for running in (0, 1, 3, slots - 1):
@@ -303,7 +313,12 @@ def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
                         for tokens in {pieces, chunk}:
                             counts = [1] * (pieces - 1) + [tokens - pieces + 1]
                             step = Step([(i, rows) for i in range(running)], [], kind, block, sampled=rows % 2 == 0)
-                            assert graphs.find_flat(step, counts)[0].pieces >= pieces
+                            for shaped in (False, True):
+                                found, _ = graphs.find_flat(step, counts, shaped)
+                                assert found.pieces >= pieces and found.shaped == shaped
+                    if running and (kind is not Drafting.OFF or rows == 1):
+                        step = Step([(i, rows) for i in range(running)], [], kind, block, sampled=False)
+                        assert graphs.find_flat(step, [], True)[0].shaped
 
 
 def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):

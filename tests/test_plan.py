@@ -431,7 +431,7 @@ def test_a_quantized_checkpoint_is_planned_as_its_backend_multiplies_it(layout, 
     [
         ((*MODEL, "--precision", "nvfp4"), "--precision nvfp4: the target's checkpoint is not quantized"),
         ((*MODEL, "--gpu", "rtx-4090"), "more than rtx-4090 has: use --tp 4"),
-        ((*MODEL, "--gpu", "h100", "--max-batch", 64), "more than h100 has: use --max-batch 38 or --max-seq-len"),
+        ((*MODEL, "--gpu", "h100", "--max-batch", 64), "more than h100 has: use --max-batch 37 or --max-seq-len"),
         ((*MODEL, "--gpu", "sm120"), "--gpu sm120: --plan knows b300,"),
         ((*MODEL, "--gpu", "b300", "--acceptance", 11), "--acceptance 11: a block of 10 rows commits 1 to 10 tokens"),
         (

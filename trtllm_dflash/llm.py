@@ -61,7 +61,7 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
-        lacks = "" if session.limits.shapes else "only torch on a CPU does this yet"
+        lacks = "" if session.limits.shapes else "TensorRT plans do not have this yet"
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
 
@@ -310,7 +310,8 @@ def _ready(session: Session, prepare: bool, progress: Progress = lambda what, do
             said = "%s: a prompt goes on from an earlier one where one of %d kept states stands"
             _log.info(said, session.config.name, session.limits.checkpoints)
         if prepare:
-            session.prepare(Prepare((session.config.block_size - 1,), session.config.sampling), progress)
+            lengths, config = (session.config.block_size - 1,), session.config
+            session.prepare(Prepare(lengths, config.sampling, session.limits.shapes), progress)
     return session
 
 

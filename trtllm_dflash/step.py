@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from trtllm_dflash.models.decoder import Decoder
+from trtllm_dflash.models.decoder import Decoder, Features
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
 from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
-from trtllm_dflash.ops.penalties import Penalties
+from trtllm_dflash.ops.penalties import KeptShapes, Penalties
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class StepInputs(Generic[T]):
     sampling: SamplingInputs[T] | None = None  # None: greedy
     penalties: Penalties[T] | None = None  # of flat rows
     mask: TokenMask[T] | None = None  # of flat rows
+    shapes: KeptShapes | None = None  # penalties and masks of captured steps, in place of these two
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     prompt: "PromptRows[T] | None" = None  # rows of prompts whose log-probabilities are computed
 
@@ -57,6 +58,14 @@ class PromptRows(Generic[T]):
 
     rows: T  # [B, P] ascending
     next_ids: T  # [B, P]
+
+
+@dataclass(frozen=True)
+class Forward(Generic[T]):
+    """The target's part of a step, before any token is chosen."""
+
+    features: Features[T]
+    logits: T  # [B, R, V/tp]
 
 
 @dataclass(frozen=True)
@@ -109,12 +118,30 @@ class DraftVerifyStep:
             tree: to draft, out of the block; None: a chain.
             chances: whether to tell the drafts' log-probabilities, of a chain.
         """
-        drafter = None if drafting is Drafting.OFF else self.drafter
-        taps = drafter.config.tap_layers if drafter else ()
+        return self.finish(ops, inputs, self.forward(ops, inputs, drafting), drafting, tree, chances)
+
+    def forward(self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting) -> Forward[T]:
+        """Runs the target: the part of a step that needs neither penalties nor masks."""
+        taps = self.drafter.config.tap_layers if self.drafter and drafting is not Drafting.OFF else ()
         features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
         logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
+        return Forward(features, logits)
+
+    def finish(
+        self,
+        ops: Ops[T],
+        inputs: StepInputs[T],
+        forward: Forward[T],
+        drafting: Drafting,
+        tree: DraftTree | None = None,
+        chances: bool = False,
+    ) -> StepOutputs[T]:
+        """Chooses, accepts and drafts, once the target has run. Arguments as in `__call__`."""
+        drafter = None if drafting is Drafting.OFF else self.drafter
+        features, logits = forward.features, forward.logits
         chosen = logits if inputs.penalties is None else ops.penalize(logits, inputs.penalties)
         chosen = chosen if inputs.mask is None else ops.mask(chosen, inputs.mask)
+        chosen = chosen if inputs.shapes is None else ops.shape(chosen, inputs.shapes, inputs.token_ids, inputs.start)
         target_ids = ops.argmax(chosen) if inputs.sampling is None else ops.sample(chosen, inputs.sampling)
         logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
         verdict = self._accept(ops, inputs, target_ids)
@@ -143,8 +170,7 @@ class DraftVerifyStep:
                 drafter.keep_context(ops, context, inputs.start)
         prompt_logprobs = None
         if inputs.prompt is not None:
-            logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.prompt.rows))
-            prompt_logprobs = ops.log_probabilities(logits, inputs.prompt.next_ids)
+            prompt_logprobs = self.prompt_logprobs(ops, features.hidden, inputs.prompt)
         return StepOutputs(
             target_ids,
             verdict.accepted,
@@ -155,3 +181,8 @@ class DraftVerifyStep:
             logprobs,
             prompt_logprobs,
         )
+
+    def prompt_logprobs(self, ops: Ops[T], hidden: T, prompt: PromptRows[T]) -> Logprobs[T]:
+        """Computes log-probabilities of prompts' tokens, out of the target's last states [B, N, H]."""
+        logits = self.target.logits(ops, ops.gather_rows(hidden, prompt.rows))
+        return ops.log_probabilities(logits, prompt.next_ids)

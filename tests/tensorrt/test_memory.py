@@ -95,6 +95,9 @@ def test_graphs_are_those_of_every_step_that_may_be_prepared_of_the_torch_backen
     mixed = {(slots, rows, prompt) for slots in (2, 8) for rows in (1, 4, 6, 8, 16) for prompt in (64, 256, 512)}
     mixed |= {(0, rows, prompt) for rows in (1, 16) for prompt in (64, 256, 512)}
     drafted, plain = 2 * (4 * (1 + 2 + 4) + len(mixed) + 1), 2 * (4 + 9)
+    # With log-probabilities, penalties and masks: 1, 2, 4 and 8 slots, with blocks of 8 and 16 rows, none, or the last
+    # drafts. Beside 64 and 512 prompt rows: 0 and 8 slots, with the largest and none; and the last drafts.
+    drafted, plain = drafted + 2 * (4 * (1 + 2 + 2) + 2 * (2 * 2 + 1)), plain + 2 * (4 + 2 * 2)
     assert plan_memory(config).graphs == drafted * (36 + 5) * GRAPH_LAYER
     assert plan_memory(config.model_copy(update={"drafter": None, "block_size": 1})).graphs == plain * 36 * GRAPH_LAYER
     assert plan_memory(config.model_copy(update={"backend": "tensorrt", "gpu": "sm90"})).graphs == 0

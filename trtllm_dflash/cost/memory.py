@@ -8,7 +8,7 @@ from math import prod
 from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
-from trtllm_dflash.engine.ladder import draft_lengths, step_kinds
+from trtllm_dflash.engine.ladder import draft_lengths, shaped_kinds, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
@@ -292,7 +292,20 @@ def _scratch(config: EngineConfig) -> int:
     cache = max(units_per_rank(heads, config.tp) * size for heads, size in shapes) * config.cache_length
     slots = 1 if _have_kernels(config) else config.max_batch
     widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
-    return rows * wide * size + logit_rows * logits * 4 + widened
+    return rows * wide * size + logit_rows * logits * 4 + widened + _shaping(config, logit_rows)
+
+
+def _shaping(config: EngineConfig, logit_rows: int) -> int:
+    """Counts the bytes that captured steps keep of penalties and masks, and those that torch's operations make of them.
+
+    TensorRT's steps have neither; a CPU makes the former with the first request that asks for them.
+    """
+    if config.backend != "torch":
+        return 0
+    vocabulary = config.target.vocab_size
+    kept = config.max_batch * vocabulary * 10 + logit_rows * vocabulary // 8
+    made = 0 if _have_kernels(config) else 4 * 3 * logit_rows * vocabulary // config.tp
+    return kept + made
 
 
 def _graphs(config: EngineConfig) -> int:
@@ -301,8 +314,9 @@ def _graphs(config: EngineConfig) -> int:
         return 0
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
-    kinds = step_kinds(config.max_batch, lengths, config.sampling, config.chunk, config.draft_tree)
-    return len(kinds) * layers * GRAPH_LAYER
+    asked = config.max_batch, lengths, config.sampling, config.chunk
+    shaped = [] if config.draft_tree else shaped_kinds(*asked)
+    return (len(step_kinds(*asked, config.draft_tree)) + len(shaped)) * layers * GRAPH_LAYER
 
 
 def computes_all_experts(config: EngineConfig) -> bool:

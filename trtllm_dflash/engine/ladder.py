@@ -16,6 +16,10 @@ _ROWS_OF_FEW = (2, 4, 8, 16)
 #: Likewise, that steps with prompt rows are captured for.
 _MIXED_ROWS = (4, 6, 8, 16)
 
+#: Slots, and rows of each, of steps that have log-probabilities, penalties and masks.
+_SHAPED_SLOTS = (1, 2, 4, 8, 32, 128)
+_SHAPED_ROWS = (8, 16)
+
 #: Pieces of prompts in one step, at most.
 PIECES = 8
 
@@ -34,6 +38,7 @@ class StepKind:
     sampled: bool  # False: all slots are greedy
     prompt_rows: int = 0  # besides; pieces of prompts may take those too that decoding slots leave
     tree: int = 0  # nodes of the trees that are drafted, out of the engine's whole block; 0: chains
+    shaped: bool = False  # whether it has log-probabilities, penalties and masks, for slots that ask for them
 
     @property
     def pieces(self) -> int:
@@ -104,6 +109,34 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
     if tree:
         grown = drafts[-1] + 1
         kinds = [replace(k, tree=tree) if (k.drafting, k.rows) == (Drafting.BLOCK, grown) else k for k in kinds]
+    return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
+
+
+def shaped_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0) -> list[StepKind]:
+    """Every kind of step that has log-probabilities, penalties and masks: fewer sizes, for fewer requests ask for them.
+
+    Arguments as in `step_kinds`.
+    """
+    drafts = sorted(set(lengths))
+    blocks = {length + 1 for length in drafts if length}
+    blocks = {rows for rows in blocks if rows in _SHAPED_ROWS or rows == max(blocks)}
+    kept = Drafting.CONTEXT if drafts else Drafting.OFF
+    runs = [(Drafting.OFF, 1)] + [(Drafting.BLOCK, rows) for rows in blocks]
+    if 0 in drafts:
+        runs += [(Drafting.CONTEXT, rows) for rows in {1, drafts[-1] + 1}]
+    slots = {size for size in _SHAPED_SLOTS if size < max_batch} | {max_batch}
+    kinds = [StepKind(count, rows, drafting, False, shaped=True) for count in slots for drafting, rows in runs]
+    if chunk:
+        most, sizes = max(blocks, default=1), prompt_sizes(chunk)
+        mixed = {(count, *run) for count in slots & {8, max_batch} | {0} for run in [(most, Drafting.BLOCK), (1, kept)]}
+        mixed |= {(max_batch, most, kept)}  # the step that verifies what the one before it left
+        kinds += [
+            StepKind(count, rows, drafting, False, prompt_rows, shaped=True)
+            for count, rows, drafting in mixed
+            for prompt_rows in {sizes[0], sizes[-1]}
+            if blocks or drafting is kept
+        ]
+    kinds += [replace(kind, sampled=True) for kind in kinds if sampled]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 

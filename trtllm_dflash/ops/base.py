@@ -17,7 +17,7 @@ from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
 from trtllm_dflash.ops.drafting import DraftingOps
 from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, LatentLayer, MoELayer
-from trtllm_dflash.ops.penalties import Penalties
+from trtllm_dflash.ops.penalties import KeptShapes, Penalties
 
 __all__ = [
     "Acceptance",
@@ -422,6 +422,13 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
 
     def mask(self, logits: T, mask: TokenMask[T]) -> T:
         """Rules tokens out in some rows of logits [1, R, V/tp]; returns all in FP32. Sessions as in `penalize`."""
+        raise NotImplementedError
+
+    def shape(self, logits: T, shapes: KeptShapes, token_ids: T, start: T) -> T:
+        """Penalizes and masks logits [B, R, V/tp] of a captured step's rows; returns all in FP32. As in `penalize`.
+
+        token_ids [B, Q] and start [B]: the step's, for each row's reply has those up to its own.
+        """
         raise NotImplementedError
 
     def log_probabilities(self, logits: T, ids: T) -> Logprobs[T]:

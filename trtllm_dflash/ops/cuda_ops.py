@@ -7,11 +7,13 @@ import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, SamplingInputs
+from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_products import CudaProducts
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import FP8
+from trtllm_dflash.ops.penalties import KeptShapes
 
 Tensor = torch.Tensor
 
@@ -190,6 +192,16 @@ class CudaOps(CudaProducts):
         every = torch.stack(self.communicator.all_gather(own))  # [tp, 2, B, R]
         winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
         return every[:, 1].gather(0, winner)[0]
+
+    def shape(self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor) -> Tensor:
+        kept, first = shapes.penalties, self.rank * logits.shape[-1]
+        return kernels.shape_logits(logits[0], self._layout, len(self._decoding), kept, shapes.masks, first)[None]
+
+    def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:
+        if self.tp > 1:
+            return super().log_probabilities(logits, ids)
+        count = min(MOST_LOGPROBS, logits.shape[-1])
+        return Logprobs(*(x[None] for x in kernels.log_probabilities(logits[0], ids[0], count)))
 
     def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
         """Draws each row's id: logits [1, R, V/tp] -> [1, R]; parameters are a row's, [R], and uniform is [R, 1]."""

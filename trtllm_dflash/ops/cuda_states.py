@@ -75,6 +75,10 @@ class CudaStateOps(CudaProducts):
         out = net(x.flatten(0, 1), gates.flatten(0, 1), self._segments, lengths, counters)
         return out.view(*x.shape[:2], -1)
 
+    def advance(self) -> None:
+        """Lets the states stand where the step has left its slots; once, behind all layers."""
+        self._cuda_states.advance(self._segments)
+
 
 def delta_net(layer: DeltaLayer, weights: Mapping[str, Tensor], states: CudaStates) -> kernels.DeltaNet:
     """Makes the kernels' gated delta net of a layer."""

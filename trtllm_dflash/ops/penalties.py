@@ -3,10 +3,12 @@
 They change in this order: repetition, frequency, presence, bias, bans.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 import torch
+
+from trtllm_dflash.kernels import KeptPenalties, RowMasks
 
 T = TypeVar("T")
 
@@ -37,6 +39,75 @@ class Penalties(Generic[T]):
     banned: T  # [n, V] bool: end tokens, where it is too early for them
     runs: T  # [n, W, L] int32: the last token of each is banned behind its others; `ANY` before short ones
     recent: T  # [n, L - 1] int32: the reply's last tokens; `NONE` before the first one
+
+
+@dataclass(frozen=True)
+class KeptShapes:
+    """Penalties that slots keep, and masks of a step's logit rows, as captured steps read them."""
+
+    penalties: KeptPenalties
+    masks: RowMasks
+
+    def of_slots(self, count: int) -> "KeptShapes":
+        """Takes those of the first slots."""
+        kept = {part.name: getattr(self.penalties, part.name)[:count] for part in fields(KeptPenalties)}
+        return KeptShapes(KeptPenalties(**kept), self.masks)
+
+
+def shaped(logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor, first: int = 0) -> Tensor:
+    """Penalizes and masks the logits [B, R, V/tp] of decoding slots, which begin at token `first`; returns FP32.
+
+    Args:
+        shapes: of these B slots.
+        token_ids: [B, R] of the rows: each row's reply goes on with those up to its own.
+        start: [B] positions of the first rows.
+    """
+    kept, out = shapes.penalties, logits.float().clone()
+    counts, recent = kept.counts.clone(), kept.recent
+    is_penalized = (kept.penalized != 0)[:, None]
+    for row, ids in enumerate(token_ids.split(1, dim=1)):
+        counts = counts.scatter_add(1, ids.long(), torch.ones_like(ids))
+        recent = torch.cat([recent[:, 1:], ids], dim=1)
+        penalties = Penalties(
+            rows=start,  # none of these are picked
+            presence=kept.presence,
+            frequency=kept.frequency,
+            repetition=kept.repetition,
+            counts=counts,
+            in_prompt=kept.in_prompt,
+            bias=kept.bias,
+            banned=kept.ends & (start + row + 1 < kept.ends_from)[:, None],
+            runs=kept.runs,
+            recent=recent,
+        )
+        out[:, row] = torch.where(is_penalized, penalized(out[:, row], penalties, first), out[:, row])
+    return _masked(out, shapes.masks, first)
+
+
+def keep_replies(kept: KeptPenalties, token_ids: Tensor, accepted: Tensor, row_count: Tensor) -> None:
+    """Adds the rows that a step has made final to the replies of decoding slots with penalties.
+
+    Args:
+        kept: of the B slots.
+        token_ids: [B, R] of the rows.
+        accepted: [B] drafts of these.
+        row_count: [B] rows that are real; 0: the slot takes no part.
+    """
+    said = torch.where((row_count > 0) & (kept.penalized != 0), accepted + 1, 0)[:, None]
+    places = torch.arange(token_ids.shape[1], device=token_ids.device)
+    kept.counts.scatter_add_(1, token_ids.long(), (places < said).int())
+    every = torch.cat([kept.recent, token_ids], dim=1)
+    last = torch.arange(kept.recent.shape[1], device=token_ids.device) + said
+    kept.recent.copy_(every.gather(1, last))
+
+
+def _masked(logits: Tensor, masks: RowMasks, first: int) -> Tensor:
+    """Rules out what the rows' masks have not, of logits [B, R, V/tp] FP32."""
+    rows = masks.rows[: logits.shape[0] * logits.shape[1]]
+    words = masks.words[rows.clamp(min=0)]  # [B * R, W]
+    bits = words[..., None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    allowed = bits.flatten(1)[:, first : first + logits.shape[2]].bool() | (rows < 0)[:, None]
+    return logits.masked_fill(~allowed.view_as(logits), -torch.inf)
 
 
 def penalized(logits: Tensor, penalties: Penalties[Tensor], first: int = 0) -> Tensor:

@@ -26,7 +26,7 @@ from trtllm_dflash.ops.fp8 import (
     quantize_rows,
 )
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
-from trtllm_dflash.ops.penalties import Penalties, penalized
+from trtllm_dflash.ops.penalties import KeptShapes, Penalties, penalized, shaped
 from trtllm_dflash.ops.torch_drafting import TorchDraftingOps
 from trtllm_dflash.ops.torch_family_ops import TorchFamilyOps
 
@@ -393,6 +393,9 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         bits = mask.words[..., None] >> torch.arange(32, device=logits.device) & 1  # [n, W, 32]
         allowed = bits.flatten(1)[:, self.rank * size : (self.rank + 1) * size].bool()
         return logits.index_copy(1, mask.rows, logits[0, mask.rows].masked_fill(~allowed, -torch.inf)[None])
+
+    def shape(self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor) -> Tensor:
+        return shaped(logits, shapes, token_ids, start, self.rank * logits.shape[-1])
 
     def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:
         logits = torch.cat(self.communicator.all_gather(logits), dim=-1).float()  # [B, R, V]

@@ -9,7 +9,6 @@ import time
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -17,7 +16,8 @@ from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
-from trtllm_dflash.runtime.guiding import GuideError, guide_batch, guide_pieces
+from trtllm_dflash.runtime.guiding import GuideError, awaits_drafts, guide_step
+from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.logprobs import note_logprobs
 from trtllm_dflash.runtime.pieces import divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
@@ -27,22 +27,10 @@ from trtllm_dflash.runtime.shared_rows import shared_rows
 from trtllm_dflash.runtime.slots import Slots, Stay
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.session.calls import Prepare, Step
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
 _RANK = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step that was launched and not yet read: its decoding slots come first."""
-
-    batch: Batch
-    pieces: list[tuple[Stay, int]]  # and the tokens of each
-    outcome: Outcome
-    drafting: Drafting
-    number: int  # of steps with decoding slots, up to this one
-    reports: bool  # it has log-probabilities
 
 
 class Scheduler:
@@ -79,7 +67,8 @@ class Scheduler:
         self._credit = 1.0  # of prompts, where steps are not mixed: a piece costs 1
         self._ahead = session.ahead if ahead is None else ahead
         self._clock = clock
-        session.prepare(Prepare(self._draft_length.lengths if self._draft else (), config.sampling))
+        lengths = self._draft_length.lengths if self._draft else ()
+        session.prepare(Prepare(lengths, config.sampling, self._limits.shapes))
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
         margin = (self._ahead + 2) * (max(config.block_size, config.draft_tree + 1) if self._draft else 1)
         self._queue = Queue()
@@ -88,7 +77,7 @@ class Scheduler:
         self._running: list[Stay] = []  # without those that the steps under way will end
         self._short: list[Stay] = []  # need pages before their next step
         self._batch: Batch | None = None  # of `_running`; None: it has changed
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launched] = deque()
         self._guided = 0  # slots whose replies have a grammar
         self._told = False  # whether the last step told the chances of its drafts
         self._decoded = 0  # steps with decoding slots
@@ -124,7 +113,7 @@ class Scheduler:
         """
         if self._unwanted or self._deadlines:
             self._drop_unwanted()
-        while self._guided and self._launched:  # masks follow from the drafts that these steps leave
+        while self._guided and self._launched and awaits_drafts(self._next_batch()):
             self._read(self._launched.popleft())
         if self._short:
             self._give_pages()
@@ -254,9 +243,7 @@ class Scheduler:
     # -- launching -------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
-        batch = self._batch
-        if batch is None:
-            batch = self._batch = Batch.of(self._running)
+        batch = self._next_batch()
         reading = self._prefilling[: self._limits.pieces]
         pieces: list[tuple[Stay, int]] = []
         try:
@@ -271,6 +258,11 @@ class Scheduler:
                 self._fail(stay, error)
             return False
         return True
+
+    def _next_batch(self) -> Batch:
+        if self._batch is None:
+            self._batch = Batch.of(self._running)
+        return self._batch
 
     def _choose(self, batch: Batch, reading: list[Stay]) -> tuple[Batch, list[tuple[Stay, int]]]:
         """Chooses a step's decoding slots and pieces of prompts; either, where the session does not mix them."""
@@ -307,10 +299,8 @@ class Scheduler:
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         calls = [piece_of(stay, count) for stay, count in pieces]
-        guides = guide_pieces((stay, call) for (stay, _), call in zip(pieces, calls, strict=True))
-        if batch.guided:
-            batch, guided = guide_batch(self._session, batch)
-            guides = guided + guides
+        under_way = [(launched.stays, launched.outcome) for launched in self._launched]
+        batch, guides, masks = guide_step(self._session, batch, [stay for stay, _ in pieces], calls, under_way)
         step = Step(
             decode=batch.rows,
             pieces=calls,
@@ -319,6 +309,7 @@ class Scheduler:
             sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
             penalized=batch.penalized + [piece.slot for piece in calls if piece.penalties is not None],
             guides=guides,
+            masks=masks,
             logprobs=batch.logprobs or any(stay.sequence.params.logprobs is not None for stay, _ in pieces),
             pages=self._slots.table_changes,
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
@@ -338,7 +329,7 @@ class Scheduler:
                 for stay in batch.stays:
                     stay.block = rows
                 self._batch = None
-        self._launched.append(_Launched(batch, pieces, outcome, drafting, self._decoded, step.reports))
+        self._launched.append(Launched(batch, pieces, outcome, drafting, self._decoded, step.reports))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
@@ -382,11 +373,11 @@ class Scheduler:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _read(self, launched: _Launched) -> None:
+    def _read(self, launched: Launched) -> None:
         try:
             committed = launched.outcome.read()
         except Exception as error:
-            for stay in [*launched.batch.stays, *(stay for stay, _ in launched.pieces)]:
+            for stay in launched.stays:
                 if not stay.over:
                     self._fail(stay, error)
             return
@@ -400,10 +391,9 @@ class Scheduler:
             if not stay.over:
                 self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
         if launched.reports:
-            stays = [*launched.batch.stays, *(stay for stay, _ in launched.pieces)]
-            note_logprobs(launched.outcome.report, [stay.sequence for stay in stays])
+            note_logprobs(launched.outcome.report, [stay.sequence for stay in launched.stays])
 
-    def _settle(self, launched: _Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
+    def _settle(self, launched: Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. It is run for every step and slot: no line that is not needed."""
         batch, under_way = launched.batch, self._decoded - launched.number
         verified: defaultdict[int, list[int]] = defaultdict(list)  # by drafts: how many of them were accepted, of each
@@ -457,7 +447,7 @@ class Scheduler:
             self._batch = None
 
     def _settle_piece(
-        self, stay: Stay, count: int, ids: list[int], launched: _Launched, wrote_drafter: bool, now: int
+        self, stay: Stay, count: int, ids: list[int], launched: Launched, wrote_drafter: bool, now: int
     ) -> None:
         if not wrote_drafter:
             stay.note_drafter_rows()

@@ -1,8 +1,11 @@
 """Calls that the host makes of a session: to prepare, to run a step, to copy rows; and each as integers."""
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from trtllm_dflash.step import Drafting
 
@@ -41,11 +44,39 @@ class SlotPenalties:
 
 @dataclass(frozen=True)
 class Guide:
-    """Drafts of a slot whose reply has a grammar, in place of its own, and the tokens that each row may choose."""
+    """Drafts of a slot whose reply has a grammar, in place of its own."""
 
     slot: int
     drafts: list[int]  # all that are verified
-    masks: bytes  # [1 + drafts, W] 32-bit words: a bit for each token
+
+
+class Masks(ABC):
+    """The tokens that rows of a step's guides may choose, made when they are written.
+
+    Attributes:
+        width: 32-bit words of a mask, which has a bit for each token, the lowest first.
+    """
+
+    width: int
+
+    @abstractmethod
+    def write(self, words: torch.Tensor) -> None:
+        """Writes [n, width] int32 on the host, a row for each row of each guide in turn; they hold ones.
+
+        Raises:
+            RequestError: the grammar of a guide cannot be followed.
+        """
+
+
+@dataclass(frozen=True)
+class MadeMasks(Masks):
+    """Masks that are there."""
+
+    width: int
+    words: list[int]
+
+    def write(self, words: torch.Tensor) -> None:
+        words.copy_(torch.tensor(self.words, dtype=torch.int32).view(words.shape))
 
 
 @dataclass(frozen=True)
@@ -82,6 +113,7 @@ class Step:
     tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
     penalized: list[int] = field(default_factory=list)  # slots that choose by penalized logits
     guides: list[Guide] = field(default_factory=list)  # of slots whose replies have a grammar
+    masks: Masks | None = None  # of the guides' rows
     chances: bool = False  # whether chains are drafted with their chances, by which the next step may share rows
     share: int = 0  # rows of all decoding slots, to be divided by those; each has at most its own. 0: each has its own
 
@@ -145,6 +177,7 @@ class Prepare:
 
     lengths: tuple[int, ...]  # of drafts, that are chosen among; 0: none are made, and the drafter keeps up
     sampled: bool  # besides greedy ones
+    shaped: bool = False  # besides those without log-probabilities, penalties and masks
 
 
 Call = Step | Prefill | Decode | Copy | CopyStates | Place | Prepare
@@ -166,7 +199,9 @@ def words_of(call: Call) -> Iterator[int]:
         for guide in call.guides:
             yield guide.slot
             yield from _listed(guide.drafts)
-            yield from _listed(struct.unpack(f"<{len(guide.masks) // 4}I", guide.masks))
+        if call.masks is not None:
+            yield call.masks.width
+            yield from masks_of(call).flatten().tolist()
         for run in (call.decode, call.pages, call.copies, call.window_pages, call.window_copies, call.state_copies):
             yield len(run)
             for numbers in run:
@@ -177,7 +212,7 @@ def words_of(call: Call) -> Iterator[int]:
             yield from _listed(piece.next_ids)
             yield from _listed(list(_penalty_words(piece.penalties)))
     elif isinstance(call, Prepare):
-        yield from (3, call.sampled, *call.lengths)
+        yield from (3, call.sampled, call.shaped, *call.lengths)
     elif isinstance(call, Decode):
         yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
     else:
@@ -195,8 +230,8 @@ def call_of(words: list[int]) -> Call:
     if kind == 6:
         return CopyStates(*rest)
     if kind == 3:
-        sampled, *lengths = rest
-        return Prepare(tuple(lengths), bool(sampled))
+        sampled, shaped, *lengths = rest
+        return Prepare(tuple(lengths), bool(sampled), bool(shaped))
     if kind == 1:
         drafting, block, sampled, *row_counts = rest
         return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))
@@ -211,6 +246,7 @@ def _step_of(words: list[int]) -> Step:
     drafting, block, sampled, logprobs, tree, chances, share = words[:7]
     penalized, at = _list_at(words, 7)
     guides, at = _guides_at(words, at)
+    masks, at = _masks_at(words, at, guides)
     runs: list[list[int]] = []
     for size in (2, 3, 3, 3, 3, 2):
         end = at + 1 + words[at] * size
@@ -243,6 +279,7 @@ def _step_of(words: list[int]) -> Step:
         tree=tree,
         penalized=penalized,
         guides=guides,
+        masks=masks,
         chances=bool(chances),
         share=share,
     )
@@ -302,9 +339,31 @@ def _guides_at(words: list[int], at: int) -> tuple[list[Guide], int]:
     for _ in range(count):
         slot = words[at]
         drafts, at = _list_at(words, at + 1)
-        masks, at = _list_at(words, at)
-        guides.append(Guide(slot, drafts, struct.pack(f"<{len(masks)}I", *masks)))
+        guides.append(Guide(slot, drafts))
     return guides, at
+
+
+def _masks_at(words: list[int], at: int, guides: list[Guide]) -> tuple[Masks | None, int]:
+    """Decodes the masks of a step's guides; returns where they end, too."""
+    if not guides:
+        return None, at
+    width = words[at]
+    end = at + 1 + width * guided_rows(guides)
+    return MadeMasks(width, words[at + 1 : end]), end
+
+
+def guided_rows(guides: list[Guide]) -> int:
+    """Counts the rows that have masks."""
+    return sum(1 + len(guide.drafts) for guide in guides)
+
+
+def masks_of(call: Step, pinned: bool = False) -> torch.Tensor:
+    """Makes the masks of a step's guides on the host: [n, W] int32. Errors as in `Masks.write`."""
+    assert call.masks is not None
+    shape = guided_rows(call.guides), call.masks.width
+    words = torch.empty(shape, dtype=torch.int32, pin_memory=pinned).fill_(-1)
+    call.masks.write(words)
+    return words
 
 
 def _listed(numbers: Sequence[int]) -> Iterator[int]:

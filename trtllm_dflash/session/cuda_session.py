@@ -4,45 +4,56 @@ There is a graph for each number of slots of a few, number of rows, kind of draf
 and whether any slot samples: all of them are captured by `prepare`. One holds the whole step: random numbers, verify,
 choice, acceptance, drafting, and the slots' next rows. The host fills in who takes part with which rows, launches, and
 reads what was decided one step behind.
+
+Steps with log-probabilities, penalties or masks have graphs of their own, two for each: the first ends where tokens are
+to be chosen, so that masks can be made while the device computes it.
 """
 
 import gc
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import EngineConfig, Progress
-from trtllm_dflash.engine.ladder import StepKind, most_pieces
+from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.moe import MoEDecoder
+from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
-from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
+from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
-from trtllm_dflash.session.graphs import StepGraphs
+from trtllm_dflash.session.graphs import StepGraphs, words_of
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.shaping import (
+    Begun,
+    CapturedStep,
+    Ended,
+    Left,
+    Shaping,
+    is_shaped,
+    prompt_logprobs,
+    report_of,
+)
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    words: Tensor  # read by each replay: see `_words_of`, or [B] row counts where rows are not flat
-    decided: Tensor  # [G, 1 + rows] written by each replay
-    filled: list[int] = field(default_factory=list)  # what words hold, once they were filled in
 
 
 class CudaSession(TorchSession):
@@ -76,6 +87,9 @@ class CudaSession(TorchSession):
             self._page_copies = self._copies_of_pages(windowed=False)
             self._window_copies = self._copies_of_pages(windowed=True) if self.paging.window else self._page_copies
         self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
+        self._shaping: Shaping | None = None  # made when shaped steps are prepared
+        self._left: Left | None = None  # by the last step, if that was shaped
+        self._hidden: Tensor | None = None  # [1, N, H] the target's last states of a shaped step's flat rows
         self._pages = self._page_tables(self._tables)
         self._window_pages = self._page_tables(self._window_tables) if self.paging.window else self._pages
         self._moves = self._path_moves() if config.draft_tree else []
@@ -131,6 +145,8 @@ class CudaSession(TorchSession):
         gc.freeze()
         try:
             with self._stream():
+                if call.shaped and self._shaping is None:
+                    self._make_shaping()
                 self._graphs.prepare(call, progress)
         except torch.OutOfMemoryError:
             raise EngineError(
@@ -149,30 +165,41 @@ class CudaSession(TorchSession):
         self._replay(captured, call.row_counts + [0] * (kind.slots - len(call.row_counts)))
         return captured.decided
 
-    def _replay(self, captured: _Graph, words: list[int]) -> None:
+    def _make_shaping(self) -> None:
+        """Makes the tensors that shaped steps share."""
+        self._shaping = Shaping(self.config, self.device)
+        if self._flat:
+            config = self.config
+            rows = config.max_batch * (config.slot_rows if config.drafter else 1) + prompt_sizes(config.chunk)[-1]
+            self._hidden = torch.zeros(1, rows, config.target.hidden_size, dtype=config.dtype, device=self.device)
+
+    def _replay(self, captured: CapturedStep, words: list[int]) -> None:
         if words != captured.filled:
             on_host = torch.tensor(words, dtype=torch.int32, pin_memory=True)
             captured.words[: len(words)].copy_(on_host, non_blocking=True)
             captured.filled = words
         captured.graph.replay()
 
-    def _capture(self, kind: StepKind) -> _Graph:
+    def _capture(self, kind: StepKind) -> CapturedStep:
         is_ours = self.library is not None
         count = 4 * kind.segments + kind.all_rows if is_ours else kind.slots
         words = torch.zeros(count, dtype=torch.int32, device=self.device)
-
-        def step() -> Tensor:
-            if is_ours:
-                return self._flat_rows(words, kind)
-            return self._decode_rows(words, kind.rows, kind.drafting, kind.rows, kind.sampled)
-
+        begin, end = (self._begin_flat, self._end_flat) if is_ours else (self._begin_slots, self._end_slots)
         # Once for real, with no slot taking part: libraries set themselves up, which no capture allows.
-        step()
-        graph = torch.cuda.CUDAGraph()
+        end(begin(words, kind), kind)
+        graph, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph() if kind.shaped else None
+        with self._capturing(graph):
+            begun = begin(words, kind)
+            if rest is None:
+                decided, logprobs = end(begun, kind)
+        if rest is not None:
+            with self._capturing(rest):  # begun's tensors are held until here, and so nobody else's
+                decided, logprobs = end(begun, kind)
+        return CapturedStep(graph, words, decided, rest, logprobs)
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[object]:
         # Other threads may go on allocating: only this one is held to what a capture allows.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream, capture_error_mode="thread_local"):
-            decided = step()
-        return _Graph(graph, words, decided)
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream, capture_error_mode="thread_local")
 
     # -- flat rows ---------------------------------------------------------------------------------------------------
 
@@ -181,22 +208,26 @@ class CudaSession(TorchSession):
         limits = super().limits
         # No more than the largest steps are captured for.
         if not self._flat:
-            return limits
-        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk)), shapes=False, divides=False)
+            return replace(limits, shapes=True)
+        return replace(
+            limits,
+            pieces=min(limits.pieces, most_pieces(self.config.chunk)),
+            divides=False,
+            shapes=not self.config.draft_tree,
+        )
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
             return super().prompt_room(call, pieces)
         try:
-            kind, _ = self._graphs.find_flat(call, pieces)
+            kind, _ = self._graphs.find_flat(call, pieces, is_shaped(call))
         except EngineError:  # said where it is run
             return super().prompt_room(call, pieces)
         return min(kind.all_rows - sum(count for _, count in call.decode), self.limits.prompt_rows)
 
     def _run_step(self, call: Step) -> Outcome:
-        return Outcome(self._run_flat(call))
-
-    def _run_flat(self, call: Step) -> Tensor:
+        if not self._flat:
+            return self._run_shaped_piece(call) if call.pieces else self._run_shaped_slots(call)
         for pages, changes in ((self._pages, call.pages), (self._window_pages, call.window_pages)):
             if changes:
                 kernels.set_pages(pages.table, self._int32([list(given) for given in changes]))
@@ -207,18 +238,37 @@ class CudaSession(TorchSession):
             if self._sampling[piece.slot] != piece.sampling:
                 self._slots.set_sampling(piece.slot, piece.sampling)
                 self._sampling[piece.slot] = piece.sampling
-        kind, captured = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces])
-        self._replay(captured, _words_of(call, kind))
+        shaped = is_shaped(call)
+        kind, captured = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces], shaped)
+        if shaped:
+            self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
+        self._replay(captured, words_of(call, kind))
+        report = self._finish_flat(captured, call) if shaped else None
         slots = len(call.decode)
         if slots == kind.slots:
-            return captured.decided[: slots + len(call.pieces)]
-        if not call.pieces:
-            return captured.decided[:slots]
-        pieces = captured.decided[kind.slots : kind.slots + len(call.pieces)]
-        return pieces if slots == 0 else torch.cat([captured.decided[:slots], pieces])
+            decided = captured.decided[: slots + len(call.pieces)]
+        elif not call.pieces:
+            decided = captured.decided[:slots]
+        else:
+            pieces = captured.decided[kind.slots : kind.slots + len(call.pieces)]
+            decided = pieces if slots == 0 else torch.cat([captured.decided[:slots], pieces])
+        outcome = Outcome(decided, report)
+        if shaped:
+            places = {slot: place for place, (slot, _) in enumerate(call.decode)}
+            places |= {piece.slot: slots + place for place, piece in enumerate(call.pieces)}
+            self._left = Left(outcome, places, first=kind.rows + 2)
+        else:
+            self._left = None
+        return outcome
 
-    def _flat_rows(self, words: Tensor, kind: StepKind) -> Tensor:
-        """Runs a step from tensors on the device alone; returns [G, 1 + rows]: accepted, then the target's choices."""
+    def drafts(self, slots: list[int]) -> list[list[int]]:
+        left = self._left
+        if left is None or not left.places.keys() >= set(slots):
+            return super().drafts(slots)
+        return left.drafts(slots)
+
+    def _begin_flat(self, words: Tensor, kind: StepKind) -> Begun:
+        """Runs a step up to its choice of tokens, from tensors on the device alone."""
         slots, has_trees = self._slots, bool(self.config.draft_tree)
         layout = kernels.begin_rows(
             words,
@@ -232,7 +282,6 @@ class CudaSession(TorchSession):
             seeds=slots.seed if kind.sampled else None,
             parents=slots.parents if has_trees and kind.rows > 1 else None,
         )
-        tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
         uniform = layout.logit_uniform
         inputs = StepInputs(
             token_ids=layout.token_ids[None],
@@ -240,10 +289,26 @@ class CudaSession(TorchSession):
             row_count=layout.segments[:, 3],
             logit_rows=layout.logit_rows[None],
             block_offsets=self._constant(1, self.config.block_size if kind.tree else kind.rows),
-            sampling=None if uniform is None else slots.row_sampling_with(layout.logit_slot, uniform[:, None]),
+            sampling=None if uniform is None else slots.row_sampling_with(layout.logit_slot, uniform[:, None], True),
+            shapes=self._shapes if kind.shaped else None,
+            logprobs=kind.shaped,
         )
-        out = self._step(self._ops(layout, kind.slots, kind.rows), inputs, kind.drafting, tree)
-        return kernels.end_rows(
+        ops = self._ops(layout, kind.slots, kind.rows)
+        forward = self._step.forward(ops, inputs, kind.drafting)
+        if kind.shaped and kind.pieces:
+            assert self._hidden is not None
+            self._hidden[:, : kind.all_rows].copy_(forward.features.hidden)
+        return Begun(ops, inputs, forward, layout)
+
+    def _end_flat(self, begun: Begun, kind: StepKind) -> Ended:
+        """Runs the rest of the step; returns [G, 1 + rows]: accepted, then the target's choices."""
+        layout, slots, has_trees = begun.layout, self._slots, bool(self.config.draft_tree)
+        assert layout is not None
+        tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
+        out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree)
+        if kind.shaped:
+            kernels.keep_replies(layout, kind.slots, self._shapes.penalties, out.accepted)
+        outputs = kernels.end_rows(
             layout,
             slots.tokens,
             slots.start,
@@ -256,6 +321,76 @@ class CudaSession(TorchSession):
             next_parents=out.next_parents,
             parents=slots.parents if has_trees else None,
         )
+        # With the next drafts: grammars ask for them.
+        return torch.cat([outputs, out.next_tokens], dim=1) if kind.shaped else outputs, out.logprobs
+
+    # -- shaped steps: with log-probabilities, penalties or masks ----------------------------------------------------
+
+    @property
+    def _shapes(self) -> KeptShapes:
+        assert self._shaping is not None
+        return self._shaping.shapes
+
+    def _finish_flat(self, captured: CapturedStep, call: Step) -> Report:
+        """Launches the choice of tokens, and all behind it, of a step of flat rows whose target runs."""
+        assert self._shaping is not None and captured.rest is not None
+        counts = [count for _, count in call.decode] + [len(piece.token_ids) for piece in call.pieces]
+        first_rows = list(accumulate(counts, initial=0))
+        logits = [count for _, count in call.decode] + [1] * len(call.pieces)
+        first_logits = list(accumulate(logits, initial=0))
+        slots = [slot for slot, _ in call.decode] + [piece.slot for piece in call.pieces]
+        assert self._hidden is not None
+        ops = TorchOps(self.weights, self.caches, self.communicator)
+        prompts = prompt_logprobs(self._step, ops, self._hidden, call, first_rows[len(call.decode) :])
+        self._shaping.penalize(call)
+        self._shaping.mask(call, dict(zip(slots, first_logits, strict=False)))
+        captured.rest.replay()
+        return report_of(call, captured.logprobs, first_logits, prompts)
+
+    def _begin_slots(self, words: Tensor, kind: StepKind) -> Begun:
+        """Runs a step of [slots, rows] up to its choice of tokens, from tensors on the device alone."""
+        inputs = self._decode_inputs(words, kind.rows, kind.rows, kind.sampled)
+        if kind.shaped:
+            inputs = replace(inputs, shapes=self._shapes.of_slots(kind.slots), logprobs=True)
+        ops = self._slot_ops(inputs, 0)
+        return Begun(ops, inputs, self._step.forward(ops, inputs, kind.drafting))
+
+    def _end_slots(self, begun: Begun, kind: StepKind) -> Ended:
+        inputs = begun.inputs
+        out = self._step.finish(begun.ops, inputs, begun.forward, kind.drafting)
+        if isinstance(begun.ops, CudaStateOps):
+            begun.ops.advance()
+        if inputs.shapes is not None:
+            keep_replies(inputs.shapes.penalties, inputs.token_ids, out.accepted, inputs.row_count)
+        return self._keep_decoded(inputs, out), out.logprobs
+
+    def _run_shaped_slots(self, call: Step) -> Outcome:
+        """Runs a shaped step of decoding slots on [slots, rows]."""
+        assert self._shaping is not None
+        self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
+        kind, captured = self._graphs.find_slots(call)
+        assert captured.rest is not None
+        row_counts = [0] * kind.slots
+        for slot, count in call.decode:
+            row_counts[slot] = count
+        self._replay(captured, row_counts)
+        self._shaping.penalize(call)
+        slots = [slot for slot, _ in call.decode]
+        self._shaping.mask(call, {slot: slot * kind.rows for slot in slots})
+        captured.rest.replay()
+        report = report_of(call, captured.logprobs, [slot * kind.rows for slot in slots])
+        return Outcome(captured.decided, report).of(slots)
+
+    def _run_shaped_piece(self, call: Step) -> Outcome:
+        """Reads a piece of a prompt on [slots, rows], with what is asked of the reply's first token."""
+        assert self._shaping is not None
+        (piece,) = call.pieces
+        drafting, block = call.drafting, call.block
+        prefill = Prefill(piece.slot, piece.start, piece.token_ids, piece.last, drafting, block, piece.sampling)
+        inputs = self._shaping.piece_inputs(call, self._prefill_inputs(prefill))
+        out = self._run(inputs, call.drafting, piece.slot)
+        report = report_of(call, out.logprobs, [0], out.prompt_logprobs)
+        return Outcome(self._keep_prefill(prefill, out), report)
 
     def _copies_of_pages(self, windowed: bool) -> kernels.PageCopies:
         """Makes the copies of all caches' pages, or of those of layers with a window that have pages of their own."""
@@ -288,6 +423,17 @@ class CudaSession(TorchSession):
 
     # -- [slots, rows]: as flat rows, where our kernels compute ------------------------------------------------------
 
+    def run(self, call: Step) -> Outcome:
+        if self._flat or not is_shaped(call):
+            return super().run(call)
+        for source, target, rows in call.copies:
+            self.copy_rows(Copy(source, target, rows))
+        return self._launch(call)
+
+    def _sampling_of(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
+        # Always: whether any slot has one is for the device to know.
+        return replace(super()._sampling_of(slots, positions), min_p=self._slots.min_p[slots])
+
     def prefill(self, call: Prefill) -> Outcome:
         if not self._flat:
             return super().prefill(call)
@@ -304,7 +450,11 @@ class CudaSession(TorchSession):
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         if isinstance(self.states, CudaStates):
-            return self._run_states(self.states, inputs, drafting, first_slot)
+            ops = self._slot_ops(inputs, first_slot)
+            assert isinstance(ops, CudaStateOps)
+            out = self._step(ops, inputs, drafting)
+            ops.advance()
+            return out
         if not self._flat:
             return super()._run(inputs, drafting, first_slot)
         if inputs.sampling is not None:
@@ -339,30 +489,13 @@ class CudaSession(TorchSession):
         out = self._step(self._ops(layout, 0, 1), flat, drafting)
         return replace(out, target_ids=out.target_ids[0][index])
 
-    def _run_states(
-        self, states: CudaStates, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int
-    ) -> StepOutputs[Tensor]:
-        """Runs a step of [slots, rows] of a model with recurrent states."""
+    def _slot_ops(self, inputs: StepInputs[Tensor], first_slot: int) -> TorchOps:
+        """Makes the operations of a step of [slots, rows]."""
         count, rows = inputs.token_ids.shape
-        segments = slot_segments(first_slot, inputs.start, inputs.row_count, rows)
-        caches = self._caches_of(first_slot, count)
-        out = self._step(CudaStateOps(self.weights, caches, self.communicator, states, segments), inputs, drafting)
-        states.advance(segments)
-        return out
-
-
-def _words_of(call: Step, kind: StepKind) -> list[int]:
-    """Writes down a step as `kernels.begin_rows` reads it, for a captured kind."""
-    words: list[int] = []
-    for slot, count in call.decode:
-        words += (slot, count, -1, count)
-    words += [0] * (4 * (kind.slots - len(call.decode)))
-    for piece in call.pieces:
-        words += (piece.slot, len(piece.token_ids), piece.start, 1)
-    words += [0] * (4 * (kind.pieces - len(call.pieces)))
-    for piece in call.pieces:
-        words += piece.token_ids
-    return words
+        shared = self.weights, self._caches_of(first_slot, count), self.communicator
+        if not isinstance(self.states, CudaStates):
+            return TorchOps(*shared)
+        return CudaStateOps(*shared, self.states, slot_segments(first_slot, inputs.start, inputs.row_count, rows))
 
 
 def open_torch_session(

@@ -5,16 +5,19 @@ from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
 from trtllm_dflash.engine.config import EngineConfig, Progress
-from trtllm_dflash.engine.ladder import StepKind, step_kinds
+from trtllm_dflash.engine.ladder import StepKind, shaped_kinds, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session.calls import Decode, Prepare, Step
 from trtllm_dflash.step import Drafting
 
 Graph = TypeVar("Graph")
 
-#: Decoding slots, rows of each, the block, the tree out of it, its drafting, sampled; all rows and pieces of prompts,
-#: where there are any.
-_Asked: TypeAlias = tuple[int, int, int, int, Drafting, bool, int, int]
+#: Decoding slots, rows of each, the block, the tree out of it, its drafting, sampled, shaped; all rows and pieces of
+#: prompts, where there are any.
+_Asked: TypeAlias = tuple[int, int, int, int, Drafting, bool, bool, int, int]
+
+#: Drafting, sampled, shaped, with prompts.
+_Alike: TypeAlias = tuple[Drafting, bool, bool, bool]
 
 
 class StepGraphs(Generic[Graph]):
@@ -32,7 +35,7 @@ class StepGraphs(Generic[Graph]):
         self._capture = capture
         self._graphs: dict[StepKind, Graph] = {}
         self._found: dict[_Asked, StepKind] = {}
-        self._sorted: dict[tuple[Drafting, bool, bool], list[StepKind]] = {}
+        self._sorted: dict[_Alike, list[StepKind]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -43,6 +46,9 @@ class StepGraphs(Generic[Graph]):
         # Trees are drafted where a chain would be the whole block.
         tree = self._config.draft_tree if self._config.block_size - 1 in lengths else 0
         kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
+        if call.shaped:
+            kinds += shaped_kinds(self._config.max_batch, lengths, call.sampled, self._chunk)
+            kinds.sort(key=lambda kind: kind.all_rows, reverse=True)
         return [kind for kind in kinds if kind not in self._graphs and not self._serves(kind)]
 
     def _serves(self, kind: StepKind) -> bool:
@@ -70,9 +76,15 @@ class StepGraphs(Generic[Graph]):
             EngineError: there is none: it was not prepared for, and no request waits for a capture.
         """
         rows = max(call.row_counts)
-        return self._find((len(call.row_counts), rows, call.block, 0, call.drafting, call.sampled, 0, 0))
+        return self._find((len(call.row_counts), rows, call.block, 0, call.drafting, call.sampled, False, 0, 0))
 
-    def find_flat(self, call: Step, pieces: list[int]) -> tuple[StepKind, Graph]:
+    def find_slots(self, call: Step) -> tuple[StepKind, Graph]:
+        """Finds likewise the kind of a shaped step of [slots, rows], which computes the slots up to its last one."""
+        counts = [count for _, count in call.decode]
+        slots = 1 + max(slot for slot, _ in call.decode)
+        return self._find((slots, max(counts), call.block, 0, call.drafting, call.sampled, True, 0, 0))
+
+    def find_flat(self, call: Step, pieces: list[int], shaped: bool = False) -> tuple[StepKind, Graph]:
         """Finds the smallest kind that a step fits in, with pieces of so many rows, and its graph. Errors as in `find`.
 
         The step's own pieces do not count.
@@ -81,7 +93,7 @@ class StepGraphs(Generic[Graph]):
         # Without pieces the rows of all are no matter: each slot then has place for as many as any.
         all_rows = sum(counts) + sum(pieces) if pieces else 0
         rows = max(counts, default=0)
-        asked = len(counts), rows, call.block, call.tree, call.drafting, call.sampled, all_rows, len(pieces)
+        asked = len(counts), rows, call.block, call.tree, call.drafting, call.sampled, shaped, all_rows, len(pieces)
         return self._find(asked)
 
     def _find(self, asked: _Asked) -> tuple[StepKind, Graph]:
@@ -100,30 +112,33 @@ class StepGraphs(Generic[Graph]):
         tree: int,
         drafting: Drafting,
         sampled: bool,
+        shaped: bool,
         all_rows: int,
         pieces: int,
     ) -> StepKind:
         if drafting is Drafting.BLOCK:
             rows = max(rows, block, tree + 1)  # one number for both, so that there are few graphs
-        for kind in self._alike(drafting, sampled, pieces > 0):
+        for kind in self._alike(drafting, sampled, shaped, pieces > 0):
             fits = kind.slots >= slots and kind.rows >= rows and kind.tree >= tree
             if fits and kind.pieces >= pieces and kind.all_rows >= all_rows:
                 return kind
         what = f"{'sampled' if sampled else 'greedy'} step of {slots} slots and {rows} rows"
         what += f" beside {pieces} pieces of prompts" if pieces else ""
+        what += ", with log-probabilities, penalties or masks" if shaped else ""
         raise EngineError(f"a {what}, drafting {drafting.value}, was not prepared for: see Session.prepare")
 
-    def _alike(self, drafting: Drafting, sampled: bool, with_prompts: bool) -> list[StepKind]:
-        """Lists the kinds that draft and sample so, the smallest first."""
-        alike = self._sorted.get((drafting, sampled, with_prompts))
+    def _alike(self, drafting: Drafting, sampled: bool, shaped: bool, with_prompts: bool) -> list[StepKind]:
+        """Lists the kinds that draft, sample and are shaped so, the smallest first."""
+        asked = drafting, sampled, shaped, with_prompts
+        alike = self._sorted.get(asked)
         if alike is None:
             kinds = [
-                k for k in self._graphs if (k.drafting, k.sampled, k.pieces > 0) == (drafting, sampled, with_prompts)
+                kind for kind in self._graphs if (kind.drafting, kind.sampled, kind.shaped, kind.pieces > 0) == asked
             ]
             if not kinds and with_prompts and drafting is Drafting.OFF:
-                return self._alike(Drafting.CONTEXT, sampled, True)  # see `_serves`
+                return self._alike(Drafting.CONTEXT, sampled, shaped, True)  # see `_serves`
             alike = sorted(kinds, key=lambda kind: (kind.all_rows, kind.slots, kind.rows))
-            self._sorted[drafting, sampled, with_prompts] = alike
+            self._sorted[asked] = alike
         return alike
 
     def clear(self) -> None:
@@ -131,3 +146,17 @@ class StepGraphs(Generic[Graph]):
         self._graphs.clear()
         self._found.clear()
         self._sorted.clear()
+
+
+def words_of(call: Step, kind: StepKind) -> list[int]:
+    """Writes down a step as `kernels.begin_rows` reads it, for a captured kind."""
+    words: list[int] = []
+    for slot, count in call.decode:
+        words += (slot, count, -1, count)
+    words += [0] * (4 * (kind.slots - len(call.decode)))
+    for piece in call.pieces:
+        words += (piece.slot, len(piece.token_ids), piece.start, 1)
+    words += [0] * (4 * (kind.pieces - len(call.pieces)))
+    for piece in call.pieces:
+        words += piece.token_ids
+    return words

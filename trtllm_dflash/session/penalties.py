@@ -1,8 +1,11 @@
 """Tensors that the device keeps of the penalties of every slot between two steps."""
 
+from dataclasses import fields
+
 import torch
 
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.kernels import KeptPenalties
 from trtllm_dflash.ops.penalties import ANY, NONE, Penalties
 from trtllm_dflash.session.calls import MOST_BAD_RUNS, MOST_BAD_TOKENS, SlotPenalties
 
@@ -22,6 +25,7 @@ class PenaltyTensors:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
+        self.penalized = zeros(dtype=torch.int32)  # of slots that captured steps penalize: 1
         self.presence, self.frequency, self.repetition = zeros(), zeros(), zeros()
         self.counts = zeros(vocabulary, dtype=torch.int32)
         self.in_prompt = zeros(vocabulary, dtype=torch.bool)
@@ -33,24 +37,35 @@ class PenaltyTensors:
 
     def set(self, slot: int, given: SlotPenalties) -> None:
         """Begins a slot's penalties, with the tokens of its prompt, and of its reply so far."""
-        self.presence[slot] = given.presence
-        self.frequency[slot] = given.frequency
-        self.repetition[slot] = given.repetition
-        self.counts[slot] = torch.bincount(self._ids(given.reply_ids), minlength=self.counts.shape[1])
+        # fill_: assigning a number to an element would stop for the device.
+        self.presence[slot].fill_(given.presence)
+        self.frequency[slot].fill_(given.frequency)
+        self.repetition[slot].fill_(given.repetition)
+        said = self._moved(torch.tensor(given.reply_ids, dtype=torch.int64))
+        self.counts[slot].zero_().scatter_add_(0, said, torch.ones_like(said, dtype=torch.int32))
         for marks, ids in ((self.in_prompt, given.prompt_ids), (self.ends, given.end_ids)):
-            marks[slot] = False
-            marks[slot, self._ids(ids)] = True
-        self.ends_from[slot] = given.ends_from
-        self.bias[slot] = 0
-        for token, bias in given.bias:
-            self.bias[slot, token] = bias
-        self.runs[slot] = ANY
+            marks[slot].zero_().index_fill_(0, self._moved(torch.tensor(ids, dtype=torch.int64)), True)
+        self.ends_from[slot].fill_(given.ends_from)
+        tokens, values = zip(*given.bias, strict=True) if given.bias else ((), ())
+        biased = self._moved(torch.tensor(tokens, dtype=torch.int64))
+        self.bias[slot].zero_().index_copy_(0, biased, self._moved(torch.tensor(values, dtype=torch.float32)))
+        runs = torch.full_like(self.runs[slot], ANY, device="cpu")
         for place, run in enumerate(given.bad_runs):
-            self.runs[slot, place, -len(run) :] = self._ids(run).int()
-        self.recent[slot] = NONE
-        last = given.reply_ids[-self.recent.shape[1] :]
-        if last:
-            self.recent[slot, -len(last) :] = self._ids(last).int()
+            runs[place, -len(run) :] = torch.tensor(run)
+        self.runs[slot].copy_(self._moved(runs))
+        most = self.recent.shape[1]
+        self.recent[slot].copy_(self._moved(torch.tensor(([NONE] * most + given.reply_ids)[-most:], dtype=torch.int32)))
+
+    def choose(self, slots: list[int]) -> None:
+        """Lets captured steps penalize these slots, and no others."""
+        marks = torch.zeros(len(self.penalized), dtype=torch.int32)
+        marks[slots] = 1
+        self.penalized.copy_(self._moved(marks))
+
+    @property
+    def kept(self) -> KeptPenalties:
+        """The tensors, as captured steps read them."""
+        return KeptPenalties(**{part.name: getattr(self, part.name) for part in fields(KeptPenalties)})
 
     def of_rows(
         self, rows: Tensor, slots: Tensor, positions: Tensor, token_ids: Tensor, follows: Tensor
@@ -80,8 +95,9 @@ class PenaltyTensors:
         self.counts[slots] = penalties.counts[places]
         self.recent[slots] = penalties.recent[places]
 
-    def _ids(self, ids: list[int] | tuple[int, ...]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+    def _moved(self, x: Tensor) -> Tensor:
+        """Moves x from the host, which does not wait for it."""
+        return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
 
 
 def _recent(before: Tensor, ids: Tensor, follows: Tensor) -> Tensor:

@@ -57,10 +57,15 @@ class Outcome:
 
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
+        tokens = [ids[: accepted + 1] for accepted, *ids in self.read_whole()]
+        return tokens if self._places is None else [tokens[place] for place in self._places]
+
+    def read_whole(self) -> list[list[int]]:
+        """Reads all that it was made of, accepted drafts first."""
         if self._event is not None:
             self._event.synchronize()
-        tokens = [ids[: accepted + 1] for accepted, *ids in self._decided.tolist()]
-        return tokens if self._places is None else [tokens[place] for place in self._places]
+        rows: list[list[int]] = self._decided.tolist()
+        return rows
 
     def of(self, places: list[int]) -> "Outcome":
         """Chooses what `read` returns: the tokens of these places, in this order."""
@@ -277,20 +282,24 @@ class Session(ABC):
 
     def _run_prefill(self, call: Prefill) -> Tensor:
         """Runs a chunk; like the method below, returns the tensor that an `Outcome` is made of."""
-        slot, count = call.slot, len(call.token_ids)
-        here = slice(slot, slot + 1)
-        self._slots.set_sampling(slot, call.sampling)
+        return self._keep_prefill(call, self._run(self._prefill_inputs(call), call.drafting, call.slot))
+
+    def _prefill_inputs(self, call: Prefill) -> StepInputs[Tensor]:
+        here = slice(call.slot, call.slot + 1)
+        self._slots.set_sampling(call.slot, call.sampling)
         start = self._int32([call.start])
-        rows = self._int32([[count - 1]])
-        inputs = StepInputs(
+        rows = self._int32([[len(call.token_ids) - 1]])
+        return StepInputs(
             token_ids=self._int32([call.token_ids]),
             start=start,
             row_count=rows[:, 0] + 1,
             logit_rows=rows,
             block_offsets=self._offsets(call.block),
-            sampling=self._slots.sampling(here, start[:, None] + rows) if call.sampling.temperature > 0 else None,
+            sampling=self._sampling_of(here, start[:, None] + rows) if call.sampling.temperature > 0 else None,
         )
-        out = self._run(inputs, call.drafting, slot)
+
+    def _keep_prefill(self, call: Prefill, out: StepOutputs[Tensor]) -> Tensor:
+        here = slice(call.slot, call.slot + 1)
         self._slots.start[here] = out.next_start
         if call.last:
             self._slots.tokens[here, : out.next_tokens.shape[1]] = out.next_tokens
@@ -302,27 +311,35 @@ class Session(ABC):
 
     def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
         """Runs a step of the first slots, from tensors on the device alone; row_count [B] of `rows` rows are real."""
-        count = len(row_count)
-        here = slice(0, count)
+        inputs = self._decode_inputs(row_count, rows, block, sampled)
+        return self._keep_decoded(inputs, self._run(inputs, drafting, 0))
+
+    def _decode_inputs(self, row_count: Tensor, rows: int, block: int, sampled: bool) -> StepInputs[Tensor]:
+        here = slice(0, len(row_count))
         start = self._slots.start[here].clone()
-        logit_rows = self._offsets(rows).expand(count, -1)
-        inputs = StepInputs(
+        logit_rows = self._offsets(rows).expand(len(row_count), -1)
+        return StepInputs(
             token_ids=self._slots.tokens[here, :rows].contiguous(),
             start=start,
             row_count=row_count,
             logit_rows=logit_rows,
             block_offsets=self._offsets(block),
-            sampling=self._slots.sampling(here, start[:, None] + logit_rows) if sampled else None,
+            sampling=self._sampling_of(here, start[:, None] + logit_rows) if sampled else None,
         )
-        out = self._run(inputs, drafting, 0)
+
+    def _keep_decoded(self, inputs: StepInputs[Tensor], out: StepOutputs[Tensor]) -> Tensor:
+        here = slice(0, len(inputs.start))
         # A slot that takes no part stays as it is. A sequence that has come to the last position is at its end, which
         # the host may learn only one step later: until then its rows must stay inside the caches.
-        takes_part = row_count > 0
+        takes_part = inputs.row_count > 0
         next_start = out.next_start.clamp(max=self.config.max_seq_len - 1)
-        self._slots.start[here] = torch.where(takes_part, next_start, start)
+        self._slots.start[here] = torch.where(takes_part, next_start, inputs.start)
         tokens = self._slots.tokens[here, : out.next_tokens.shape[1]]
         tokens.copy_(torch.where(takes_part[:, None], out.next_tokens, tokens))
         return _decided(out)
+
+    def _sampling_of(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
+        return self._slots.sampling(slots, positions)
 
     @torch.inference_mode()
     def _copy(self, call: Copy) -> None:

@@ -39,10 +39,27 @@ class SlotTensors:
         """Sampling inputs of flat rows, of these slots [R] at these positions [R]: each row as a slot of its own."""
         return self.row_sampling_with(slots, uniform_numbers(self.seed[slots], positions[:, None] + 1))
 
-    def row_sampling_with(self, slots: Tensor, uniform: Tensor) -> SamplingInputs[Tensor]:
-        """Sampling inputs of flat rows, of these slots [R] and with these random numbers [R, 1]."""
+    def row_sampling_with(self, slots: Tensor, uniform: Tensor, min_p: bool = False) -> SamplingInputs[Tensor]:
+        """Sampling inputs of flat rows, of these slots [R] and with these random numbers [R, 1].
+
+        Args:
+            min_p: whether to have those too; steps in which nobody has one do without.
+        """
         temperature, top_k, top_p = (x.index_select(0, slots) for x in (self.temperature, self.top_k, self.top_p))
-        return SamplingInputs(temperature, top_k, top_p, uniform)
+        least = self.min_p.index_select(0, slots) if min_p else None
+        return SamplingInputs(temperature, top_k, top_p, uniform, least)
+
+    def set_drafts(self, drafts: list[tuple[int, list[int]]]) -> None:
+        """Puts drafts in place of slots' own; the host waits for nothing."""
+        width = self.tokens.shape[1]
+        places = torch.tensor([slot * width + 1 + i for slot, tokens in drafts for i in range(len(tokens))])
+        tokens = torch.tensor([token for _, tokens in drafts for token in tokens], dtype=torch.int32)
+        if not len(tokens):
+            return
+        device = self.tokens.device
+        if device.type == "cuda":
+            places, tokens = (x.pin_memory().to(device, non_blocking=True) for x in (places, tokens))
+        self.tokens.view(-1).index_copy_(0, places, tokens)
 
     def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
         # fill_: assigning a number to an element would stop for the device.

@@ -24,7 +24,7 @@ from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.penalties import Penalties
 from trtllm_dflash.ops.ragged_ops import Layout, RaggedOps, Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.session.calls import CopyStates, Place, Step
+from trtllm_dflash.session.calls import CopyStates, Place, Step, masks_of
 from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.penalties import PenaltyTensors
@@ -126,9 +126,8 @@ class TorchSession(Session):
             self.states.copy(source, target)
         for piece in call.pieces:
             self._slots.set_sampling(piece.slot, piece.sampling)
-        for guide in call.guides:
-            if guide.drafts:
-                self._slots.tokens[guide.slot, 1 : 1 + len(guide.drafts)] = self._int32(guide.drafts)
+        if call.guides:
+            self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
         decode, shared = call.decode, None
         if call.share:
             shared = self._divide(call)
@@ -208,8 +207,7 @@ class TorchSession(Session):
             return None
         first = {segment.slot: row for segment, row in zip(layout.segments, layout.first_logits, strict=False)}
         rows = [first[guide.slot] + i for guide in call.guides for i in range(1 + len(guide.drafts))]
-        words = torch.frombuffer(bytearray(b"".join(guide.masks for guide in call.guides)), dtype=torch.int32)
-        return TokenMask(torch.tensor(rows), words.view(len(rows), -1))
+        return TokenMask(torch.tensor(rows), masks_of(call))
 
     def _note_replies(
         self, call: Step, layout: Layout, penalties: Penalties[Tensor], bonus_rows: Sequence[int]

@@ -4,15 +4,18 @@ A mask is W 32-bit words, W = ceil(V / 32), with a bit for each token.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from ctypes import addressof, c_int32, c_uint32
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, islice
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE
 
 #: The field of a request that a grammar comes from.
 FIELD = "structured"
@@ -22,13 +25,6 @@ LONGEST = 1 << 16
 
 #: In the library's error of a token that is not allowed; its others are of grammars that grew too complex.
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-
-#: Space in JSON objects without a schema, where there is any: a space, or a line's end and what indents the next one.
-#: Where JSON's whole space is allowed, small models fill replies with it.
-_OBJECT_SPACE = {"whitespace_pattern": r" |\n {0,32}|\n\t{1,16}"}
-
-#: What is held to a schema is one line, as `json.dumps` writes it: then all but the values is forced.
-_SCHEMA_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 #: Schemas inside a schema that are looked at for the place of an error.
 _MOST_PLACES = 64
@@ -41,15 +37,80 @@ _ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "els
 
 @dataclass(frozen=True)
 class Plan:
-    """Drafts of a step that a grammar allows, and the masks of their rows.
+    """Drafts of a step that a grammar allows; the masks of their rows are made by `write_masks`.
 
     Attributes:
-        drafts: tokens, at most as many as were drafted. One that the grammar forces stands in for the draft there.
-        masks: of the bonus token's row and each draft's, [1 + drafts, W] 32-bit words.
+        drafts: tokens, at most as many as were drafted. What the grammar forces stands in for drafts that it forbids.
+        width: 32-bit words of a mask.
     """
 
     drafts: list[int]
-    masks: bytes
+    width: int
+    end_ids: frozenset[int] = field(compare=False)
+    matcher: LLMatcher = field(compare=False)  # where the reply stands
+    ahead: LLMatcher = field(compare=False)  # there too; to look behind drafts, some of which may be wrong
+
+    @property
+    def masks(self) -> bytes:
+        """Makes the masks of the bonus token's row and each draft's: [1 + drafts, W] 32-bit words."""
+        words = (c_int32 * (self.width * (1 + len(self.drafts))))(*[-1] * (self.width * (1 + len(self.drafts))))
+        write_masks([self], addressof(words))
+        self.check()
+        return bytes(words)
+
+    def check(self) -> None:
+        """Checks the masks that were made.
+
+        Raises:
+            RequestError: the grammar grew too complex to follow, before any draft.
+        """
+        if self.ahead.is_error():  # for good: was it so without drafts?
+            self.matcher.compute_bitmask()
+            if self.matcher.is_error():
+                raise _too_complex(_problem(self.matcher))
+
+
+def write_masks(plans: Sequence[Plan | None], address: int) -> None:
+    """Writes the masks of plans' rows in turn, over ones: [n, W] 32-bit words; in place of None a row stays as it is.
+
+    Where a grammar grows too complex behind a draft, rows from there on may choose anything but an end: if they are
+    reached, the reply fails.
+    """
+    *firsts, rows = accumulate((1 + len(plan.drafts) if plan else 1 for plan in plans), initial=0)
+    placed = [(plan, first) for plan, first in zip(plans, firsts, strict=True) if plan]
+    if not placed:
+        return
+    where = address, 4 * placed[0][0].width, rows
+    plain = [(plan.ahead, first) for plan, first in placed if not plan.drafts]
+    if plain:
+        _executor().unsafe_compute_mask_ptr(plain, *where)
+    drafted = [(plan.ahead, first, plan.drafts) for plan, first in placed if plan.drafts]
+    if drafted:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+    for plan, first in placed:
+        if plan.ahead.is_error():
+            _write_row_by_row(plan, address + 4 * plan.width * first)
+
+
+def _write_row_by_row(plan: Plan, address: int) -> None:
+    """Writes the masks of a plan up to the row at which its grammar cannot be followed; others allow all but an end."""
+    size, matcher = 4 * plan.width, plan.matcher.deep_copy()
+    for row in range(1 + len(plan.drafts)):
+        if row:
+            matcher.consume_token(plan.drafts[row - 1])
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(address + row * size, size)
+        if matcher.is_error():
+            words = (c_uint32 * plan.width).from_address(address + row * size)
+            words[:] = [0xFFFFFFFF] * plan.width
+            for token in plan.end_ids:
+                words[token // 32] &= ~(1 << token % 32)
+
+
+@cache
+def _executor() -> LLExecutor:
+    """Makes the threads that masks are made by: as many as there are processors to spare."""
+    return LLExecutor()
 
 
 class Grammar:
@@ -59,7 +120,7 @@ class Grammar:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._end_ids = end_ids
-        self._size = 4 * words
+        self.width = words  # of a mask
 
     def accept(self, token: int) -> None:
         """Goes on behind a token of the reply.
@@ -75,43 +136,53 @@ class Grammar:
             raise EngineError(f"a token left the reply's grammar: {_one_line(problem)}")
         raise _too_complex(problem)
 
+    def plan_behind(self, tokens: list[int]) -> Plan | None:
+        """Makes the plan of one row behind tokens that the reply goes on with; None if they end it. Errors as `plan`.
+
+        The reply stays where it is.
+        """
+        if not tokens:
+            return self.plan([])
+        if not self._end_ids.isdisjoint(tokens):
+            return None
+        ahead = self._matcher.deep_copy()
+        ahead.consume_tokens(tokens)
+        if ahead.is_error():
+            raise _too_complex(_problem(ahead))
+        return Plan([], self.width, self._end_ids, ahead, ahead)
+
     def plan(self, drafts: list[int]) -> Plan:
-        """Checks the drafts that follow the reply so far, and makes the masks of their rows.
+        """Checks the drafts that follow the reply so far.
 
         Raises:
-            RequestError: the grammar grew too complex to follow, before any draft: behind one, that ends the drafts.
+            RequestError: the grammar grew too complex to follow.
         """
-        taken: list[int] = []
-        masks = [self._compute_mask(self._matcher)]
         if self._matcher.is_error():
             raise _too_complex(_problem(self._matcher))
-        ahead = self._matcher.deep_copy() if drafts else self._matcher  # an error is for good, and drafts may be wrong
-        forced: list[int] = []
-        while len(taken) < len(drafts):
-            mask = masks[-1]
-            forced = forced or ahead.compute_ff_tokens() or _only(mask)
-            token = forced.pop(0) if forced else drafts[len(taken)]
-            if not _allows(mask, token):
-                # Bytes may be forced where tokens are not, for longer tokens begin with them too: a likely guess.
-                forced = self._tokenizer.tokenize_bytes(ahead.compute_ff_bytes())
-                if not forced or not _allows(mask, forced[0]):
-                    break
-                token = forced.pop(0)
-            if token in self._end_ids:
-                taken.append(token)
-                masks.append(b"\xff" * self._size)  # nobody reads what is chosen behind the end
-                break
-            ahead.consume_token(token)
-            mask = self._compute_mask(ahead)
-            if ahead.is_error():
-                break
-            taken.append(token)
-            masks.append(mask)
-        return Plan(taken, b"".join(masks))
+        # Of its own: an error is for good, and drafts may be wrong.
+        ahead = self._matcher.deep_copy() if drafts else self._matcher
+        taken = _until_end(drafts[: ahead.validate_tokens(drafts)], self._end_ids) if drafts else []
+        if len(taken) < len(drafts) and self._end_ids.isdisjoint(taken):
+            taken = self._completed(taken, drafts)
+        return Plan(taken, self.width, self._end_ids, self._matcher, ahead)
 
-    def _compute_mask(self, matcher: LLMatcher) -> bytes:
-        mask: bytes = matcher.compute_bitmask()[: self._size]
-        return mask
+    def _completed(self, taken: list[int], drafts: list[int]) -> list[int]:
+        """Completes the drafts that are allowed by what must or may well stand behind them, and by further drafts."""
+        ahead = self._matcher.deep_copy()
+        done = 0  # tokens that it has consumed
+        while len(taken) < len(drafts):
+            ahead.consume_tokens(taken[done:])
+            done = len(taken)
+            if ahead.is_stopped():
+                return taken + sorted(self._end_ids)[:1]
+            # Bytes may be forced where tokens are not, for longer tokens begin with them too: a likely guess.
+            forced = ahead.compute_ff_tokens() or self._tokenizer.tokenize_bytes(ahead.compute_ff_bytes())
+            forced = forced or sorted(self._end_ids)[:1]  # where nothing is forced, perhaps the end is next
+            following = (forced + drafts[done + len(forced) :])[: len(drafts) - done]
+            taken = taken + _until_end(following[: ahead.validate_tokens(following)], self._end_ids)
+            if len(taken) == done or ahead.is_error() or not self._end_ids.isdisjoint(taken):
+                break
+        return taken
 
 
 class Grammars:
@@ -174,8 +245,8 @@ class Grammars:
 
 
 _SOURCES = {
-    "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_OBJECT_SPACE),
-    "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SCHEMA_SPACE),
+    "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=OBJECT_SPACE),
+    "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SCHEMA_SPACE),
     "regex": LLMatcher.grammar_from_regex,
     "choice": lambda texts: LLMatcher.grammar_from_lark(
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
@@ -201,14 +272,10 @@ def _refers(place: tuple[str, Any]) -> bool:
     return isinstance(place[1], dict) and "$ref" in place[1]
 
 
-def _allows(mask: bytes, token: int) -> bool:
-    return bool(mask[token // 8] >> token % 8 & 1)
-
-
-def _only(mask: bytes) -> list[int]:
-    """Lists the one token that a mask allows; none where it allows several."""
-    bits = int.from_bytes(mask, "little")
-    return [bits.bit_length() - 1] if bits and not bits & (bits - 1) else []
+def _until_end(tokens: list[int], end_ids: frozenset[int]) -> list[int]:
+    """Takes tokens up to and with the first that ends a reply."""
+    ends = (place for place, token in enumerate(tokens) if token in end_ids)
+    return tokens[: next(ends, len(tokens)) + 1]
 
 
 def _problem(matcher: LLMatcher) -> str:

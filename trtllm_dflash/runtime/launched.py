@@ -1,0 +1,25 @@
+"""A step on its way."""
+
+from dataclasses import dataclass
+
+from trtllm_dflash.runtime.batch import Batch
+from trtllm_dflash.runtime.slots import Stay
+from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.step import Drafting
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step that was launched and not yet read: its decoding slots come first."""
+
+    batch: Batch
+    pieces: list[tuple[Stay, int]]  # and the tokens of each
+    outcome: Outcome
+    drafting: Drafting
+    number: int  # of steps with decoding slots, up to this one
+    reports: bool  # it has log-probabilities
+
+    @property
+    def stays(self) -> list[Stay]:
+        """The slots of the step, in its outcome's order."""
+        return [*self.batch.stays, *(stay for stay, _ in self.pieces)]

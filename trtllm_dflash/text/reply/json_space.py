@@ -1,0 +1,8 @@
+"""Space in JSON that a reply is held to, as llguidance takes it."""
+
+#: Of objects without a schema, where there is any: a space, or a line's end and what indents the next one. Where JSON's
+#: whole space is allowed, small models fill replies with it.
+OBJECT_SPACE = {"whitespace_pattern": r" |\n {0,32}|\n\t{1,16}"}
+
+#: What is held to a schema is one line, as `json.dumps` writes it: then all but the values is forced.
+SCHEMA_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
