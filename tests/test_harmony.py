@@ -10,11 +10,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.checkpoints import make_gpt_oss
-from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.client import Piece, TokenRequest
+from trtllm_dflash.text.grammar import Grammars
+from trtllm_dflash.text.reply.harmony_form import harmony_form
 from trtllm_dflash.text.tokenizer import TextCodec
 
 bpe_openai = pytest.importorskip("bpe_openai", reason="the vocabulary o200k comes from bpe-openai, of the dev extra")
@@ -275,6 +279,49 @@ def test_llm_speaks_harmony_in_conversations_and_not_in_raw_prompts(engine, code
     assert raw.text == codec.decode(raw.token_ids)
 
 
+FORMS = {
+    "json_schema": ({"properties": {"city": {"type": "string"}}, "required": ["city"]}, '{"city": "Zürich"}', "Riga"),
+    "json_object": (None, '{\n  "a": 1\n}', "[1]"),
+    "regex": ("a/b\\/c\n[0-9]+", "a/b/c\n42", "a/b/c 4"),
+    "choice": (["yes", "n/o"], "n/o", "non"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_final_channel_alone_is_held_to_a_form(kind, codec, encoding):
+    value, right, wrong = FORMS[kind]
+    grammars = Grammars(codec.backend, 201088, [200002, 200012])
+    grammar = grammars.compile("grammar", harmony_form(kind, value))
+    thought = "<|channel|>analysis<|message|>Which <one>?\n{<|end|><|start|>assistant"
+    for head in ("<|channel|>final<|message|>", 2 * thought + "<|channel|>final <|constrain|>json<|message|>"):
+        ids = tokens(encoding, head + right + "<|return|>")
+        assert grammar.plan(ids).drafts == ids
+        assert len(grammar.plan(ids).masks) == (1 + len(ids)) * 201088 // 8
+        ids = tokens(encoding, head + wrong + "<|return|>")
+        assert grammar.plan(ids).drafts != ids
+    for ids in (encoding.encode("Hi"), tokens(encoding, "<|channel|>analysis<|message|>Hi<|return|>")):
+        assert grammar.plan(ids).drafts != ids
+
+
+def test_a_grammar_of_ones_own_has_no_place_in_harmony(codec):
+    with pytest.raises(RequestError, match="structured: grammar: not in chats of this format"):
+        harmony_form("grammar", "start: /a/")
+
+
+def test_a_chat_is_held_to_its_form_and_a_raw_prompt_to_nothing_else(engine, codec, encoding):
+    intake = Intake(read_config(engine).model_copy(update={"stop_token_ids": (200002,)}), codec)
+    params = SamplingParams(structured=Structured(kind="choice", value=["yes", "no"]))
+    channel, answer = tokens(encoding, "<|channel|>"), tokens(encoding, "yes")
+    for prompt, begins, other in ((CONVERSATION, channel, answer), ([5, 6], answer, channel)):
+        grammar = intake.sequence(prompt, params).grammar
+        assert grammar.plan(begins).drafts == begins
+        assert grammar.plan(other).drafts != other
+    with pytest.raises(RequestError, match="structured: #: Invalid type: strin"):
+        intake.sequence(
+            CONVERSATION, SamplingParams(structured=Structured(kind="json_schema", value={"type": "strin"}))
+        )
+
+
 def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
     pytest.importorskip("fastapi", reason="the gateway needs the serving extra")
     from fastapi.testclient import TestClient
@@ -282,10 +329,11 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
     from trtllm_dflash.serving.gateway import GatewaySettings, create_app
 
     ids = tokens(encoding, REPLIES["thinking, then an answer"][0])
-    stops, sent = [], []
+    stops, sent, forms = [], [], []
 
     async def replies(self, request: TokenRequest) -> AsyncIterator[Piece]:
         stops.append(request.params.stop)
+        forms.append(request.params.structured)
         for i in range(0, len(ids), 3):
             last = i + 3 >= len(ids)
             sent.append(i)
@@ -300,6 +348,12 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
         streamed = client.post("/v1/chat/completions", json={**asked, "stream": True}).text
         events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "Because 🦊 é."
+        client.post("/v1/chat/completions", json={**asked, "response_format": {"type": "json_object"}})
+        assert forms[-1] == Structured(kind="grammar", value=harmony_form("json_object", None))
+        own = {"structured_outputs": {"grammar": "start: /a/"}}
+        refused = client.post("/v1/chat/completions", json={**asked, **own})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("structured_outputs: grammar: not in chats")
         plain = client.post("/v1/completions", json={"model": "gpt-oss", "prompt": [1, 2]}).json()
         assert plain["choices"][0]["text"].startswith("as the engine has it")
         # A stop string is looked for in what the reader sees, not in the thinking; the server need not go on after it.

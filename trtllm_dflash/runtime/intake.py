@@ -168,11 +168,10 @@ class Intake:
             return None
         if self._codec is None:
             raise RequestError("needs a tokenizer, and this engine has none", "structured")
-        if self._codec.chat_format == "harmony" and _is_chat(prompt):
-            raise RequestError("not yet in chats of this format, which marks its thinking; leave it out", "structured")
         if params.ignore_eos:
             raise RequestError("ends with the model's end token; leave out ignore_eos", "structured")
         from trtllm_dflash.text.grammar import Grammars  # what few requests need
+        from trtllm_dflash.text.reply.harmony_form import harmony_form
 
         with self._turn:  # the first request makes it, whichever thread that is on
             if self._grammars is None:
@@ -180,7 +179,11 @@ class Intake:
                 if not ends:
                     raise RequestError("needs an end token, and this engine knows none", "structured")
                 self._grammars = Grammars(self._codec.backend, self._config.target.vocab_size, ends)
-        return self._grammars.compile(asked.kind, asked.value)
+        grammar = self._grammars.compile(asked.kind, asked.value)
+        if self._codec.chat_format != "harmony" or not _is_chat(prompt):
+            return grammar
+        # Where the form is wrong by itself, that has been said with the place in it.
+        return self._grammars.compile("grammar", harmony_form(asked.kind, asked.value))
 
     def _grammar_ends(self) -> list[int]:
         """Lists the tokens that end a reply where its grammar does: the engine's, or else its tokenizer's."""

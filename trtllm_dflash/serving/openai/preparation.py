@@ -32,6 +32,7 @@ from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.calls import MOST_BAD_RUNS
 from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
+from trtllm_dflash.text.reply.harmony_form import harmony_form
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -134,7 +135,7 @@ class Preparation:
         self._check_structured(asked, ids, offer.functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         more = _choice_values(asked, asked.top_logprobs if asked.logprobs else None)
-        more["structured"] = self._form_of_calls(offer, ids) or asked.structured
+        more["structured"] = self._form_of_calls(offer, ids) or self._form_of_reply(asked)
         requests = _with_seeds(self._request(asked, ids, limit, request_id, more), asked.n)
         choices = [
             self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer.most_calls, index)
@@ -224,6 +225,16 @@ class Preparation:
             raise ApiError(400, str(error), error.field, "unsupported_value") from None
         return Structured(kind="grammar", value=source)
 
+    def _form_of_reply(self, asked: ChatRequest) -> Structured | None:
+        """Makes the form of a whole reply, of which its reader sees a part: the one that is held to what was asked."""
+        if asked.structured is None or self._codec.chat_format != "harmony":
+            return asked.structured
+        param = "response_format" if asked.response_format.structured else "structured_outputs"
+        try:
+            return Structured(kind="grammar", value=harmony_form(asked.structured.kind, asked.structured.value))
+        except RequestError as error:
+            raise ApiError(400, f"{param}: {error.reason}", param, "unsupported_value") from None
+
     def _check_structured(self, asked: ChatRequest, ids: list[int], functions: Sequence[Function]) -> None:
         """Refuses a form for a reply of which only a part would be held to it."""
         if asked.structured is None:
@@ -231,7 +242,7 @@ class Preparation:
         param = "response_format" if asked.response_format.structured else "structured_outputs"
         if functions:
             raise ApiError(400, f"{param}: not together with tools", param, "unsupported_value")
-        if self._codec.begins_with_thinking(ids):
+        if self._codec.chat_format != "harmony" and self._codec.begins_with_thinking(ids):
             message = f"{param}: the reply would begin with thinking, which a form leaves no room for; turn it off"
             raise ApiError(400, message, param, "unsupported_value")
 
