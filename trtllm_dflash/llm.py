@@ -61,7 +61,7 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
-        lacks = "" if session.limits.shapes else "TensorRT plans do not have this yet"
+        lacks = "" if session.limits.shapes else "only torch on a CPU and our CUDA kernels do this yet"
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
 

@@ -215,6 +215,8 @@ class CudaSession(TorchSession):
             divides=False,
             shapes=not self.config.draft_tree,
         )
+            return limits  # what more is asked of a choice is not right here yet, and refused
+        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk)), divides=False)
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
