@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from kernels import copy_rate, normal, seconds
@@ -72,9 +73,7 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
     return tensors
 
 
-def measure(
-    shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float, torchs: bool
-) -> dict[str, float | None]:
+def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float, torchs: bool) -> dict[str, Any]:
     """Of one number of rows: our kernels' seconds, by choice, for few rows and for many, beside the bytes that the
     routing takes, and torch's where they are asked for."""
     experts = [Experts.of(tensors, shape.layer) for tensors in layers]
@@ -90,7 +89,7 @@ def measure(
 
     takes_many = moe_kernel(shape.layer, experts[0], many=True).takes(*inputs[0])
     kinds = {"few": False, "many": True} if takes_many else {"few": False}
-    times = {kind: [] for kind in ("ours", *kinds)}
+    times: dict[str, list[float]] = {kind: [] for kind in ("ours", *kinds)}
     for _ in range(3):  # by turns
         times["ours"].append(ours(None))
         for kind, many in kinds.items():

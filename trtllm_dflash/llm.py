@@ -26,11 +26,11 @@ from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.calls import Prepare
 from trtllm_dflash.session.choice import Kernels, find_kernels
-from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
+from trtllm_dflash.session.torch_backend import open_torch_session
 from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -61,7 +61,7 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
-        lacks = "" if session.limits.shapes else "only torch on a CPU and our CUDA kernels do this yet"
+        lacks = "" if session.limits.shapes else "only torch on a CPU, or our CUDA kernels without trees, do this yet"
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
 

@@ -137,7 +137,8 @@ def step(dtype: torch.dtype) -> None:
         table = normal(50, size, dtype=dtype)
         kernels.embed(table, ints(49, 50, -1, 0).view(2, 2))
         kernels.embed(table, ints(49, 50, -1), 16, 49)
-    for decoding, pieces in ((1, ()), (9, (33, 1, 700)), (300, (32,) * 20)):
+    runs: list[tuple[int, tuple[int, ...]]] = [(1, ()), (9, (33, 1, 700)), (300, (32,) * 20)]
+    for decoding, pieces in runs:
         flat_rows(decoding, pieces)
     table = torch.zeros(20, 10, dtype=torch.int32, device="cuda")
     for count in (1, 200):
@@ -145,8 +146,8 @@ def step(dtype: torch.dtype) -> None:
     caches = [normal(3, heads, 70, size, dtype=dtype) for heads, size in ((1, 64), (5, 128))]
     for rows in (1, 70):
         kernels.PageCopies(caches)(2, 0, rows)
-    for decoding, pieces, block in ((1, (), 16), (9, (33, 1), 64)):
-        tree_rows(decoding, pieces, block, caches)
+    tree_rows(1, (), 16, caches)
+    tree_rows(9, (33, 1), 64, caches)
 
 
 def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence[Tensor]) -> None:

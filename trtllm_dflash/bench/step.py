@@ -26,11 +26,11 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.session.calls import Decode, Piece, Place, Prefill, Prepare, Step
 from trtllm_dflash.session.choice import Choice, Kernels, find_kernels
-from trtllm_dflash.session.cuda_session import open_torch_session
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.threads import limit_threads
+from trtllm_dflash.session.torch_backend import open_torch_session
 from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.session.trees import DraftTreeChoice, with_trees
 from trtllm_dflash.step import Drafting

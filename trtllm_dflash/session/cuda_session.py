@@ -208,15 +208,9 @@ class CudaSession(TorchSession):
         limits = super().limits
         # No more than the largest steps are captured for.
         if not self._flat:
-            return replace(limits, shapes=True)
-        return replace(
-            limits,
-            pieces=min(limits.pieces, most_pieces(self.config.chunk)),
-            divides=False,
-            shapes=not self.config.draft_tree,
-        )
             return limits  # what more is asked of a choice is not right here yet, and refused
-        return replace(limits, pieces=min(limits.pieces, most_pieces(self.config.chunk)), divides=False)
+        pieces = min(limits.pieces, most_pieces(self.config.chunk))
+        return replace(limits, pieces=pieces, divides=False, shapes=not self.config.draft_tree)
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
@@ -498,17 +492,3 @@ class CudaSession(TorchSession):
         if not isinstance(self.states, CudaStates):
             return TorchOps(*shared)
         return CudaStateOps(*shared, self.states, slot_segments(first_slot, inputs.start, inputs.row_count, rows))
-
-
-def open_torch_session(
-    config: EngineConfig,
-    weights: dict[str, Tensor],
-    device: torch.device,
-    communicator: Communicator,
-    accept: SlotAccept | None = None,
-    kernels: Kernels = "auto",
-) -> TorchSession:
-    """Opens the session of the torch backend on a device. Arguments and errors as in `CudaSession`."""
-    if device.type == "cuda":
-        return CudaSession(config, weights, device, communicator, accept, kernels)
-    return TorchSession(config, weights, device, communicator, accept)
