@@ -166,7 +166,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert not self.pages.available
 
 
-TestPages = PagesMachine.TestCase
+TestPages = pytest.mark.slow(PagesMachine.TestCase)
 TestPages.settings = settings(max_examples=150, stateful_step_count=40)
 
 

@@ -219,6 +219,7 @@ def test_a_draft_that_is_not_allowed_ends_the_block(grammars, tiny):
     assert grammar.plan([*words, *words]).drafts == words[:1] != words
 
 
+@pytest.mark.slow
 def test_what_is_too_complex_behind_a_draft_fails_only_replies_that_come_there(grammars, tiny):
     names = [f"x{i}" for i in range(251)]
     rules = [f'{name}: s s "b" | s s s | "a"' for name in names]

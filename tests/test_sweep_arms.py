@@ -84,6 +84,7 @@ def named(running):
     return ",".join(f"{arm}={server.url}" for arm, server in running.items())
 
 
+@pytest.mark.slow
 def test_each_arm_s_acceptance_is_what_its_runtime_reports(four, tmp_path):
     text = succeeds("sweep", "--compare", named(four), *QUICK, "--label", "4 methods", "--output", tmp_path)
     results = read_results(tmp_path)

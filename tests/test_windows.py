@@ -60,9 +60,8 @@ PAGES = [(16, True, 1), (32, False, 0)]
 PAGES += [case for case in product((16, 32), (True, False), (0, 1)) if case not in PAGES]
 
 
-@pytest.mark.parametrize(
-    ("rows", "few", "ahead"), [PAGES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in PAGES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "few", "ahead"), PAGES)
 def test_texts_are_those_of_each_request_alone(solo, alone, rows, few, ahead):
     paging = plan_pages(paged(solo, page_size=rows).config)
     memory = cache_bytes(solo.config, replace(paging, pages=416 // rows))

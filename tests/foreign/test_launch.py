@@ -463,6 +463,7 @@ def test_a_signal_that_it_was_started_deaf_to_is_not_handed_on(fake_vllm):
     wait_until(lambda: not is_alive(Path("/proc", said[1])), "the worker is gone")
 
 
+@pytest.mark.slow
 def test_what_the_runtimes_own_parser_refuses_is_one_line_and_nothing_starts(fake_vllm):
     process = launch_vllm(fake_vllm, "--port", "666")
     output, errors = process.communicate(timeout=PATIENCE)
