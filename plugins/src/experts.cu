@@ -68,31 +68,14 @@ template <typename T, bool kPacked, int kTokens>
 cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
-    Product product = {};
-    product.route = space.route;
-    product.weight = p.gate_up;
-    product.scales = p.gate_up_scales;
-    product.bias = p.gate_up_bias;
-    product.x = p.x;
-    product.out = space.h;
-    product.inputs = p.hidden;
-    product.outputs = 2 * p.columns;
-    product.is_clamped = p.clamped != 0;
-    product.alpha = p.alpha;
-    product.limit = p.limit;
-    cudaError_t const error = launch_product<T, kPacked, kTokens, true>(product, device, stream);
+    Product const gate_up = gate_up_product(p, space.route, p.x, space.h);
+    cudaError_t const error = launch_product<T, kPacked, kTokens, true>(gate_up, device, stream);
     if (error)
     {
         return error;
     }
-    product.weight = p.down;
-    product.scales = p.down_scales;
-    product.bias = p.down_bias;
-    product.x = space.h;
-    product.out = space.y;
-    product.inputs = p.columns;
-    product.outputs = p.hidden;
-    return launch_product<T, kPacked, kTokens, false>(product, device, stream);
+    Product const down = down_product(p, space.route, space.h, space.y);
+    return launch_product<T, kPacked, kTokens, false>(down, device, stream);
 }
 
 template <typename T, int kTokens>

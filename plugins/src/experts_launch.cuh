@@ -4,6 +4,7 @@
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "experts_route.cuh"
+#include "experts_work.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -121,6 +122,39 @@ cudaError_t launch_sum(dflash_moe_params const& p, Route const& route, void cons
 {
     int const blocks = (p.hidden / kVector + kSumThreads - 1) / kSumThreads;
     return launch_kernel(sum_kernel<T>, dim3(p.rows, blocks), kSumThreads, 0, stream, p, route, y);
+}
+
+// Gate and up of all tokens x [N, or as laid out, hidden] into h [pairs, columns].
+inline Product gate_up_product(dflash_moe_params const& p, Route const& route, void const* x, void* h)
+{
+    Product product = {};
+    product.route = route;
+    product.weight = p.gate_up;
+    product.scales = p.gate_up_scales;
+    product.bias = p.gate_up_bias;
+    product.x = x;
+    product.out = h;
+    product.inputs = p.hidden;
+    product.outputs = 2 * p.columns;
+    product.is_clamped = p.clamped != 0;
+    product.alpha = p.alpha;
+    product.limit = p.limit;
+    return product;
+}
+
+// Down of h [pairs, columns] into y [pairs, hidden].
+inline Product down_product(dflash_moe_params const& p, Route const& route, void const* h, void* y)
+{
+    Product product = {};
+    product.route = route;
+    product.weight = p.down;
+    product.scales = p.down_scales;
+    product.bias = p.down_bias;
+    product.x = h;
+    product.out = y;
+    product.inputs = p.columns;
+    product.outputs = p.hidden;
+    return product;
 }
 
 } // namespace moe

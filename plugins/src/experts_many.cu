@@ -236,31 +236,14 @@ cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
     many::Launch launch = {};
-    Product& product = launch.p;
-    product.route = space.route;
-    product.weight = p.gate_up;
-    product.scales = p.gate_up_scales;
-    product.bias = p.gate_up_bias;
-    product.x = space.x;
-    product.out = space.h;
-    product.inputs = p.hidden;
-    product.outputs = 2 * p.columns;
-    product.is_clamped = p.clamped != 0;
-    product.alpha = p.alpha;
-    product.limit = p.limit;
+    launch.p = gate_up_product(p, space.route, space.x, space.h);
     launch.pitch = space.h_pitch;
     cudaError_t const error = launch_product<T, kPacked, true>(p, launch, space.x_pitch, device, stream);
     if (error != cudaSuccess)
     {
         return error;
     }
-    product.weight = p.down;
-    product.scales = p.down_scales;
-    product.bias = p.down_bias;
-    product.x = space.h;
-    product.out = space.y;
-    product.inputs = p.columns;
-    product.outputs = p.hidden;
+    launch.p = down_product(p, space.route, space.h, space.y);
     launch.pitch = p.hidden;
     return launch_product<T, kPacked, false>(p, launch, space.h_pitch, device, stream);
 }
