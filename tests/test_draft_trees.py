@@ -194,9 +194,8 @@ def test_a_chain_is_the_tree_whose_list_is_a_chain(tiny, prompts, known, monkeyp
 PAGED = {"kv": "fp8", "page_size": 16, "chunk": 64}
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), PAGED], ids=["linear", "FP8 caches in pages"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, PAGED], ids=["linear", "FP8 caches in pages"])
 def test_layers_with_windows_and_sinks(changes, tmp_path):
     """A vocabulary of 16: a drafter that knows nothing is still right now and then, in the branches too."""
     target = make_gpt_oss(tmp_path / "target", window=16, mxfp4=False, vocab=16)

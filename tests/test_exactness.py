@@ -54,12 +54,8 @@ def test_drafted_text_equals_plain_text(family, format, params, tmp_path):
     assert any(count for completion in drafted for count in completion.accepted_per_step)
 
 
-QUICK = (2, 5, 16)  # block sizes that `make check` tries, of all
-
-
-@pytest.mark.parametrize(
-    "block_size", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(2, 17)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", range(2, 17))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_at_every_block_size_the_text_is_the_same(block_size, params, plain, with_blocks):
     texts = tuple(texts[0] for texts in read_prompts(1).values())

@@ -280,10 +280,8 @@ def endless_reply(tiny_engine, ignored=()):
     return start([*words, "--no-draft"], ignored, bufsize=0, start_new_session=True)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(signal.SIGINT, "error: interrupted"), pytest.param(signal.SIGTERM, "", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "error: interrupted"), (signal.SIGTERM, "")])
 def test_a_signal_ends_a_reply_with_at_most_one_line_and_its_number(number, said, tiny_engine):
     process = endless_reply(tiny_engine)
     assert process.stdout.read(1) != ""

@@ -287,6 +287,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_final_channel_alone_is_held_to_a_form(kind, codec, encoding):
     value, right, wrong = FORMS[kind]
@@ -322,6 +323,7 @@ def test_a_chat_is_held_to_its_form_and_a_raw_prompt_to_nothing_else(engine, cod
         )
 
 
+@pytest.mark.slow
 def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
     pytest.importorskip("fastapi", reason="the gateway needs the serving extra")
     from fastapi.testclient import TestClient
@@ -372,6 +374,7 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
         assert max(sent) + 3 < len(ids)
 
 
+@pytest.mark.slow
 def test_the_openai_api_hands_on_harmonys_calls(engine, codec, encoding, monkeypatch):
     pytest.importorskip("fastapi", reason="the gateway needs the serving extra")
     from fastapi.testclient import TestClient

@@ -361,6 +361,7 @@ def test_a_step_reads_keys_of_the_layers_that_attend_and_states_of_the_others():
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ep"),
     [("qwen3_next", False), ("qwen3_5_text", False), ("qwen3_5_moe, stacked", True), ("qwen3_5", False)],

@@ -80,6 +80,7 @@ def test_eagle3s_drafter_weighs_what_published_ones_do():
     assert [part.rows for part in count.parts(Eagle3Draft(8, 10, 61), 2, 100)] == [18] + [20] * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(load_catalog().keys() - {"tiny"}))
 def test_every_pair_is_planned_at_a_speed(name):
     command = ("build", "--plan", "--model", name, "--gpu", "b300", "--acceptance", 3, "--tp", 8, "--max-batch", 4)

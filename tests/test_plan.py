@@ -218,6 +218,7 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
 PLANNED_FOR = ["qwen3.5-27b", "qwen3-coder-next", "gemma-4-26b-a4b", "kimi-k2.5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED_FOR)
 @pytest.mark.usefixtures("no_checkpoints")
 def test_targets_without_kernels_are_planned_from_their_published_shapes(name):
@@ -256,6 +257,7 @@ def test_states_are_read_and_written_once_a_step_whatever_its_rows():
     assert one.bytes == pytest.approx(weights + 2 * state + 1001 * kv, rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b", "qwen3-4b", "qwen3.5-27b"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_of_memory_are_all_of_the_memory_plan(name, tp):

@@ -279,6 +279,7 @@ def swept(tmp_path_factory):
     return folder, printed
 
 
+@pytest.mark.slow
 def test_imposed_acceptance_is_served_and_said_to_be_imposed(swept):
     folder, printed = swept
     results = read_results(folder)
@@ -399,6 +400,7 @@ def test_a_plan_is_drawn_with_its_best_draft_lengths(tmp_path):
         read_plan(plan)
 
 
+@pytest.mark.slow
 def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_engine, tmp_path):
     loads = ("--concurrency", 1, "--compare", "draft", "--draft-length", 15, "--requests", 4, "--max-tokens", 48)
     text = succeeds("sweep", "--engine", tiny_engine, *loads, "--warmup", 0, "--device", "cpu", "--output", tmp_path)

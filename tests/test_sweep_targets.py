@@ -60,6 +60,7 @@ def measure(server, concurrency, requests, arm="served", params=PARAMS):
     return traffic, summarize([Round.of(arm, concurrency, 0, traffic)], None, [""] * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8, 64])
 def test_responses_are_noted_as_they_come(server, concurrency):
     """Never before the server sent them, and where nothing else kept this process busy before it sent the next."""
@@ -234,6 +235,7 @@ def test_metrics_of_something_else_are_refused_where_they_were_named_and_else_le
     assert find_metrics(None, server.url) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("server", ["openai"], indirect=True)
 def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(server, named, tmp_path, monkeypatch):

@@ -69,6 +69,7 @@ def settings(runtime, **values):
 # -- what it writes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("model", PAIRS)
 def test_the_catalogs_pairs_are_launched_as_was_read_and_agreed(runtime, model):
@@ -138,6 +139,7 @@ def test_a_published_drafters_configuration_needs_no_code_of_its_own(tmp_path):
     assert config.model_type == "qwen3" and config.dflash_config["target_layer_ids"] == [1, 3, 5]
 
 
+@pytest.mark.slow
 def test_the_shape_of_every_pair_of_the_catalog_is_known():
     catalog = load_catalog()
     assert {*PAIRS, "tiny"} == {name for name, entry in catalog.items() if entry.kind == "dflash"}
@@ -436,10 +438,8 @@ def is_alive(process: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGHUP))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_is_handed_on_and_nothing_stays(fake_vllm, number):
     process = launch_vllm(fake_vllm)
     said = process.stdout.readline().split()
