@@ -13,6 +13,7 @@ from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.intake import Intake
+from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.text.grammar import Grammar, Grammars
 
@@ -116,6 +117,22 @@ def test_a_step_ahead_waits_for_what_a_grammar_s_slot_needs(loaded, replies, req
     while scheduler.busy:
         scheduler.step()
     assert [sequence.completion().token_ids for sequence in sequences] == [reply.token_ids for reply in replies]
+
+
+def test_pieces_of_a_prompt_that_are_under_way_are_no_part_of_its_reply(loaded):
+    """Two steps ahead: the first step that decodes follows two pieces, of which the last alone gives a token."""
+    scheduler = Scheduler(loaded.session, draft=False, ahead=2, budget=FixedPrefillBudget(8))
+    first = loaded.intake.sequence(STORY, SamplingParams(max_tokens=30, ignore_eos=True))
+    scheduler.submit(first)
+    while not first.token_ids:
+        scheduler.step()
+    prompt = [1000 + i for i in range(24)]
+    held = loaded.intake.sequence(prompt, asked(FORMS[3]))
+    scheduler.submit(held)
+    while scheduler.busy:
+        scheduler.step()
+    (expected,) = loaded.generate([prompt], asked(FORMS[3]))
+    assert held.completion().token_ids == expected.token_ids
 
 
 def test_two_ranks_choose_as_one_does(loaded):

@@ -10,24 +10,21 @@ tokens that it allows, so that drafted text equals plain text.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.batch import Batch
+from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.slots import Stay
 from trtllm_dflash.session.calls import Guide, Masks, Piece
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.session import Session
 
 if TYPE_CHECKING:
     from trtllm_dflash.text.grammar import Grammar, Plan
 
 _Followed = TypeVar("_Followed")
-
-
-#: Steps that are launched and not read: their decoding slots, then those of their pieces, and the outcome of each.
-UnderWay: TypeAlias = list[tuple[list[Stay], Outcome]]
 
 
 class GuideError(RequestError):
@@ -71,7 +68,7 @@ def awaits_drafts(batch: Batch) -> bool:
 
 
 def guide_step(
-    session: Session, batch: Batch, stays: list[Stay], pieces: list[Piece], under_way: UnderWay
+    session: Session, batch: Batch, stays: list[Stay], pieces: list[Piece], under_way: list[Launched]
 ) -> tuple[Batch, list[Guide], Masks | None]:
     """Makes the guides of a step and their masks, and its decoding slots with the rows that they verify by them.
 
@@ -102,16 +99,17 @@ def guide_step(
     return replace(batch, rows=rows, drafted=drafted), guides, StepMasks(guided, lambda: [*plans])
 
 
-def _plans_behind(stays: list[Stay], decoding: int, under_way: UnderWay) -> "list[Plan | None]":
+def _plans_behind(stays: list[Stay], decoding: int, under_way: list[Launched]) -> "list[Plan | None]":
     """Makes the plans of slots without drafts, of which so many decode, behind what the steps under way give them.
 
     Waits for these steps, and leaves it to the scheduler to take their tokens.
     """
     behind: dict[Stay, list[int]] = {stay: [] for stay in stays[:decoding]}
-    for others, outcome in under_way:
-        for stay, ids in zip(others, outcome.read(), strict=True):
+    for launched in under_way:
+        for place, (stay, ids) in enumerate(zip(launched.stays, launched.outcome.read(), strict=True)):
             if stay in behind:
-                behind[stay] += ids
+                decoded = place < len(launched.batch.stays)
+                behind[stay] = behind[stay] + ids if decoded else ids  # of its prompt, the last piece alone gives one
     return [_followed(stay, partial(_grammar(stay).plan_behind, behind.get(stay, []))) for stay in stays]
 
 

@@ -299,8 +299,8 @@ class Scheduler:
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         calls = [piece_of(stay, count) for stay, count in pieces]
-        under_way = [(launched.stays, launched.outcome) for launched in self._launched]
-        batch, guides, masks = guide_step(self._session, batch, [stay for stay, _ in pieces], calls, under_way)
+        begin = [stay for stay, _ in pieces]
+        batch, guides, masks = guide_step(self._session, batch, begin, calls, list(self._launched))
         step = Step(
             decode=batch.rows,
             pieces=calls,
