@@ -277,6 +277,18 @@ def test_what_cannot_draft_trees_is_refused_in_one_line(choice, update, device, 
     assert str(refused.value).startswith(says)
 
 
+def test_a_gpu_joins_no_more_taps_than_its_kernel_takes(tiny):
+    most, more = (
+        tiny.config.model_copy(
+            update={"precision": "bf16", "drafter": tiny.config.drafter.model_copy(update={"tap_layers": (0,) * taps})}
+        )
+        for taps in (8, 9)
+    )
+    assert with_trees(most, 15, torch.device("cuda")).draft_tree == 15
+    with pytest.raises(SettingsError, match="--draft-tree 15: on a GPU trees need a drafter of at most 8 taps; this"):
+        with_trees(more, 15, torch.device("cuda"))
+
+
 def test_auto_and_off_draft_chains(tiny):
     for choice in ("auto", "off"):
         assert with_trees(tiny.config, choice, torch.device("cpu")).draft_tree == 0

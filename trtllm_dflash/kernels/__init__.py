@@ -22,7 +22,16 @@ from trtllm_dflash.kernels.draft_tree import (
 )
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
-from trtllm_dflash.kernels.library import ABI_VERSION, LIBRARY_VARIABLE, Library, find, load, load_for, remedy
+from trtllm_dflash.kernels.library import (
+    ABI_VERSION,
+    LIBRARY_VARIABLE,
+    MOST_JOINED,
+    Library,
+    find,
+    load,
+    load_for,
+    remedy,
+)
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu, takes_norm
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
@@ -41,6 +50,7 @@ __all__ = [
     "LIBRARY_VARIABLE",
     "MAX_ROWS",
     "MOE_ROWS",
+    "MOST_JOINED",
     "OLDEST_GPU",
     "PAGE_TILE",
     "SKINNY_GPUS",

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.kernels import MOST_JOINED
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, listed_nodes
 
 _CHOICES = f"choose auto, off, {', '.join(map(str, TREE_SIZES[:-1]))} or {TREE_SIZES[-1]}"
@@ -63,6 +64,9 @@ def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | No
     shortest = min((window for window in config.target.windows or () if window is not None), default=None)
     if device.type != "cpu" and shortest is not None and shortest < config.block_size:
         return f"on a GPU trees need windows of at least a block; this target's is {shortest}"
+    taps = len(config.drafter.tap_layers)
+    if device.type != "cpu" and taps > MOST_JOINED:
+        return f"on a GPU trees need a drafter of at most {MOST_JOINED} taps; this one has {taps}"
     if listed_nodes(nodes, config.block_size) < 2 * nodes:
         return f"blocks of {config.block_size} have not so many nodes to choose from; give a smaller one"
     return None
