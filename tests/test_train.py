@@ -13,15 +13,21 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
 from tests.conftest import refusal
 from tests.drafters import make_dflash2
+from tests.hybrid_checkpoints import make_hybrid
 from tests.quantized import quantize_folder
+from tests.test_gemma4 import make_gemma4
+from tests.test_kimi_k25 import make_kimi
+from tests.test_minimax_m2 import make_minimax_m2
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.dflash2 import SelectorConfig
 from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.ops.delta_states import Run
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import ops_over
+from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.train.anchors import anchored, eligible_rows, pick_anchors
 from trtllm_dflash.train.documents import Document, Pack, Packs, generator
 from trtllm_dflash.train.evaluation import Tally
@@ -166,14 +172,32 @@ def test_flex_attention_and_the_dense_mask_are_one(pack):
     torch.testing.assert_close(make.causal(pack, 3)(q, k, v), causal(q, k, v))
 
 
+#: Families that import more of transformers.
+LATER = {
+    "qwen3-next": partial(make_hybrid, layout="qwen3_next"),
+    "qwen3.5": partial(make_hybrid, layout="qwen3_5"),
+    "gemma-4": make_gemma4,
+    "gemma-4 with experts": partial(make_gemma4, experts=True),
+    "minimax-m2": make_minimax_m2,
+    "kimi-k2.5": make_kimi,
+}
+
+
 def make_fp8(path: Path) -> None:
     quantize_folder(make_target(path), "channel")
 
 
 @pytest.mark.parametrize(
     "make",
-    [make_target, partial(make_target, family="llama"), make_gpt_oss, make_qwen3_moe, make_fp8],
-    ids=["qwen3", "llama", "gpt-oss", "qwen3-moe", "fp8"],
+    [
+        make_target,
+        partial(make_target, family="llama"),
+        make_gpt_oss,
+        make_qwen3_moe,
+        make_fp8,
+        *(pytest.param(make, marks=pytest.mark.slow) for make in LATER.values()),
+    ],
+    ids=["qwen3", "llama", "gpt-oss", "qwen3-moe", "fp8", *LATER],
 )
 def test_blocks_of_a_pack_are_what_the_served_drafter_computes(make, tmp_path):
     make(tmp_path / "target")
@@ -184,7 +208,8 @@ def test_blocks_of_a_pack_are_what_the_served_drafter_computes(make, tmp_path):
     with LLM.from_pretrained(*folders, device="cpu", max_seq_len=64) as llm:
         checkpoint = open_drafter(folders[1])
         target = FrozenTarget(llm, checkpoint.config.tap_layers)
-        trained = TrainedDrafter(checkpoint.config, target.embedding, 64)
+        assert llm.config.drafter is not None
+        trained = TrainedDrafter(llm.config.drafter, target.embedding, 64)
         trained.load({key: checkpoint.folder.read(checkpoint.keys[key]) for key in trained.shapes()})
         rows = eligible_rows(pack)[::5]
         with torch.no_grad():
@@ -229,6 +254,8 @@ def served_drafts(llm: LLM, pack: Pack, row: int, kind: type[TorchOps]) -> torch
     assert config is not None
     ops, drafter, target = ops_over(llm, kind), Drafter(config), build_target(llm.config.target)
     first = row - int(pack.position[row])
+    assert isinstance(llm.session, TorchSession)
+    ops.states, ops.runs = llm.session.states, (Run(0, 0, row - first, 0, 0),)  # of gated delta nets
     start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([row - first], dtype=torch.int32)
     features = target.forward(ops, pack.token_ids[None, first:row].int(), start, config.tap_layers)
     context = drafter.context(ops, ops.concat(features.taps), start)

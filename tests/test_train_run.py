@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import TINY, run, succeeds
+from tests.test_train import LATER
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
+from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.train.phases import train
 from trtllm_dflash.train.settings import TrainSettings
@@ -230,3 +233,22 @@ def test_ctrl_c_ends_with_130_and_half_a_line_of_replies_is_made_again(trained, 
     result = run("train", *FLAGS, "--data", data, *lengths, "--output", output, "--mask-token", 3)
     assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
     assert sorted(file.read_text().splitlines()) == sorted(whole.splitlines())
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", LATER)
+def test_a_drafter_for_a_target_of_any_family_is_trained_from_nothing(family, tmp_path):
+    LATER[family](tmp_path / "target")
+    chance = random.Random(0)
+    rows = [{"prompt_ids": [chance.randrange(120) for _ in range(6)], "reply_ids": [5, 7] * 8} for _ in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"target": str(tmp_path / "target"), "data": tmp_path / "data.jsonl", "device": "cpu", "mask_token": 127}
+    recipe = {"layers": 1, "block": 4, "pack": 64, "anchors": 16, "steps": 3, "rate": 1e-3, "objective": "ce"}
+    lengths = {"max_seq_len": 64, "max_tokens": 8, "max_batch": 2, "held_out": 0.5, "evaluate_every": 3}
+    train(TrainSettings.model_validate({**settings, **recipe, **lengths}), tmp_path / "out", "evaluate")
+    losses = [row["loss"] for row in read_log(tmp_path / "out" / LOG) if "loss" in row]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    pair = open_pair(tmp_path / "target", tmp_path / "out" / "drafter")
+    assert pair.drafter is not None and pair.drafter.config.embedding_scale == pair.target_config.embedding_scale

@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 _EPS = 1e-6  # of the heads' lengths
 
 
-class _Rows(NamedTuple):
-    """Numbers of n rows, in FP32."""
+class DeltaRows(NamedTuple):
+    """Numbers of n rows, in FP32: of what they read out of a state, and what they write."""
 
     queries: Tensor  # [n, Hk, Dk]
     keys: Tensor  # [n, Hk, Dk]
@@ -28,13 +28,13 @@ class _Rows(NamedTuple):
     shares: Tensor  # [n, Hv] how much of a row is written
     decays: Tensor  # [n, Hv] what is left of the state before it
 
-    def until(self, count: int) -> "_Rows":
+    def until(self, count: int) -> "DeltaRows":
         """Takes the first rows."""
-        return _Rows(*(x[:count] for x in self))
+        return DeltaRows(*(x[:count] for x in self))
 
-    def after(self, count: int) -> "_Rows":
+    def after(self, count: int) -> "DeltaRows":
         """Takes the rows behind those."""
-        return _Rows(*(x[count:] for x in self))
+        return DeltaRows(*(x[count:] for x in self))
 
 
 def gated_delta(
@@ -62,7 +62,7 @@ def _run(
         _forget(net.state, decay)
         _write(net.state, key, write)
     inputs = torch.cat([net.window[accepted : accepted + before], x[:, : layer.channels]])
-    rows = _rows(layer, weights, inputs, g)
+    rows = delta_rows(layer, weights, inputs, g)
     first = absorbed_rows(run.count, states.pending)
     absorbed, pending = rows.until(first), rows.after(first)
     read = [_recur(layer, net.state, absorbed)[0]] if first else []
@@ -72,13 +72,17 @@ def _run(
     net.writes[:count], net.keys[:count], net.decays[:count] = writes, pending.keys, pending.decays
     net.window[: before + count] = inputs[first:]
     out = torch.cat([*read, out])
-    z = x[:, layer.channels :].float().view_as(out)
-    y = normed(out, layer.norm_eps).mul_(weights[layer.prefix + "norm.weight"]).mul_(silu(z))
-    return y.flatten(1).to(x.dtype)
+    return gated_output(layer, weights, out, x[:, layer.channels :]).to(x.dtype)
 
 
-def _rows(layer: DeltaLayer, weights: Mapping[str, Tensor], inputs: Tensor, gates: Tensor) -> _Rows:
-    """Computes rows' numbers, from the convolution's inputs [kernel - 1 + n, C] and the gates [n, 2 Hv]."""
+def gated_output(layer: DeltaLayer, weights: Mapping[str, Tensor], out: Tensor, z: Tensor) -> Tensor:
+    """Norms what rows read, [n, Hv, Dv] in FP32, and gates it by z [n, Hv*Dv]: [n, Hv*Dv]."""
+    gate = silu(z.float().view_as(out))
+    return normed(out, layer.norm_eps).mul_(weights[layer.prefix + "norm.weight"]).mul_(gate).flatten(1)
+
+
+def delta_rows(layer: DeltaLayer, weights: Mapping[str, Tensor], inputs: Tensor, gates: Tensor) -> DeltaRows:
+    """Computes what rows ask and write, from the convolution's inputs [kernel - 1 + n, C] and the gates [n, 2 Hv]."""
     wide, taps, count = inputs.float(), weights[layer.prefix + "conv1d.weight"].float(), len(gates)
     mixed = wide[:count] * taps[:, 0, 0]
     for i in range(1, layer.kernel):
@@ -89,10 +93,10 @@ def _rows(layer: DeltaLayer, weights: Mapping[str, Tensor], inputs: Tensor, gate
     b, a = gates.float().chunk(2, dim=-1)
     rates = weights[layer.prefix + "A_log"].exp().neg()
     decays = (rates * softplus(a + weights[layer.prefix + "dt_bias"])).exp_()
-    return _Rows(q * layer.key_size**-0.5, k, v.unflatten(-1, (layer.value_heads, -1)), sigmoid(b), decays)
+    return DeltaRows(q * layer.key_size**-0.5, k, v.unflatten(-1, (layer.value_heads, -1)), sigmoid(b), decays)
 
 
-def _recur(layer: DeltaLayer, state: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _recur(layer: DeltaLayer, state: Tensor, rows: DeltaRows) -> tuple[Tensor, Tensor]:
     """Takes state [Hv, Dk, Dv] through rows, in place: what each reads out of it, and writes, [n, Hv, Dv] both."""
     queries, keys, shares = _spread(layer, rows.queries), _spread(layer, rows.keys), rows.shares[:, :, None]
     out, writes = [], []

@@ -11,10 +11,12 @@ import torch
 
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
+from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import ops_over
+from trtllm_dflash.train.delta import gated_delta_over_documents
 from trtllm_dflash.train.documents import Pack
 from trtllm_dflash.train.loss import CHUNK_BYTES
 from trtllm_dflash.train.mask import MASKED, Masked
@@ -66,6 +68,10 @@ class PackOps(TorchOps):
         more = () if plain else (scale, None if sinks is None else self.weights[sinks])
         out: Tensor = attend(q, keys, values, *more)
         return out.transpose(1, 2).flatten(2)
+
+    def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
+        lengths = [len(document.token_ids) for document in self.pack.documents]
+        return gated_delta_over_documents(layer, self.weights, lengths, x, gates)
 
 
 class FrozenTarget:

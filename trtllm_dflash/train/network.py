@@ -50,6 +50,10 @@ class BlockOps(TorchOps):
     def embedding(self, name: str, ids: Tensor) -> Tensor:
         return super().embedding(name, ids).float()  # the residual stream is FP32
 
+    def scaled_embedding(self, name: str, ids: Tensor, factor: float) -> Tensor:
+        x = super().embedding(name, ids)
+        return (x * torch.tensor(factor, dtype=x.dtype)).float()  # rounded as the target rounds it
+
     def argmax(self, logits: Tensor) -> Tensor:
         return logits
 

@@ -41,7 +41,7 @@ from trtllm_dflash.train.ranks import Ranks, check_ranks, joined
 from trtllm_dflash.train.regenerate import Rate, read_documents, regenerate, sampling_of
 from trtllm_dflash.train.report import CARD, PLOT, REPORT, can_plot, make_report, model_card, plot
 from trtllm_dflash.train.settings import TrainSettings
-from trtllm_dflash.train.shape import check_shape, check_target, config_of, new_config
+from trtllm_dflash.train.shape import check_shape, config_of, new_config
 from trtllm_dflash.train.state import Manifest, State
 from trtllm_dflash.train.trainer import BEST, LOG, Trainer, computing, read_log
 
@@ -244,7 +244,9 @@ class Training:
         return Trainer(drafter, target, training, held_out, self.settings, self.state)
 
     def _drafter(self, target: FrozenTarget) -> TrainedDrafter:
-        return TrainedDrafter(self.config, target.embedding, self.max_seq_len, self.settings.seed)
+        scale = self.pair.target_config.embedding_scale  # of the table that it shares
+        config = self.config.model_copy(update={"embedding_scale": scale})
+        return TrainedDrafter(config, target.embedding, self.max_seq_len, self.settings.seed)
 
     def _plan(self, trainer: Trainer) -> int:
         """Decides on the number of steps, once, by a measured one; says what they will cost."""
@@ -351,7 +353,6 @@ class Training:
 
 def _raw_config(settings: TrainSettings, pair: Pair) -> dict[str, Any]:
     """Makes the drafter's configuration in z-lab's format."""
-    check_target(pair.target_folder.path, pair.target_config)
     if pair.drafter is not None:
         check_shape(settings, pair.drafter.config)
         return config_of(pair.drafter)

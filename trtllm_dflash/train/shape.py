@@ -1,6 +1,5 @@
 """The shape of a drafter that is trained: as its target's layers are, in z-lab's configuration."""
 
-from pathlib import Path
 from typing import Any
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
@@ -14,11 +13,14 @@ from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.settings import DEFAULT_BLOCK, DEFAULT_LAYERS, TrainSettings
 
-#: Where a configuration keeps its rotary embedding. A drafter's must be its target's.
+#: Where a configuration keeps its rotary embedding.
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 #: The architecture of each head in z-lab's format.
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+
+#: Most numbers of a head, and most heads of keys, whatever the target has: those of published drafters.
+_HEAD_SIZE, _KV_HEADS = 128, 8
 
 _WIDER = 3  # FFN columns of a drafter whose target has experts, by its hidden size, as published ones have
 
@@ -31,9 +33,6 @@ def new_config(
     Raises:
         SettingsError: taps outside the target, no token to mask with, or no RoPE to take over.
     """
-    raw = folder.config
-    if "rope_theta" not in {**raw, **(raw.get("rope_parameters") or {})}:
-        raise SettingsError(f"--target {folder.path}: has no rope_theta that a drafter could take over; give --from")
     layers, block = settings.layers or DEFAULT_LAYERS, settings.block or DEFAULT_BLOCK
     taps = list(settings.taps or default_tap_layers(target.layers, layers))
     for tap in taps:
@@ -49,12 +48,12 @@ def new_config(
         "intermediate_size": target.intermediate_size if target.moe is None else _WIDER * target.hidden_size,
         "num_hidden_layers": layers,
         "num_attention_heads": target.heads,
-        "num_key_value_heads": target.kv_heads,
-        "head_dim": target.head_size,
+        "num_key_value_heads": target.kv_heads if target.heads % _KV_HEADS else min(target.kv_heads, _KV_HEADS),
+        "head_dim": min(target.head_size, _HEAD_SIZE),
         "hidden_act": "silu",
         "max_position_embeddings": target.max_positions,
         "rms_norm_eps": target.norm_eps,
-        **{key: raw[key] for key in _ROPE if key in raw},
+        **_rope(folder, target),
         "attention_bias": target.attention_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": target.tied_embeddings,
@@ -65,6 +64,23 @@ def new_config(
         "block_size": block,
         "dflash_config": {**drafting, **second_settings(**PUBLISHED_KINDS[kind])},
     }
+
+
+def _rope(folder: CheckpointFolder, target: DecoderConfig) -> dict[str, Any]:
+    """Takes over the target's rotary embedding; its base alone where the target rotates a part of its heads.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    text = folder.config.get("text_config", folder.config)
+    told = {**text, **(text.get("rope_parameters") or {})}
+    whole = target.rope.rotary_size is None and target.latent_attention is None
+    if "rope_theta" in told:
+        return {key: text[key] for key in _ROPE if key in text} if whole else {"rope_theta": told["rope_theta"]}
+    base = told.get("full_attention", {}).get("rope_theta")  # of the layers that see everything, as a drafter's do
+    if base is None:
+        raise SettingsError(f"--target {folder.path}: has no rope_theta that a drafter could take over; give --from")
+    return {"rope_theta": base}
 
 
 def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
@@ -99,18 +115,6 @@ def config_of(checkpoint: DrafterCheckpoint) -> dict[str, Any]:
 
 def _head_of(config: DrafterConfig) -> str:
     return "dflash" if config.selector is None else "dflash2"
-
-
-def check_target(path: Path, target: DecoderConfig) -> None:
-    """Refuses targets whose features, or whose drafters, are more than training computes.
-
-    Raises:
-        SettingsError: names it.
-    """
-    if target.embedding_scale is not None:
-        raise SettingsError(f"--target {path}: scales its embedding, which training does not know yet")
-    if target.delta is not None:
-        raise SettingsError(f"--target {path}: has gated delta nets, which training does not know yet")
 
 
 def check_shape(settings: TrainSettings, config: DrafterConfig) -> None:
