@@ -10,8 +10,9 @@ mkdir -p "$pair/drafter" "$training"
 python3 tokenizer.py --out "$pair/target"
 python3 corpus.py --write "$pair/prompts.jsonl"
 python3 train_target.py --out "$pair/target"
-python3 drafter_records.py --tokenizer "$pair/target/tokenizer.json" --write "$training/records.jsonl"
+python3 drafter_records.py --tokenizer "$pair/target/tokenizer.json" --exchanges 120000 --write "$training/records.jsonl"
 trtllm-dflash train --target "$pair/target" --data "$training/records.jsonl" --held-out 0.001 --max-tokens 320 \
-    --layers 2 --taps 1,3,5 --pack 8192 --packs 2 --anchors 1024 --rate 2e-3 --steps 3800 --output "$training/state"
+    --layers 2 --taps 1,3,5 --pack 16384 --anchors 2048 --rate 2e-3 --steps 6000 --evaluate-every 2000 \
+    --objective greedy --weighting exponential --output "$training/state"
 cp "$training"/state/drafter/{config.json,model.safetensors} "$pair/drafter"
 python3 measure.py --target "$pair/target" --drafter "$pair/drafter" --prompts "$pair/prompts.jsonl" --device cuda --each 16
