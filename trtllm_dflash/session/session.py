@@ -176,9 +176,9 @@ class Session(ABC):
 
     def drafts(self, slots: list[int]) -> list[list[int]]:
         """Reads the drafts that the last step left in these slots; waits for it, if it must."""
-        with self._stream():
-            tokens = self._slots.tokens.index_select(0, torch.tensor(slots, device=self.device))
-        return [row[1:] for row in tokens.tolist()]
+        with self._stream():  # the copy to the host too: another stream's would not wait for the step
+            tokens = self._slots.tokens.index_select(0, torch.tensor(slots, device=self.device)).tolist()
+        return [row[1:] for row in tokens]
 
     def place(self, call: Place) -> None:
         """Lets a slot's recurrent states, where there are some, stand at a position. Errors as in `prefill`."""
