@@ -2,20 +2,16 @@
 
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-    Qwen3_5Config,
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from tests.checkpoints import edit_config, edit_tensors, fill
+
+qwen3_5, qwen3_5_moe, qwen3_next = (
+    pytest.importorskip(f"transformers.models.{name}", reason=f"this release of transformers has no {name}")
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+)
 
 LAYOUTS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe, stacked")
 
@@ -69,11 +65,13 @@ def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
     }
     rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.25}
     if layout == "qwen3_next":
-        return Qwen3NextForCausalLM(Qwen3NextConfig(**shape, **_EXPERTS, intermediate_size=96, rope_parameters=rope))
+        return qwen3_next.Qwen3NextForCausalLM(
+            qwen3_next.Qwen3NextConfig(**shape, **_EXPERTS, intermediate_size=96, rope_parameters=rope)
+        )
     rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     if layout == "qwen3_5_text":
-        text = Qwen3_5TextConfig(**shape, intermediate_size=96, rope_parameters=rope, tie_word_embeddings=True)
-        return Qwen3_5ForCausalLM(text)
+        text = qwen3_5.Qwen3_5TextConfig(**shape, intermediate_size=96, rope_parameters=rope, tie_word_embeddings=True)
+        return qwen3_5.Qwen3_5ForCausalLM(text)
     ids = {f"{kind}_token_id": i for i, kind in enumerate(("image", "video", "vision_start", "vision_end"))}
     vision = {
         "depth": 1,
@@ -84,10 +82,12 @@ def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
     }
     text_config = {**shape, "rope_parameters": rope}
     if layout == "qwen3_5":
-        config = Qwen3_5Config(text_config={**text_config, "intermediate_size": 96}, vision_config=vision, **ids)
-        return Qwen3_5ForConditionalGeneration(config)
-    config = Qwen3_5MoeConfig(text_config={**text_config, **_EXPERTS}, vision_config=vision, **ids)
-    return Qwen3_5MoeForConditionalGeneration(config)
+        config = qwen3_5.Qwen3_5Config(
+            text_config={**text_config, "intermediate_size": 96}, vision_config=vision, **ids
+        )
+        return qwen3_5.Qwen3_5ForConditionalGeneration(config)
+    config = qwen3_5_moe.Qwen3_5MoeConfig(text_config={**text_config, **_EXPERTS}, vision_config=vision, **ids)
+    return qwen3_5_moe.Qwen3_5MoeForConditionalGeneration(config)
 
 
 def _stack(tensors: dict[str, torch.Tensor]) -> None:
