@@ -8,10 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.checkpoints import edit_config, edit_tensors, fill
 
-qwen3_5, qwen3_5_moe, qwen3_next = (
-    pytest.importorskip(f"transformers.models.{name}", reason=f"this release of transformers has no {name}")
-    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-)
+transformers = pytest.importorskip("transformers", "5.10.1", reason="transformers computes Qwen3.5 so since 5.10.1")
 
 LAYOUTS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe, stacked")
 
@@ -65,13 +62,15 @@ def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
     }
     rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.25}
     if layout == "qwen3_next":
-        return qwen3_next.Qwen3NextForCausalLM(
-            qwen3_next.Qwen3NextConfig(**shape, **_EXPERTS, intermediate_size=96, rope_parameters=rope)
+        return transformers.Qwen3NextForCausalLM(
+            transformers.Qwen3NextConfig(**shape, **_EXPERTS, intermediate_size=96, rope_parameters=rope)
         )
     rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     if layout == "qwen3_5_text":
-        text = qwen3_5.Qwen3_5TextConfig(**shape, intermediate_size=96, rope_parameters=rope, tie_word_embeddings=True)
-        return qwen3_5.Qwen3_5ForCausalLM(text)
+        text = transformers.Qwen3_5TextConfig(
+            **shape, intermediate_size=96, rope_parameters=rope, tie_word_embeddings=True
+        )
+        return transformers.Qwen3_5ForCausalLM(text)
     ids = {f"{kind}_token_id": i for i, kind in enumerate(("image", "video", "vision_start", "vision_end"))}
     vision = {
         "depth": 1,
@@ -82,12 +81,12 @@ def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
     }
     text_config = {**shape, "rope_parameters": rope}
     if layout == "qwen3_5":
-        config = qwen3_5.Qwen3_5Config(
+        config = transformers.Qwen3_5Config(
             text_config={**text_config, "intermediate_size": 96}, vision_config=vision, **ids
         )
-        return qwen3_5.Qwen3_5ForConditionalGeneration(config)
-    config = qwen3_5_moe.Qwen3_5MoeConfig(text_config={**text_config, **_EXPERTS}, vision_config=vision, **ids)
-    return qwen3_5_moe.Qwen3_5MoeForConditionalGeneration(config)
+        return transformers.Qwen3_5ForConditionalGeneration(config)
+    config = transformers.Qwen3_5MoeConfig(text_config={**text_config, **_EXPERTS}, vision_config=vision, **ids)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 
 def _stack(tensors: dict[str, torch.Tensor]) -> None:

@@ -18,7 +18,9 @@ from trtllm_dflash.models import read_target_config
 from trtllm_dflash.session.choice import find_kernels
 from trtllm_dflash.session.torch_session import TorchSession
 
-gemma4 = pytest.importorskip("transformers.models.gemma4", reason="this release of transformers has no Gemma 4")
+transformers = pytest.importorskip(
+    "transformers", "5.15", reason="transformers has Gemma 4 as it is published since 5.15"
+)
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +53,9 @@ def make_gemma4(path: Path, *, experts: bool = False, published: bool = True, **
     }
     if experts:
         shape |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
-    text = gemma4.Gemma4TextConfig(**{**shape, **values}).to_dict()
-    model = gemma4.Gemma4ForConditionalGeneration(
-        gemma4.Gemma4Config(text_config=text, vision_config=None, audio_config=None)
+    text = transformers.Gemma4TextConfig(**{**shape, **values}).to_dict()
+    model = transformers.Gemma4ForConditionalGeneration(
+        transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None)
     )
     fill(model, torch.Generator().manual_seed(0)).save_pretrained(path)
     # What is beside the text in every published one.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import edit_config, edit_tensors, make_drafter
 from tests.conftest import refusal, succeeds
 from tests.family_checks import assert_ranks_agree
-from tests.hybrid_checkpoints import LAYOUTS, make_hybrid, qwen3_5, qwen3_5_moe
+from tests.hybrid_checkpoints import LAYOUTS, make_hybrid, transformers
 from tests.near_ties import all_logits
 from tests.quantized import quantize_folder
 from tests.stub_kernels import needs_cc, stub_library
@@ -57,8 +57,8 @@ def load(folder, drafter=None, **settings):
 def reference(folder, layout):
     """The same checkpoint as transformers computes it."""
     classes = {
-        "qwen3_5": qwen3_5.Qwen3_5ForConditionalGeneration,
-        "qwen3_5_moe": qwen3_5_moe.Qwen3_5MoeForConditionalGeneration,
+        "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
+        "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
     }
     kind = classes.get(layout.partition(",")[0], AutoModelForCausalLM)
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
