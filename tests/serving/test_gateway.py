@@ -167,9 +167,10 @@ def test_stop_strings_end_the_reply_before_them(api, tiny):
 
 
 def test_what_only_the_server_refuses_bears_openais_name(api):
-    with pytest.raises(openai.BadRequestError, match=r"- bad_words: .* tokens") as refusal:
+    with pytest.raises(openai.BadRequestError, match=r"bad_words: .* tokens") as refusal:
         api.completions.create(model="tiny", prompt="a", stream=True, extra_body={"bad_words": ["one two " * 20]})
     assert refusal.value.param == "bad_words"
+    assert refusal.value.body["message"].startswith("bad_words: ")
 
 
 def test_a_seed_makes_a_sampled_reply_again_and_none_makes_another(api, tiny):

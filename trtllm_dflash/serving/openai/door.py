@@ -73,9 +73,8 @@ async def refused(request: Request, error: Exception) -> Response:
         return refusal(error)
     assert isinstance(error, HTTPException)  # no such path, or not this method
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    return refusal(
-        ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", None, code, error.headers)
-    )
+    path = request.scope["path"]  # request.url has the header Host in it, which may be anything
+    return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}", None, code, error.headers))
 
 
 async def broken(request: Request, error: Exception) -> Response:
