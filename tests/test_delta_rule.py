@@ -12,7 +12,7 @@ from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.delta_rule import softplus
 from trtllm_dflash.ops.delta_states import DeltaStates, Run, part_shapes
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.train.delta import gated_delta_over_documents
+from trtllm_dflash.train.delta import DocumentChunks, gated_delta_over_documents
 
 LAYER = DeltaLayer("net.", key_heads=2, value_heads=6, key_size=16, value_size=24, kernel=4, norm_eps=1e-6)
 BLOCK = 16
@@ -145,6 +145,7 @@ def test_in_training_every_document_of_a_pack_begins_with_an_empty_state():
     rows = torch.randn(sum(lengths), COLUMNS + 2 * LAYER.value_heads, generator=torch.Generator().manual_seed(6))
     rows[::40, COLUMNS + LAYER.value_heads :] = 1e4
     x, gates = rows[:, :COLUMNS], rows[:, COLUMNS:]
-    y = gated_delta_over_documents(LAYER, weights, lengths, x[None], gates[None])[0]
+    chunks = DocumentChunks(lengths, LAYER.kernel - 1, x.device)
+    y = gated_delta_over_documents(LAYER, weights, chunks, x[None], gates[None])[0]
     alone = [recurrence(weights, *parts)[0] for parts in zip(x.split(lengths), gates.split(lengths), strict=True)]
     torch.testing.assert_close(y.double(), torch.cat(alone), atol=2e-5, rtol=1e-5)

@@ -7,12 +7,12 @@ from itertools import chain
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from tests.checkpoints import edit_config, edit_tensors, make_drafter
 from tests.conftest import refusal, succeeds
 from tests.family_checks import assert_ranks_agree
-from tests.hybrid_checkpoints import LAYOUTS, make_hybrid, transformers
+from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits
 from tests.quantized import quantize_folder
 from tests.stub_kernels import needs_cc, stub_library
@@ -60,7 +60,7 @@ def reference(folder, layout):
         "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
         "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
     }
-    kind = classes.get(layout.partition(",")[0], AutoModelForCausalLM)
+    kind = classes.get(layout.partition(",")[0], transformers.AutoModelForCausalLM)
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 

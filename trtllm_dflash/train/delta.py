@@ -20,29 +20,51 @@ _CHUNK = 64  # rows
 _LEAST = 1e-30  # a decay that is no more than this forgets everything
 
 
+class DocumentChunks:
+    """Places of the rows of a pack's documents in n chunks of c rows, the same for all of a target's nets.
+
+    Args:
+        lengths: rows of each document, in their order: S in all.
+        before: rows of zeros that the convolution of each document begins behind.
+    """
+
+    def __init__(self, lengths: Sequence[int], before: int, device: torch.device) -> None:
+        places, counts = _places(lengths)
+        first = np.cumsum(counts) - counts  # chunk of each document
+        documents = np.argsort(-counts, kind="stable")  # longest first: those that go on are in front
+        live = [documents[counts[documents] > number] for number in range(int(counts.max()))]
+        number = np.arange(len(lengths)).repeat(lengths)
+        self.documents, self.before = len(lengths), before
+
+        def there(x: IntArray) -> Tensor:
+            return moved(torch.from_numpy(x), device)
+
+        self.spread = there(np.arange(len(number)) + before * number)  # [S]: each row, with zeros between documents
+        self.rows = there(places)  # [n, c]: of each chunk; S where its document has none
+        self.own = there((places < len(number)).reshape(-1).nonzero()[0])  # [S]: where each row stands in the chunks
+        self.steps = [there(first[some] + step) for step, some in enumerate(live)]  # chunks that are computed together
+
+
 def gated_delta_over_documents(
-    layer: DeltaLayer, weights: Mapping[str, Tensor], lengths: Sequence[int], x: Tensor, gates: Tensor
+    layer: DeltaLayer, weights: Mapping[str, Tensor], chunks: DocumentChunks, x: Tensor, gates: Tensor
 ) -> Tensor:
     """Computes `Ops.gated_delta` of a pack.
 
     Args:
-        lengths: rows of each document, in their order: S in all.
         x: [1, S, C + Hv*Dv].
         gates: [1, S, 2 Hv].
     """
-    rows = _document_rows(layer, weights, lengths, x[0, :, : layer.channels], gates[0])
-    out = _Chunks(layer, lengths, rows).read()
+    rows = _document_rows(layer, weights, chunks, x[0, :, : layer.channels], gates[0])
+    out = _Net(layer, chunks, rows).read()
     return gated_output(layer, weights, out, x[0, :, layer.channels :])[None].to(x.dtype)
 
 
 def _document_rows(
-    layer: DeltaLayer, weights: Mapping[str, Tensor], lengths: Sequence[int], x: Tensor, gates: Tensor
+    layer: DeltaLayer, weights: Mapping[str, Tensor], chunks: DocumentChunks, x: Tensor, gates: Tensor
 ) -> DeltaRows:
     """Computes the numbers of all rows, the convolution of each document behind rows of zeros."""
-    before = layer.kernel - 1
-    number = np.arange(len(lengths)).repeat(lengths)
-    at = moved(torch.from_numpy(np.arange(len(x)) + before * number), x.device)  # of each row, with zeros between
-    inputs = x.new_zeros(len(x) + before * len(lengths), x.shape[1])
+    before, at = chunks.before, chunks.spread
+    inputs = x.new_zeros(len(x) + before * chunks.documents, x.shape[1])
     inputs[at + before] = x
     spread = gates.new_zeros(len(inputs) - before, gates.shape[1])
     spread[at] = gates
@@ -50,16 +72,12 @@ def _document_rows(
     return DeltaRows(*(part[at] for part in rows))
 
 
-class _Chunks:
-    """The rows of a pack in n chunks of c rows, each of one document; those that a document lacks do nothing."""
+class _Net:
+    """A net's rows in chunks, each of one document; those that a document lacks do nothing."""
 
-    def __init__(self, layer: DeltaLayer, lengths: Sequence[int], rows: DeltaRows) -> None:
-        self._places, counts = _places(lengths)
-        self._first = np.cumsum(counts) - counts  # chunk of each document
-        self._counts = counts
-        self._rows = len(rows.keys)
+    def __init__(self, layer: DeltaLayer, chunks: DocumentChunks, rows: DeltaRows) -> None:
+        self._chunks, at = chunks, chunks.rows
         group = layer.value_heads // layer.key_heads
-        at = moved(torch.from_numpy(self._places), rows.keys.device)
         # [n, Hv, c, ...]
         self._queries, self._keys = (self._cut(part, at).repeat_interleave(group, 1) for part in rows[:2])
         self._values, shares, decays = (self._cut(part, at, pad) for part, pad in zip(rows[2:], (0, 0, 1), strict=True))
@@ -85,17 +103,13 @@ class _Chunks:
         queries, keys = self._queries * self._left, self._keys * self._to_end
         n, heads, size, _ = self._plain.shape
         out = torch.empty_like(self._plain)
-        documents = np.argsort(-self._counts, kind="stable")  # longest first: those that go on are in front
-        state = self._plain.new_zeros(len(documents), heads, self._keys.shape[-1], self._plain.shape[-1])
-        for number in range(int(self._counts.max())):
-            live = documents[self._counts[documents] > number]
-            at = moved(torch.from_numpy(self._first[live] + number), state.device)
-            state = state[: len(live)]
+        state = self._plain.new_zeros(self._chunks.documents, heads, self._keys.shape[-1], self._plain.shape[-1])
+        for at in self._chunks.steps:
+            state = state[: len(at)]
             writes = self._plain[at] - self._behind[at] @ state
             out[at] = queries[at] @ state + seen[at] @ writes
             state = state * self._left[at, :, -1:] + keys[at].mT @ writes
-        there = torch.from_numpy((self._places < self._rows).reshape(-1).nonzero()[0])
-        return out.transpose(1, 2).reshape(n * size, heads, -1)[moved(there, out.device)]
+        return out.transpose(1, 2).reshape(n * size, heads, -1)[self._chunks.own]
 
 
 def _places(lengths: Sequence[int]) -> tuple[IntArray, IntArray]:

@@ -16,7 +16,7 @@ from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_row
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.drafter import ops_over
-from trtllm_dflash.train.delta import gated_delta_over_documents
+from trtllm_dflash.train.delta import DocumentChunks, gated_delta_over_documents
 from trtllm_dflash.train.documents import Pack
 from trtllm_dflash.train.loss import CHUNK_BYTES
 from trtllm_dflash.train.mask import MASKED, Masked
@@ -70,8 +70,12 @@ class PackOps(TorchOps):
         return out.transpose(1, 2).flatten(2)
 
     def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
+        chunks = self._once(("chunks", layer.kernel), self.pack.position, lambda: self._chunks(layer.kernel - 1))
+        return gated_delta_over_documents(layer, self.weights, chunks, x, gates)
+
+    def _chunks(self, before: int) -> DocumentChunks:
         lengths = [len(document.token_ids) for document in self.pack.documents]
-        return gated_delta_over_documents(layer, self.weights, lengths, x, gates)
+        return DocumentChunks(lengths, before, self.pack.position.device)
 
 
 class FrozenTarget:
