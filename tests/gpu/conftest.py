@@ -5,6 +5,20 @@ import torch
 
 
 @pytest.fixture
+def captures(monkeypatch):
+    """The CUDA graphs captured since the test began: one entry each."""
+    made = []
+    graph = torch.cuda.graph
+
+    def counted(*arguments, **options):
+        made.append(arguments)
+        return graph(*arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", counted)
+    return made
+
+
+@pytest.fixture
 def poisoned(monkeypatch):
     """What a kernel does not write is NaN, or -1: the bytes of outputs and scratch begin as 255."""
     empty, empty_like = torch.empty, torch.empty_like

@@ -304,17 +304,10 @@ def test_log_probabilities_of_a_reply_are_those_of_its_text_as_a_prompt(
 @needs_kernels
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_no_such_step_is_captured_after_preparation(
-    engine: Callable[..., LLM], precision: str, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., LLM], precision: str, captures: list[object]
 ) -> None:
     llm = engine(precision)
-    captures: list[object] = []
-    graph = torch.cuda.graph
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        captures.append(arguments)
-        return graph(*arguments, **options)
-
-    monkeypatch.setattr(torch.cuda, "graph", counted)
+    captures.clear()
     prompts, asked = requests({})
     llm.generate(prompts, asked)
     llm.generate(prompts, asked, draft=False)
