@@ -13,7 +13,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.shapes import asked_precision, shape_config
 from trtllm_dflash.errors import DeadlineError
-from trtllm_dflash.runtime.request import Sequence
+from trtllm_dflash.runtime.request import Sequence as Request
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.sweep.local_engine import random_llm
@@ -80,16 +80,14 @@ class Followed(Grammar):
     def __init__(self, inner: Grammar, tokens: list[int]) -> None:
         self._inner = inner
         self._left = tokens  # the next one last
-        self.width = inner.width
+        self.width, self.strays = inner.width, inner.strays
 
     def accept(self, token: int) -> None:
         self._inner.accept(self._left.pop())
 
-    def plan(self, drafts: list[int]) -> Plan:
-        return self._inner.plan(self._next(len(drafts)))
-
-    def plan_behind(self, tokens: list[int]) -> Plan | None:
-        return self._inner.plan_behind(self._next(len(tokens)))
+    def plan(self, drafts: list[int], behind: Sequence[int] = (), complete: bool = True) -> Plan | None:
+        text = self._next(len(behind) + len(drafts))
+        return self._inner.plan(text[len(behind) :], text[: len(behind)], complete)
 
     def _next(self, count: int) -> list[int]:
         return self._left[: -1 - count : -1]
@@ -168,7 +166,7 @@ def measured(
     ]
 
 
-def sequences_of(llm: LLM, arm: Arm, draft: bool, grammars: Grammars, tokenizer: Any) -> list[Sequence]:
+def sequences_of(llm: LLM, arm: Arm, draft: bool, grammars: Grammars, tokenizer: Any) -> list[Request]:
     """Makes the requests of an arm."""
     chance, made = random.Random(1), []
     for i in range(arm.batch):
@@ -207,7 +205,7 @@ def text_of(tokenizer: Any, count: int, seed: int) -> list[int]:
     return ids[count - 1 :: -1]
 
 
-def time_steps(scheduler: Scheduler, sequences: list[Sequence], steps: int, device: torch.device) -> float:
+def time_steps(scheduler: Scheduler, sequences: list[Request], steps: int, device: torch.device) -> float:
     """Times a step, in seconds, once all sequences decode; then ends them."""
     for sequence in sequences:
         scheduler.submit(sequence)

@@ -12,6 +12,7 @@ from tests.family_checks import on_ranks
 from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime import guiding
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -107,9 +108,10 @@ def test_drafted_text_equals_plain_text_in_one_batch_with_free_replies(loaded, t
     assert sum(reply.accepted_tokens for reply in replies[:-2]) > 40, "hardly a draft was accepted"
 
 
-@pytest.mark.parametrize("draft", [True, False])
-def test_a_step_ahead_waits_for_what_a_grammar_s_slot_needs(loaded, replies, requests, draft):
-    """As where the device computes by itself: but for such slots' drafts the host is one step behind."""
+@pytest.mark.parametrize(("draft", "strays"), [(True, -1), (True, 2), (True, 0.1), (False, 2)])
+def test_a_step_ahead_of_the_host_chooses_the_same(loaded, replies, requests, monkeypatch, draft, strays):
+    """As where the device computes by itself: a step waits for its drafts always, never, as it is worth, or has none."""
+    monkeypatch.setattr(guiding, "_STRAYS", strays)
     scheduler = Scheduler(loaded.session, draft=draft, ahead=1)
     sequences = [loaded.intake.sequence(prompt, params) for prompt, params in zip(*requests, strict=True)]
     for sequence in sequences:
@@ -117,6 +119,8 @@ def test_a_step_ahead_waits_for_what_a_grammar_s_slot_needs(loaded, replies, req
     while scheduler.busy:
         scheduler.step()
     assert [sequence.completion().token_ids for sequence in sequences] == [reply.token_ids for reply in replies]
+    if strays < 0:
+        assert [sequence.accepted for sequence in sequences] == [reply.accepted_tokens for reply in replies]
 
 
 def test_pieces_of_a_prompt_that_are_under_way_are_no_part_of_its_reply(loaded):
@@ -179,10 +183,10 @@ def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies,
         if bad.get(grammar) == where:
             raise RequestError("cannot be followed", "structured")
 
-    def plan(self, drafts):
+    def plan(self, drafts, *more):
         fails(self, "later" if self in plans else "at first")
         plans.append(self)
-        return real_plan(self, drafts)
+        return real_plan(self, drafts, *more)
 
     def accept(self, token):
         fails(self, "taken")
@@ -234,6 +238,19 @@ def test_a_draft_that_is_not_allowed_ends_the_block(grammars, tiny):
     grammar = grammars.compile("regex", "[a-m]+ [n-z]+")
     words = tiny.codec.encode_words("b c")
     assert grammar.plan([*words, *words]).drafts == words[:1] != words
+
+
+def test_a_grammar_knows_how_often_a_reply_comes_to_a_forbidden_draft(grammars, tiny):
+    grammar = grammars.compile("regex", "[ab]*")
+    a, b, c = (tiny.codec.encode_words(word)[0] for word in "abc")
+    strays = []
+    for drafts, given in (([a, b], [a, b, a]), ([a, c, a], [a, b]), ([a, c], [b]), ([c], [a])):
+        assert grammar.plan(drafts, complete=False).drafts == drafts[: drafts.index(c) if c in drafts else None]
+        grammar.plan([], given)
+        strays.append(grammar.strays)
+    assert strays[0] == 0 < strays[2] < strays[1] < strays[3]
+    end = tiny.config.stop_token_ids[0]
+    assert grammar.plan([a], [b, end]) is None
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Grammars of replies in a step: which drafts are verified instead of the slots' own, and what each row may choose.
 
-The masks of a block's rows follow from its drafts, which are known once the step that made them has been read: a slot
-with a grammar and drafts has the scheduler wait for that. Drafts are checked before the step is launched, and masks are
-made when it needs them: while a GPU computes. Where such slots have no drafts, nobody waits: the mask of their one row
-is made behind the tokens that the step before it gives them. A grammar never changes what a row would choose among the
-tokens that it allows, so that drafted text equals plain text.
+The masks of a block's rows follow from its drafts, which are known once the step that made them has been read. Where
+the device computes by itself, nobody waits for that: the next step is launched with the slots' own drafts, and masks
+are made when it needs them, behind the tokens and drafts that the step before it leaves. A draft that the grammar
+forbids is then never chosen, and ends the block. What the grammar forces can stand in for it only in a step that is
+launched once the drafts are known: so it does where nothing is under way, and where forbidden drafts have cut so many
+blocks short that it is worth the wait. A grammar never changes what a row would choose among the tokens that it
+allows, so that drafted text equals plain text.
 """
 
 from collections.abc import Callable
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 _Followed = TypeVar("_Followed")
 
+#: A step waits for drafts where forbidden ones cut the blocks of more than this share of its slots short.
+_STRAYS = 0.1
+
 
 class GuideError(RequestError):
     """A reply's grammar that grew too complex to follow: the fault of one slot's request alone."""
@@ -40,11 +45,13 @@ class StepMasks(Masks):
 
     Args:
         stays: whose replies are guided.
+        guides: theirs.
         make: makes their plans; None of a reply that has ended.
     """
 
-    def __init__(self, stays: list[Stay], make: "Callable[[], list[Plan | None]]") -> None:
+    def __init__(self, stays: list[Stay], guides: list[Guide], make: "Callable[[], list[Plan | None]]") -> None:
         self._stays, self._plans = stays, cache(make)
+        self._rows = [guide.rows for guide in guides]
         self.width = _grammar(stays[0]).width
 
     def write(self, words: Tensor) -> None:
@@ -56,15 +63,10 @@ class StepMasks(Masks):
         from trtllm_dflash.text.grammar import write_masks  # what few requests need
 
         plans = self._plans()
-        write_masks(plans, words.data_ptr())
+        write_masks(plans, self._rows, words.data_ptr())
         for stay, plan in zip(self._stays, plans, strict=True):
             if plan is not None:
                 _followed(stay, plan.check)
-
-
-def awaits_drafts(batch: Batch) -> bool:
-    """Whether guided slots of a step may have drafts, which the step before it leaves."""
-    return any(batch.drafted[place] for place in batch.guided)
 
 
 def guide_step(
@@ -76,33 +78,49 @@ def guide_step(
 
     Args:
         stays: those whose prompts the pieces are of.
-        under_way: steps that are not read yet; there are none where a guided slot has drafts.
+        under_way: steps that are not read yet.
 
     Raises:
         GuideError: a reply's grammar cannot be followed.
     """
-    guided = [batch.stays[place] for place in batch.guided]
-    guided += [stay for stay, piece in zip(stays, pieces, strict=True) if piece.last and stay.sequence.grammar]
+    decoding = [batch.stays[place] for place in batch.guided]
+    begun = [stay for stay, piece in zip(stays, pieces, strict=True) if piece.last and stay.sequence.grammar]
+    guided = decoding + begun
     if not guided:
         return batch, [], None
-    if not awaits_drafts(batch):
-        make = partial(_plans_behind, guided, len(batch.guided), under_way)
-        return batch, [Guide(stay.slot, []) for stay in guided], StepMasks(guided, make)
-    drafts = _drafts(session, batch)
-    drafts += [[] for _ in guided[len(drafts) :]]
-    plans = [_followed(stay, partial(_grammar(stay).plan, own)) for stay, own in zip(guided, drafts, strict=True)]
-    rows, drafted = list(batch.rows), list(batch.drafted)
-    for place, plan in zip(batch.guided, plans, strict=False):
-        drafted[place] = len(plan.drafts)
-        rows[place] = rows[place][0], 1 + drafted[place]
-    guides = [Guide(stay.slot, plan.drafts) for stay, plan in zip(guided, plans, strict=True)]
-    return replace(batch, rows=rows, drafted=drafted), guides, StepMasks(guided, lambda: [*plans])
+    counts = [min(batch.drafted[place], session.config.block_size - 1) for place in batch.guided]
+    guides = [Guide(stay.slot, [], own=count) for stay, count in zip(decoding, counts, strict=True)]
+    guides += [Guide(stay.slot, []) for stay in begun]
+    make = partial(_plans, session, guided, guides, len(decoding), under_way)
+    if any(counts) and (not under_way or session.communicator.size > 1 or _is_worth_waiting(batch)):
+        plans = make(complete=True)
+        guides = [_with_drafts(guide, plan) for guide, plan in zip(guides, plans, strict=True)]
+        make = partial(list, plans)
+    return _verifying(batch, guides), guides, StepMasks(guided, guides, make)
 
 
-def _plans_behind(stays: list[Stay], decoding: int, under_way: list[Launched]) -> "list[Plan | None]":
-    """Makes the plans of slots without drafts, of which so many decode, behind what the steps under way give them.
+def _is_worth_waiting(batch: Batch) -> bool:
+    """Whether drafts that grammars forbid cut so many blocks short that others should stand in for them.
+
+    All slots wait for what some of them gain.
+    """
+    return sum(_grammar(batch.stays[place]).strays for place in batch.guided) > _STRAYS * len(batch.stays)
+
+
+def _plans(
+    session: Session,
+    stays: list[Stay],
+    guides: list[Guide],
+    decoding: int,
+    under_way: list[Launched],
+    complete: bool = False,
+) -> "list[Plan | None]":
+    """Makes the plans of slots, of which so many decode, behind what the steps under way give them.
 
     Waits for these steps, and leaves it to the scheduler to take their tokens.
+
+    Args:
+        complete: as in `Grammar.plan`.
     """
     behind: dict[Stay, list[int]] = {stay: [] for stay in stays[:decoding]}
     for launched in under_way:
@@ -110,14 +128,27 @@ def _plans_behind(stays: list[Stay], decoding: int, under_way: list[Launched]) -
             if stay in behind:
                 decoded = place < len(launched.batch.stays)
                 behind[stay] = behind[stay] + ids if decoded else ids  # of its prompt, the last piece alone gives one
-    return [_followed(stay, partial(_grammar(stay).plan_behind, behind.get(stay, []))) for stay in stays]
+    drafting = [guide.slot for guide in guides if guide.own]
+    drafts = dict(zip(drafting, session.drafts(drafting), strict=True)) if drafting else {}
+    plans = []
+    for stay, guide in zip(stays, guides, strict=True):
+        own = drafts.get(guide.slot, [])[: guide.own]
+        plans.append(_followed(stay, partial(_grammar(stay).plan, own, behind.get(stay, []), complete)))
+    return plans
 
 
-def _drafts(session: Session, batch: Batch) -> list[list[int]]:
-    """Reads the drafts of a batch's guided slots that are to be verified."""
-    counts = [min(batch.drafted[place], session.config.block_size - 1) for place in batch.guided]
-    drafts = session.drafts([batch.rows[place][0] for place in batch.guided])
-    return [own[:count] for own, count in zip(drafts, counts, strict=True)]
+def _with_drafts(guide: Guide, plan: "Plan | None") -> Guide:
+    """Lets a slot verify the drafts of a plan in place of its own."""
+    return guide if plan is None else Guide(guide.slot, plan.drafts)
+
+
+def _verifying(batch: Batch, guides: list[Guide]) -> Batch:
+    """Makes the batch whose guided slots verify as many drafts as their guides have."""
+    rows, drafted = list(batch.rows), list(batch.drafted)
+    for place, guide in zip(batch.guided, guides, strict=False):
+        rows[place] = rows[place][0], guide.rows
+        drafted[place] = guide.rows - 1
+    return batch if rows == batch.rows else replace(batch, rows=rows, drafted=drafted)
 
 
 def _grammar(stay: Stay) -> "Grammar":

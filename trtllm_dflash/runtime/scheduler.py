@@ -16,7 +16,7 @@ from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
-from trtllm_dflash.runtime.guiding import GuideError, awaits_drafts, guide_step
+from trtllm_dflash.runtime.guiding import GuideError, guide_step
 from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.logprobs import note_logprobs
 from trtllm_dflash.runtime.pieces import divided, piece_of
@@ -78,7 +78,6 @@ class Scheduler:
         self._short: list[Stay] = []  # need pages before their next step
         self._batch: Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[Launched] = deque()
-        self._guided = 0  # slots whose replies have a grammar
         self._told = False  # whether the last step told the chances of its drafts
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
@@ -113,8 +112,6 @@ class Scheduler:
         """
         if self._unwanted or self._deadlines:
             self._drop_unwanted()
-        while self._guided and self._launched and awaits_drafts(self._next_batch()):
-            self._read(self._launched.popleft())
         if self._short:
             self._give_pages()
         if self._queue:
@@ -192,7 +189,6 @@ class Scheduler:
     def _begin(self, stay: Stay) -> None:
         """Counts a sequence that has got a slot, and lets its prompt be read."""
         self.statistics.kv_tokens_in_use += stay.rows
-        self._guided += stay.sequence.grammar is not None
         insort(self._prefilling, stay, key=_RANK)
         if not stay.sequence.times.first_scheduled_ns:
             self._count_prompt(stay)
@@ -233,7 +229,6 @@ class Scheduler:
 
     def _leave(self, stay: Stay, forget: bool = False) -> None:
         self.statistics.kv_tokens_in_use -= stay.rows
-        self._guided -= stay.sequence.grammar is not None
         self._slots.leave(stay, forget)
         for stays in (self._prefilling, self._running):
             if stay in stays:

@@ -44,10 +44,16 @@ class SlotPenalties:
 
 @dataclass(frozen=True)
 class Guide:
-    """Drafts of a slot whose reply has a grammar, in place of its own."""
+    """Drafts of a slot whose reply has a grammar: such as stand in for its own, or else those."""
 
     slot: int
-    drafts: list[int]  # all that are verified
+    drafts: list[int]  # in place of its own; all that are verified
+    own: int = 0  # of its own that are verified, where no others are
+
+    @property
+    def rows(self) -> int:
+        """Rows that have masks."""
+        return 1 + (len(self.drafts) or self.own)
 
 
 class Masks(ABC):
@@ -197,7 +203,7 @@ def words_of(call: Call) -> Iterator[int]:
         yield from _listed(call.penalized)
         yield len(call.guides)
         for guide in call.guides:
-            yield guide.slot
+            yield from (guide.slot, guide.own)
             yield from _listed(guide.drafts)
         if call.masks is not None:
             yield call.masks.width
@@ -337,9 +343,9 @@ def _guides_at(words: list[int], at: int) -> tuple[list[Guide], int]:
     guides = []
     count, at = words[at], at + 1
     for _ in range(count):
-        slot = words[at]
-        drafts, at = _list_at(words, at + 1)
-        guides.append(Guide(slot, drafts))
+        slot, own = words[at : at + 2]
+        drafts, at = _list_at(words, at + 2)
+        guides.append(Guide(slot, drafts, own))
     return guides, at
 
 
@@ -354,7 +360,7 @@ def _masks_at(words: list[int], at: int, guides: list[Guide]) -> tuple[Masks | N
 
 def guided_rows(guides: list[Guide]) -> int:
     """Counts the rows that have masks."""
-    return sum(1 + len(guide.drafts) for guide in guides)
+    return sum(guide.rows for guide in guides)
 
 
 def masks_of(call: Step, pinned: bool = False) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Shaping:
             return
         # Pinned, so that the host does not wait for the copies.
         marks = torch.empty(self._masks.rows.shape, dtype=torch.int32, pin_memory=self._masks.rows.is_cuda).fill_(-1)
-        counts = [1 + len(guide.drafts) for guide in call.guides]
+        counts = [guide.rows for guide in call.guides]
         for guide, count, first in zip(call.guides, counts, accumulate(counts, initial=0), strict=False):
             row = first_rows[guide.slot]
             marks[row : row + count] = torch.arange(first, first + count, dtype=torch.int32)

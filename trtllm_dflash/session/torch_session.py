@@ -206,7 +206,7 @@ class TorchSession(Session):
         if not call.guides:
             return None
         first = {segment.slot: row for segment, row in zip(layout.segments, layout.first_logits, strict=False)}
-        rows = [first[guide.slot] + i for guide in call.guides for i in range(1 + len(guide.drafts))]
+        rows = [first[guide.slot] + i for guide in call.guides for i in range(guide.rows)]
         return TokenMask(torch.tensor(rows), masks_of(call))
 
     def _note_replies(

@@ -4,10 +4,11 @@ A mask is W 32-bit words, W = ceil(V / 32), with a bit for each token.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import addressof, c_int32, c_uint32
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -26,6 +27,9 @@ LONGEST = 1 << 16
 #: In the library's error of a token that is not allowed; its others are of grammars that grew too complex.
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 
+#: Steps that `Grammar.strays` looks back on.
+_STRAY_STEPS = 8
+
 #: Schemas inside a schema that are looked at for the place of an error.
 _MOST_PLACES = 64
 
@@ -40,21 +44,22 @@ class Plan:
     """Drafts of a step that a grammar allows; the masks of their rows are made by `write_masks`.
 
     Attributes:
-        drafts: tokens, at most as many as were drafted. What the grammar forces stands in for drafts that it forbids.
+        drafts: tokens, at most as many as were drafted.
         width: 32-bit words of a mask.
     """
 
     drafts: list[int]
     width: int
     end_ids: frozenset[int] = field(compare=False)
-    matcher: LLMatcher = field(compare=False)  # where the reply stands
+    fresh: Callable[[], LLMatcher] = field(compare=False)  # makes one that stands before the drafts
     ahead: LLMatcher = field(compare=False)  # there too; to look behind drafts, some of which may be wrong
 
     @property
     def masks(self) -> bytes:
         """Makes the masks of the bonus token's row and each draft's: [1 + drafts, W] 32-bit words."""
-        words = (c_int32 * (self.width * (1 + len(self.drafts))))(*[-1] * (self.width * (1 + len(self.drafts))))
-        write_masks([self], addressof(words))
+        rows = 1 + len(self.drafts)
+        words = (c_int32 * (self.width * rows))(*[-1] * (self.width * rows))
+        write_masks([self], [rows], addressof(words))
         self.check()
         return bytes(words)
 
@@ -65,22 +70,26 @@ class Plan:
             RequestError: the grammar grew too complex to follow, before any draft.
         """
         if self.ahead.is_error():  # for good: was it so without drafts?
-            self.matcher.compute_bitmask()
-            if self.matcher.is_error():
-                raise _too_complex(_problem(self.matcher))
+            matcher = self.fresh()
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                raise _too_complex(_problem(matcher))
 
 
-def write_masks(plans: Sequence[Plan | None], address: int) -> None:
-    """Writes the masks of plans' rows in turn, over ones: [n, W] 32-bit words; in place of None a row stays as it is.
+def write_masks(plans: Sequence[Plan | None], rows: Sequence[int], address: int) -> None:
+    """Writes the masks of plans' rows in turn, over ones: [n, W] 32-bit words.
 
-    Where a grammar grows too complex behind a draft, rows from there on may choose anything but an end: if they are
-    reached, the reply fails.
+    Rows behind a plan's drafts stay as they are, and all in place of None. Where a grammar grows too complex behind a
+    draft, those from there on may choose anything but an end: if they are reached, the reply fails.
+
+    Args:
+        rows: of each plan, at least the bonus token's and one for each of its drafts.
     """
-    *firsts, rows = accumulate((1 + len(plan.drafts) if plan else 1 for plan in plans), initial=0)
+    *firsts, count = accumulate(rows, initial=0)
     placed = [(plan, first) for plan, first in zip(plans, firsts, strict=True) if plan]
     if not placed:
         return
-    where = address, 4 * placed[0][0].width, rows
+    where = address, 4 * placed[0][0].width, count
     plain = [(plan.ahead, first) for plan, first in placed if not plan.drafts]
     if plain:
         _executor().unsafe_compute_mask_ptr(plain, *where)
@@ -94,7 +103,7 @@ def write_masks(plans: Sequence[Plan | None], address: int) -> None:
 
 def _write_row_by_row(plan: Plan, address: int) -> None:
     """Writes the masks of a plan up to the row at which its grammar cannot be followed; others allow all but an end."""
-    size, matcher = 4 * plan.width, plan.matcher.deep_copy()
+    size, matcher = 4 * plan.width, plan.fresh()
     for row in range(1 + len(plan.drafts)):
         if row:
             matcher.consume_token(plan.drafts[row - 1])
@@ -114,13 +123,20 @@ def _executor() -> LLExecutor:
 
 
 class Grammar:
-    """The state of one reply: where it stands in its grammar."""
+    """The state of one reply: where it stands in its grammar.
+
+    Attributes:
+        width: 32-bit words of a mask.
+        strays: share of the reply's last steps, about, in which it came to a draft that the grammar forbids.
+    """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, end_ids: frozenset[int], words: int) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._end_ids = end_ids
-        self.width = words  # of a mask
+        self._allowed = math.inf  # drafts of the last step before the first one that is forbidden
+        self.width = words
+        self.strays = 0.0
 
     def accept(self, token: int) -> None:
         """Goes on behind a token of the reply.
@@ -136,40 +152,45 @@ class Grammar:
             raise EngineError(f"a token left the reply's grammar: {_one_line(problem)}")
         raise _too_complex(problem)
 
-    def plan_behind(self, tokens: list[int]) -> Plan | None:
-        """Makes the plan of one row behind tokens that the reply goes on with; None if they end it. Errors as `plan`.
+    def plan(self, drafts: list[int], behind: Sequence[int] = (), complete: bool = True) -> Plan | None:
+        """Checks drafts that stand behind tokens that the reply goes on with; None where those end it.
 
         The reply stays where it is.
-        """
-        if not tokens:
-            return self.plan([])
-        if not self._end_ids.isdisjoint(tokens):
-            return None
-        ahead = self._matcher.deep_copy()
-        ahead.consume_tokens(tokens)
-        if ahead.is_error():
-            raise _too_complex(_problem(ahead))
-        return Plan([], self.width, self._end_ids, ahead, ahead)
 
-    def plan(self, drafts: list[int]) -> Plan:
-        """Checks the drafts that follow the reply so far.
+        Args:
+            behind: what the last step gives the reply, if that has not taken it yet.
+            complete: whether what the grammar forces is to stand in for drafts that it forbids.
 
         Raises:
             RequestError: the grammar grew too complex to follow.
         """
         if self._matcher.is_error():
             raise _too_complex(_problem(self._matcher))
+        if not self._end_ids.isdisjoint(behind):
+            return None
         # Of its own: an error is for good, and drafts may be wrong.
-        ahead = self._matcher.deep_copy() if drafts else self._matcher
+        ahead = self._copy(behind) if drafts or behind else self._matcher
+        if ahead.is_error():
+            raise _too_complex(_problem(ahead))
         taken = _until_end(drafts[: ahead.validate_tokens(drafts)], self._end_ids) if drafts else []
-        if len(taken) < len(drafts) and self._end_ids.isdisjoint(taken):
-            taken = self._completed(taken, drafts)
-        return Plan(taken, self.width, self._end_ids, self._matcher, ahead)
+        is_cut = len(taken) < len(drafts) and self._end_ids.isdisjoint(taken)
+        if behind:
+            self.strays += ((len(behind) > self._allowed) - self.strays) / _STRAY_STEPS
+        self._allowed = len(taken) if is_cut else math.inf
+        if is_cut and complete:
+            taken = self._completed(self._copy(behind), taken, drafts)
+        return Plan(taken, self.width, self._end_ids, partial(self._copy, behind), ahead)
 
-    def _completed(self, taken: list[int], drafts: list[int]) -> list[int]:
+    def _copy(self, behind: Sequence[int]) -> LLMatcher:
+        """Makes a matcher that stands behind tokens that the reply goes on with."""
+        matcher = self._matcher.deep_copy()
+        if behind:
+            matcher.consume_tokens(behind)
+        return matcher
+
+    def _completed(self, ahead: LLMatcher, taken: list[int], drafts: list[int]) -> list[int]:
         """Completes the drafts that are allowed by what must or may well stand behind them, and by further drafts."""
-        ahead = self._matcher.deep_copy()
-        done = 0  # tokens that it has consumed
+        done = 0  # tokens that `ahead` has consumed
         while len(taken) < len(drafts):
             ahead.consume_tokens(taken[done:])
             done = len(taken)
