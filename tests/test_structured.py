@@ -110,7 +110,7 @@ def test_drafted_text_equals_plain_text_in_one_batch_with_free_replies(loaded, t
 
 @pytest.mark.parametrize(("draft", "strays"), [(True, -1), (True, 2), (True, 0.1), (False, 2)])
 def test_a_step_ahead_of_the_host_chooses_the_same(loaded, replies, requests, monkeypatch, draft, strays):
-    """As where the device computes by itself: a step waits for its drafts always, never, as it is worth, or has none."""
+    """As where the device computes by itself: steps wait for drafts always, never, or where it is worth it."""
     monkeypatch.setattr(guiding, "_STRAYS", strays)
     scheduler = Scheduler(loaded.session, draft=draft, ahead=1)
     sequences = [loaded.intake.sequence(prompt, params) for prompt, params in zip(*requests, strict=True)]

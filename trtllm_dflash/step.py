@@ -91,6 +91,14 @@ def accept_equals(ops: Ops[T], inputs: StepInputs[T], target_ids: T) -> Acceptan
     return ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
 
 
+def _choose(ops: Ops[T], inputs: StepInputs[T], logits: T) -> T:
+    """Chooses each row's token: [B, R]."""
+    shaping = None if inputs.shapes is None else (inputs.shapes, inputs.token_ids, inputs.start)
+    if inputs.sampling is None:
+        return ops.argmax(logits) if shaping is None else ops.argmax_shaped(logits, *shaping)
+    return ops.sample(logits if shaping is None else ops.shape(logits, *shaping), inputs.sampling)
+
+
 class DraftVerifyStep:
     """One decoding step of a target and, unless it decodes plainly, its drafter.
 
@@ -141,8 +149,7 @@ class DraftVerifyStep:
         features, logits = forward.features, forward.logits
         chosen = logits if inputs.penalties is None else ops.penalize(logits, inputs.penalties)
         chosen = chosen if inputs.mask is None else ops.mask(chosen, inputs.mask)
-        chosen = chosen if inputs.shapes is None else ops.shape(chosen, inputs.shapes, inputs.token_ids, inputs.start)
-        target_ids = ops.argmax(chosen) if inputs.sampling is None else ops.sample(chosen, inputs.sampling)
+        target_ids = _choose(ops, inputs, chosen)
         logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
         verdict = self._accept(ops, inputs, target_ids)
         next_start = verdict.next_start

@@ -256,6 +256,7 @@ def shape(logits: Tensor) -> None:
     )
     masks = kernels.RowMasks(some(1 << 30, 5, -(-vocabulary // 32)), some(5, len(logits)))
     kernels.shape_logits(logits, layout, decoding, kept, masks, 0)
+    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, decoding, kept, masks, 0))
     kernels.keep_replies(layout, decoding, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
 
 

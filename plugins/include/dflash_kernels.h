@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 13
+#define DFLASH_ABI_VERSION 14
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -303,6 +303,8 @@ typedef struct
     int32_t* ids; /* [rows] */
     float* best; /* [rows] or null */
     int64_t row_stride;
+    const float* shaped; /* [rows, size] contiguous: rows in place of those, or null */
+    const int32_t* is_shaped; /* [rows]: 0: it is not; null: none is */
 } dflash_argmax_params;
 
 DFLASH_API cudaError_t dflash_argmax(const dflash_argmax_params* params, cudaStream_t stream);
@@ -320,6 +322,7 @@ typedef struct
     float* chosen; /* [rows] */
     int32_t* top_ids; /* [rows, top_count] */
     float* top; /* [rows, top_count] */
+    const int32_t* wanted; /* [1] or null; 0: nothing is computed */
 } dflash_log_probabilities_params;
 
 DFLASH_API cudaError_t dflash_log_probabilities(const dflash_log_probabilities_params* params, cudaStream_t stream);
@@ -364,6 +367,7 @@ typedef struct
     const int32_t* ends_from; /* [slots]: the first position that an end token may stand at */
     const int32_t* runs; /* [slots, W, L] of tokens; -1 before short ones, and in place of none: any token */
     const int32_t* recent; /* [slots, L - 1]: the reply's last tokens before the step's rows; -2 before the first */
+    int32_t* is_shaped; /* [R] or null: all rows are written. 0: the row changes in nothing, and is not written */
 } dflash_shape_logits_params;
 
 DFLASH_API cudaError_t dflash_shape_logits(const dflash_shape_logits_params* params, cudaStream_t stream);

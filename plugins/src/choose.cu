@@ -33,20 +33,14 @@ __device__ __forceinline__ float2 join_sums(float2 part)
     return {top, sum};
 }
 
-// A cluster a row: each block takes every kCluster-th run of vectors, and the first block compares their winners, which
-// it reads from the others' shared memory. No scratch, no counter, one launch.
+// The best of a thread's share of a row: every kCluster-th run of vectors is a block's.
 template <typename T, int kVector>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) argmax_kernel(dflash_argmax_params const p)
+__device__ __forceinline__ uint64_t best_of_share(T const* logits, int size)
 {
-    namespace cg = cooperative_groups;
-    begin();
-    cg::cluster_group const cluster = cg::this_cluster();
-    int64_t const row = blockIdx.y;
-    T const* logits = static_cast<T const*>(p.logits) + row * p.row_stride;
     uint64_t best = ranked(-INFINITY, 0); // what a row of nothing but NaN gives: id 0
     int const step = kCluster * kThreads * kVector;
 #pragma unroll 4
-    for (int first = (blockIdx.x * kThreads + threadIdx.x) * kVector; first < p.size; first += step)
+    for (int first = (blockIdx.x * kThreads + threadIdx.x) * kVector; first < size; first += step)
     {
         auto const x = load_vector<T, kVector>(logits + first);
         float value = -INFINITY;
@@ -60,6 +54,22 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) arg
         }
         best = max(best, ranked(value, id));
     }
+    return best;
+}
+
+// A cluster a row. The first block compares the blocks' winners, which it reads from the others' shared memory. No
+// scratch, no counter, one launch.
+template <typename T, int kVector>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) argmax_kernel(dflash_argmax_params const p)
+{
+    namespace cg = cooperative_groups;
+    begin();
+    cg::cluster_group const cluster = cg::this_cluster();
+    int64_t const row = blockIdx.y;
+    constexpr int kShapedVector = kVector > 1 ? 16 / sizeof(float) : 1;
+    uint64_t best = p.is_shaped && p.is_shaped[row]
+        ? best_of_share<float, kShapedVector>(p.shaped + row * p.size, p.size)
+        : best_of_share<T, kVector>(static_cast<T const*>(p.logits) + row * p.row_stride, p.size);
 
     __shared__ uint64_t winners[kThreads / 32];
     __shared__ uint64_t winner;

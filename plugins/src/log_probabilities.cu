@@ -140,6 +140,10 @@ template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) log_probabilities_kernel(dflash_log_probabilities_params const p)
 {
     begin();
+    if (p.wanted && !*p.wanted)
+    {
+        return;
+    }
     __shared__ Shared shared;
     Row<T, kVector> const row{static_cast<T const*>(p.logits) + int64_t{blockIdx.x} * p.size, p.size};
     float const largest = find_bound(row, p.top_count, shared);

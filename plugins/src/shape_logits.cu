@@ -101,6 +101,18 @@ __global__ void __launch_bounds__(kThreads) shape_logits_kernel(dflash_shape_log
     begin();
     int const logit = blockIdx.y;
     Row const row(p, logit);
+    if (p.is_shaped)
+    {
+        bool const changes = row.is_penalized || row.mask;
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+        {
+            p.is_shaped[logit] = changes;
+        }
+        if (!changes)
+        {
+            return;
+        }
+    }
     int const begin_at = blockIdx.x * kChunk;
     int const end_at = min(begin_at + kChunk, p.size);
     T const* logits = static_cast<T const*>(p.logits) + int64_t{logit} * p.size;

@@ -135,6 +135,48 @@ def test_the_kernel_shapes_logits_as_torch_does(layout: Layout, vocabulary: int,
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", SIZES)
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed")])
+def test_rows_that_change_in_nothing_are_chosen_from_without_a_copy(
+    layout: Layout, vocabulary: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(4)
+    rows, decoding = layout.begin(), len(layout.decodes) + layout.idle
+    count = len(rows.logit_rows)
+    logits = (4 * torch.randn(count, vocabulary, device="cuda")).round().to(dtype)
+    kept, masks = kept_of(layout, vocabulary), masks_of(count, vocabulary)
+    every = kernels.shape_logits(logits, rows, decoding, kept, masks, 0)
+    shaped, is_shaped = kernels.shape_changed_logits(logits, rows, decoding, kept, masks, 0)
+    is_real = torch.arange(count, device="cuda") < rows.logit_first[-1]
+    changes = is_real & ((kept.penalized[rows.logit_slot.long()] != 0) | (masks.rows[:count] >= 0))
+    assert is_shaped.bool().equal(changes)
+    assert changes.any()
+    assert shaped[changes].equal(every[changes])
+    for found, expected in zip(
+        kernels.argmax(logits[None], (shaped, is_shaped)), kernels.argmax(every[None]), strict=True
+    ):
+        assert found.equal(expected)
+
+
+@needs_kernels
+def test_log_probabilities_that_nobody_wants_are_not_computed() -> None:
+    logits, ids, wanted = torch.randn(3, 1003, device="cuda"), ints([1, 2, 3]), ints([1])
+    kernels.log_probabilities(logits, ids, 5, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernels.log_probabilities(logits, ids, 5, wanted)
+    graph.replay()
+    before = [x.clone() for x in found]
+    logits.neg_()
+    after = kernels.log_probabilities(logits, ids, 5)
+    for is_wanted, expected in ((0, before), (1, after)):
+        wanted.fill_(is_wanted)
+        graph.replay()
+        assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+
+
+@needs_kernels
 def test_each_rank_shapes_its_own_tokens() -> None:
     layout, vocabulary = LAYOUTS["mixed"], 2048
     rows, decoding = layout.begin(), len(layout.decodes) + layout.idle

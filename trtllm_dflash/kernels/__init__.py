@@ -37,7 +37,14 @@ from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
-from trtllm_dflash.kernels.shape import KeptPenalties, RowMasks, keep_replies, log_probabilities, shape_logits
+from trtllm_dflash.kernels.shape import (
+    KeptPenalties,
+    RowMasks,
+    keep_replies,
+    log_probabilities,
+    shape_changed_logits,
+    shape_logits,
+)
 from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
@@ -96,6 +103,7 @@ __all__ = [
     "remedy",
     "rms_norm",
     "set_pages",
+    "shape_changed_logits",
     "shape_logits",
     "skinny_gemm",
     "swiglu",

@@ -14,7 +14,7 @@ ShapeLogitsParams = structure(
     "dflash_shape_logits_params",
     ints="dtype rows size first_token vocabulary segment_count decode_segments run_count run_length mask_words",
     pointers="logits shaped logit_first row_segment token_ids logit_rows logit_slot logit_position masks mask_rows",
-    pointers_="penalized presence frequency repetition counts in_prompt bias ends ends_from runs recent",
+    pointers_="penalized presence frequency repetition counts in_prompt bias ends ends_from runs recent is_shaped",
 )
 
 
@@ -26,7 +26,7 @@ KeepRepliesParams = structure(
 
 
 LogProbabilitiesParams = structure(
-    "dflash_log_probabilities_params", ints="dtype rows size top_count", pointers="logits ids chosen top_ids top"
+    "dflash_log_probabilities_params", ints="dtype rows size top_count", pointers="logits ids chosen top_ids top wanted"
 )
 
 
@@ -67,6 +67,29 @@ def shape_logits(
         decode_segments: of the rows' segments, how many decode: what their rows say is part of their replies.
         first: this rank's first token.
     """
+    return _shaped(logits, rows, decode_segments, kept, masks, first, None)
+
+
+def shape_changed_logits(
+    logits: Tensor, rows: Rows, decode_segments: int, kept: KeptPenalties, masks: RowMasks, first: int
+) -> tuple[Tensor, Tensor]:
+    """Changes logits likewise, and leaves out rows that change in nothing; returns all, and which are there: [R] int32.
+
+    Arguments as in `shape_logits`; `argmax` takes both.
+    """
+    is_shaped = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    return _shaped(logits, rows, decode_segments, kept, masks, first, is_shaped), is_shaped
+
+
+def _shaped(
+    logits: Tensor,
+    rows: Rows,
+    decode_segments: int,
+    kept: KeptPenalties,
+    masks: RowMasks,
+    first: int,
+    is_shaped: Tensor | None,
+) -> Tensor:
     _check_logits(logits, len(rows.logit_rows))
     _check_kept(kept)
     slots, vocabulary = kept.counts.shape
@@ -109,6 +132,7 @@ def shape_logits(
         ends_from=kept.ends_from.data_ptr(),
         runs=kept.runs.data_ptr(),
         recent=kept.recent.data_ptr(),
+        is_shaped=None if is_shaped is None else is_shaped.data_ptr(),
     )
     run("dflash_shape_logits", params, stream())
     return shaped
@@ -135,10 +159,15 @@ def keep_replies(rows: Rows, decode_segments: int, kept: KeptPenalties, accepted
     run("dflash_keep_replies", params, stream())
 
 
-def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def log_probabilities(
+    logits: Tensor, ids: Tensor, count: int, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes log-probabilities of each row's token, ids [R], and of its `count` likeliest: logits [R, V].
 
     Returns those of ids [R], the likeliest ones' ids [R, count], the lowest among equals first, and theirs.
+
+    Args:
+        wanted: [1] int32: where it is 0, nothing is computed.
     """
     _check_logits(logits, len(ids))
     check_ints(len(logits), ids=ids)
@@ -155,6 +184,7 @@ def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, 
         chosen=chosen.data_ptr(),
         top_ids=top_ids.data_ptr(),
         top=top.data_ptr(),
+        wanted=None if wanted is None else wanted.data_ptr(),
     )
     run("dflash_log_probabilities", params, stream())
     return chosen, top_ids, top

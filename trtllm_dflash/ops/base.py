@@ -431,6 +431,10 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """
         raise NotImplementedError
 
+    def argmax_shaped(self, logits: T, shapes: KeptShapes, token_ids: T, start: T) -> T:
+        """Finds each row's most likely id of what `shape` gives."""
+        return self.argmax(self.shape(logits, shapes, token_ids, start))
+
     def log_probabilities(self, logits: T, ids: T) -> Logprobs[T]:
         """Computes log-probabilities of each row's token, ids [B, R], and of the most likely ones. Shapes as `argmax`.
 

@@ -62,6 +62,7 @@ class CudaOps(CudaProducts):
         rows: the most that a decoding slot has.
         window_pages: of every slot in layers with a window; None: the same.
         moves: of accepted paths, in all the target's caches, and the page tables of those; where slots have trees.
+        reports: [1] int32: where it is 0 when the step runs, log-probabilities are not computed. None: they are.
 
     Raises:
         EngineError: the kernels are not built.
@@ -78,6 +79,7 @@ class CudaOps(CudaProducts):
         rows: int,
         window_pages: kernels.Pages | None = None,
         moves: Sequence[tuple[kernels.PathMoves, kernels.Pages]] = (),
+        reports: Tensor | None = None,
     ) -> None:
         super().__init__(weights, caches, communicator)
         kernels.load()
@@ -87,6 +89,7 @@ class CudaOps(CudaProducts):
         self._decoding = layout.segments[:slots]
         self._most = rows
         self._moves = moves
+        self._reports = reports
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
 
     # -- experts ------------------------------------------------------------------------------------------------------
@@ -184,7 +187,10 @@ class CudaOps(CudaProducts):
     # -- choosing tokens ---------------------------------------------------------------------------------------------
 
     def argmax(self, logits: Tensor) -> Tensor:
-        best, ids = kernels.argmax(logits)
+        return self._first_of_ranks(logits, *kernels.argmax(logits))
+
+    def _first_of_ranks(self, logits: Tensor, best: Tensor, ids: Tensor) -> Tensor:
+        """Finds each row's best id of all ranks, out of those of this one."""
         if self.tp == 1:
             return ids
         # One message: the bits of the largest logit, and its id in the whole vocabulary.
@@ -197,11 +203,16 @@ class CudaOps(CudaProducts):
         kept, first = shapes.penalties, self.rank * logits.shape[-1]
         return kernels.shape_logits(logits[0], self._layout, len(self._decoding), kept, shapes.masks, first)[None]
 
+    def argmax_shaped(self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor) -> Tensor:
+        """Finds ids as the base does, without a copy of rows that change in nothing."""
+        of = logits[0], self._layout, len(self._decoding), shapes.penalties, shapes.masks, self.rank * logits.shape[-1]
+        return self._first_of_ranks(logits, *kernels.argmax(logits, kernels.shape_changed_logits(*of)))
+
     def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:
         if self.tp > 1:
             return super().log_probabilities(logits, ids)
         count = min(MOST_LOGPROBS, logits.shape[-1])
-        return Logprobs(*(x[None] for x in kernels.log_probabilities(logits[0], ids[0], count)))
+        return Logprobs(*(x[None] for x in kernels.log_probabilities(logits[0], ids[0], count, self._reports)))
 
     def sample(self, logits: Tensor, sampling: SamplingInputs[Tensor]) -> Tensor:
         """Draws each row's id: logits [1, R, V/tp] -> [1, R]; parameters are a row's, [R], and uniform is [R, 1]."""

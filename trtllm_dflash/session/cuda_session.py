@@ -338,9 +338,7 @@ class CudaSession(TorchSession):
         assert self._hidden is not None
         ops = TorchOps(self.weights, self.caches, self.communicator)
         prompts = prompt_logprobs(self._step, ops, self._hidden, call, first_rows[len(call.decode) :])
-        self._shaping.penalize(call)
-        self._shaping.mask(call, dict(zip(slots, first_logits, strict=False)))
-        captured.rest.replay()
+        self._shaping.replay(captured.rest, call, dict(zip(slots, first_logits, strict=False)))
         return report_of(call, captured.logprobs, first_logits, prompts)
 
     def _begin_slots(self, words: Tensor, kind: StepKind) -> Begun:
@@ -370,10 +368,8 @@ class CudaSession(TorchSession):
         for slot, count in call.decode:
             row_counts[slot] = count
         self._replay(captured, row_counts)
-        self._shaping.penalize(call)
         slots = [slot for slot, _ in call.decode]
-        self._shaping.mask(call, {slot: slot * kind.rows for slot in slots})
-        captured.rest.replay()
+        self._shaping.replay(captured.rest, call, {slot: slot * kind.rows for slot in slots})
         report = report_of(call, captured.logprobs, [slot * kind.rows for slot in slots])
         return Outcome(captured.decided, report).of(slots)
 
@@ -408,7 +404,8 @@ class CudaSession(TorchSession):
 
     def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> CudaOps:
         every = self.weights, self.caches, self.communicator
-        return CudaOps(*every, self._pages, layout, slots, rows, self._window_pages, self._moves)
+        reports = None if self._shaping is None else self._shaping.reports
+        return CudaOps(*every, self._pages, layout, slots, rows, self._window_pages, self._moves, reports)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""

@@ -72,8 +72,13 @@ class Shaping:
             words=torch.full((rows, words), -1, dtype=torch.int32, device=device),
             rows=torch.full((rows,), -1, dtype=torch.int32, device=device),
         )
+        self.reports = torch.zeros(1, dtype=torch.int32, device=device)  # 0: nobody asks for log-probabilities
+        self._reports = False  # likewise, as the host knows it
         self._penalized: list[int] = []  # slots
         self._is_masked = False  # whether any row has a mask
+        # Masks are copied while the target computes: on a stream of their own, behind the step that read the last ones.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._read = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
     def shapes(self) -> KeptShapes:
@@ -89,6 +94,12 @@ class Shaping:
             self.penalties.choose(call.penalized)
             self._penalized = list(call.penalized)
 
+    def report(self, call: Step) -> None:
+        """Lets log-probabilities be computed where a step is asked for them."""
+        if call.logprobs != self._reports:
+            self.reports.fill_(call.logprobs)
+            self._reports = call.logprobs
+
     def mask(self, call: Step, first_rows: dict[int, int]) -> None:
         """Gives the rows of a step their masks.
 
@@ -97,6 +108,26 @@ class Shaping:
         """
         if not call.guides and not self._is_masked:
             return
+        words = masks_of(call, pinned=self._masks.words.is_cuda) if call.guides else None
+        if self._copies is None or self._read is None:
+            self._copy_masks(call, words, first_rows)
+            return
+        self._copies.wait_event(self._read)
+        with torch.cuda.stream(self._copies):
+            self._copy_masks(call, words, first_rows)
+        torch.cuda.current_stream().wait_stream(self._copies)
+
+    def replay(self, rest: torch.cuda.CUDAGraph, call: Step, first_rows: dict[int, int]) -> None:
+        """Launches the choice of tokens, and all behind it, of a step whose target runs. Arguments as in `mask`."""
+        self.penalize(call)
+        self.report(call)
+        self.mask(call, first_rows)
+        rest.replay()
+        if self._read is not None:
+            self._read.record()
+
+    def _copy_masks(self, call: Step, words: Tensor | None, first_rows: dict[int, int]) -> None:
+        """Copies masks [n, W] to the device, and which of them each row has."""
         # Pinned, so that the host does not wait for the copies.
         marks = torch.empty(self._masks.rows.shape, dtype=torch.int32, pin_memory=self._masks.rows.is_cuda).fill_(-1)
         counts = [guide.rows for guide in call.guides]
@@ -104,9 +135,8 @@ class Shaping:
             row = first_rows[guide.slot]
             marks[row : row + count] = torch.arange(first, first + count, dtype=torch.int32)
         self._masks.rows.copy_(marks, non_blocking=True)
-        self._is_masked = bool(call.guides)
-        if call.guides:
-            words = masks_of(call, pinned=self._masks.words.is_cuda)
+        self._is_masked = words is not None
+        if words is not None:
             self._masks.words[: len(words)].copy_(words, non_blocking=True)
 
     def piece_inputs(self, call: Step, inputs: StepInputs[Tensor]) -> StepInputs[Tensor]:
