@@ -357,6 +357,16 @@ def test_no_such_step_is_captured_after_preparation(
     assert not captures
 
 
+def test_drafts_are_read_once_their_step_has_made_them(engine: Callable[..., LLM]) -> None:
+    session = engine("bf16").session
+    session.run(Step([], [Piece(0, 0, ODD, True)], Drafting.BLOCK, 16, sampled=False))
+    for _ in range(8):
+        session.run(Step([(0, 16)], [], Drafting.BLOCK, 16, sampled=False))
+        found = session.drafts([0])
+        torch.cuda.synchronize()
+        assert found == [session._slots.tokens[0, 1:].tolist()]
+
+
 @pytest.mark.skipif(KERNELS == "torch", reason="the CUDA kernels are not built (make kernels)")
 def test_nothing_in_such_steps_waits_for_the_device(engine: Callable[..., LLM]) -> None:
     llm = engine("bf16")
