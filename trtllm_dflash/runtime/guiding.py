@@ -138,8 +138,10 @@ def _plans(
 
 
 def _with_drafts(guide: Guide, plan: "Plan | None") -> Guide:
-    """Lets a slot verify the drafts of a plan in place of its own."""
-    return guide if plan is None else Guide(guide.slot, plan.drafts)
+    """Lets a slot verify the drafts of a plan, in place of its own where they are others."""
+    if plan is None:
+        return guide
+    return Guide(guide.slot, plan.drafts) if plan.is_completed else Guide(guide.slot, [], own=len(plan.drafts))
 
 
 def _verifying(batch: Batch, guides: list[Guide]) -> Batch:

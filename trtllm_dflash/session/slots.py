@@ -51,15 +51,12 @@ class SlotTensors:
 
     def set_drafts(self, drafts: list[tuple[int, list[int]]]) -> None:
         """Puts drafts in place of slots' own; the host waits for nothing."""
-        width = self.tokens.shape[1]
-        places = torch.tensor([slot * width + 1 + i for slot, tokens in drafts for i in range(len(tokens))])
-        tokens = torch.tensor([token for _, tokens in drafts for token in tokens], dtype=torch.int32)
-        if not len(tokens):
+        width, device = self.tokens.shape[1], self.tokens.device
+        pairs = [(slot * width + i, token) for slot, tokens in drafts for i, token in enumerate(tokens, start=1)]
+        if not pairs:
             return
-        device = self.tokens.device
-        if device.type == "cuda":
-            places, tokens = (x.pin_memory().to(device, non_blocking=True) for x in (places, tokens))
-        self.tokens.view(-1).index_copy_(0, places, tokens)
+        places, tokens = torch.tensor(pairs, pin_memory=device.type == "cuda").to(device, non_blocking=True).unbind(1)
+        self.tokens.view(-1).index_copy_(0, places, tokens.int())
 
     def set_sampling(self, slot: int, sampling: SlotSampling) -> None:
         # fill_: assigning a number to an element would stop for the device.

@@ -45,10 +45,12 @@ class Plan:
 
     Attributes:
         drafts: tokens, at most as many as were drafted.
+        is_completed: whether others stand in for some that were drafted.
         width: 32-bit words of a mask.
     """
 
     drafts: list[int]
+    is_completed: bool
     width: int
     end_ids: frozenset[int] = field(compare=False)
     fresh: Callable[[], LLMatcher] = field(compare=False)  # makes one that stands before the drafts
@@ -177,9 +179,8 @@ class Grammar:
         if behind:
             self.strays += ((len(behind) > self._allowed) - self.strays) / _STRAY_STEPS
         self._allowed = len(taken) if is_cut else math.inf
-        if is_cut and complete:
-            taken = self._completed(self._copy(behind), taken, drafts)
-        return Plan(taken, self.width, self._end_ids, partial(self._copy, behind), ahead)
+        completed = self._completed(self._copy(behind), taken, drafts) if is_cut and complete else taken
+        return Plan(completed, completed != taken, self.width, self._end_ids, partial(self._copy, behind), ahead)
 
     def _copy(self, behind: Sequence[int]) -> LLMatcher:
         """Makes a matcher that stands behind tokens that the reply goes on with."""
