@@ -53,6 +53,7 @@ class Outcome:
             self._event = torch.cuda.Event()
             self._event.record()
         self._decided = decided
+        self._rows: list[list[int]] | None = None  # of it, once they are read
         self._places: list[int] | None = None
 
     def read(self) -> list[list[int]]:
@@ -62,10 +63,11 @@ class Outcome:
 
     def read_whole(self) -> list[list[int]]:
         """Reads all that it was made of, accepted drafts first."""
-        if self._event is not None:
-            self._event.synchronize()
-        rows: list[list[int]] = self._decided.tolist()
-        return rows
+        if self._rows is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._rows = self._decided.tolist()
+        return self._rows
 
     def of(self, places: list[int]) -> "Outcome":
         """Chooses what `read` returns: the tokens of these places, in this order."""
