@@ -60,13 +60,15 @@ class StepMasks(Masks):
         Raises:
             GuideError: a reply's grammar cannot be followed.
         """
-        from trtllm_dflash.text.grammar import write_masks  # what few requests need
+        from trtllm_dflash.text.grammar import allow_all  # what few requests need
 
-        plans = self._plans()
-        write_masks(plans, self._rows, words.data_ptr())
-        for stay, plan in zip(self._stays, plans, strict=True):
-            if plan is not None:
-                _followed(stay, plan.check)
+        address = words.data_ptr()
+        for stay, rows, plan in zip(self._stays, self._rows, self._plans(), strict=True):
+            if plan is None:
+                allow_all(address, rows, self.width)
+            else:
+                _followed(stay, partial(plan.write, address, rows))
+            address += 4 * rows * self.width
 
 
 def guide_step(

@@ -67,7 +67,7 @@ class Masks(ABC):
 
     @abstractmethod
     def write(self, words: torch.Tensor) -> None:
-        """Writes [n, width] int32 on the host, a row for each row of each guide in turn; they hold ones.
+        """Writes [n, width] int32 on the host, a row for each row of each guide in turn.
 
         Raises:
             RequestError: the grammar of a guide cannot be followed.
@@ -363,11 +363,15 @@ def guided_rows(guides: list[Guide]) -> int:
     return sum(guide.rows for guide in guides)
 
 
-def masks_of(call: Step, pinned: bool = False) -> torch.Tensor:
-    """Makes the masks of a step's guides on the host: [n, W] int32. Errors as in `Masks.write`."""
+def masks_of(call: Step, place: torch.Tensor | None = None) -> torch.Tensor:
+    """Makes the masks of a step's guides on the host: [n, W] int32. Errors as in `Masks.write`.
+
+    Args:
+        place: for at least so many; None makes one.
+    """
     assert call.masks is not None
-    shape = guided_rows(call.guides), call.masks.width
-    words = torch.empty(shape, dtype=torch.int32, pin_memory=pinned).fill_(-1)
+    count = guided_rows(call.guides)
+    words = torch.empty(count, call.masks.width, dtype=torch.int32) if place is None else place[:count]
     call.masks.write(words)
     return words
 

@@ -75,10 +75,13 @@ class Shaping:
         self.reports = torch.zeros(1, dtype=torch.int32, device=device)  # 0: nobody asks for log-probabilities
         self._reports = False  # likewise, as the host knows it
         self._penalized: list[int] = []  # slots
-        self._is_masked = False  # whether any row has a mask
+        # Made once: to take pinned memory may wait until the device is idle.
+        self._words = torch.empty(rows, words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._rows = torch.full((rows,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._marks: dict[int, tuple[int, int]] = {}  # the first mask and the number of them, by first row
         # Masks are copied while the target computes: on a stream of their own, behind the step that read the last ones.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read = torch.cuda.Event() if device.type == "cuda" else None
+        self._read, self._copied = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def shapes(self) -> KeptShapes:
@@ -106,15 +109,19 @@ class Shaping:
         Args:
             first_rows: each slot's first logit row.
         """
-        if not call.guides and not self._is_masked:
+        counts = [guide.rows for guide in call.guides]
+        runs = zip(accumulate(counts, initial=0), counts, strict=False)
+        marks = {first_rows[guide.slot]: run for guide, run in zip(call.guides, runs, strict=True)}
+        if not marks and not self._marks:
             return
-        words = masks_of(call, pinned=self._masks.words.is_cuda) if call.guides else None
-        if self._copies is None or self._read is None:
-            self._copy_masks(call, words, first_rows)
+        if self._copies is None:
+            self._copy_masks(call, marks)
             return
+        self._copied.synchronize()  # it was long ago
         self._copies.wait_event(self._read)
         with torch.cuda.stream(self._copies):
-            self._copy_masks(call, words, first_rows)
+            self._copy_masks(call, marks)
+            self._copied.record()
         torch.cuda.current_stream().wait_stream(self._copies)
 
     def replay(self, rest: torch.cuda.CUDAGraph, call: Step, first_rows: dict[int, int]) -> None:
@@ -123,21 +130,20 @@ class Shaping:
         self.report(call)
         self.mask(call, first_rows)
         rest.replay()
-        if self._read is not None:
+        if self._copies is not None:
             self._read.record()
 
-    def _copy_masks(self, call: Step, words: Tensor | None, first_rows: dict[int, int]) -> None:
-        """Copies masks [n, W] to the device, and which of them each row has."""
-        # Pinned, so that the host does not wait for the copies.
-        marks = torch.empty(self._masks.rows.shape, dtype=torch.int32, pin_memory=self._masks.rows.is_cuda).fill_(-1)
-        counts = [guide.rows for guide in call.guides]
-        for guide, count, first in zip(call.guides, counts, accumulate(counts, initial=0), strict=False):
-            row = first_rows[guide.slot]
-            marks[row : row + count] = torch.arange(first, first + count, dtype=torch.int32)
-        self._masks.rows.copy_(marks, non_blocking=True)
-        self._is_masked = words is not None
-        if words is not None:
+    def _copy_masks(self, call: Step, marks: dict[int, tuple[int, int]]) -> None:
+        """Copies a step's masks to the device, and which of them each row has, where that has changed."""
+        if marks:
+            words = masks_of(call, self._words)
             self._masks.words[: len(words)].copy_(words, non_blocking=True)
+        if marks != self._marks:
+            self._rows.fill_(-1)
+            for row, (first, count) in marks.items():
+                self._rows[row : row + count] = torch.arange(first, first + count, dtype=torch.int32)
+            self._masks.rows.copy_(self._rows, non_blocking=True)
+            self._marks = marks
 
     def piece_inputs(self, call: Step, inputs: StepInputs[Tensor]) -> StepInputs[Tensor]:
         """Completes the inputs of a step that has one piece of a prompt alone, and is not captured."""

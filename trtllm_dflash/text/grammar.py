@@ -6,13 +6,13 @@ A mask is W 32-bit words, W = ceil(V / 32), with a bit for each token.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ctypes import addressof, c_int32, c_uint32
+from ctypes import addressof, c_uint32, memset
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import accumulate, islice
+from functools import partial
+from itertools import islice
 from typing import Any
 
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import EngineError, RequestError
@@ -41,7 +41,7 @@ _ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "els
 
 @dataclass(frozen=True)
 class Plan:
-    """Drafts of a step that a grammar allows; the masks of their rows are made by `write_masks`.
+    """Drafts of a step that a grammar allows, whose rows' masks are made when they are written.
 
     Attributes:
         drafts: tokens, at most as many as were drafted.
@@ -53,75 +53,50 @@ class Plan:
     is_completed: bool
     width: int
     end_ids: frozenset[int] = field(compare=False)
-    fresh: Callable[[], LLMatcher] = field(compare=False)  # makes one that stands before the drafts
-    ahead: LLMatcher = field(compare=False)  # there too; to look behind drafts, some of which may be wrong
+    matcher: Callable[[], LLMatcher] = field(compare=False)  # makes one that stands before the drafts
 
     @property
     def masks(self) -> bytes:
         """Makes the masks of the bonus token's row and each draft's: [1 + drafts, W] 32-bit words."""
-        rows = 1 + len(self.drafts)
-        words = (c_int32 * (self.width * rows))(*[-1] * (self.width * rows))
-        write_masks([self], [rows], addressof(words))
-        self.check()
+        words = (c_uint32 * (self.width * (1 + len(self.drafts))))()
+        self.write(addressof(words), 1 + len(self.drafts))
         return bytes(words)
 
-    def check(self) -> None:
-        """Checks the masks that were made.
+    def write(self, address: int, rows: int) -> None:
+        """Writes the masks of so many rows: [rows, W] 32-bit words. Those behind the drafts allow all tokens.
+
+        Where the grammar grows too complex behind a draft, rows from there on may choose anything but an end: if they
+        are reached, the reply fails.
 
         Raises:
-            RequestError: the grammar grew too complex to follow, before any draft.
+            RequestError: it grew so before any draft.
         """
-        if self.ahead.is_error():  # for good: was it so without drafts?
-            matcher = self.fresh()
-            matcher.compute_bitmask()
+        # Row by row, by this thread: a pool takes longer to wake than a few slots' masks to be made.
+        size, matcher = 4 * self.width, self.matcher()
+        for row in range(rows):
+            if 0 < row <= len(self.drafts):
+                matcher.consume_token(self.drafts[row - 1])
+            if row > len(self.drafts) or (row and self.drafts[row - 1] in self.end_ids):
+                allow_all(address + row * size, rows - row, self.width)
+                return
+            if not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(address + row * size, size)
             if matcher.is_error():
-                raise _too_complex(_problem(matcher))
+                if not row:
+                    raise _too_complex(_problem(matcher))
+                self._forbid_ends(address + row * size)
+
+    def _forbid_ends(self, address: int) -> None:
+        """Writes the mask of a row that may choose all but an end."""
+        allow_all(address, 1, self.width)
+        words = (c_uint32 * self.width).from_address(address)
+        for token in self.end_ids:
+            words[token // 32] &= ~(1 << token % 32)
 
 
-def write_masks(plans: Sequence[Plan | None], rows: Sequence[int], address: int) -> None:
-    """Writes the masks of plans' rows in turn, over ones: [n, W] 32-bit words.
-
-    Rows behind a plan's drafts stay as they are, and all in place of None. Where a grammar grows too complex behind a
-    draft, those from there on may choose anything but an end: if they are reached, the reply fails.
-
-    Args:
-        rows: of each plan, at least the bonus token's and one for each of its drafts.
-    """
-    *firsts, count = accumulate(rows, initial=0)
-    placed = [(plan, first) for plan, first in zip(plans, firsts, strict=True) if plan]
-    if not placed:
-        return
-    where = address, 4 * placed[0][0].width, count
-    plain = [(plan.ahead, first) for plan, first in placed if not plan.drafts]
-    if plain:
-        _executor().unsafe_compute_mask_ptr(plain, *where)
-    drafted = [(plan.ahead, first, plan.drafts) for plan, first in placed if plan.drafts]
-    if drafted:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-    for plan, first in placed:
-        if plan.ahead.is_error():
-            _write_row_by_row(plan, address + 4 * plan.width * first)
-
-
-def _write_row_by_row(plan: Plan, address: int) -> None:
-    """Writes the masks of a plan up to the row at which its grammar cannot be followed; others allow all but an end."""
-    size, matcher = 4 * plan.width, plan.fresh()
-    for row in range(1 + len(plan.drafts)):
-        if row:
-            matcher.consume_token(plan.drafts[row - 1])
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(address + row * size, size)
-        if matcher.is_error():
-            words = (c_uint32 * plan.width).from_address(address + row * size)
-            words[:] = [0xFFFFFFFF] * plan.width
-            for token in plan.end_ids:
-                words[token // 32] &= ~(1 << token % 32)
-
-
-@cache
-def _executor() -> LLExecutor:
-    """Makes the threads that masks are made by: as many as there are processors to spare."""
-    return LLExecutor()
+def allow_all(address: int, rows: int, width: int) -> None:
+    """Writes masks of rows that may choose any token: [rows, width] 32-bit words."""
+    memset(address, 0xFF, 4 * rows * width)
 
 
 class Grammar:
@@ -180,7 +155,7 @@ class Grammar:
             self.strays += ((len(behind) > self._allowed) - self.strays) / _STRAY_STEPS
         self._allowed = len(taken) if is_cut else math.inf
         completed = self._completed(self._copy(behind), taken, drafts) if is_cut and complete else taken
-        return Plan(completed, completed != taken, self.width, self._end_ids, partial(self._copy, behind), ahead)
+        return Plan(completed, completed != taken, self.width, self._end_ids, partial(self._copy, behind))
 
     def _copy(self, behind: Sequence[int]) -> LLMatcher:
         """Makes a matcher that stands behind tokens that the reply goes on with."""
