@@ -248,7 +248,7 @@ def test_a_grammar_knows_how_often_a_reply_comes_to_a_forbidden_draft(grammars, 
         assert grammar.plan(drafts, complete=False).drafts == drafts[: drafts.index(c) if c in drafts else None]
         grammar.plan([], given)
         strays.append(grammar.strays)
-    assert strays[0] == 0 < strays[2] < strays[1] < strays[3]
+    assert strays[0] < strays[2] < strays[1] < strays[3]
     end = tiny.config.stop_token_ids[0]
     assert grammar.plan([a], [b, end]) is None
 

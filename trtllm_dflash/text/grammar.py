@@ -113,7 +113,7 @@ class Grammar:
         self._end_ids = end_ids
         self._allowed = math.inf  # drafts of the last step before the first one that is forbidden
         self.width = words
-        self.strays = 0.0
+        self.strays = 0.2  # the first drafts of a reply that a form changes may well stray
 
     def accept(self, token: int) -> None:
         """Goes on behind a token of the reply.
