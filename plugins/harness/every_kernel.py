@@ -495,7 +495,9 @@ def states(dtype: torch.dtype) -> None:
     """Nets of every size: slots that begin, go on, rest and read prompts, and rows of nobody."""
     for kind in (dtype, torch.float32):
         for size in DELTA_SIZES:
-            delta_net(kind, size, key_heads=2, value_heads=4)
+            # With more heads of 128 a block has more of their values.
+            for value_heads in (4, 16, 164) if size == 128 else (4,):
+                delta_net(kind, size, key_heads=2, value_heads=value_heads)
 
 
 def delta_net(dtype: torch.dtype, size: int, key_heads: int, value_heads: int) -> None:

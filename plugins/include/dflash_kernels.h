@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 14
+#define DFLASH_ABI_VERSION 15
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -634,6 +634,7 @@ typedef struct
     int32_t head_size; /* D, of keys and values: 16, 32, 64 or 128 */
     int32_t kernel; /* rows that the convolution sees: 4 */
     int32_t pending; /* at most 16 */
+    int32_t slots;
     float norm_eps;
     const int32_t* segments; /* [G, 4] in the order of their rows, the first of which is row 0 */
     const int32_t* lengths; /* [slots]: the position that a slot's states stand at */

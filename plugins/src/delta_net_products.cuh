@@ -1,9 +1,9 @@
 // Products of gated delta nets on tensor cores, as exact as FP32's: each number is two of TF32, of 11 bits each, and of
 // their four products the three that matter are taken.
 //
-// A warp holds the state of 16 values, transposed, as the accumulators of its products have it. So it is both what rows
-// are added to and, without another word moved, the left operand of what rows read: only the order of the keys within
-// 16 of them is another, and that of the right operand is made the same.
+// A warp holds the state of 16 values and some keys, transposed, as the accumulators of its products have it. So it is
+// both what rows are added to and, without another word moved, the left operand of what rows read: only the order of the
+// keys within 16 of them is another, and that of the right operand is made the same.
 #pragma once
 
 #include <cstdint>
@@ -114,13 +114,6 @@ __device__ __forceinline__ void add_products(
     }
 }
 
-__device__ __forceinline__ void add_product(float (&sum)[4], LeftParts const& left, RightParts const& right)
-{
-    multiply_tf32(sum, left.low, right.high[0], right.high[1]);
-    multiply_tf32(sum, left.high, right.low[0], right.low[1]);
-    multiply_tf32(sum, left.high, right.high[0], right.high[1]);
-}
-
 // Four numbers of a row, in parts.
 struct FourParts
 {
@@ -161,6 +154,12 @@ struct SplitRows
         return *reinterpret_cast<uint4 const*>(words + row * kStride + 32 * group + 8 * t + 4 * half);
     }
 
+    __device__ __forceinline__ float number(int row, int at) const
+    {
+        uint32_t const* const from = words + row * kStride + at / 2 * 4 + at % 2;
+        return joined(from[0], from[2]);
+    }
+
 private:
     __device__ __forceinline__ static float joined(uint32_t high, uint32_t low)
     {
@@ -168,39 +167,12 @@ private:
     }
 };
 
-// Likewise, but side by side are one number of a row with an even index and of the row behind it.
-template <int kSize>
-struct SplitPairs
-{
-    static constexpr int kStride = 4 * kSize + 8; // of a pair of rows
-    static constexpr int kWords = kDeltaRows / 2 * kStride;
-
-    uint32_t* words;
-
-    __device__ __forceinline__ void store(int pair, int first, FourParts const& x, FourParts const& next) const
-    {
-        uint4* const to = reinterpret_cast<uint4*>(words + pair * kStride + 4 * first);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-        {
-            to[i] = {x.at[i].high, next.at[i].high, x.at[i].low, next.at[i].low};
-        }
-    }
-
-    // The number that is the g-th of 8, as accumulators have a half of a group's 16 keys.
-    __device__ __forceinline__ uint4 one(int pair, int group, int half, int g) const
-    {
-        int const key = 16 * group + 4 * (g / 2) + 2 * half + g % 2;
-        return *reinterpret_cast<uint4 const*>(words + pair * kStride + 4 * key);
-    }
-};
-
-// The state of 16 values, [16, kSize] transposed, of which lane (g, t) has rows g and g + 8: of each group of 16 keys
+// The state of 16 values and kKeys keys, transposed, of which lane (g, t) has rows g and g + 8: of each group of 16 keys
 // numbers 4 t to 4 t + 3.
-template <int kSize>
+template <int kSize, int kKeys>
 struct StateTile
 {
-    static constexpr int kGroups = kSize / 16;
+    static constexpr int kGroups = kKeys / 16;
 
     float at[kGroups][2][4]; // [][0: row g, 1: row g + 8][]
 
@@ -249,52 +221,61 @@ struct StateTile
         return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
     }
 
-    // Reads 16 rows' numbers out of it: sums[i] of rows 8 i and on, [16 values, 8 rows].
-    __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries,
-        float (&of_keys)[2][4], float (&of_queries)[2][4]) const
+    // Reads 16 rows' numbers out of it, whose keys it has from group `first` on: sums[i] of rows 8 i and on,
+    // [16 values, 8 rows], first those that keys read, then queries'.
+    __device__ __forceinline__ void read(
+        SplitRows<kSize> const& keys, SplitRows<kSize> const& queries, int first, float (&sums)[4][4]) const
     {
         DeltaLane const lane;
-        float(*const sums[4])[4] = {&of_keys[0], &of_keys[1], &of_queries[0], &of_queries[1]};
+        float(*const all[4])[4] = {&sums[0], &sums[1], &sums[2], &sums[3]};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                RightParts const right[4] = {RightParts(keys.pair(lane.row, group, half, lane.column)),
-                    RightParts(keys.pair(lane.row + 8, group, half, lane.column)),
-                    RightParts(queries.pair(lane.row, group, half, lane.column)),
-                    RightParts(queries.pair(lane.row + 8, group, half, lane.column))};
-                add_products(sums, left(group, half), right);
+                RightParts const right[4] = {RightParts(keys.pair(lane.row, first + group, half, lane.column)),
+                    RightParts(keys.pair(lane.row + 8, first + group, half, lane.column)),
+                    RightParts(queries.pair(lane.row, first + group, half, lane.column)),
+                    RightParts(queries.pair(lane.row + 8, first + group, half, lane.column))};
+                add_products(all, left(group, half), right);
             }
         }
     }
 
-    // Forgets, and writes 16 rows: state <- kept * state + writes * keys. writes[i]: of rows 8 i and on, [16 values, 8].
-    // Added to the state by FP32 additions: those of the products round down.
-    __device__ __forceinline__ void absorb(float kept, float const (&writes)[2][4], SplitPairs<kSize> const& keys)
+    // Forgets, and writes 16 rows: state <- kept * state + writes * keys. write_of(row, value) and key_of(row, key) give
+    // the numbers. Added to the state by FP32 additions: those of the products round down.
+    template <typename WriteOf, typename KeyOf>
+    __device__ __forceinline__ void absorb(float kept, WriteOf const& write_of, KeyOf const& key_of)
     {
         DeltaLane const lane;
-        LeftParts const left[2] = {{writes[0][0], writes[0][1], writes[0][2], writes[0][3]},
-            {writes[1][0], writes[1][1], writes[1][2], writes[1][3]}};
+        int const row = 2 * lane.column;
+        auto const left_of = [&](int first)
+        {
+            return LeftParts(write_of(first + row, lane.row), write_of(first + row + 1, lane.row),
+                write_of(first + row, lane.row + 8), write_of(first + row + 1, lane.row + 8));
+        };
+        LeftParts const left[2] = {left_of(0), left_of(8)};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
-            float sum[2][4] = {}; // of both halves of the group's keys
+            // The g-th of 8 keys, as accumulators have a half of a group's 16.
+            int const key = 16 * group + 4 * (lane.row / 2) + lane.row % 2;
+            float sums[2][4] = {}; // of both halves of the group's keys
+            float(*const both[2])[4] = {&sums[0], &sums[1]};
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
             {
-                int const pair = 4 * tile + lane.column;
-                RightParts const right[2] = {RightParts(keys.one(pair, group, 0, lane.row)),
-                    RightParts(keys.one(pair, group, 1, lane.row))};
-                float(*const sums[2])[4] = {&sum[0], &sum[1]};
-                add_products(sums, left[tile], right);
+                int const own = 8 * tile + row;
+                RightParts const right[2] = {RightParts(float2{key_of(own, key), key_of(own + 1, key)}),
+                    RightParts(float2{key_of(own, key + 2), key_of(own + 1, key + 2)})};
+                add_products(both, left[tile], right);
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i)
             {
                 float& x = at[group][i % 4 / 2][i / 4 * 2 + i % 2];
-                x = fmaf(x, kept, sum[i / 4][i % 4]);
+                x = fmaf(x, kept, sums[i / 4][i % 4]);
             }
         }
     }

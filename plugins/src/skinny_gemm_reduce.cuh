@@ -8,35 +8,6 @@ namespace dflash
 namespace skinny
 {
 
-// Sends numbers into the shared memory of a block of the cluster, whose barrier counts the bytes. Addresses are the
-// cluster's.
-template <int kCount>
-__device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint32_t barrier)
-{
-    if constexpr (kCount == 1)
-    {
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x[0]),
-            "r"(barrier)
-            : "memory");
-    }
-    else
-    {
-        static_assert(kCount == 4);
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-            "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
-            : "memory");
-    }
-}
-
-// The address in another block of the cluster of the object at `address` in this one.
-__device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
-{
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
 // Two warps wait for each other. Both at the same call: `bar.sync` is the aligned form of a barrier, all threads of
 // which execute the same instruction.
 __device__ __forceinline__ void meet(int pair)

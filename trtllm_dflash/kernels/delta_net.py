@@ -17,7 +17,7 @@ DELTA_ROWS = 16
 
 DeltaNetParams = structure(
     "dflash_delta_net_params",
-    ints="dtype segment_count rows key_heads value_heads head_size kernel pending",
+    ints="dtype segment_count rows key_heads value_heads head_size kernel pending slots",
     floats="norm_eps",
     pointers="segments lengths x gates conv a_log dt_bias norm states writes keys decays window counters out",
     longs="x_row_stride gates_row_stride",
@@ -78,6 +78,7 @@ class DeltaNet:
             head_size=size,
             kernel=DELTA_TAPS,
             pending=pending,
+            slots=slots,
             norm_eps=self.norm_eps,
             segments=segments.data_ptr(),
             lengths=lengths.data_ptr(),

@@ -1,0 +1,212 @@
+// The end of a chunk of a gated delta net's rows: what they write, and their outputs.
+#pragma once
+
+#include "delta_net_rows.cuh"
+
+namespace dflash
+{
+namespace delta
+{
+
+template <typename T, int kSize, int kBlockValues>
+struct Finish
+{
+    using D = Division<T, kSize, kBlockValues>;
+    using S = Shared<T, kSize, kBlockValues>;
+
+    Place<T, kSize, kBlockValues> const& place;
+    S const& shared;
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+
+    // Of a warp's rows: of each a lane has some values.
+    struct Outputs
+    {
+        float out[D::kOfLane][D::kRowsOfWarp];
+        float gates[D::kOfLane][D::kRowsOfWarp];
+    };
+
+    // The j-th of a lane. Of heads of 16 two lanes have the same.
+    __device__ __forceinline__ int value(int j) const
+    {
+        return lane % D::kValues + 32 * j;
+    }
+
+    __device__ __forceinline__ int row_of(int i) const
+    {
+        return warp * D::kRowsOfWarp + i;
+    }
+
+    __device__ __forceinline__ void load_gates(Segment const& segment, int row, int count, Outputs& outputs) const
+    {
+#pragma unroll
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
+        {
+            T const* const from = place.row(segment.first_row + row + min(row_of(i), count - 1)) + place.channels()
+                + place.first_value();
+#pragma unroll
+            for (int j = 0; j < D::kOfLane; ++j)
+            {
+                outputs.gates[j][i] = to_float(from[value(j)]);
+            }
+        }
+    }
+
+    // Sums up the parts: what the state has not of the rows' values, and what their queries read.
+    __device__ __forceinline__ void sum_parts(int j, float (&of_queries)[D::kRowsOfWarp]) const
+    {
+#pragma unroll
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
+        {
+            float sums[2] = {};
+#pragma unroll
+            for (int from = 0; from < D::kParts; ++from)
+            {
+                float const* const part = shared.parts + from * S::kPart + row_of(i) * S::kValueStride + value(j);
+                sums[0] += part[0];
+                sums[1] += part[kDeltaRows * S::kValueStride];
+            }
+            float const kept = shared.kept[row_of(i)];
+            float* const to = shared.values + row_of(i) * S::kValueStride + value(j);
+            float const left = *to - kept * sums[0];
+            __syncwarp(); // another lane may have the same
+            *to = left;
+            of_queries[i] = kept * sums[1];
+        }
+    }
+
+    // sums[i] += row i of the warp's of mix [16, 16] * x [16, values]
+    __device__ __forceinline__ void add_mixed(
+        float const* mix, float const* x, int j, float (&sums)[D::kRowsOfWarp]) const
+    {
+        float column[kDeltaRows];
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            column[i] = x[i * S::kValueStride + value(j)];
+        }
+#pragma unroll
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
+        {
+            float4 const* const row = reinterpret_cast<float4 const*>(mix + row_of(i) * kMixStride);
+#pragma unroll
+            for (int part = 0; part < kDeltaRows / 4; ++part)
+            {
+                float4 const by = row[part];
+                sums[i] = fmaf(by.x, column[4 * part], sums[i]);
+                sums[i] = fmaf(by.y, column[4 * part + 1], sums[i]);
+                sums[i] = fmaf(by.z, column[4 * part + 2], sums[i]);
+                sums[i] = fmaf(by.w, column[4 * part + 3], sums[i]);
+            }
+        }
+    }
+
+    // Computes what the rows write, and keeps it.
+    __device__ __forceinline__ void write(Segment const& segment, int count, bool is_pending, int j) const
+    {
+        float writes[D::kRowsOfWarp] = {};
+        add_mixed(shared.solved, shared.values, j, writes);
+#pragma unroll
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
+        {
+            shared.writes[row_of(i) * S::kValueStride + value(j)] = writes[i];
+            if (is_pending && row_of(i) < count)
+            {
+                place.writes(segment.slot, row_of(i))[value(j)] = writes[i];
+            }
+        }
+    }
+
+    // Sums of squares over all values of the head.
+    __device__ __forceinline__ void sum_squares(Outputs const& outputs, int chunk, float (&sums)[D::kRowsOfWarp]) const
+    {
+#pragma unroll
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
+        {
+            float sum = 0.f;
+#pragma unroll
+            for (int j = 0; j < D::kOfLane; ++j)
+            {
+                sum += outputs.out[j][i] * outputs.out[j][i];
+            }
+            sums[i] = warp_sum(lane < D::kValues ? sum : 0.f);
+        }
+        if constexpr (D::kSplits > 1)
+        {
+            int const turn = chunk % 2;
+            float const* const inbox = shared.squares + turn * D::kSplits * kDeltaRows;
+            int const to = lane % D::kSplits;
+#pragma unroll
+            for (int i = 0; i < D::kRowsOfWarp; ++i)
+            {
+                if (lane / D::kSplits == i)
+                {
+                    float const own[1] = {sums[i]};
+                    uint32_t const at = shared_address(inbox + place.split * kDeltaRows + row_of(i));
+                    send(address_at(at, to), own, address_at(shared.squares_barrier(turn), to));
+                }
+            }
+            wait_for_phase(shared.squares_barrier(turn), chunk / 2 % 2);
+#pragma unroll
+            for (int i = 0; i < D::kRowsOfWarp; ++i)
+            {
+                sums[i] = 0.f;
+#pragma unroll
+                for (int from = 0; from < D::kSplits; ++from)
+                {
+                    sums[i] += inbox[from * kDeltaRows + row_of(i)];
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write_out(Segment const& segment, int row, int count, Outputs const& outputs,
+        float const (&norm)[D::kOfLane], float const (&squares)[D::kRowsOfWarp]) const
+    {
+#pragma unroll
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
+        {
+            float const root = rsqrtf(squares[i] / static_cast<float>(kSize) + place.p.norm_eps);
+            if (row_of(i) < count && lane < D::kValues)
+            {
+                int64_t const to = int64_t{segment.first_row + row + row_of(i)} * place.p.value_heads * kSize;
+                T* const out = static_cast<T*>(place.p.out) + to + place.first_value();
+#pragma unroll
+                for (int j = 0; j < D::kOfLane; ++j)
+                {
+                    out[value(j)] = from_float<T>(outputs.out[j][i] * root * norm[j] * quick_silu(outputs.gates[j][i]));
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(
+        Segment const& segment, float const (&norm)[D::kOfLane], int row, int count, int chunk) const
+    {
+        Outputs outputs;
+        load_gates(segment, row, count, outputs);
+#pragma unroll
+        for (int j = 0; j < D::kOfLane; ++j)
+        {
+            sum_parts(j, outputs.out[j]);
+        }
+        meet<kWorkersMeet, D::kWorkers>();
+#pragma unroll
+        for (int j = 0; j < D::kOfLane; ++j)
+        {
+            write(segment, count, row == segment.absorbed, j);
+        }
+        meet<kWorkersMeet, D::kWorkers>();
+#pragma unroll
+        for (int j = 0; j < D::kOfLane; ++j)
+        {
+            add_mixed(shared.reads, shared.writes, j, outputs.out[j]);
+        }
+        float squares[D::kRowsOfWarp];
+        sum_squares(outputs, chunk, squares);
+        write_out(segment, row, count, outputs, norm, squares);
+    }
+};
+
+} // namespace delta
+} // namespace dflash

@@ -1,0 +1,221 @@
+// A gated delta net's rows: staged in shared memory, convolved, normed, and kept for the next step.
+#pragma once
+
+#include "delta_net_work.cuh"
+
+namespace dflash
+{
+namespace delta
+{
+
+constexpr float kLengthEps = 1e-6f; // of keys and queries
+
+template <typename T>
+__device__ __forceinline__ float4 load_four(T const* from)
+{
+    auto const x = load_vector<T, kLane>(from);
+    return {to_float(x.at[0]), to_float(x.at[1]), to_float(x.at[2]), to_float(x.at[3])};
+}
+
+// Without what numbers below 2^-126 would take: exp(-x) of a large x is 0, of a small one infinite.
+__device__ __forceinline__ float quick_silu(float x)
+{
+    float power = 0.f;
+    float inverse = 0.f;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
+    return x * inverse;
+}
+
+// Copies 16 bytes, or fills in zeros.
+__device__ __forceinline__ void stage_16(void* to, void const* from, bool is_there)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+        "r"(is_there ? 16 : 0)
+        : "memory");
+}
+
+template <typename T, int kSize, int kBlockValues>
+struct Rows
+{
+    using D = Division<T, kSize, kBlockValues>;
+    using S = Shared<T, kSize, kBlockValues>;
+    static constexpr int kNumbers = 16 / static_cast<int>(sizeof(T)); // of 16 bytes
+    static constexpr int kPairs = D::kValues / 2; // of a row's values
+
+    Place<T, kSize, kBlockValues> const& place;
+    S const& shared;
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+
+    // A channel's weights, of four channels of keys or queries and of two of values: a thread's.
+    struct Weights
+    {
+        Vector<T, kTaps> keys[kLane];
+        Vector<T, kTaps> values[2];
+    };
+
+    __device__ __forceinline__ void load_weights(int item, Weights& weights) const
+    {
+        int const first = (item >= 4 ? place.query_channel() : place.key_channel()) + min(lane * kLane, kSize - kLane);
+        T const* const conv = static_cast<T const*>(place.p.conv);
+#pragma unroll
+        for (int i = 0; i < kLane; ++i)
+        {
+            weights.keys[i] = load_vector<T, kTaps>(conv + (first + i) * kTaps);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            int const channel = place.value_channel() + threadIdx.x % kPairs * 2 + i;
+            weights.values[i] = load_vector<T, kTaps>(conv + channel * kTaps);
+        }
+    }
+
+    // The channel of a number of a staged row.
+    __device__ __forceinline__ int channel_of(int number) const
+    {
+        return number < kSize       ? place.query_channel() + number
+            : number < 2 * kSize ? place.key_channel() + number - kSize
+                                 : place.value_channel() + number - 2 * kSize;
+    }
+
+    // Stages the segment's rows from `row` on, with those that their convolution sees. By all threads.
+    __device__ __forceinline__ void stage(Segment const& segment, int row, int count) const
+    {
+        constexpr int kCopies = S::kRawStride / kNumbers;
+        for (int item = threadIdx.x; item < (kBefore + count) * kCopies; item += D::kThreads)
+        {
+            int const own = row + item / kCopies - kBefore;
+            int const number = item % kCopies * kNumbers;
+            T const* const from = own >= 0 ? place.row(segment.first_row + own)
+                                           : place.window_row(segment.slot, segment.accepted + kBefore + own);
+            stage_16(shared.raw + item / kCopies * S::kRawStride + number, from + channel_of(number),
+                own >= 0 || !segment.begins);
+        }
+    }
+
+    // Stages the keys of the pending rows that the state absorbs, and what they write.
+    __device__ __forceinline__ void stage_pending(Segment const& segment) const
+    {
+        constexpr int kOfKeys = kSize / 4;
+        constexpr int kCopies = kOfKeys + D::kValues / 4;
+        for (int item = threadIdx.x; item < kDeltaRows * kCopies; item += D::kThreads)
+        {
+            int const row = item / kCopies;
+            int const number = item % kCopies * 4;
+            bool const is_there = row < segment.accepted;
+            int const from = is_there ? row : 0;
+            if (number < kSize)
+            {
+                float* const to = shared.parts + number / D::kPartKeys * S::kPart + row * S::kKeyStride;
+                stage_16(to + number % D::kPartKeys, place.keys(segment.slot, from) + number, is_there);
+            }
+            else
+            {
+                stage_16(shared.writes + row * S::kValueStride + number - kSize,
+                    place.writes(segment.slot, from) + number - kSize, is_there);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static float mix(Vector<T, kTaps> const& taps, T a, T b, T c, T d)
+    {
+        float const before = fmaf(to_float(taps.at[1]), to_float(b), to_float(taps.at[0]) * to_float(a));
+        return quick_silu(fmaf(to_float(taps.at[3]), to_float(d), fmaf(to_float(taps.at[2]), to_float(c), before)));
+    }
+
+    // Convolves `count` staged rows into keys and queries, normed, and values; rows behind them become zeros.
+    __device__ __forceinline__ void convolve(Weights& weights, int count) const
+    {
+        for (int item = warp; item < 8; item += D::kWarps)
+        {
+            if (D::kWarps < 8)
+            {
+                load_weights(item, weights);
+            }
+            convolve_keys(weights, item, count);
+        }
+        for (int item = threadIdx.x; item < kDeltaRows * kPairs; item += D::kWorkers)
+        {
+            int const row = item / kPairs;
+            int const pair = item % kPairs;
+            T const* const from = shared.raw + row * S::kRawStride + 2 * kSize + 2 * pair;
+            Vector<T, 2> x[kTaps];
+#pragma unroll
+            for (int i = 0; i < kTaps; ++i)
+            {
+                x[i] = load_vector<T, 2>(from + i * S::kRawStride);
+            }
+            float2 const y = {mix(weights.values[0], x[0].at[0], x[1].at[0], x[2].at[0], x[3].at[0]),
+                mix(weights.values[1], x[0].at[1], x[1].at[1], x[2].at[1], x[3].at[1])};
+            *reinterpret_cast<float2*>(shared.values + row * S::kValueStride + 2 * pair)
+                = row < count ? y : float2{0.f, 0.f};
+        }
+    }
+
+    // The item is four rows of the keys or of the queries; a lane has four channels.
+    __device__ __forceinline__ void convolve_keys(Weights const& weights, int item, int count) const
+    {
+        bool const is_query = item >= 4;
+        int const first = item % 4 * 4;
+        int const number = min(lane * kLane, kSize - kLane);
+        T const* const from = shared.raw + first * S::kRawStride + (is_query ? 0 : kSize) + number;
+        Vector<T, kLane> x[4 + kBefore];
+#pragma unroll
+        for (int i = 0; i < 4 + kBefore; ++i)
+        {
+            x[i] = load_vector<T, kLane>(from + i * S::kRawStride);
+        }
+        float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
+        bool const has_numbers = lane * kLane < kSize;
+        float y[4][kLane];
+        float sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+        {
+            sums[i] = 0.f;
+#pragma unroll
+            for (int j = 0; j < kLane; ++j)
+            {
+                float const out = mix(weights.keys[j], x[i].at[j], x[i + 1].at[j], x[i + 2].at[j], x[i + 3].at[j]);
+                y[i][j] = first + i < count ? out : 0.f;
+                sums[i] += has_numbers ? y[i][j] * y[i][j] : 0.f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+        {
+            float const by = rsqrtf(warp_sum(sums[i]) + kLengthEps) * scale;
+            if (has_numbers)
+            {
+                FourParts const parts(float4{y[i][0] * by, y[i][1] * by, y[i][2] * by, y[i][3] * by});
+                shared.rows(is_query).store(first + i, number, parts);
+            }
+        }
+    }
+
+    // Writes the rows that the next step's convolution sees: the last `count` and those before them. The keys' and the
+    // queries' are the last block's to write, as are the pending rows' keys.
+    __device__ __forceinline__ void keep(Segment const& segment, int count, bool is_last) const
+    {
+        int const first = is_last ? 0 : 2 * kSize;
+        int const copies = (S::kRawStride - first) / kNumbers;
+        for (int item = threadIdx.x; item < (kBefore + count) * copies; item += D::kWorkers)
+        {
+            int const row = item / copies;
+            int const number = first + item % copies * kNumbers;
+            store_vector(place.window_row(segment.slot, row) + channel_of(number),
+                load_vector<T, kNumbers>(shared.raw + row * S::kRawStride + number));
+        }
+        for (int item = threadIdx.x; is_last && item < kSize / kLane * count; item += D::kWorkers)
+        {
+            int const row = item / (kSize / kLane);
+            int const number = item % (kSize / kLane) * kLane;
+            *reinterpret_cast<float4*>(place.keys(segment.slot, row) + number) = shared.keys.load(row, number);
+        }
+    }
+};
+
+} // namespace delta
+} // namespace dflash

@@ -1,0 +1,189 @@
+// What one warp of a gated delta net does beside the others: decays, shares, and how rows see each other's writes.
+#pragma once
+
+#include "delta_net_work.cuh"
+
+namespace dflash
+{
+namespace delta
+{
+
+// Products of what the first 16 lanes have, up to a lane's own.
+__device__ __forceinline__ float product_to(float x)
+{
+    int const lane = threadIdx.x % kDeltaRows;
+#pragma unroll
+    for (int step = 1; step < kDeltaRows; step *= 2)
+    {
+        float const before = __shfl_up_sync(0xffffffffu, x, step, kDeltaRows);
+        x *= lane >= step ? before : 1.f;
+    }
+    return x;
+}
+
+// Likewise, of what is behind it up to row 15.
+__device__ __forceinline__ float product_behind(float x)
+{
+    int const lane = threadIdx.x % kDeltaRows;
+    float const next = __shfl_down_sync(0xffffffffu, x, 1, kDeltaRows);
+    x = lane < kDeltaRows - 1 ? next : 1.f;
+#pragma unroll
+    for (int step = 1; step < kDeltaRows; step *= 2)
+    {
+        float const after = __shfl_down_sync(0xffffffffu, x, step, kDeltaRows);
+        x *= lane + step < kDeltaRows ? after : 1.f;
+    }
+    return x;
+}
+
+template <typename T, int kSize, int kBlockValues>
+struct Solver
+{
+    using D = Division<T, kSize, kBlockValues>;
+    using S = Shared<T, kSize, kBlockValues>;
+    static constexpr int kPairs = kDeltaRows / 2; // of rows and columns, of a lane: a column's first or last rows
+
+    Place<T, kSize, kBlockValues> const& place;
+    S const& shared;
+    int const lane = threadIdx.x % 32;
+    int const column = threadIdx.x % kDeltaRows;
+    int const first = lane / kDeltaRows * kPairs;
+
+    // The head's, of all rows.
+    struct Rate
+    {
+        float log;
+        float bias;
+    };
+
+    __device__ __forceinline__ Rate load_rate() const
+    {
+        return {static_cast<float const*>(place.p.a_log)[place.head],
+            static_cast<float const*>(place.p.dt_bias)[place.head]};
+    }
+
+    // A lane's row, and its weights of a column's rows.
+    struct Gates
+    {
+        float share; // at first as projected
+        float decay;
+        float pending_decay;
+        float lower[kPairs]; // b D below the diagonal
+        float reads[kPairs]; // D
+    };
+
+    // Loads what rows from `row` on are weighed by, and before the first of them the pending ones.
+    __device__ __forceinline__ Gates load(Segment const& segment, int row, int count) const
+    {
+        T const* const from = static_cast<T const*>(place.p.gates)
+            + int64_t{segment.first_row + row + min(column, count - 1)} * place.p.gates_row_stride + place.head;
+        Gates gates;
+        gates.pending_decay
+            = row == 0 && column < segment.accepted ? *place.decay(segment.slot, column) : 1.f;
+        gates.share = to_float(from[0]);
+        gates.decay = to_float(from[place.p.value_heads]);
+        return gates;
+    }
+
+    // Fills in the decays of the pending rows, which all but the first rows' find read, and those of `count` rows.
+    __device__ __forceinline__ void fill(Gates& gates, Rate const& rate, int count) const
+    {
+        float const a = gates.decay + rate.bias;
+        float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
+        gates.decay = column < count ? expf(-expf(rate.log) * softplus) : 1.f;
+        gates.share = column < count ? 1.f / (1.f + expf(-gates.share)) : 0.f;
+        shared.decays[column] = gates.decay;
+        shared.kept[column] = product_to(gates.decay);
+        shared.behind[column] = product_behind(gates.decay);
+        shared.pending_behind[column] = product_behind(gates.pending_decay);
+        float const kept = product_to(gates.pending_decay);
+        if (lane == kDeltaRows - 1)
+        {
+            *shared.pending_kept = kept;
+        }
+        weigh(gates);
+    }
+
+    __device__ __forceinline__ void weigh(Gates& gates) const
+    {
+        float left = 1.f;
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            float const decay = __shfl_sync(0xffffffffu, gates.decay, i);
+            float const share = __shfl_sync(0xffffffffu, gates.share, i);
+            left *= i > column ? decay : 1.f;
+            if (i / kPairs == first / kPairs)
+            {
+                gates.lower[i % kPairs] = i > column ? left * share : 0.f;
+                gates.reads[i % kPairs] = i >= column ? left : 0.f;
+            }
+        }
+    }
+
+    // Weighs the products of keys, and inverts I + A.
+    __device__ __forceinline__ void solve(Gates const& gates) const
+    {
+        float lower[kPairs];
+        float reads[kPairs];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+        {
+            float const* const product = shared.products + (first + i) * kMixStride + column;
+            lower[i] = gates.lower[i] * (product[0] + product[2 * S::kMix]);
+            reads[i] = gates.reads[i] * (product[S::kMix] + product[3 * S::kMix]);
+        }
+        __syncwarp(); // they have been read
+        float4* const to = reinterpret_cast<float4*>(shared.lower + column * kMixStride + first);
+        to[0] = {lower[0], lower[1], lower[2], lower[3]};
+        to[1] = {lower[4], lower[5], lower[6], lower[7]};
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+        {
+            shared.reads[(first + i) * kMixStride + column] = reads[i];
+        }
+        __syncwarp();
+        invert(gates.share);
+    }
+
+    // Each lane has a column, and each row that is known is taken from all behind it.
+    __device__ __forceinline__ void invert(float share) const
+    {
+        float inverse[kDeltaRows];
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            inverse[i] = i == column ? 1.f : 0.f;
+        }
+#pragma unroll
+        for (int known = 0; known < kDeltaRows - 1; ++known)
+        {
+            float4 const* const below = reinterpret_cast<float4 const*>(shared.lower + known * kMixStride);
+#pragma unroll
+            for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
+            {
+                float4 const x = below[part];
+                float const numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                {
+                    if (4 * part + i > known)
+                    {
+                        inverse[4 * part + i] = fmaf(-numbers[i], inverse[known], inverse[4 * part + i]);
+                    }
+                }
+            }
+        }
+        if (lane < kDeltaRows)
+        {
+#pragma unroll
+            for (int i = 0; i < kDeltaRows; ++i)
+            {
+                shared.solved[i * kMixStride + column] = inverse[i] * share;
+            }
+        }
+    }
+};
+
+} // namespace delta
+} // namespace dflash
