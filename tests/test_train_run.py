@@ -235,6 +235,28 @@ def test_ctrl_c_ends_with_130_and_half_a_line_of_replies_is_made_again(trained, 
     assert sorted(file.read_text().splitlines()) == sorted(whole.splitlines())
 
 
+# -- from nothing ------------------------------------------------------------------------------------------------------
+
+
+def test_sixty_steps_from_nothing_draft_more_than_two_tokens_a_step(tmp_path):
+    """Of one word problem with other names and numbers each time, on prompts that were held out."""
+    chance = random.Random(1)
+    rows = [
+        f"Every month {name} puts {chance.randint(11, 99)} dollars into a box that already holds "
+        f"{chance.randint(100, 400)} dollars. After {months} months she takes out {chance.randint(11, 99)} dollars "
+        f"for a phone. How much money is left?"
+        for name in ("Petra", "Mei", "Julia", "Vera")
+        for months in range(3, 9)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    settings = {"target": str(TINY / "target"), "data": tmp_path / "data.jsonl", "device": "cpu", **LENGTHS}
+    shape = {"layers": 1, "block": 8, "taps": (1, 2, 3, 4, 5, 6), "optimizer": "muon", "rate": 6e-3}
+    steps = {"pack": 256, "anchors": 32, "steps": 60, "evaluate_every": 60}
+    train(TrainSettings.model_validate({**settings, **shape, **steps}), tmp_path / "out", "train")
+    before, after = [row["acceptance"]["tau"] for row in read_log(tmp_path / "out" / LOG) if "acceptance" in row]
+    assert before < 1.1 and after > 2
+
+
 # -- families ----------------------------------------------------------------------------------------------------------
 
 
