@@ -303,6 +303,7 @@ def nested(depth):
             "#/$defs/n/properties/v: error: unclosed character class",
         ),
         ("json_schema", {"properties": {"a": 3}}, "#/properties/a: a schema is an object, true or false"),
+        ("json_schema", {"properties": {"a": True, "b": {"type": 3}}}, "#/properties/b: "),
         ("json_schema", nested(50), "#" + 50 * "/items" + ": Invalid type: strin"),
         ("json_schema", nested(300), "json_schema: recursion limit exceeded"),
         ("json_schema", nested(100_000), "json_schema: it is nested too deeply"),

@@ -232,10 +232,11 @@ class Grammars:
         shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, Mapping) and name in root}
         inners = sorted(islice(_inner_schemas(schema), _MOST_PLACES), key=_refers)  # what these refer to comes first
         for (place, inner), _ in zip(inners, tries, strict=False):
-            if not isinstance(inner, (dict, bool)):
+            if isinstance(inner, bool):
+                continue  # never wrong, and nothing that the library takes alone
+            if not isinstance(inner, dict):
                 return f"{pointer}/{place}", "a schema is an object, true or false"
-            alone = {**shared, **inner} if isinstance(inner, dict) else inner
-            problem: str = self._matcher("json_schema", alone).get_error()
+            problem: str = self._matcher("json_schema", {**shared, **inner}).get_error()
             if problem:
                 return self._place(root, inner, problem, f"{pointer}/{place}", tries)
         return pointer, error
