@@ -61,7 +61,11 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
-        lacks = "" if session.limits.shapes else "only torch on a CPU, or our CUDA kernels without trees, do this yet"
+        lacks = (
+            ""
+            if session.limits.shapes
+            else "TensorRT plans, and GPUs with trees of drafts or gated delta nets, do not yet do this"
+        )
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
 

@@ -208,7 +208,7 @@ class CudaSession(TorchSession):
         limits = super().limits
         # No more than the largest steps are captured for.
         if not self._flat:
-            return limits  # what more is asked of a choice is not right here yet, and refused
+            return replace(limits, shapes=self.states is None)  # beside recurrent states none of it has run
         pieces = min(limits.pieces, most_pieces(self.config.chunk))
         return replace(limits, pieces=pieces, divides=False, shapes=not self.config.draft_tree)
 
