@@ -16,7 +16,7 @@ from trtllm_dflash.runtime import guiding
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.text.grammar import Grammar, Grammars
+from trtllm_dflash.text.grammar import Grammar, Grammars, Plan
 
 
 class Exact(BaseModel):
@@ -175,9 +175,11 @@ def test_penalties_and_bans_choose_among_what_the_grammar_allows(loaded):
         assert len(reply.logprobs) == len(reply.token_ids)
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies, requests, monkeypatch):
-    """At its prompt's end, at a later step, and where its tokens are taken."""
-    real_plan, real_accept, plans, bad = Grammar.plan, Grammar.accept, [], {}
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies, requests, monkeypatch, ahead):
+    """At its prompt's end, at a later step, where a mask is made and where its tokens are taken; every step is run to
+    its end."""
+    real_plan, real_write, real_accept, plans, bad = Grammar.plan, Plan.write, Grammar.accept, [], {}
 
     def fails(grammar, where):
         if bad.get(grammar) == where:
@@ -188,23 +190,55 @@ def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies,
         plans.append(self)
         return real_plan(self, drafts, *more)
 
+    def write(self, *where):
+        fails(self.matcher.func.__self__, "written")
+        real_write(self, *where)
+
     def accept(self, token):
         fails(self, "taken")
         real_accept(self, token)
 
     monkeypatch.setattr(Grammar, "plan", plan)
+    monkeypatch.setattr(Plan, "write", write)
     monkeypatch.setattr(Grammar, "accept", accept)
-    scheduler, chosen = Scheduler(loaded.session), [10, -2, 0, 6, 8]  # the last three are at fault
+    scheduler, chosen = Scheduler(loaded.session, ahead=ahead), [10, -2, 0, 6, 4, 8]  # the last four are at fault
     sequences = [loaded.intake.sequence(requests[0][i], requests[1][i]) for i in chosen]
-    bad.update(zip((sequence.grammar for sequence in sequences[2:]), ("at first", "later", "taken"), strict=True))
+    places = "at first", "later", "written", "taken"
+    bad.update(zip((sequence.grammar for sequence in sequences[2:]), places, strict=True))
+    runs, run = [], loaded.session.run
+    monkeypatch.setattr(loaded.session, "run", lambda step: runs.append(step) or run(step))
     for sequence in sequences:
         scheduler.submit(sequence)
     while scheduler.busy:
         scheduler.step()
     assert [s.error for s in sequences[:2]] == [None, None]
     assert [s.token_ids for s in sequences[:2]] == [replies[i].token_ids for i in chosen[:2]]
-    assert [str(s.error) for s in sequences[2:]] == ["structured: cannot be followed"] * 3
-    assert [len(s.token_ids) for s in sequences[2:]] == [0, 1, 1]
+    assert [str(s.error) for s in sequences[2:]] == ["structured: cannot be followed"] * 4
+    assert [len(s.token_ids) for s in sequences[2:]] == [0, 1, 0, 1]
+    assert len(runs) == sum(scheduler.statistics.steps.values())
+
+
+def test_a_reply_that_has_ended_needs_no_grammar_that_can_be_followed(loaded, replies, monkeypatch):
+    """As where a step is launched before that is known: what stands behind the end matters to nobody."""
+    real_plan, sequences = Grammar.plan, []
+
+    def plan(self, drafts, behind=(), complete=True):
+        (sequence,) = (sequence for sequence in sequences if sequence.grammar is self)
+        if len(sequence.token_ids) + len(behind) >= sequence.params.max_tokens:
+            raise RequestError("cannot be followed", "structured")
+        return real_plan(self, drafts, behind, complete)
+
+    monkeypatch.setattr(Grammar, "plan", plan)
+    scheduler = Scheduler(loaded.session, ahead=1)
+    expected = [reply.token_ids for reply in replies[8:12:2]]
+    for ids in expected:
+        for most in range(2, len(ids)):
+            sequences.append(loaded.intake.sequence(ASK, asked(FORMS[4 + expected.index(ids)], max_tokens=most)))
+            scheduler.submit(sequences[-1])
+    while scheduler.busy:
+        scheduler.step()
+    assert [sequence.error for sequence in sequences] == [None] * len(sequences)
+    assert [sequence.token_ids for sequence in sequences] == [ids[:i] for ids in expected for i in range(2, len(ids))]
 
 
 def test_a_tokenizer_s_end_token_ends_replies_where_the_engine_has_none(loaded):

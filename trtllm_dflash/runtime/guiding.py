@@ -7,12 +7,15 @@ forbids is then never chosen, and ends the block. What the grammar forces can st
 launched once the drafts are known: so it does where nothing is under way, and where forbidden drafts have cut so many
 blocks short that it is worth the wait. A grammar never changes what a row would choose among the tokens that it
 allows, so that drafted text equals plain text.
+
+A grammar that cannot be followed is no error of the step, whose target may have run already: what was launched is run
+to its end. That reply's rows may choose anything, and it fails when the step is read, unless it has ended by then.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,18 +29,8 @@ from trtllm_dflash.session.session import Session
 if TYPE_CHECKING:
     from trtllm_dflash.text.grammar import Grammar, Plan
 
-_Followed = TypeVar("_Followed")
-
 #: A step waits for drafts where forbidden ones cut the blocks of more than this share of its slots short.
 _STRAYS = 0.1
-
-
-class GuideError(RequestError):
-    """A reply's grammar that grew too complex to follow: the fault of one slot's request alone."""
-
-    def __init__(self, stay: Stay, error: RequestError) -> None:
-        super().__init__(error.reason, error.field)
-        self.stay = stay
 
 
 class StepMasks(Masks):
@@ -46,34 +39,44 @@ class StepMasks(Masks):
     Args:
         stays: whose replies are guided.
         guides: theirs.
-        make: makes their plans; None of a reply that has ended.
+        make: makes their plans; None of a reply that has ended, or whose grammar cannot be followed.
+        errors: of those that cannot, where `make` notes them too.
+
+    Attributes:
+        errors: likewise, complete once the masks were written.
     """
 
-    def __init__(self, stays: list[Stay], guides: list[Guide], make: "Callable[[], list[Plan | None]]") -> None:
+    def __init__(
+        self,
+        stays: list[Stay],
+        guides: list[Guide],
+        make: "Callable[[], list[Plan | None]]",
+        errors: dict[Stay, RequestError],
+    ) -> None:
         self._stays, self._plans = stays, cache(make)
         self._rows = [guide.rows for guide in guides]
+        self.errors = errors
         self.width = _grammar(stays[0]).width
 
     def write(self, words: Tensor) -> None:
-        """Writes them; see `Masks.write`.
-
-        Raises:
-            GuideError: a reply's grammar cannot be followed.
-        """
+        """Writes them; see `Masks.write`."""
         from trtllm_dflash.text.grammar import allow_all  # what few requests need
 
         address = words.data_ptr()
         for stay, rows, plan in zip(self._stays, self._rows, self._plans(), strict=True):
-            if plan is None:
+            try:
+                if plan is not None:
+                    plan.write(address, rows)
+            except RequestError as error:
+                self.errors[stay] = error
+            if plan is None or stay in self.errors:
                 allow_all(address, rows, self.width)
-            else:
-                _followed(stay, partial(plan.write, address, rows))
             address += 4 * rows * self.width
 
 
 def guide_step(
     session: Session, batch: Batch, stays: list[Stay], pieces: list[Piece], under_way: list[Launched]
-) -> tuple[Batch, list[Guide], Masks | None]:
+) -> tuple[Batch, list[Guide], StepMasks | None]:
     """Makes the guides of a step and their masks, and its decoding slots with the rows that they verify by them.
 
     Those that are guided verify chains, in any case.
@@ -81,9 +84,6 @@ def guide_step(
     Args:
         stays: those whose prompts the pieces are of.
         under_way: steps that are not read yet.
-
-    Raises:
-        GuideError: a reply's grammar cannot be followed.
     """
     decoding = [batch.stays[place] for place in batch.guided]
     begun = [stay for stay, piece in zip(stays, pieces, strict=True) if piece.last and stay.sequence.grammar]
@@ -93,12 +93,13 @@ def guide_step(
     counts = [min(batch.drafted[place], session.config.block_size - 1) for place in batch.guided]
     guides = [Guide(stay.slot, [], own=count) for stay, count in zip(decoding, counts, strict=True)]
     guides += [Guide(stay.slot, []) for stay in begun]
-    make = partial(_plans, session, guided, guides, len(decoding), under_way)
+    errors: dict[Stay, RequestError] = {}
+    make = partial(_plans, session, guided, guides, len(decoding), under_way, errors)
     if any(counts) and (not under_way or session.communicator.size > 1 or _is_worth_waiting(batch)):
         plans = make(complete=True)
         guides = [_with_drafts(guide, plan) for guide, plan in zip(guides, plans, strict=True)]
         make = partial(list, plans)
-    return _verifying(batch, guides), guides, StepMasks(guided, guides, make)
+    return _verifying(batch, guides), guides, StepMasks(guided, guides, make, errors)
 
 
 def _is_worth_waiting(batch: Batch) -> bool:
@@ -115,6 +116,7 @@ def _plans(
     guides: list[Guide],
     decoding: int,
     under_way: list[Launched],
+    errors: dict[Stay, RequestError],
     complete: bool = False,
 ) -> "list[Plan | None]":
     """Makes the plans of slots, of which so many decode, behind what the steps under way give them.
@@ -122,6 +124,7 @@ def _plans(
     Waits for these steps, and leaves it to the scheduler to take their tokens.
 
     Args:
+        errors: gets those of grammars that cannot be followed, which have no plans.
         complete: as in `Grammar.plan`.
     """
     behind: dict[Stay, list[int]] = {stay: [] for stay in stays[:decoding]}
@@ -132,10 +135,14 @@ def _plans(
                 behind[stay] = behind[stay] + ids if decoded else ids  # of its prompt, the last piece alone gives one
     drafting = [guide.slot for guide in guides if guide.own]
     drafts = dict(zip(drafting, session.drafts(drafting), strict=True)) if drafting else {}
-    plans = []
+    plans: list[Plan | None] = []
     for stay, guide in zip(stays, guides, strict=True):
         own = drafts.get(guide.slot, [])[: guide.own]
-        plans.append(_followed(stay, partial(_grammar(stay).plan, own, behind.get(stay, []), complete)))
+        try:
+            plans.append(_grammar(stay).plan(own, behind.get(stay, []), complete))
+        except RequestError as error:
+            errors[stay] = error
+            plans.append(None)
     return plans
 
 
@@ -158,11 +165,3 @@ def _verifying(batch: Batch, guides: list[Guide]) -> Batch:
 def _grammar(stay: Stay) -> "Grammar":
     assert stay.sequence.grammar is not None
     return stay.sequence.grammar
-
-
-def _followed(stay: Stay, follow: Callable[[], _Followed]) -> _Followed:
-    """Follows a reply's grammar; what cannot be followed is the fault of its request alone."""
-    try:
-        return follow()
-    except RequestError as error:
-        raise GuideError(stay, error) from error

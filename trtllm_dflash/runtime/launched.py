@@ -1,7 +1,8 @@
 """A step on its way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.slots import Stay
 from trtllm_dflash.session.session import Outcome
@@ -18,6 +19,7 @@ class Launched:
     drafting: Drafting
     number: int  # of steps with decoding slots, up to this one
     reports: bool  # it has log-probabilities
+    errors: dict[Stay, RequestError] = field(default_factory=dict)  # of replies whose grammars cannot be followed
 
     @property
     def stays(self) -> list[Stay]:

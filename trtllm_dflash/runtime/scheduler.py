@@ -16,7 +16,7 @@ from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
-from trtllm_dflash.runtime.guiding import GuideError, guide_step
+from trtllm_dflash.runtime.guiding import guide_step
 from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.logprobs import note_logprobs
 from trtllm_dflash.runtime.pieces import divided, piece_of
@@ -248,8 +248,8 @@ class Scheduler:
             if not pieces and (not batch.stays or self._may_all_have_ended(batch)):
                 return False
             self._run(batch, pieces)
-        except Exception as error:  # where it is of one reply's grammar, the others go on with the next step
-            for stay in [error.stay] if isinstance(error, GuideError) else [*batch.stays, *reading]:
+        except Exception as error:
+            for stay in [*batch.stays, *reading]:
                 self._fail(stay, error)
             return False
         return True
@@ -324,7 +324,8 @@ class Scheduler:
                 for stay in batch.stays:
                     stay.block = rows
                 self._batch = None
-        self._launched.append(Launched(batch, pieces, outcome, drafting, self._decoded, step.reports))
+        errors = {} if masks is None else masks.errors
+        self._launched.append(Launched(batch, pieces, outcome, drafting, self._decoded, step.reports, errors))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
@@ -376,6 +377,9 @@ class Scheduler:
                 if not stay.over:
                     self._fail(stay, error)
             return
+        for stay, wrong in launched.errors.items():
+            if not stay.over:
+                self._fail(stay, wrong)
         if launched.outcome.chances:
             self._draft_length.foresee(launched.outcome.chances)
         now = time.time_ns()

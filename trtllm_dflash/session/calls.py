@@ -69,8 +69,7 @@ class Masks(ABC):
     def write(self, words: torch.Tensor) -> None:
         """Writes [n, width] int32 on the host, a row for each row of each guide in turn.
 
-        Raises:
-            RequestError: the grammar of a guide cannot be followed.
+        Raises nothing for a guide that cannot be followed: the step's target may have run already.
         """
 
 
@@ -364,7 +363,7 @@ def guided_rows(guides: list[Guide]) -> int:
 
 
 def masks_of(call: Step, place: torch.Tensor | None = None) -> torch.Tensor:
-    """Makes the masks of a step's guides on the host: [n, W] int32. Errors as in `Masks.write`.
+    """Makes the masks of a step's guides on the host: [n, W] int32.
 
     Args:
         place: for at least so many; None makes one.
