@@ -303,7 +303,7 @@ struct Block
                 state.store(this->state(segment));
             }
             read(state);
-            if (threadIdx.x == 0 && row == 0)
+            if (threadIdx.x == 0 && row == segment.reader_row())
             {
                 note_last(segment, before);
             }
@@ -325,7 +325,7 @@ struct Block
         {
             expect_bytes(shared.squares_barrier(chunk % 2), 4 * D::kSplits * kDeltaRows);
         }
-        return threadIdx.x == 0 && row == 0 ? atomicAdd(place.counter(segment.slot), 1) : 0;
+        return threadIdx.x == 0 && row == segment.reader_row() ? atomicAdd(place.counter(segment.slot), 1) : 0;
     }
 
     // Keeps beside the state what the next step needs. All blocks of the cluster have read what was kept before.

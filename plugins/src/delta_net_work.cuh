@@ -73,6 +73,13 @@ struct Segment
     {
     }
 
+    // First row of the first chunk behind which nothing more is read of what value heads share. Behind a chunk of fewer
+    // rows than a convolution sees in front of it, the next one reads the window too.
+    __device__ __forceinline__ int reader_row() const
+    {
+        return absorbed < kBefore ? absorbed : 0;
+    }
+
     // Rows from `row` on that are taken together.
     __device__ __forceinline__ int rows_at(int row) const
     {

@@ -229,13 +229,14 @@ def test_extreme_decays_equal_float64(forgets):
     assert torch.isfinite(slots.states.tensors["net.state"]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("count", "heads"), [(16, 6), (34, 24)])
-def test_steps_of_many_slots_equal_float64(count, heads):
+def test_steps_of_many_slots_equal_float64(count, heads, dtype):
     """Blocks of the kernel have more values of a head where there are more heads."""
-    slots = Slots(replace(LAYER, key_heads=1, value_heads=heads), torch.float32, count)
-    for step, counts in enumerate(([16] * count, [4, 16] * (count // 2), [35, 1] * (count // 2))):
+    slots = Slots(replace(LAYER, key_heads=1, value_heads=heads), dtype, count)
+    for step, counts in enumerate(([16] * count, [4, 16] * (count // 2), [35, 18] * (count // 2))):
         found, expected = slots.step(counts)
-        assert_rows_close(found, expected, torch.float32, bound=1e-4)
+        assert_rows_close(found, expected, dtype, bound=1e-4)
         for slot, rows in enumerate(counts):
             slots.keep(slot, rows if rows > DELTA_ROWS else max(1, rows - 3 * step))
     errors = [slots.state_error(slot) for slot in range(count)]
