@@ -109,6 +109,7 @@ cudaError_t launch_delta_net(dflash_delta_net_params const& p, cudaStream_t stre
 template <typename T>
 cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream)
 {
+    constexpr int kWidest = sizeof(T) == 4 ? 64 : 128; // SM120 has not the shared memory for FP32's rows of 128 values
     switch (p.head_size)
     {
     case 16: return launch_delta_net<T, 16, 16>(p, stream);
@@ -124,7 +125,7 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream
         {
             return launch_delta_net<T, 128, 64>(p, stream);
         }
-        return launch_delta_net<T, 128, 128>(p, stream);
+        return launch_delta_net<T, 128, kWidest>(p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

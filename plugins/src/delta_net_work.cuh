@@ -16,17 +16,18 @@ constexpr int kBefore = kTaps - 1; // rows in front of a row that its convolutio
 constexpr int kLane = 4; // numbers that a lane has of a row
 constexpr int kMixStride = 20; // of 16 x 16 numbers: rows apart begin in other banks
 
+// Not `bar.sync`, all threads of which execute the same instruction: here warps of several branches meet.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void meet()
 {
-    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
 // Arrives at a barrier that others meet at.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void report()
 {
-    asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+    asm volatile("barrier.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
 // Barriers: 0 is all threads'.
