@@ -20,7 +20,7 @@ import torch
 from kernels import copy_rate, normal, seconds
 
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
-from trtllm_dflash.ops.cuda_ops import moe_kernel
+from trtllm_dflash.ops.cuda_experts import moe_kernel
 from trtllm_dflash.ops.experts import Experts, in_tiles, route
 
 Tensor = torch.Tensor

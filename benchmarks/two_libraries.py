@@ -23,7 +23,7 @@ from kernels import HEADS, KV_HEADS, LAUNCHES, ints, normal
 
 from trtllm_dflash import kernels
 from trtllm_dflash.kernels.library import LIBRARY_VARIABLE
-from trtllm_dflash.ops.cuda_ops import moe_kernel
+from trtllm_dflash.ops.cuda_experts import moe_kernel
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.fp8 import FP8, quantize_rows
 

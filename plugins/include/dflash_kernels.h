@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 15
+#define DFLASH_ABI_VERSION 16
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -69,7 +69,7 @@ typedef struct
     int32_t rows; /* Q; with segments the most that one has here, or block */
     int32_t heads;
     int32_t kv_heads;
-    int32_t head_size; /* 64 or 128 */
+    int32_t head_size; /* 64 or 128; on Hopper 256 too, of caches without scales */
     int32_t cache_rows; /* S */
     int32_t causal; /* 1: row i sees the keys up to its own position; 0: all */
     int32_t window; /* a row at position p sees keys > p - window; 0: no window */
@@ -159,6 +159,9 @@ typedef struct
     int32_t page_rows; /* with a page table */
     int32_t block; /* with segments only */
     const int32_t* row_position; /* [N]: the positions that flat rows are rotated by, or null: those where they lie */
+    int32_t rotary_size; /* numbers of a head that RoPE rotates, its first: a multiple of 16; 0: D. The tables' width,
+                            twice */
+    int32_t is_norm_wide; /* 1: q_norm and k_norm are FP32, and rows are rounded once, behind them */
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
@@ -225,6 +228,21 @@ typedef struct
 } dflash_swiglu_params;
 
 DFLASH_API cudaError_t dflash_swiglu(const dflash_swiglu_params* params, cudaStream_t stream);
+
+/* x * sigmoid(gate), rounded once; F is a multiple of 8. */
+typedef struct
+{
+    int32_t dtype;
+    int32_t rows;
+    int32_t size; /* F */
+    int32_t gates_of_row; /* F, or 1 for all of a row */
+    const void* x; /* [rows, F] contiguous */
+    const void* gates; /* [rows, gates_of_row] by stride */
+    void* out; /* [rows, F] contiguous */
+    int64_t gates_row_stride;
+} dflash_gate_params;
+
+DFLASH_API cudaError_t dflash_gate(const dflash_gate_params* params, cudaStream_t stream);
 
 /* Rows as E4M3 and a scale each, the largest magnitude / 448 (and 1e-12). I is a multiple of 8 and at most 32,768. */
 typedef struct

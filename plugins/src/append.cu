@@ -45,7 +45,7 @@ struct Head
     // The lanes of this head: those of a warp's other heads may have gone another way.
     static __device__ __forceinline__ unsigned lanes()
     {
-        return ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+        return static_cast<unsigned>((uint64_t{1} << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
     }
 
     static __device__ __forceinline__ Numbers load(T const* head)
@@ -53,10 +53,11 @@ struct Head
         return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(head) + lane() * kPairs);
     }
 
-    // Of half a head, for both halves.
-    static __device__ __forceinline__ Numbers load_half(T const* half)
+    // A row of a RoPE table, for both halves of what is rotated; other lanes get what they do not use.
+    static __device__ __forceinline__ Numbers load_half(T const* half, int rotary_lanes)
     {
-        return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(half) + lane() % (kLanes / 2) * kPairs);
+        int const own = lane() < rotary_lanes / 2 ? lane() : lane() < rotary_lanes ? lane() - rotary_lanes / 2 : 0;
+        return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(half) + own * kPairs);
     }
 
     static __device__ __forceinline__ void store_zeros(T* head)
@@ -112,17 +113,34 @@ struct Head
         }
     }
 
-    // cos, sin: the position's, of these lanes' numbers.
-    __device__ __forceinline__ void rotate(Numbers const& cos, Numbers const& sin)
+    // By weights in FP32: rounds once, behind them.
+    __device__ __forceinline__ void norm(float const* weight, float eps)
     {
-        bool const is_first_half = lane() < kLanes / 2;
+        float const root = rsqrtf(squares() / D + eps);
+        weight += lane() * kVector;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i)
         {
-            uint32_t const other = __shfl_xor_sync(lanes(), x.at[i], kLanes / 2);
+            auto const scale = load_vector<float, 2>(weight + 2 * i);
+            P& two = pair(x.at[i]);
+            two = pair_of<T>(to_float(two.x) * root * scale.at[0], to_float(two.y) * root * scale.at[1]);
+        }
+    }
+
+    // cos, sin: the position's, of these lanes' numbers. The first rotary_lanes of the head's lanes are rotated.
+    __device__ __forceinline__ void rotate(Numbers const& cos, Numbers const& sin, int rotary_lanes)
+    {
+        int const half = rotary_lanes / 2;
+        bool const is_first_half = lane() < half;
+        int const partner = is_first_half ? lane() + half : lane() < rotary_lanes ? lane() - half : lane();
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+        {
+            uint32_t const other = __shfl_sync(lanes(), x.at[i], partner, kLanes);
             P const mine = __hmul2_rn(pair(x.at[i]), pair(cos.at[i]));
             P const crossed = __hmul2_rn(pair(other), pair(sin.at[i]));
-            pair(x.at[i]) = __hadd2_rn(mine, is_first_half ? __hneg2(crossed) : crossed);
+            P const turned = __hadd2_rn(mine, is_first_half ? __hneg2(crossed) : crossed);
+            pair(x.at[i]) = lane() < rotary_lanes ? turned : pair(x.at[i]);
         }
     }
 
@@ -288,7 +306,9 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
         return;
     }
 
-    int64_t const table_row = int64_t{min(max(to.rotation, 0), p.positions - 1)} * (D / 2);
+    int const rotary_size = p.rotary_size > 0 ? p.rotary_size : D;
+    int const rotary_lanes = rotary_size / kVector;
+    int64_t const table_row = int64_t{min(max(to.rotation, 0), p.positions - 1)} * (rotary_size / 2);
     int64_t const place = past > p.heads ? place_of(p, to) : 0;
 #pragma unroll 1
     for (int head = heads.first; head < past; ++head)
@@ -302,14 +322,18 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
         bool const is_value = head >= p.heads + p.kv_heads;
         if (!is_value)
         {
-            auto const cos = H::load_half(static_cast<T const*>(p.cos) + table_row);
-            auto const sin = H::load_half(static_cast<T const*>(p.sin) + table_row);
-            T const* weight = static_cast<T const*>(is_query ? p.q_norm : p.k_norm);
-            if (weight)
+            auto const cos = H::load_half(static_cast<T const*>(p.cos) + table_row, rotary_lanes);
+            auto const sin = H::load_half(static_cast<T const*>(p.sin) + table_row, rotary_lanes);
+            void const* weight = is_query ? p.q_norm : p.k_norm;
+            if (weight && p.is_norm_wide)
             {
-                x.norm(weight, p.norm_eps);
+                x.norm(static_cast<float const*>(weight), p.norm_eps);
             }
-            x.rotate(cos, sin);
+            else if (weight)
+            {
+                x.norm(static_cast<T const*>(weight), p.norm_eps);
+            }
+            x.rotate(cos, sin, rotary_lanes);
         }
         if (is_query)
         {
@@ -348,7 +372,13 @@ cudaError_t launch(dflash_append_params const& p, cudaStream_t stream)
 template <typename T, typename C>
 cudaError_t launch_size(dflash_append_params const& p, cudaStream_t stream)
 {
-    return p.head_size == 64 ? launch<T, C, 64>(p, stream) : launch<T, C, 128>(p, stream);
+    switch (p.head_size)
+    {
+    case 64: return launch<T, C, 64>(p, stream);
+    case 128: return launch<T, C, 128>(p, stream);
+    case 256: return launch<T, C, 256>(p, stream);
+    default: return cudaErrorInvalidValue;
+    }
 }
 
 template <typename T>
@@ -363,8 +393,8 @@ cudaError_t launch_caches(dflash_append_params const& p, cudaStream_t stream)
 extern "C" cudaError_t dflash_append(dflash_append_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    bool const is_known = (p->head_size == 64 || p->head_size == 128) && p->slots <= 65535 && p->positions > 0
-        && !p->key_scale == !p->value_scale;
+    bool const is_known = p->slots <= 65535 && p->positions > 0 && !p->key_scale == !p->value_scale
+        && p->rotary_size >= 0 && p->rotary_size <= p->head_size && p->rotary_size % (2 * kVector) == 0;
     bool const has_flat_rows = p->segments && (p->context_rows || (p->rows && !p->block));
     bool const is_placed = (!has_flat_rows || p->row_segment) && (!p->page_table || p->page_rows > 0)
         && (p->segments ? p->block == 0 || p->block == p->rows : p->block == 0)

@@ -39,8 +39,8 @@ struct Plan
 
 cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 {
-    bool const is_known = (p.head_size == 64 || p.head_size == 128) && p.rows > 0 && p.kv_heads > 0 && p.slots >= 0
-        && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
+    bool const is_known = (p.head_size == 64 || p.head_size == 128 || p.head_size == 256) && p.rows > 0
+        && p.kv_heads > 0 && p.slots >= 0 && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
         && !p.key_scale == !p.value_scale;
     // A tile lies within a page: of several they hold whole tiles.
     bool const has_pages = p.page_table
@@ -82,6 +82,10 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 #else
     plan.is_sm90 = false;
 #endif
+    if (p.head_size == 256 && !plan.is_sm90)
+    {
+        return cudaErrorNotSupported;
+    }
     int64_t blocks = sms;
     if (plan.is_sm90)
     {
@@ -162,7 +166,7 @@ cudaError_t launch_attend_sm90(Work const& w, cudaStream_t stream)
         return error;
     }
     dim3 const grid(w.ranges, (w.row_blocks + 1) / 2);
-    return launch_kernel(kernel, grid, sm90::kThreads, kBytes, stream, w, keys, values);
+    return launch_kernel(kernel, grid, sm90::kThreads<D>, kBytes, stream, w, keys, values);
 }
 
 template <typename T, typename C, int D>
@@ -176,9 +180,16 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
                                             : launch_attend_sm90<T, D, false>(plan.work, stream);
         }
     }
-    return plan.warps_m == 1 ? launch_attend<T, C, D, 1>(plan, stream)
-        : plan.warps_m == 2  ? launch_attend<T, C, D, 2>(plan, stream)
-                             : launch_attend<T, C, D, 4>(plan, stream);
+    if constexpr (D == 256)
+    {
+        return cudaErrorNotSupported;
+    }
+    else
+    {
+        return plan.warps_m == 1 ? launch_attend<T, C, D, 1>(plan, stream)
+            : plan.warps_m == 2  ? launch_attend<T, C, D, 2>(plan, stream)
+                                 : launch_attend<T, C, D, 4>(plan, stream);
+    }
 }
 
 // owners: blocks' first dimension, each with a (slot, head) or a range of its own.
@@ -208,6 +219,17 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, owners, stream)
         : fragments <= 8 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, owners, stream)
                                      : launch_combine<T, D, 1, 4>(plan, owners, stream);
+}
+
+template <typename T>
+cudaError_t launch_size(Plan const& plan, cudaStream_t stream)
+{
+    switch (plan.work.p.head_size)
+    {
+    case 64: return launch<T, 64>(plan, stream);
+    case 128: return launch<T, 128>(plan, stream);
+    default: return launch<T, 256>(plan, stream);
+    }
 }
 
 } // namespace
@@ -241,9 +263,5 @@ extern "C" cudaError_t dflash_attention(
     }
     plan.work.partial_out = static_cast<float4*>(workspace);
     plan.work.partial_sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + plan.sums_at);
-    if (p->dtype == DFLASH_FP16)
-    {
-        return p->head_size == 64 ? launch<__half, 64>(plan, stream) : launch<__half, 128>(plan, stream);
-    }
-    return p->head_size == 64 ? launch<__nv_bfloat16, 64>(plan, stream) : launch<__nv_bfloat16, 128>(plan, stream);
+    return p->dtype == DFLASH_FP16 ? launch_size<__half>(plan, stream) : launch_size<__nv_bfloat16>(plan, stream);
 }

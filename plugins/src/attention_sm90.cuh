@@ -23,9 +23,18 @@ namespace sm90
 
 constexpr int kRows = 64; // packed rows of a warpgroup
 constexpr int kConsumers = 256; // threads
-constexpr int kThreads = kConsumers + 32;
 // What the compiler may count on: it leaves registers for blocks of the kernels before and after this one.
 constexpr int kMostThreads = 384;
+// Of heads of 256 the output alone takes 128 registers a thread: a whole warpgroup asks for tiles, and gives its own.
+constexpr int kLoaderRegisters = 40;
+constexpr int kMainloopRegisters = 232;
+
+template <int D>
+constexpr bool kGivesRegisters = D > 128;
+
+template <int D>
+constexpr int kThreads = kConsumers + (kGivesRegisters<D> ? 128 : 32);
+
 constexpr int kAtom = 64; // numbers, 128 bytes: the longest row of shared memory that products read with one swizzle
 
 // What lies in shared memory: tiles of keys and values, queries, the box through which warpgroups merge, barriers.
@@ -37,9 +46,12 @@ struct Shared
     static constexpr int kStages = 4 * 128 / D; // an even number
     static constexpr int kQueryBytes = kRows * D * 2; // of a warpgroup, if tiles are shared, else of both
     static constexpr int kQueriesAt = 2 * kStages * kTileBytes;
-    static constexpr int kMergeAt = kQueriesAt + (kSharedTiles ? 2 : 1) * kQueryBytes;
+    static constexpr int kQueriesEnd = kQueriesAt + (kSharedTiles ? 2 : 1) * kQueryBytes;
     static constexpr int kBoxRows = 1 + D / 16; // of a number of fragment a thread
-    static constexpr int kBarriersAt = kMergeAt + (kSharedTiles ? 0 : 2 * kBoxRows * 128 * 16);
+    // Of heads of 256 there is no place for both: the box is where the queries were.
+    static constexpr bool kMergesOverQueries = D > 128;
+    static constexpr int kMergeAt = kMergesOverQueries ? kQueriesAt : kQueriesEnd;
+    static constexpr int kBarriersAt = kSharedTiles ? kQueriesEnd : kMergeAt + 2 * kBoxRows * 128 * 16;
     static constexpr int kBytes = kBarriersAt + 2 * kStages * 8;
 
     // Where a 16-byte chunk of a row of queries, keys or values lies: columns of one half together, swizzled.
@@ -320,7 +332,19 @@ struct Mainloop
 #pragma unroll
         for (int k = 0; k < 4; ++k)
         {
-            multiply_add<T>(out, weights[k], matrix(values_at + k * 16 * kAtom * 2, S::kHalfBytes, 8 * kAtom * 2));
+            uint32_t const rows_at = values_at + k * 16 * kAtom * 2;
+            if constexpr (D > 128)
+            {
+                // In two products of 128 columns.
+                auto& halves = reinterpret_cast<float(&)[2][16][4]>(out);
+                multiply_add<T>(halves[0], weights[k], matrix(rows_at, S::kHalfBytes, 8 * kAtom * 2));
+                multiply_add<T>(
+                    halves[1], weights[k], matrix(rows_at + 2 * S::kHalfBytes, S::kHalfBytes, 8 * kAtom * 2));
+            }
+            else
+            {
+                multiply_add<T>(out, weights[k], matrix(rows_at, S::kHalfBytes, 8 * kAtom * 2));
+            }
         }
         commit_products();
         wait_for_products(out);
@@ -330,6 +354,10 @@ struct Mainloop
     // gives the other warpgroup what it has of the other half. By all threads of both.
     __device__ __forceinline__ void merge(float (&own)[kSteps][4])
     {
+        if constexpr (S::kMergesOverQueries)
+        {
+            meet(); // none reads the queries any more
+        }
         auto* box = reinterpret_cast<float4*>(shared + S::kMergeAt) + threadIdx.x % 128;
         auto* to = box + group * S::kBoxRows * 128;
         auto* from = box + (1 - group) * S::kBoxRows * 128;
@@ -358,6 +386,10 @@ struct Mainloop
         for (int n = 0; n < kSteps; ++n)
         {
             merge_rows(own[n], from[(1 + n) * 128], mine, theirs);
+        }
+        if constexpr (S::kMergesOverQueries)
+        {
+            meet(); // none reads the box any more
         }
     }
 };
@@ -448,9 +480,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
     if (threadIdx.x < kConsumers)
     {
+        if constexpr (kGivesRegisters<D>)
+        {
+            take_registers<kMainloopRegisters>();
+        }
         attend<T, D, kSharedTiles>(w, span, shared, inputs);
+        return;
     }
-    else if (threadIdx.x == kConsumers)
+    if constexpr (kGivesRegisters<D>)
+    {
+        release_registers<kLoaderRegisters>();
+    }
+    if (threadIdx.x == kConsumers)
     {
         inputs.fill(w, span, keys, values);
     }

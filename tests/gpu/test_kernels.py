@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from tests.conftest import TINY
 from tests.flat_ops import decoding_ops, piece_ops, rowless_ops
-from tests.gpu.slot_ops import SlotOps
 from tests.near_ties import first_difference, is_near_tie, rounding_gap
 from trtllm_dflash import kernels
 from trtllm_dflash.build.planning import plan_engine
@@ -24,6 +23,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.cuda_slots import CudaSlots
 from trtllm_dflash.ops.fp8 import dequantize_rows, quantize_rows
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -265,7 +265,7 @@ def test_rows_are_appended_in_fp8_as_torch_appends_them(dtype, size, rows):
     qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     qkv[:, 0, -size:] = torch.linspace(-20, 20, size, device="cuda")  # some saturate: 448 * 0.017 is 7.6
     results = []
-    for ops_type in (TorchOps, SlotOps):
+    for ops_type in (TorchOps, CudaSlots):
         torch.manual_seed(1)
         caches = {f"l.{n}": torch.randn(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
         out = ops_type(weights, caches).self_attention(layer, qkv, start)
@@ -289,7 +289,7 @@ def test_context_and_block_are_written_in_fp8_in_one_run():
     qkv = torch.randn(slots, 16, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     lengths = start + committed + 16
     results = []
-    for ops_type in (TorchOps, SlotOps):
+    for ops_type in (TorchOps, CudaSlots):
         caches = {f"l.{n}": torch.zeros(slots, kv_heads, length, size, device="cuda").to(FP8) for n in ("key", "value")}
         ops = ops_type(weights, caches)
         context = ops.context_rows(layer, kv, 1, start)
@@ -328,7 +328,7 @@ def test_self_attention_appends_what_torch_appends(dtype, size, normed, rows):
     start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
     qkv = torch.randn(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     results = []
-    for ops_type in (TorchOps, SlotOps):
+    for ops_type in (TorchOps, CudaSlots):
         torch.manual_seed(1)
         caches = {
             f"l.{name}": torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda")
@@ -355,7 +355,7 @@ def test_block_attention_writes_committed_context_and_block_in_one_run(dtype, si
     kv = torch.randn(slots, context_rows, layers * 2 * kv_heads * size, dtype=dtype, device="cuda")
     qkv = torch.randn(slots, block, (heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
     results = []
-    for ops_type in (TorchOps, SlotOps):
+    for ops_type in (TorchOps, CudaSlots):
         torch.manual_seed(1)
         caches = {
             f"l.{name}": torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda")
@@ -385,7 +385,7 @@ def test_rows_outside_of_the_cache_are_dropped(start):
     layer = AttentionLayer("l.", "rope", 4, kv_heads, size, 1e-6)
     qkv = torch.randn(slots, rows, 8 * size, dtype=torch.bfloat16, device="cuda")
     at = torch.full((slots,), start, dtype=torch.int32, device="cuda")
-    out = SlotOps(weights, caches).self_attention(layer, qkv, at)
+    out = CudaSlots(weights, caches).self_attention(layer, qkv, at)
     assert out.isfinite().all()
     if start == -16:
         assert out.eq(0).all()
@@ -404,7 +404,7 @@ def test_context_alone_is_kept_whole():
     kv = torch.randn(slots, rows, 2 * 2 * kv_heads * size, dtype=torch.bfloat16, device="cuda")
     start = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
     kept = []
-    for ops_type in (TorchOps, SlotOps):
+    for ops_type in (TorchOps, CudaSlots):
         caches = {
             f"l.{n}": torch.zeros(slots, kv_heads, length, size, dtype=torch.bfloat16, device="cuda")
             for n in ("key", "value")

@@ -13,7 +13,7 @@ from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
-from trtllm_dflash.ops.cuda_ops import moe_kernel
+from trtllm_dflash.ops.cuda_experts import moe_kernel
 from trtllm_dflash.ops.experts import Experts, activate, route
 from trtllm_dflash.ops.torch_ops import TorchOps
 

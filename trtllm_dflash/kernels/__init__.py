@@ -5,10 +5,18 @@ all may be captured into a CUDA graph. What they compute, and where they round, 
 """
 
 from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_SHARED, AllReduce
-from trtllm_dflash.kernels.append import Append
-from trtllm_dflash.kernels.attention import MAX_ROWS, TREE_ROWS, attend_prompts, attend_rows, attention, takes_prompts
+from trtllm_dflash.kernels.append import Append, takes_rotary
+from trtllm_dflash.kernels.attention import (
+    MAX_ROWS,
+    TREE_ROWS,
+    attend_prompts,
+    attend_rows,
+    attention,
+    takes_heads,
+    takes_prompts,
+)
 from trtllm_dflash.kernels.caches import Scales
-from trtllm_dflash.kernels.checks import HALVES, HEAD_SIZES
+from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, HALVES, HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
 from trtllm_dflash.kernels.delta_net import DeltaNet, advance_states, why_no_delta_net
 from trtllm_dflash.kernels.draft_tree import (
@@ -22,6 +30,7 @@ from trtllm_dflash.kernels.draft_tree import (
 )
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
+from trtllm_dflash.kernels.gate import gate, takes_gate
 from trtllm_dflash.kernels.library import (
     ABI_VERSION,
     LIBRARY_VARIABLE,
@@ -49,6 +58,7 @@ from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
     "ABI_VERSION",
+    "ALL_HEAD_SIZES",
     "ALL_REDUCE_BYTES",
     "ALL_REDUCE_RANKS",
     "ALL_REDUCE_SHARED",
@@ -92,6 +102,7 @@ __all__ = [
     "embed",
     "end_rows",
     "find",
+    "gate",
     "gpu_name",
     "grow_tree",
     "join_rows",
@@ -107,9 +118,12 @@ __all__ = [
     "shape_logits",
     "skinny_gemm",
     "swiglu",
+    "takes_gate",
+    "takes_heads",
     "takes_norm",
     "takes_prompts",
     "takes_quantize",
+    "takes_rotary",
     "takes_skinny",
     "top_ids",
     "why_no_delta_net",

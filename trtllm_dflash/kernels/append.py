@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
-from trtllm_dflash.kernels.checks import DTYPES, HALVES, HEAD_SIZES, address, check, check_ints, check_rows
+from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, DTYPES, HALVES, address, check, check_ints, check_rows
 from trtllm_dflash.kernels.library import run, stream, structure
 from trtllm_dflash.kernels.pages import Pages, page_members
 from trtllm_dflash.kernels.rows import Rows
@@ -24,15 +24,21 @@ AppendParams = structure(
     pointers__="out",
     ints_="page_rows block",
     pointers___="row_position",
+    ints__="rotary_size is_norm_wide",
 )
+
+
+def takes_rotary(rotary: int, size: int) -> bool:
+    """Whether `Append` rotates the first numbers, so many, of heads of that size."""
+    return rotary % 16 == 0 and 0 < rotary <= size
 
 
 class Append:
     """Norm of heads, RoPE and append of one layer's rows.
 
     Args:
-        cos, sin: the RoPE tables [P, D/2].
-        q_norm, k_norm: weights [D] of the norms of heads, where there are any.
+        cos, sin: the RoPE tables [P, R/2]; the first R numbers of a head are rotated, the others stay.
+        q_norm, k_norm: weights [D] of the norms of heads, where there are any; of the tables' type or both in FP32.
         scales: of caches in E4M3, keys' and values': FP32 [] each; None: caches have the tables' type.
     """
 
@@ -139,10 +145,14 @@ class Append:
         kv_heads, size = keys.shape[1], keys.shape[3]
         dtype = self.cos.dtype
         check(dtype in HALVES, f"rows of {dtype}; known: float16, bfloat16")
-        check(size in HEAD_SIZES and self.cos.shape[1] * 2 == size, f"head size {size}; known: {HEAD_SIZES}")
+        rotary = 2 * self.cos.shape[1]
+        check(size in ALL_HEAD_SIZES, f"head size {size}; known: {ALL_HEAD_SIZES}")
+        check(takes_rotary(rotary, size), f"RoPE of {rotary} numbers of {size}")
         check_caches(keys, values, len(keys), size, dtype, self.scales)
-        for x in (self.cos, self.sin, self.q_norm, self.k_norm):
-            check(x is None or x.dtype == dtype, "norms and RoPE tables must have one type")
+        wide = [x is not None and x.dtype == torch.float32 for x in (self.q_norm, self.k_norm)]
+        for x in (self.q_norm, self.k_norm):
+            check(x is None or x.dtype == (torch.float32 if all(wide) else dtype), "norms must have one type")
+            check(x is None or (x.shape == (size,) and x.is_contiguous()), f"norms of heads of {size}")
         return AppendParams(
             dtype=DTYPES[dtype],
             heads=heads,
@@ -158,6 +168,8 @@ class Append:
             values=values.data_ptr(),
             cache_slot_stride=keys.stride(0),
             cache_head_stride=keys.stride(1),
+            rotary_size=rotary,
+            is_norm_wide=int(all(wide)),
             **scale_addresses(self.scales),
         )
 

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
-from trtllm_dflash.kernels.checks import DTYPES, HALVES, HEAD_SIZES, address, check, check_ints
+from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, DTYPES, HALVES, HEAD_SIZES, address, check, check_ints
 from trtllm_dflash.kernels.library import load, run, stream, structure
 from trtllm_dflash.kernels.pages import Pages, page_members
 
@@ -118,14 +118,28 @@ def attend_rows(
     return out
 
 
+def takes_heads(size: int, dtype: torch.dtype, keys: Tensor) -> bool:
+    """Whether attention of rows of such a type takes heads of that size, of caches such as `keys`."""
+    if dtype not in HALVES or size not in ALL_HEAD_SIZES:
+        return False
+    return size in HEAD_SIZES or (keys.dtype == dtype and _is_hopper(keys.device))
+
+
 def takes_prompts(q: Tensor, keys: Tensor, rows: int) -> bool:
     """Whether `attend_prompts` computes the attention of so many prompt rows among q, and sooner than in cuts."""
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+    if not _is_hopper(q.device):
         return False
-    has_code = any(architecture.startswith("90a") for architecture in load().architectures)
     least, most = (items * _processors(q.device) * _ITEM_ROWS for items in _ITEMS_A_PROCESSOR)
-    count, heads, _ = q.shape
-    return has_code and keys.dtype == q.dtype and rows * heads >= least and count * heads <= most
+    count, heads, size = q.shape
+    is_known = keys.dtype == q.dtype and size in HEAD_SIZES
+    return is_known and rows * heads >= least and count * heads <= most
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether a device is a Hopper GPU, and the library has code for its own instructions."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return any(architecture.startswith("90a") for architecture in load().architectures)
 
 
 def attend_prompts(
@@ -190,7 +204,7 @@ def _params(
     """Checks and gathers what both kinds of calls have, of q [..., Hq, D]."""
     heads, size = q.shape[-2:]
     check(q.dtype in HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
-    check(size in HEAD_SIZES, f"head size {size}; known: {HEAD_SIZES}")
+    check(size in ALL_HEAD_SIZES, f"head size {size}; known: {ALL_HEAD_SIZES}")
     is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1])
     check(q.stride(-1) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
     check_caches(keys, values, len(keys), size, q.dtype, scales)

@@ -6,31 +6,16 @@ from functools import lru_cache
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, MoELayer, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
 from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
-from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.penalties import KeptShapes
 
 Tensor = torch.Tensor
-
-
-def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:
-    """Makes the kernels' feed-forward of a layer's experts; `many` as in `kernels.MoE`."""
-    clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
-    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
-    return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
-
-
-def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels compute few rows [N, hidden] of such experts."""
-    experts = Experts.of(weights, layer)
-    device = next(iter(weights.values())).device
-    x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
-    return moe_kernel(layer, experts).takes(x, logits)
 
 
 def append_kernel(layer: AttentionLayer, weights: Mapping[str, Tensor], scales: kernels.Scales) -> kernels.Append:
@@ -42,13 +27,7 @@ def append_kernel(layer: AttentionLayer, weights: Mapping[str, Tensor], scales: 
     return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
 
 
-def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
-    values = matrix.blocks if matrix.weight is None else matrix.weight
-    assert values is not None
-    return kernels.Matrix(values, matrix.scales, matrix.bias)
-
-
-class CudaOps(CudaProducts):
+class CudaOps(CudaExperts, CudaProducts):
     """Computes a step of flat rows: x is [1, N, H] for models, and what is per slot is [G], one for each segment.
 
     The layout of the rows lies on the device. A call whose inputs stay at their addresses may be captured into a CUDA
@@ -91,17 +70,6 @@ class CudaOps(CudaProducts):
         self._moves = moves
         self._reports = reports
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
-
-    # -- experts ------------------------------------------------------------------------------------------------------
-
-    def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
-        """Computes as many rows at a time as the kernels take: prompts bring more."""
-        compute = moe_kernel(layer, Experts.of(self.weights, layer))
-        rows, scores = (of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (x, logits))
-        if not compute.takes(rows[0], scores[0]):
-            return super().moe(layer, x, logits)
-        out = [compute(*part) for part in zip(rows, scores, strict=True)]
-        return (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x if rows.shape[1] == x.shape[1] else x[:, rows[0]]
@@ -185,19 +153,6 @@ class CudaOps(CudaProducts):
         return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
 
     # -- choosing tokens ---------------------------------------------------------------------------------------------
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return self._first_of_ranks(logits, *kernels.argmax(logits))
-
-    def _first_of_ranks(self, logits: Tensor, best: Tensor, ids: Tensor) -> Tensor:
-        """Finds each row's best id of all ranks, out of those of this one."""
-        if self.tp == 1:
-            return ids
-        # One message: the bits of the largest logit, and its id in the whole vocabulary.
-        own = torch.stack([best.view(torch.int32), ids + self.rank * logits.shape[-1]])
-        every = torch.stack(self.communicator.all_gather(own))  # [tp, 2, B, R]
-        winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
-        return every[:, 1].gather(0, winner)[0]
 
     def shape(self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor) -> Tensor:
         kept, first = shapes.penalties, self.rank * logits.shape[-1]

@@ -87,5 +87,21 @@ class CudaProducts(TorchOps):
             return super().add_rms_norm(name, x, y, eps)
         return kernels.add_rms_norm(x, y, self.weights[name + ".weight"], eps)
 
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        return kernels.gate(x, gate) if kernels.takes_gate(x, gate) else super().gated(x, gate)
+
     def swiglu(self, x: Tensor) -> Tensor:
         return kernels.swiglu(x) if x.dtype in kernels.HALVES else super().swiglu(x)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return self._first_of_ranks(logits, *kernels.argmax(logits))
+
+    def _first_of_ranks(self, logits: Tensor, best: Tensor, ids: Tensor) -> Tensor:
+        """Finds each row's best id of all ranks, out of those of this one."""
+        if self.tp == 1:
+            return ids
+        # One message: the bits of the largest logit, and its id in the whole vocabulary.
+        own = torch.stack([best.view(torch.int32), ids + self.rank * logits.shape[-1]])
+        every = torch.stack(self.communicator.all_gather(own))  # [tp, 2, B, R]
+        winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
+        return every[:, 1].gather(0, winner)[0]

@@ -27,7 +27,8 @@ from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_ops import CudaOps, takes_experts
+from trtllm_dflash.ops.cuda_experts import takes_experts
+from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies

@@ -1,0 +1,124 @@
+"""Heads of 256: partial RoPE, FP32 norms, append, attention, and gates; against float64 and torch's operations."""
+
+import random
+
+import pytest
+import torch
+
+from tests.gpu.test_kernels import HALVES, Case, assert_close, make_inputs, reference, why_not
+from trtllm_dflash import kernels
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.base import AttentionLayer
+from trtllm_dflash.ops.cuda_slots import CudaSlots
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+SIZE = 256
+NO_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+on_hopper = pytest.mark.skipif(NO_HOPPER, reason="attention of heads of 256 needs a Hopper GPU")
+
+
+@pytest.fixture(autouse=True)
+def begun(poisoned):
+    """Every test here begins with poisoned memory and the same random numbers."""
+    torch.manual_seed(0)
+
+
+def random_cases(count: int) -> list[Case]:
+    choose = random.Random(6)
+    edges = [0, 1, 2, 16, 63, 64, 65, 127, 128, 129, 193, 300, 1000, 2049]
+    return [
+        Case(
+            dtype=choose.choice(HALVES),
+            lengths=[choose.choice(edges) for _ in range(choose.choice([1, 2, 5, 33]))],
+            rows=choose.choice([1, 2, 5, 8, 16, 16, 32]),
+            group=choose.choice([1, 2, 6, 8]),
+            size=SIZE,
+            causal=choose.random() < 0.7,
+            window=choose.choice([0, 0, 7, 64, 500]),
+            sinks=choose.random() < 0.2,
+        )
+        for _ in range(count)
+    ]
+
+
+CASES = [
+    *random_cases(40),
+    Case(torch.bfloat16, [32768], 16, 6, SIZE, causal=True, kv_heads=4),
+    Case(torch.bfloat16, [32768, 0, 1, 20000, 64, 32705], 1, 6, SIZE, causal=True, kv_heads=4),
+    Case(torch.float16, [37 * i for i in range(40)], 16, 8, SIZE, causal=True, kv_heads=4),
+    Case(torch.bfloat16, [130] * 150 + [0, 1], 1, 4, SIZE, causal=True),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_equals_float64(case):
+    q, keys, values, lengths, sinks = make_inputs(case)
+    out = kernels.attention(q, keys, values, lengths, case.causal, case.window, sinks)
+    assert_close(out, reference(case, q, keys, values, sinks), case.dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("rows", [1, 16])
+def test_repeated_runs_are_equal_to_the_bit(rows):
+    case = Case(torch.bfloat16, [3000, 900, 64], rows, 6, SIZE, causal=True, kv_heads=4)
+    q, keys, values, lengths, _ = make_inputs(case)
+    first = kernels.attention(q, keys, values, lengths, True)
+    assert all(kernels.attention(q, keys, values, lengths, True).equal(first) for _ in range(20))
+
+
+def test_fp8_caches_of_such_heads_are_refused():
+    case = Case(torch.bfloat16, [70], 8, 4, SIZE, causal=True)
+    q, keys, values, lengths, _ = make_inputs(case)
+    one = torch.ones((), device="cuda")
+    caches = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
+    assert not kernels.takes_heads(SIZE, q.dtype, caches[0])
+    with pytest.raises(EngineError, match="dflash_attention"):
+        kernels.attention(q, *caches, lengths, True, scales=(one, one))
+
+
+def layer_weights(dtype, size, positions, rotary, wide) -> dict[str, torch.Tensor]:
+    angles = torch.rand(positions, rotary // 2, device="cuda") * 6
+    weights = {"rope.cos": angles.cos().to(dtype), "rope.sin": angles.sin().to(dtype)}
+    for name in ("q", "k"):
+        norm = torch.randn(size, dtype=torch.float32 if wide else dtype, device="cuda")
+        weights[f"l.self_attn.{name}_norm.weight"] = norm
+    return weights
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("size", "rotary"), [(256, 64), (256, 256), (256, 96), (128, 64), (64, 16)])
+@pytest.mark.parametrize("wide", [False, True], ids=["", "FP32 norms"])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_rows_are_appended_as_torch_appends_them(dtype, size, rotary, wide, rows):
+    """Partial RoPE, and norms of either type; more rows than attention takes go to torch's."""
+    slots, heads, kv_heads, length = 3, 12, 2, 400
+    weights = layer_weights(dtype, size, length, rotary, wide)
+    layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6)
+    start = torch.tensor([0, 17, 250], dtype=torch.int32, device="cuda")
+    # As in a gated layer: gates follow the values.
+    qkv = torch.randn(slots, rows, (2 * heads + 2 * kv_heads) * size, dtype=dtype, device="cuda")
+    results = []
+    for ops_type in (TorchOps, CudaSlots):
+        torch.manual_seed(1)
+        names = "l.key", "l.value"
+        caches = {n: torch.randn(slots, kv_heads, length, size, dtype=dtype, device="cuda") for n in names}
+        out = ops_type(weights, caches).self_attention(layer, qkv, start)
+        results.append((out, *caches.values()))
+    (out, keys, values), (cuda_out, cuda_keys, cuda_values) = results
+    assert cuda_values.equal(values)
+    assert_close(cuda_keys, keys, dtype, roundings=0.5)
+    assert_close(cuda_out, out, dtype, roundings=4)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("slots", "rows", "size"), [(1, 1, 6144), (3, 16, 256), (1, 300, 2048), (8, 1, 72)])
+def test_gates_equal_float64(dtype, slots, rows, size):
+    x = torch.randn(slots, rows, size, dtype=dtype, device="cuda") * 3
+    wide = torch.randn(slots, rows, 2 * size + 8, dtype=dtype, device="cuda")[..., size + 8 :] * 3
+    single = torch.randn(slots, rows, 1, dtype=dtype, device="cuda") * 3
+    for gates in (wide, single):
+        assert kernels.takes_gate(x, gates)
+        assert_close(kernels.gate(x, gates), x.double() * gates.double().sigmoid(), dtype)

@@ -1,0 +1,46 @@
+"""`TorchOps` on a GPU with our kernels for experts, where they take them."""
+
+from collections.abc import Mapping
+
+import torch
+
+from trtllm_dflash import kernels
+from trtllm_dflash.ops.base import MoELayer
+from trtllm_dflash.ops.experts import ExpertMatrix, Experts
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+Tensor = torch.Tensor
+
+
+class CudaExperts(TorchOps):
+    """A mixture of experts, wherever its rows lie: [slots, rows] or flat."""
+
+    def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
+        """Computes as many rows at a time as the kernels take: prompts bring more."""
+        compute = moe_kernel(layer, Experts.of(self.weights, layer))
+        rows, scores = (of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (x, logits))
+        if not compute.takes(rows[0], scores[0]):
+            return super().moe(layer, x, logits)
+        out = [compute(*part) for part in zip(rows, scores, strict=True)]
+        return (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
+
+
+def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:
+    """Makes the kernels' feed-forward of a layer's experts; `many` as in `kernels.MoE`."""
+    clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
+    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
+    return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
+
+
+def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute few rows [N, hidden] of such experts."""
+    experts = Experts.of(weights, layer)
+    device = next(iter(weights.values())).device
+    x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
+    return moe_kernel(layer, experts).takes(x, logits)
+
+
+def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
+    values = matrix.blocks if matrix.weight is None else matrix.weight
+    assert values is not None
+    return kernels.Matrix(values, matrix.scales, matrix.bias)
