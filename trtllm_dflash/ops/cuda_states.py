@@ -1,4 +1,4 @@
-"""`TorchOps` of models with gated delta nets on a GPU: the nets, norms and few rows' products by our kernels."""
+"""`TorchOps` of models with gated delta nets on a GPU: the nets, and what others have too, by our kernels."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,7 +7,9 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
+from trtllm_dflash.ops.cuda_slots import CudaSlots
 from trtllm_dflash.ops.delta_states import PARTS, DeltaStates, Run
 
 Tensor = torch.Tensor
@@ -50,7 +52,7 @@ class CudaStates(DeltaStates):
         self.lengths[slot].fill_(position)
 
 
-class CudaStateOps(CudaProducts):
+class CudaStateOps(CudaSlots, CudaExperts, CudaProducts):
     """Computes a step of [slots, rows] of such a model. A call may be captured into a CUDA graph.
 
     Args: as `TorchOps`, but

@@ -72,7 +72,7 @@ def find_kernels(
     """
     if config.target.delta is not None:
         library = _state_kernels(config, asked, capability)
-        return None, f"gated delta nets by {library}; they have no gated attention"
+        return None, f"gated delta nets by {library}, which keep each slot's rows apart"
     if asked == "torch":
         return None, "as --kernels torch says"
     drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None

@@ -29,6 +29,7 @@ from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import takes_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.cuda_slots import CudaSlots
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
@@ -103,10 +104,11 @@ class CudaSession(TorchSession):
     @property
     def choice(self) -> Choice:
         device = torch.cuda.get_device_name(self.device)
-        if self.library is None:
+        library = self.library if self.states is None else kernels.load()
+        if library is None:
             return torch_choice(self.config, device, self._why)
-        ours = str(self.library)
-        has_products = torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
+        ours, is_half = str(library), self.config.dtype in kernels.HALVES
+        has_products = is_half and torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
         experts = "none"
         if isinstance(self._step.target, MoEDecoder):
             experts = ours if self._has_experts(self._step.target) else TORCH
@@ -114,12 +116,18 @@ class CudaSession(TorchSession):
             backend="torch, captured",
             device=device,
             precision=precision_of(self.config),
-            attention=ours,
+            attention=ours if self.library is not None or self._attends_slots() else TORCH,
             products=ours if has_products else TORCH,
             experts=experts,
             why=self._why,
-            library=self.library.path,
+            library=library.path,
         )
+
+    def _attends_slots(self) -> bool:
+        """Whether our kernels compute the attention of a target with gated delta nets; its other layers are alike."""
+        first = self.config.target.attention_layers[0]
+        layer = self._step.target.attention_layer(self.communicator.size, first)
+        return CudaSlots(self.weights, self.caches).attends(layer)
 
     def _has_experts(self, target: MoEDecoder) -> bool:
         """Whether our kernels compute the target's experts; its layers are alike."""
