@@ -73,19 +73,20 @@ def main() -> None:
     if not files:
         parser.error(f"--data {arguments.data}: there is no *.json")
     with LLM.from_pretrained(PAIR / "target", PAIR / "drafter", device="cpu", max_batch=8, max_seq_len=512) as llm:
+        replies = reply(files, llm, arguments.replies, arguments.max_tokens)
         record = {
             "command": shlex.join(["python", "benchmarks/schema_bench.py", *sys.argv[1:]]),
             "machine": machine(),
             "versions": {**versions(), "llguidance": llguidance.__version__},
             "grammars": follow(files, llm),
-            "replies": reply(files, llm, arguments.replies, arguments.max_tokens),
+            "replies": replies,
         }
+    kinds = list(replies.values())
     text = json.dumps(record, indent=1) + "\n"
     if arguments.output is not None:
         arguments.output.write_text(text)
     print(text, end="")
-    replies = record["replies"].values()
-    sys.exit(0 if all(kind["valid"] == kind["ended"] and kind["equal"] == kind["replies"] for kind in replies) else 1)
+    sys.exit(0 if all(kind["valid"] == kind["ended"] and kind["equal"] == kind["replies"] for kind in kinds) else 1)
 
 
 def follow(files: list[Path], llm: LLM) -> dict[str, Any]:
@@ -155,12 +156,11 @@ def reply(files: list[Path], llm: LLM, number: int, max_tokens: int) -> dict[str
         schemas.append(schema)
     schemas = schemas[:number]
     kinds = {}
-    for name, sampling in (("greedy", {}), ("temperature 1", {"temperature": 1.0})):
+    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        forms = [Structured(kind="json_schema", value=schema) for schema in schemas]
         params = [
-            SamplingParams(
-                max_tokens=max_tokens, seed=i, structured=Structured(kind="json_schema", value=schema), **sampling
-            )
-            for i, schema in enumerate(schemas)
+            SamplingParams(max_tokens=max_tokens, seed=i, temperature=temperature, structured=form)
+            for i, form in enumerate(forms)
         ]
         prompts = [[{"role": "user", "content": "Give me a JSON object."}] for _ in params]
         drafted, plain = (llm.generate(prompts, params, draft=draft) for draft in (True, False))

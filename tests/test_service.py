@@ -195,7 +195,7 @@ def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_requests_at_fault_do_not_end_the_service(llm, service, monkeypatch, ranks):
-    def plan(self, drafts):
+    def plan(self, drafts, behind=(), complete=True):
         raise RequestError("cannot be followed", "structured")
 
     monkeypatch.setattr(Grammar, "plan", plan)

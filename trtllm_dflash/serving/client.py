@@ -40,9 +40,9 @@ _PROMPT_LOGPROBS = ("prompt_log_probs", "prompt_top_log_prob_ids", "prompt_top_l
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # gRPC would wait up to two minutes before it tries a restarted server again.
+    # gRPC would wait up to two minutes before it tries a restarted server again. The least wait stays what it is, for
+    # so long may a connection take, on a busy machine too.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _SLACK = 5.0  # seconds that a server has to say itself that a deadline passed

@@ -58,6 +58,14 @@ def is_shaped(call: Step) -> bool:
     return bool(call.reports or call.penalized or call.guides)
 
 
+class _Copies:
+    """Copies of masks while the target computes: on a stream of their own, behind the step that read the last ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.read, self.copied = torch.cuda.Event(), torch.cuda.Event()
+
+
 class Shaping:
     """Penalties of slots, and masks of rows, where captured steps read them.
 
@@ -79,9 +87,7 @@ class Shaping:
         self._words = torch.empty(rows, words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._rows = torch.full((rows,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._marks: dict[int, tuple[int, int]] = {}  # the first mask and the number of them, by first row
-        # Masks are copied while the target computes: on a stream of their own, behind the step that read the last ones.
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read, self._copied = torch.cuda.Event(), torch.cuda.Event()
+        self._copies = _Copies(device) if device.type == "cuda" else None
 
     @property
     def shapes(self) -> KeptShapes:
@@ -117,12 +123,12 @@ class Shaping:
         if self._copies is None:
             self._copy_masks(call, marks)
             return
-        self._copied.synchronize()  # it was long ago
-        self._copies.wait_event(self._read)
-        with torch.cuda.stream(self._copies):
+        self._copies.copied.synchronize()  # it was long ago
+        self._copies.stream.wait_event(self._copies.read)
+        with torch.cuda.stream(self._copies.stream):
             self._copy_masks(call, marks)
-            self._copied.record()
-        torch.cuda.current_stream().wait_stream(self._copies)
+            self._copies.copied.record()
+        torch.cuda.current_stream().wait_stream(self._copies.stream)
 
     def replay(self, rest: torch.cuda.CUDAGraph, call: Step, first_rows: dict[int, int]) -> None:
         """Launches the choice of tokens, and all behind it, of a step whose target runs. Arguments as in `mask`."""
@@ -131,7 +137,7 @@ class Shaping:
         self.mask(call, first_rows)
         rest.replay()
         if self._copies is not None:
-            self._read.record()
+            self._copies.read.record()
 
     def _copy_masks(self, call: Step, marks: dict[int, tuple[int, int]]) -> None:
         """Copies a step's masks to the device, and which of them each row has, where that has changed."""
