@@ -459,6 +459,7 @@ def test_open_loop_in_this_process(tmp_path):
         (("--shape", "tiny", "--slo-tps", 5, "--slo-percentile", 42), "--slo-percentile 42"),
         (("--shape", "tiny", "--max-rate", 5), "give --slo-tps"),
         (("--shape", "tiny", "--arrival", "poisson"), "--arrival goes with --rate"),
+        (("--shape", "tiny", "--ramp", "2"), "--ramp: clients begin before the seconds that count"),
         (("--shape", "tiny", "--max-tokens", 5), "--prompt-tokens and --output-tokens"),
         (("--shape", "tiny", "--simulate-acceptance", 9), "a block of 8 rows commits 1 to 8"),
         (("--shape", "tiny", "--draft-length", 9), "this engine drafts up to 7"),

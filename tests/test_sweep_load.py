@@ -83,6 +83,16 @@ def test_a_server_of_known_timing_is_measured_as_it_is(concurrency, amount):
     assert point.requests_per_second == pytest.approx(concurrency / 0.7, rel=0.06 if amount.seconds else 1e-3)
 
 
+def test_clients_that_begin_apart_are_measured_from_when_all_have_begun():
+    server = FixedServer(ttft=0.2, gap=0.05, responses=10, tokens=4)
+    traffic, point = measure(server, ClosedLoop(8, ramp=2.8), Amount(seconds=7.0))
+    # Clients begin every 0.35 s, and send every 0.7 s.
+    sent = [record.sent for record in traffic.before + traffic.records]
+    assert sent[:4] == pytest.approx([-2.8, -2.45, -2.1, -2.1], abs=1e-6)
+    assert len(traffic.records) == 80 and min(record.sent for record in traffic.records) >= 0
+    assert point.output_tokens_per_second == pytest.approx(8 * 41 / 0.7, rel=0.01)
+
+
 @pytest.mark.parametrize("says_tokens", [True, False])
 def test_of_a_fixed_time_only_the_tokens_that_came_in_it_count(says_tokens):
     # One reply of 0.7 s, then the first 0.3 s of another: its first token, and two of its ten further responses.

@@ -44,6 +44,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--arrival", help="--rate: poisson or constant.  [default: poisson]")
 @click.option("--requests", type=int, help="At each point and arm.  [default: 8 a client, at least 32]")
 @click.option("--seconds", type=float, help="Or seconds in which requests are begun, at each point and arm.")
+@click.option("--ramp", type=float, help="--seconds: clients begin apart, in so many before.  [default: at once]")
 @click.option("--warmup", type=int, help="Requests before each round, not counted.  [default: one a client]")
 @click.option("--rounds", type=int, help="Turns of each arm at a point.  [default: 2 of two arms, 1 of one]")
 @click.option(

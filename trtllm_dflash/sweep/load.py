@@ -110,9 +110,14 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """A number of clients, each of which sends its next request once it has its reply."""
+    """A number of clients, each of which sends its next request once it has its reply.
+
+    Args:
+        ramp: seconds before the round over which the clients begin, one after the other; 0: all at once, with it.
+    """
 
     concurrency: int
+    ramp: float = 0.0
 
     @property
     def value(self) -> float:
@@ -178,20 +183,21 @@ class Traffic:
     begin: float
     records: list[Record]
     seconds: float  # what tokens are counted over: to the last reply, or the time that was asked for
+    before: list[Record] = field(default_factory=list)  # of requests that were sent while clients began
 
     @property
     def tokens(self) -> float:
         """Output tokens that arrived within `seconds`, of replies that became whole."""
-        whole = (record.reply for record in self.records if record.reply.error is None)
-        return sum(_tokens_until(reply, self.seconds) for reply in whole)
+        whole = (record.reply for record in self.before + self.records if record.reply.error is None)
+        return sum(_tokens_within(reply, self.seconds) for reply in whole)
 
 
-def _tokens_until(reply: Reply, end: float) -> float:
-    if not reply.times or reply.times[-1] <= end:
+def _tokens_within(reply: Reply, end: float) -> float:
+    if not reply.times or (reply.times[0] >= 0 and reply.times[-1] <= end):
         return reply.tokens
     if reply.tokens_by_response:
-        return sum(n for time, n in zip(reply.times, reply.tokens_by_response, strict=True) if time <= end)
-    return reply.tokens * sum(time <= end for time in reply.times) / len(reply.times)
+        return sum(n for time, n in zip(reply.times, reply.tokens_by_response, strict=True) if 0 <= time <= end)
+    return reply.tokens * sum(0 <= time <= end for time in reply.times) / len(reply.times)
 
 
 @dataclass(frozen=True)
@@ -235,7 +241,9 @@ class _Round:
     async def run(self) -> Traffic:
         self._begin = self._loop.time()
         if isinstance(self._load, ClosedLoop):
-            await _all_or_none([self._client() for _ in range(self._load.concurrency)])
+            count, ramp = self._load.concurrency, self._load.ramp
+            self._begin += ramp
+            await _all_or_none([self._client(ramp * i / count) for i in range(count)])
         else:
             await self._arrivals(self._load)
         for record in self._records:
@@ -244,9 +252,12 @@ class _Round:
         if seconds is None:
             seconds = max((record.reply.times[-1] for record in self._records if record.reply.times), default=0.0)
         self._records.sort(key=lambda record: (record.due, record.sample))
-        return Traffic(self._begin, self._records, seconds)
+        before = [record for record in self._records if record.due < 0]
+        return Traffic(self._begin, self._records[len(before) :], seconds, before)
 
-    async def _client(self) -> None:
+    async def _client(self, wait: float) -> None:
+        if wait:
+            await asyncio.sleep(wait)
         for number in self._next:
             if self._over(self._loop.time()):
                 return

@@ -106,6 +106,7 @@ class SweepSettings(BaseModel):
     arrival: Literal["poisson", "constant"] | None = None
     requests: PositiveInt | None = None
     seconds: PositiveFloat | None = None
+    ramp: PositiveFloat | None = None
     warmup: Annotated[int, Field(ge=0)] | None = None
     rounds: PositiveInt | None = None
 
@@ -176,7 +177,9 @@ class SweepSettings(BaseModel):
 
     def load(self, value: float) -> Load:
         """Makes the load of this many clients, or of this rate."""
-        return OpenLoop(value, self.arrival or "poisson") if self.open_loop else ClosedLoop(int(value))
+        if self.open_loop:
+            return OpenLoop(value, self.arrival or "poisson")
+        return ClosedLoop(int(value), self.ramp or 0.0)
 
     def grid(self) -> list[float]:
         """Lists the loads to measure, in order."""
@@ -249,6 +252,8 @@ def check_settings(settings: SweepSettings) -> None:
         raise SettingsError("--max-concurrency and --max-rate bound a search: give --slo-tps or --slo-ttft-ms, too")
     if settings.arrival is not None and not settings.open_loop:
         raise SettingsError("--arrival goes with --rate")
+    if settings.ramp is not None and (settings.open_loop or settings.seconds is None):
+        raise SettingsError("--ramp: clients begin before the seconds that count; give --seconds, and no --rate")
     if settings.shape is not None and (settings.dataset or settings.max_tokens):
         raise SettingsError("--shape: random weights know no text and no end; give --prompt-tokens and --output-tokens")
 

@@ -42,6 +42,7 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
         "sampling": params.model_dump(include={"temperature", "top_k", "top_p", "seed"}),
         "output_tokens" if params.ignore_eos else "max_tokens": params.max_tokens,
     }
+    asked |= {"ramp": settings.ramp} if settings.ramp else {}
     warnings = []
     if dataset.random_tokens:
         warnings.append("the prompts are random tokens: no figure here says what text would give")
