@@ -151,6 +151,7 @@ class TimedOutcome(Outcome):
     """Tokens that are there at a moment of `time.perf_counter`."""
 
     def __init__(self, tokens: list[list[int]], at: float) -> None:
+        super().__init__(torch.empty(0))
         self._tokens, self._at = tokens, at
 
     def read(self) -> list[list[int]]:
