@@ -19,6 +19,7 @@ from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.guiding import guide_step
 from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.logprobs import note_logprobs
+from trtllm_dflash.runtime.pace import Pace
 from trtllm_dflash.runtime.pieces import divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
 from trtllm_dflash.runtime.queue import Queue
@@ -78,6 +79,7 @@ class Scheduler:
         self._short: list[Stay] = []  # need pages before their next step
         self._batch: Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[Launched] = deque()
+        self._pace = Pace()
         self._told = False  # whether the last step told the chances of its drafts
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
@@ -91,6 +93,12 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any sequence waits or runs, or a launched step is not yet read."""
         return bool(self._queue or self._launched or self._slots)
+
+    @property
+    def patience(self) -> tuple[int, float]:
+        """Counts the slots that requests may still take in the next step, and the seconds that it can wait for them."""
+        free = 0 if self._queue else self._slots.total - len(self._slots)
+        return free, self._pace.spare if free else 0.0
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence."""
@@ -119,6 +127,7 @@ class Scheduler:
         launched = self._launch()
         while len(self._launched) > (self._ahead if launched else 0):
             self._read(self._launched.popleft())
+            self._pace.note(bool(self._launched))
         self._count_requests()
         changed, self._changed = self._changed, []
         return changed

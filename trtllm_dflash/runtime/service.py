@@ -209,10 +209,16 @@ class Service:
         self._end_all(EngineError("the service is closing"))
 
     def _take_in(self) -> bool:
-        """Takes in new requests and cancellations, and waits for one when idle; False: the service is to end."""
+        """Takes in new requests and cancellations, and waits for one when idle; False: the service is to end.
+
+        While the device computes and slots are free, it waits for requests, too: a client that has its reply sends its
+        next one at once, and would else miss the step that is launched meanwhile.
+        """
         with self._changed:
             while not (self._arrived or self._cancelled or self._closing or self._scheduler.busy):
                 self._changed.wait()
+            free, seconds = self._scheduler.patience
+            self._changed.wait_for(lambda: len(self._arrived) >= free or self._cancelled or self._closing, seconds)
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
             closing = self._closing
