@@ -116,7 +116,10 @@ def follow(files: list[Path], llm: LLM) -> dict[str, Any]:
                 continue
             kind = "valid" if test["valid"] else "invalid"
             tally.counts[f"{kind} texts"] += 1
-            tally.counts[f"{kind} texts taken"] += takes(grammar, ids, tally)
+            try:
+                tally.counts[f"{kind} texts taken"] += takes(grammar, ids, tally)
+            except RequestError:  # such a reply is ended with that error
+                tally.counts[f"{kind} texts that grow too complex"] += 1
     most = sorted(refusals.values(), key=len, reverse=True)[:REFUSALS]
     return {
         "all": sum(tallies.values(), Tally()).as_json(),
