@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -212,7 +213,10 @@ def norms(dtype: torch.dtype) -> None:
             kernels.add_rms_norm(x, y, weight, EPSILON)
         kernels.quantize_rows(x.view(10, size))
     for size in (8, 1000, 12288):
-        kernels.swiglu(normal(5, 2 * size, dtype=dtype))
+        x = normal(1, 5, 2 * size, dtype=dtype)
+        kernels.swiglu(x)
+        for gates in (x[..., size:], x[..., :1]):
+            kernels.gate(x[..., :size].contiguous(), gates)
 
 
 def choices(dtype: torch.dtype) -> None:
@@ -264,7 +268,7 @@ def append(dtype: torch.dtype) -> None:
     """Committed context rows and a block's, and each alone; some before a cache's first row or past its last."""
     slots, heads, kv_heads, length, rows = 3, 8, 2, 60, 16
     start, committed = ints(-3, 17, 40), ints(1, 8, 16)
-    for size in kernels.HEAD_SIZES:
+    for size in kernels.ALL_HEAD_SIZES:
         qkv = normal(slots, rows, (heads + 2 * kv_heads) * size, dtype=dtype)
         kv = normal(slots, rows, 3, 2, kv_heads * size, dtype=dtype)  # of three layers
         context = kv[:, :, 1, 0], kv[:, :, 1, 1]
@@ -279,6 +283,10 @@ def append(dtype: torch.dtype) -> None:
                 run(keys, values, start, heads, context=context)
                 for pieces in ((33, 70, 130), (1400,)):  # a head of a row each, and several
                     append_flat(run, heads, kv_heads, pieces)
+        keys, values = make_caches((slots, kv_heads, length, size), dtype, None)
+        partial_cos, partial_sin = (table[:, : size // 4].contiguous() for table in (cos, sin))
+        run = kernels.Append(partial_cos, partial_sin, norm.float(), norm.float(), EPSILON)
+        run(keys, values, start, heads, qkv, context, committed)
 
 
 def append_flat(run: kernels.Append, heads: int, kv_heads: int, pieces: Sequence[int]) -> None:
@@ -372,9 +380,12 @@ def mixture(
 def attention(dtype: torch.dtype) -> None:
     """Packed rows of one tile to many, and as many slots as each way of combining partial results takes."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    for size in kernels.HEAD_SIZES:
+    for size in kernels.ALL_HEAD_SIZES:
         many = [most * processors // (2 * size) + 1 for most in (4, 8)]  # slots of 2 heads of 128 packed rows
         for scales in (None, make_scales()):
+            cache = make_caches((1, 1, 64, size), dtype, scales)[0]
+            if not kernels.takes_heads(size, dtype, cache):
+                continue
             attend(dtype, size, scales, [300, 1, 65], rows=1, group=4)
             attend(dtype, size, scales, [700, 0, 64], rows=8, group=4, causal=False)
             attend(dtype, size, scales, [128_000 // size] * 20, rows=16, group=4)  # rings of tiles go round
@@ -542,6 +553,8 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
             kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
             if outputs % 32 == 0:
                 kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
+            if dtype == torch.bfloat16 and not fp8:
+                kernels.skinny_gemm(x, weight, norm=replace(norm, adds_one=True))
 
 
 def products_of_passes(dtype: torch.dtype) -> None:
