@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -553,8 +552,6 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
             kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
             if outputs % 32 == 0:
                 kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
-            if dtype == torch.bfloat16 and not fp8:
-                kernels.skinny_gemm(x, weight, norm=replace(norm, adds_one=True))
 
 
 def products_of_passes(dtype: torch.dtype) -> None:
