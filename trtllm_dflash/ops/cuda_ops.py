@@ -9,25 +9,16 @@ from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
 from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_caches import CudaCaches
 from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
-from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.penalties import KeptShapes
 
 Tensor = torch.Tensor
 
 
-def append_kernel(layer: AttentionLayer, weights: Mapping[str, Tensor], scales: kernels.Scales) -> kernels.Append:
-    """Makes the kernels' append of a layer's rows; scales are those of its FP8 caches."""
-    cos, sin = weights[layer.rope + ".cos"], weights[layer.rope + ".sin"]
-    if layer.norm_eps is None:
-        return kernels.Append(cos, sin, scales=scales)
-    q_norm, k_norm = (weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
-    return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
-
-
-class CudaOps(CudaExperts, CudaProducts):
+class CudaOps(CudaCaches, CudaExperts, CudaProducts):
     """Computes a step of flat rows: x is [1, N, H] for models, and what is per slot is [G], one for each segment.
 
     The layout of the rows lies on the device. A call whose inputs stay at their addresses may be captured into a CUDA
@@ -79,7 +70,7 @@ class CudaOps(CudaExperts, CudaProducts):
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
         keys, values = self._caches(layer)
         out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
-        append = append_kernel(layer, self.weights, self._scales(layer))
+        append = self._append_of(layer)
         q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv[0], out)
         if len(self._decoding):
             self._attend(layer, q, self._decoding, self._most, out, causal=True, row_path=self._layout.row_path)
@@ -99,15 +90,12 @@ class CudaOps(CudaExperts, CudaProducts):
         kernels.attend_prompts(q, keys, values, self._pages_of(layer), pieces, out, window, sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
-        # As projected: they are normed and rotated on their way into the cache.
-        size = layer.kv_heads * layer.head_size
-        first = 2 * index * size
-        return Context((kv[..., first : first + size], kv[..., first + size : first + 2 * size]), index)
+        return self._projected(layer, kv, index)
 
     def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
         keys, values = self._caches(layer)
         k, v = context.tensors
-        append = append_kernel(layer, self.weights, self._scales(layer))
+        append = self._append_of(layer)
         append.context(keys, values, self._pages_of(layer), self._layout, layer.heads, (k, v))
 
     def block_attention(
@@ -115,7 +103,7 @@ class CudaOps(CudaExperts, CudaProducts):
     ) -> Tensor:
         keys, values = self._caches(layer)
         (segments, block, _), (k, v) = qkv.shape, context.tensors
-        append = append_kernel(layer, self.weights, self._scales(layer))
+        append = self._append_of(layer)
         q = append.block(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv, (k, v), committed)
         out = torch.empty(segments * block, layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         self._attend(layer, q, self._layout.segments, block, out, causal=False, added=committed, block=block)
@@ -142,15 +130,6 @@ class CudaOps(CudaExperts, CudaProducts):
 
     def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:
         return self._window_pages if layer.gives_back else self._pages
-
-    def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
-
-    def _scales(self, layer: AttentionLayer) -> kernels.Scales:
-        """Scales of a layer's FP8 caches; None where the caches have the rows' type."""
-        if self.caches[layer.prefix + "key"].dtype != FP8:
-            return None
-        return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
 
     # -- choosing tokens ---------------------------------------------------------------------------------------------
 

@@ -4,14 +4,13 @@ import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import AttentionLayer, Context
-from trtllm_dflash.ops.cuda_ops import append_kernel
-from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows
-from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.ops.cuda_caches import CudaCaches
+from trtllm_dflash.ops.fp8 import dequantize_cache_rows
 
 Tensor = torch.Tensor
 
 
-class CudaSlots(TorchOps):
+class CudaSlots(CudaCaches):
     """The attention of a network whose rows lie in [slots, rows], over caches of one run of rows a slot.
 
     Heads that our attention does not take, and pieces of prompts with more rows than it takes, are torch's, over rows
@@ -26,16 +25,13 @@ class CudaSlots(TorchOps):
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         if not self._appends(layer):
             return super().context_rows(layer, kv, index, start)
-        # As projected: they are normed and rotated on their way into the cache.
-        size = layer.kv_heads * layer.head_size
-        first = 2 * index * size
-        return Context((kv[..., first : first + size], kv[..., first + size : first + 2 * size]), index)
+        return self._projected(layer, kv, index)
 
     def keep_context(self, layer: AttentionLayer, context: Context[Tensor], start: Tensor) -> None:
         if not self._appends(layer):
             return super().keep_context(layer, context, start)
         (keys, values), (k, v) = self._caches(layer), context.tensors
-        append = append_kernel(layer, self.weights, self._scales(layer))
+        append = self._append_of(layer)
         append(keys, values, start, layer.heads, context=(k, v))
         return None
 
@@ -62,7 +58,7 @@ class CudaSlots(TorchOps):
         """
         (keys, values), scales, rows = self._caches(layer), self._scales(layer), qkv.shape[1]
         qkv = qkv[..., : (layer.heads + 2 * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
-        q = append_kernel(layer, self.weights, scales)(keys, values, start, layer.heads, qkv, context, committed)
+        q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
         if rows <= kernels.MAX_ROWS and self.attends(layer):
             sinks, window = None if layer.sinks is None else self.weights[layer.sinks], layer.window or 0
@@ -85,12 +81,3 @@ class CudaSlots(TorchOps):
         is_plain = layer.scale is None and not layer.keys_as_values and not layer.norms_values
         is_known = layer.head_size in kernels.ALL_HEAD_SIZES and cos.dtype in kernels.HALVES
         return is_plain and is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
-
-    def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
-
-    def _scales(self, layer: AttentionLayer) -> kernels.Scales:
-        """Scales of a layer's FP8 caches; None where the caches have the rows' type."""
-        if self.caches[layer.prefix + "key"].dtype != FP8:
-            return None
-        return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]

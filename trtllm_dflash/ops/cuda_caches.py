@@ -1,0 +1,37 @@
+"""`TorchOps` on a GPU whose layers' K/V caches our kernels read and append to, wherever rows and caches lie."""
+
+import torch
+
+from trtllm_dflash import kernels
+from trtllm_dflash.ops.base import AttentionLayer, Context
+from trtllm_dflash.ops.fp8 import FP8
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+Tensor = torch.Tensor
+
+
+class CudaCaches(TorchOps):
+    """The caches of layers, and rows on their way into them."""
+
+    def _caches(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+        return self.caches[layer.prefix + "key"], self.caches[layer.prefix + "value"]
+
+    def _scales(self, layer: AttentionLayer) -> kernels.Scales:
+        """Scales of a layer's FP8 caches; None where the caches have the rows' type."""
+        if self.caches[layer.prefix + "key"].dtype != FP8:
+            return None
+        return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
+
+    def _append_of(self, layer: AttentionLayer) -> kernels.Append:
+        """Makes the kernels' append of a layer's rows."""
+        cos, sin, scales = self.weights[layer.rope + ".cos"], self.weights[layer.rope + ".sin"], self._scales(layer)
+        if layer.norm_eps is None:
+            return kernels.Append(cos, sin, scales=scales)
+        q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
+        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
+
+    def _projected(self, layer: AttentionLayer, kv: Tensor, index: int) -> Context[Tensor]:
+        """Takes a layer's context rows as projected: they are normed and rotated on their way into the cache."""
+        size = layer.kv_heads * layer.head_size
+        first = 2 * index * size
+        return Context((kv[..., first : first + size], kv[..., first + size : first + 2 * size]), index)
