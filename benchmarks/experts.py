@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from kernels import copy_rate, normal, seconds
@@ -37,7 +37,7 @@ class Shape:
     top_k: int
     hidden: int
     columns: int
-    packed: bool  # MXFP4
+    weight: Literal["bf16", "mxfp4", "fp8", "fp8 blocks"]  # FP8 has a scale a row, or a block of 128 by 128
     clamp: ClampedSwiglu | None
 
     @property
@@ -47,10 +47,12 @@ class Shape:
 
 
 SHAPES = {
-    "gpt-oss-120b": Shape(128, 4, 2880, 2880, True, CLAMP),
-    "gpt-oss-120b, a rank of 4": Shape(128, 4, 2880, 736, True, CLAMP),
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880, True, CLAMP),
-    "qwen3-coder-30b-a3b": Shape(128, 8, 2048, 768, False, None),
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880, "mxfp4", CLAMP),
+    "gpt-oss-120b, a rank of 4": Shape(128, 4, 2880, 736, "mxfp4", CLAMP),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, "mxfp4", CLAMP),
+    "qwen3-coder-30b-a3b": Shape(128, 8, 2048, 768, "bf16", None),
+    "qwen3-coder-30b-a3b, FP8 by row": Shape(128, 8, 2048, 768, "fp8", None),
+    "qwen3-coder-30b-a3b, FP8 by block": Shape(128, 8, 2048, 768, "fp8 blocks", None),
 }
 
 
@@ -64,12 +66,16 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
         key = f"experts.{name}."
         if shape.clamp:
             tensors[key + "bias"] = normal(shape.experts, rows)
-        if shape.packed:
+        if shape.weight == "mxfp4":
             blocks = shape.experts, rows, inputs // 32
             tensors[key + "blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
             tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
-        else:
+        elif shape.weight == "bf16":
             tensors[key + "weight"] = normal(shape.experts, rows, inputs) * inputs**-0.5
+        else:
+            tensors[key + "weight"] = normal(shape.experts, rows, inputs).to(torch.float8_e4m3fn)
+            scaled = (rows // 128, inputs // 128) if shape.weight == "fp8 blocks" else (rows,)
+            tensors[key + "scale"] = (0.5 + torch.rand(shape.experts, *scaled, device="cuda")) * inputs**-0.5
     return tensors
 
 

@@ -338,18 +338,18 @@ def experts(dtype: torch.dtype) -> None:
     """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
     clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
     softmax = kernels.Routing(16, 0, 16, 4, False)
-    for packed in (False, True):
-        mixture(dtype, packed, 3, 320, 96, clamped)
-        mixture(dtype, packed, 40, 320, 96, softmax, logits=torch.float32, biased=False)
-        mixture(dtype, packed, 300, 64, 32, clamped, spread=0.0)
-        mixture(dtype, packed, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
-        mixture(dtype, packed, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
-    mixture(dtype, True, 20, 320, 64, clamped, scales=(80, 131))
+    for weight in ("numbers", "mxfp4", "fp8", "fp8 blocks"):
+        mixture(dtype, weight, 3, 320, 96, clamped)
+        mixture(dtype, weight, 40, 320, 96, softmax, logits=torch.float32, biased=False)
+        mixture(dtype, weight, 300, 64, 32, clamped, spread=0.0)
+        mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
+        mixture(dtype, weight, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
+    mixture(dtype, "mxfp4", 20, 320, 64, clamped, scales=(80, 131))
 
 
 def mixture(
     dtype: torch.dtype,
-    packed: bool,
+    weight: str,
     rows: int,
     hidden: int,
     columns: int,
@@ -363,8 +363,13 @@ def mixture(
 
     def matrix(outputs: int, inputs: int) -> kernels.Matrix:
         bias = normal(routing.count, outputs, dtype=dtype) if biased else None
-        if not packed:
-            return kernels.Matrix(normal(routing.count, outputs, inputs, dtype=dtype, by=0.05), None, bias)
+        if weight != "mxfp4":
+            numbers = normal(routing.count, outputs, inputs, dtype=dtype, by=0.05)
+            if weight == "numbers":
+                return kernels.Matrix(numbers, None, bias)
+            shape = (-(-outputs // 128), -(-inputs // 128)) if weight == "fp8 blocks" else (outputs,)
+            scale = torch.rand(routing.count, *shape, device="cuda")
+            return kernels.Matrix(numbers.to(torch.float8_e4m3fn), scale, bias)
         blocks = torch.randint(256, (routing.count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
         return kernels.Matrix(blocks, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
 

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 16
+#define DFLASH_ABI_VERSION 17
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -267,14 +267,25 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
  * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to
- * hold 16 rows of the wider of them, or 8, which then share the reading of an expert. */
+ * hold 16 rows of the wider of them, or 8, which then share the reading of an expert.
+ *
+ * In FP8 a weight is E4M3 [E, O, I] with FP32 scales, [E, O] or [E, ceil(O / 128), ceil(I / 128)]; sums are scaled, not
+ * weights. Its codes that are not numbers (0x7f, 0xff) are not told apart: they count as 480. */
 #define DFLASH_MOE_MOST_ROWS 512
+
+typedef enum
+{
+    DFLASH_MOE_NUMBERS = 0, /* of dtype */
+    DFLASH_MOE_MXFP4 = 1,
+    DFLASH_MOE_FP8_ROWS = 2, /* a scale for each row */
+    DFLASH_MOE_FP8_BLOCKS = 3 /* a scale for each block of 128 by 128 */
+} dflash_moe_format;
 
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x, biases, weights that are not packed, and out */
     int32_t logits_dtype; /* any */
-    int32_t packed; /* 1: the weights are MXFP4 */
+    int32_t format; /* dflash_moe_format of both weights */
     int32_t rows; /* N, at most DFLASH_MOE_MOST_ROWS */
     int32_t hidden; /* H */
     int32_t columns; /* F, of each expert, that this rank has */
@@ -289,10 +300,10 @@ typedef struct
     const void* x; /* [N, H] contiguous, as all of these */
     const void* logits; /* [N, experts] */
     const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or blocks */
-    const uint8_t* gate_up_scales; /* packed only */
+    const void* gate_up_scales; /* MXFP4 and FP8 only */
     const void* gate_up_bias; /* [count, 2 F], or null */
     const void* down; /* [count, H, F] */
-    const uint8_t* down_scales;
+    const void* down_scales;
     const void* down_bias; /* [count, H], or null */
     void* out; /* [N, H] */
 } dflash_moe_params;

@@ -43,39 +43,39 @@ cudaError_t launch_route(dflash_moe_params const& p, Route const& route, int til
     return launch_kernel(kernel, dim3(1), kRouteThreads, 0, stream, p, route, tile);
 }
 
-int warps_that_fit(Device const& device, int inputs, bool is_packed, int tokens)
+int warps_that_fit(Device const& device, int inputs, Weight weight, int tokens)
 {
-    Layout const layout(inputs, is_packed);
+    Layout const layout(inputs, weight);
     return std::min(kMostWarps, (device.shared_bytes - tokens * layout.pitch) / layout.warp_bytes);
 }
 
-template <typename T, bool kPacked, int kTokens, bool kGateUp>
+template <typename T, Weight kWeight, int kTokens, bool kGateUp>
 cudaError_t launch_product(Product const& p, Device const& device, cudaStream_t stream)
 {
-    constexpr auto kernel = product_kernel<T, kPacked, kTokens, kGateUp>;
+    constexpr auto kernel = product_kernel<T, kWeight, kTokens, kGateUp>;
     cudaError_t const error = allow_shared_bytes<kernel>(device.shared_bytes);
     if (error)
     {
         return error;
     }
-    Layout const layout(p.inputs, kPacked);
-    int const warps = warps_that_fit(device, p.inputs, kPacked, kTokens);
+    Layout const layout(p.inputs, kWeight);
+    int const warps = warps_that_fit(device, p.inputs, kWeight, kTokens);
     int const bytes = warps * layout.warp_bytes + kTokens * layout.pitch;
     return launch_kernel(kernel, dim3(device.processors), warps * 32, bytes, stream, p);
 }
 
-template <typename T, bool kPacked, int kTokens>
+template <typename T, Weight kWeight, int kTokens>
 cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
     Product const gate_up = gate_up_product(p, space.route, p.x, space.h);
-    cudaError_t const error = launch_product<T, kPacked, kTokens, true>(gate_up, device, stream);
+    cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, device, stream);
     if (error)
     {
         return error;
     }
     Product const down = down_product(p, space.route, space.h, space.y);
-    return launch_product<T, kPacked, kTokens, false>(down, device, stream);
+    return launch_product<T, kWeight, kTokens, false>(down, device, stream);
 }
 
 template <typename T, int kTokens>
@@ -83,17 +83,22 @@ cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const
 {
     Workspace const space(p, workspace);
     cudaError_t error = launch_route(p, space.route, kTokens, stream);
-    if (error == cudaSuccess)
+    if (error)
     {
-        error = p.packed ? launch_products<T, true, kTokens>(p, space, device, stream)
-                         : launch_products<T, false, kTokens>(p, space, device, stream);
+        return error;
+    }
+    switch (weight_of(p))
+    {
+    case Weight::kMxfp4: error = launch_products<T, Weight::kMxfp4, kTokens>(p, space, device, stream); break;
+    case Weight::kFp8: error = launch_products<T, Weight::kFp8, kTokens>(p, space, device, stream); break;
+    default: error = launch_products<T, Weight::kNumbers, kTokens>(p, space, device, stream);
     }
     return error ? error : launch_sum<T>(p, space.route, space.y, stream);
 }
 
 bool do_fit(dflash_moe_params const& p, Device const& device, int tokens)
 {
-    return warps_that_fit(device, std::max(p.hidden, p.columns), p.packed, tokens) >= kLeastWarps;
+    return warps_that_fit(device, std::max(p.hidden, p.columns), weight_of(p), tokens) >= kLeastWarps;
 }
 
 // More than 8 rows may choose one expert, whose weight is then read once for 16.

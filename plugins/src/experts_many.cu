@@ -29,8 +29,8 @@ struct Workspace
     size_t bytes;
 
     Workspace(dflash_moe_params const& p, void* start)
-        : x_pitch(p.packed ? many::pitch_of<true>(p.hidden) : many::pitch_of<false>(p.hidden))
-        , h_pitch(p.packed ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
+        : x_pitch(p.format == DFLASH_MOE_MXFP4 ? many::pitch_of<true>(p.hidden) : many::pitch_of<false>(p.hidden))
+        , h_pitch(p.format == DFLASH_MOE_MXFP4 ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
     {
         Scratch scratch{static_cast<unsigned char*>(start)};
         size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
@@ -275,8 +275,9 @@ cudaError_t check(dflash_moe_params const& p, Device& device)
         return cudaErrorNotSupported;
     }
     bool const does_fit
-        = stages_that_fit(device, std::max(p.hidden, p.columns), p.packed != 0) >= many::kLeastStages;
-    return is_routed(p) && does_fit ? cudaSuccess : cudaErrorInvalidValue;
+        = stages_that_fit(device, std::max(p.hidden, p.columns), p.format == DFLASH_MOE_MXFP4) >= many::kLeastStages;
+    bool const is_decoded = p.format == DFLASH_MOE_NUMBERS || p.format == DFLASH_MOE_MXFP4;
+    return is_routed(p) && is_decoded && does_fit ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 } // namespace
@@ -309,9 +310,9 @@ extern "C" cudaError_t dflash_moe_many(
     }
     if (p->dtype == DFLASH_FP16)
     {
-        return p->packed ? launch_moe<__half, true>(*p, workspace, device, stream)
+        return p->format == DFLASH_MOE_MXFP4 ? launch_moe<__half, true>(*p, workspace, device, stream)
                          : launch_moe<__half, false>(*p, workspace, device, stream);
     }
-    return p->packed ? launch_moe<__nv_bfloat16, true>(*p, workspace, device, stream)
+    return p->format == DFLASH_MOE_MXFP4 ? launch_moe<__nv_bfloat16, true>(*p, workspace, device, stream)
                      : launch_moe<__nv_bfloat16, false>(*p, workspace, device, stream);
 }

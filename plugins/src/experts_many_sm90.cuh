@@ -246,7 +246,7 @@ struct Loader
                 if (bytes[half] > 0)
                 {
                     int const at = half * kItemUnits * kHalfRows * blocks;
-                    copy_bytes(to + at, p.scales + row * blocks, bytes[half], barrier);
+                    copy_bytes(to + at, static_cast<uint8_t const*>(p.scales) + row * blocks, bytes[half], barrier);
                 }
             }
             next_scales.advance(kScaleBuffers);

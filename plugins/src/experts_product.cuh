@@ -4,6 +4,7 @@
 #pragma once
 
 #include "experts_work.cuh"
+#include "fp8.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
 #include "mxfp4.cuh"
@@ -27,7 +28,7 @@ __device__ __forceinline__ void copy_async_8(uint32_t to, void const* from)
 
 // Loads a warp's granules into its ring: units of 16 rows of 128 bytes, each second row's halves swapped. A lane
 // copies 16 bytes of every fourth row.
-template <bool kPacked, bool kGateUp>
+template <Weight kWeight, bool kGateUp>
 struct Weights
 {
     Product const& p;
@@ -87,9 +88,9 @@ struct Weights
     {
         int64_t const row = static_cast<int64_t>(cursor.expert) * p.outputs + cursor.granule * Rows<kGateUp>::kFirst;
         from = static_cast<char const*>(p.weight) + (row + lane / 8) * layout.row_bytes + lane % 8 * 16;
-        if constexpr (kPacked)
+        if constexpr (kWeight == Weight::kMxfp4)
         {
-            uint8_t const* const scales = p.scales + row * blocks;
+            uint8_t const* const scales = static_cast<uint8_t const*>(p.scales) + row * blocks;
             uint32_t const to = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes;
 #pragma unroll 2
             for (int i = lane; i < 2 * blocks; i += 32)
@@ -101,16 +102,43 @@ struct Weights
     }
 };
 
+// Where a lane finds eight inputs, and in which order it takes them.
+template <Weight kWeight>
+struct Order
+{
+    static constexpr int kWords = kWeight == Weight::kMxfp4 ? 4 : kWeight == Weight::kFp8 ? 2 : 1; // of a part of a step
+    static constexpr int kStepBytes = 64 * kWords; // of a token's inputs, that half of a unit meets
+
+    static __device__ __forceinline__ int place(int chunk)
+    {
+        int const in_step = chunk % (4 * kWords);
+        return chunk / (4 * kWords) * kStepBytes + in_step % kWords * 64 + in_step / kWords * 16;
+    }
+
+    static __device__ __forceinline__ uint4 ordered(uint4 const& x)
+    {
+        if constexpr (kWeight == Weight::kMxfp4)
+        {
+            return paired(x);
+        }
+        else if constexpr (kWeight == Weight::kFp8)
+        {
+            return paired_in_words(x);
+        }
+        return x;
+    }
+};
+
 // Copies a group's inputs into shared memory, in the order in which lanes take them: of a step the parts' first 16
 // bytes, then their second ones.
-template <typename T, bool kPacked, int kTokens, bool kGateUp>
+template <typename T, Weight kWeight, int kTokens, bool kGateUp>
 __device__ __forceinline__ void load_inputs(
     Product const& p, Layout const& layout, Group const& group, unsigned char* inputs)
 {
     int const chunks = p.inputs / 8;
     for (int chunk = threadIdx.x; chunk < layout.token_bytes / 16; chunk += blockDim.x)
     {
-        int const place = kPacked ? chunk / 16 * 256 + chunk % 4 * 64 + chunk / 4 % 4 * 16 : chunk * 16;
+        int const place = Order<kWeight>::place(chunk);
 #pragma unroll
         for (int first = 0; first < kTokens; first += 8)
         {
@@ -132,7 +160,7 @@ __device__ __forceinline__ void load_inputs(
                 if (first + i < group.tokens)
                 {
                     *reinterpret_cast<uint4*>(inputs + (first + i) * layout.pitch + place)
-                        = kPacked ? paired(taken[i]) : taken[i];
+                        = Order<kWeight>::ordered(taken[i]);
                 }
             }
         }
@@ -141,14 +169,64 @@ __device__ __forceinline__ void load_inputs(
 
 // -- multiplying ------------------------------------------------------------------------------------------------------
 
+// FP8's scales of a lane's two rows of a granule. Of rows in blocks each lane has one of 32 of them, for its warp.
+struct Fp8Scales
+{
+    float const* upper;
+    float const* lower;
+    int const blocks; // of a row; 0: it has one scale
+    int const lane;
+    float own[2];
+
+    __device__ __forceinline__ Fp8Scales(Product const& p, int expert, int row, int second_row, int lane_)
+        : blocks(p.is_by_block ? (p.inputs + kFp8Block - 1) / kFp8Block : 0)
+        , lane(lane_)
+    {
+        int64_t const scaled = p.is_by_block ? (p.outputs + kFp8Block - 1) / kFp8Block * blocks : p.outputs;
+        float const* const scales = static_cast<float const*>(p.scales) + expert * scaled;
+        upper = scales + (p.is_by_block ? row / kFp8Block * blocks : row);
+        lower = scales + (p.is_by_block ? second_row / kFp8Block * blocks : second_row);
+        load(0);
+    }
+
+    __device__ __forceinline__ void load(int first)
+    {
+        int const at = blocks ? min(first + lane, blocks - 1) : 0;
+        own[0] = upper[at];
+        own[1] = lower[at];
+    }
+
+    // Adds a unit's sums, scaled, to c. A unit's inputs are one block. All lanes call together.
+    template <int kTiles>
+    __device__ __forceinline__ void add(float (&c)[kTiles][4], float const (&sums)[kTiles][4], int unit)
+    {
+        static_assert(kLine == kFp8Block);
+        if (blocks && unit && unit % 32 == 0)
+        {
+            load(unit);
+        }
+        float scale[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            scale[i] = __shfl_sync(kAll, own[i], blocks ? unit % 32 : lane);
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * kTiles; ++i)
+        {
+            c[i / 4][i % 4] = fmaf(scale[i % 4 / 2], sums[i / 4][i % 4], c[i / 4][i % 4]);
+        }
+    }
+};
+
 // Multiplies granules by a group's inputs. Lane l has parts of the rows l / 4 and l / 4 + 8 of a granule, and of the
 // inputs of token l / 4.
-template <typename T, bool kPacked, int kTiles>
+template <typename T, Weight kWeight, int kTiles>
 struct Mainloop
 {
     using Format = Mxfp4<T>;
 
-    static constexpr int kStepBytes = kPacked ? 256 : 64; // of a token's inputs, that half of a unit meets
+    static constexpr int kStepBytes = Order<kWeight>::kStepBytes;
 
     // A lane's part of a unit, by halves.
     struct Fragment
@@ -184,7 +262,8 @@ struct Mainloop
     // Adds to c the products of a granule and the first `tiles` tiles of tokens. The place of each unit that was read
     // goes to the unit after those on their way.
     template <bool kGateUp>
-    __device__ __forceinline__ void multiply(float (&c)[kTiles][4], int tiles, Weights<kPacked, kGateUp>& weights)
+    __device__ __forceinline__ void multiply(
+        float (&c)[kTiles][4], int tiles, Weights<kWeight, kGateUp>& weights, [[maybe_unused]] Fp8Scales* fp8_scales)
     {
         uint8_t const* const scales = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes + quad * blocks;
         for (int unit = 0; unit < layout.units; ++unit)
@@ -195,6 +274,7 @@ struct Mainloop
             slot = slot + 1 == kUnits ? 0 : slot + 1;
             __syncwarp();
             weights.load_next();
+            float sums[kTiles][4] = {}; // of a unit of FP8
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
@@ -204,14 +284,22 @@ struct Mainloop
                     break;
                 }
                 unsigned char const* const b = inputs + quad * layout.pitch + part * 16 + step * kStepBytes;
-                if constexpr (kPacked)
+                if constexpr (kWeight == Weight::kMxfp4)
                 {
                     multiply_mxfp4(c, tiles, a, half, b);
+                }
+                else if constexpr (kWeight == Weight::kFp8)
+                {
+                    multiply_fp8(sums, tiles, a, half, b);
                 }
                 else
                 {
                     multiply_numbers(c, tiles, a, half, b);
                 }
+            }
+            if constexpr (kWeight == Weight::kFp8)
+            {
+                fp8_scales->add(c, sums, unit);
             }
         }
         scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
@@ -223,7 +311,7 @@ struct Mainloop
 #pragma unroll
         for (int half = 0; half < 2; ++half)
         {
-            if constexpr (kPacked)
+            if constexpr (kWeight == Weight::kMxfp4)
             {
                 // Past a row's end its numbers are zeros; any scale of its own will do.
                 int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
@@ -248,6 +336,34 @@ struct Mainloop
                 uint4 const b = *reinterpret_cast<uint4 const*>(b_from + tile * 8 * layout.pitch);
                 multiply_add<T>(c[tile], {u.x, l.x, u.y, l.y}, b.x, b.y);
                 multiply_add<T>(c[tile], {u.z, l.z, u.w, l.w}, b.z, b.w);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply_fp8(
+        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+    {
+        uint32_t const upper[4] = {a.upper[half].x, a.upper[half].y, a.upper[half].z, a.upper[half].w};
+        uint32_t const lower[4] = {a.lower[half].x, a.lower[half].y, a.lower[half].z, a.lower[half].w};
+#pragma unroll
+        for (int word = 0; word < 4; word += 2)
+        {
+            uint32_t u[2][2], l[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+            {
+                Fp8<T>::spread(upper[word + i], u[i]);
+                Fp8<T>::spread(lower[word + i], l[i]);
+            }
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                if (tile < tiles)
+                {
+                    uint4 const b = *reinterpret_cast<uint4 const*>(b_from + tile * 8 * layout.pitch + word * 32);
+                    multiply_add<T>(c[tile], {u[0][0], l[0][0], u[0][1], l[0][1]}, b.x, b.y);
+                    multiply_add<T>(c[tile], {u[1][0], l[1][0], u[1][1], l[1][1]}, b.z, b.w);
+                }
             }
         }
     }
@@ -364,8 +480,8 @@ struct Epilogue
 
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
-// kPacked: the weight is MXFP4. kGateUp: the first product, which ends with the activation.
-template <typename T, bool kPacked, int kTokens, bool kGateUp>
+// kGateUp: the first product, which ends with the activation.
+template <typename T, Weight kWeight, int kTokens, bool kGateUp>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product const p)
 {
     constexpr int kTiles = kTokens / 8;
@@ -378,11 +494,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
         wait();
     }
     trigger();
-    Layout const layout(p.inputs, kPacked);
+    Layout const layout(p.inputs, kWeight);
     int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Share const share(p);
     unsigned char* const ring = shared + warp * layout.warp_bytes;
-    Weights<kPacked, kGateUp> weights(p, layout, share, lane, ring);
+    Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
 #pragma unroll 1
     for (int i = 0; i < kUnits; ++i)
     {
@@ -394,21 +510,29 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     }
 
     unsigned char* const inputs = shared + warps * layout.warp_bytes;
-    Mainloop<T, kPacked, kTiles> mainloop(p, layout, lane, ring, inputs);
+    Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
     for (int from = share.begin; from < share.end;)
     {
         int const index = from / share.granules;
         int const to = min(share.end, (index + 1) * share.granules);
         Group const group = p.route.groups[index];
         __syncthreads();
-        load_inputs<T, kPacked, kTokens, kGateUp>(p, layout, group, inputs);
+        load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
         __syncthreads();
         int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
         for (int granule = from % share.granules + warp; granule < to - index * share.granules; granule += warps)
         {
             Epilogue<T, kGateUp> const epilogue(p, group, granule, lane);
             float c[kTiles][4] = {};
-            mainloop.multiply(c, tiles, weights);
+            if constexpr (kWeight == Weight::kFp8)
+            {
+                Fp8Scales scales(p, group.expert, epilogue.row, epilogue.second_row, lane);
+                mainloop.multiply(c, tiles, weights, &scales);
+            }
+            else
+            {
+                mainloop.multiply(c, tiles, weights, nullptr);
+            }
             epilogue.store(c);
         }
         from = to;

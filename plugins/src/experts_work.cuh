@@ -15,17 +15,34 @@ constexpr int kGranule = 16; // rows of a weight that one product instruction ta
 constexpr int kLine = 128; // bytes of a row in one unit
 constexpr int kUnit = kGranule * kLine; // bytes that a warp loads at a time
 constexpr int kUnits = 4; // of a warp's ring
+constexpr int kFp8Block = 128; // rows and inputs that share a scale
+
+// The type of a weight's numbers.
+enum class Weight
+{
+    kNumbers, // of the rows' type
+    kMxfp4,
+    kFp8
+};
+
+inline Weight weight_of(dflash_moe_params const& p)
+{
+    return p.format == DFLASH_MOE_NUMBERS ? Weight::kNumbers
+        : p.format == DFLASH_MOE_MXFP4    ? Weight::kMxfp4
+                                          : Weight::kFp8;
+}
 
 struct Product
 {
     Route route;
-    void const* weight; // [E, outputs, inputs]: numbers, or MXFP4's blocks
-    uint8_t const* scales; // [E, outputs, inputs / 32], or null
+    void const* weight; // [E, outputs, inputs]: numbers, MXFP4's blocks, or E4M3
+    void const* scales; // MXFP4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; or null
     void const* bias; // [E, outputs], or null
     void const* x; // of gate and up [N, inputs]; of down [pairs, inputs]
     void* out; // of gate and up [pairs, outputs / 2]; of down [pairs, outputs]
     int inputs;
     int outputs;
+    bool is_by_block; // FP8's scales are of blocks of 128 by 128
     bool is_clamped;
     float alpha;
     float limit;
@@ -51,14 +68,14 @@ struct Layout
     int token_bytes; // inputs, zeros up to the last step's end
     int pitch; // from one token's inputs to the next one's: no two meet in one bank
 
-    __host__ __device__ Layout(int inputs, bool is_packed)
-        : row_bytes(is_packed ? inputs / 2 : inputs * 2)
+    __host__ __device__ Layout(int inputs, Weight weight)
+        : row_bytes(weight == Weight::kMxfp4 ? inputs / 2 : weight == Weight::kFp8 ? inputs : inputs * 2)
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
-        , scale_bytes(is_packed ? kGranule * (inputs / 32) : 0)
+        , scale_bytes(weight == Weight::kMxfp4 ? kGranule * (inputs / 32) : 0)
         , scale_buffers((kUnits + units - 1) / units + 1)
         , warp_bytes(kUnits * kUnit + scale_buffers * scale_bytes)
-        , token_bytes(steps * (kLine / 2) * (is_packed ? 4 : 1))
+        , token_bytes(steps * (kLine / 2) * (weight == Weight::kMxfp4 ? 4 : weight == Weight::kFp8 ? 2 : 1))
         , pitch((token_bytes + 127) / 128 * 128 + 64)
     {
     }

@@ -127,8 +127,14 @@ def make_kernel_inputs(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tenso
     return kept, x.to("cuda", case.dtype), logits.to("cuda", case.logits_dtype or case.dtype)
 
 
-def moe_in_float64(case: Case, weights: dict[str, torch.Tensor], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """[rows, H], expert by expert."""
+def moe_in_float64(
+    case: Case,
+    weights: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    rounded: torch.dtype | None = None,
+) -> torch.Tensor:
+    """[rows, H], expert by expert. Weights are rounded to the rows' type, or as given."""
     experts, layer = Experts.of(weights, case.layer), case.layer
     ids, shares = route(layer, logits)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -136,7 +142,7 @@ def moe_in_float64(case: Case, weights: dict[str, torch.Tensor], x: torch.Tensor
         rows, slots = torch.where(ids == layer.first + own)
         h = x[rows].double()
         for matrix in (experts.gate_up, experts.down):
-            h = h @ matrix.numbers(own, torch.float32).to(case.dtype).double().T
+            h = h @ matrix.numbers(own, torch.float32).to(rounded or case.dtype).double().T
             h = h if matrix.bias is None else h + matrix.bias[own].double()
             h = activate(h, layer) if matrix is experts.gate_up else h
         out.index_add_(0, rows, h * shares[rows, slots, None].double())

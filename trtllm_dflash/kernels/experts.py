@@ -16,10 +16,13 @@ MOE_ROWS = 512
 #: and of MXFP4. Measured on an H200.
 _MANY_ROWS, _MANY_PACKED_ROWS = 8, 14
 
+# Members of `dflash_moe_format`.
+_NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS = range(4)
+
 
 MoEParams = structure(
     "dflash_moe_params",
-    ints="dtype logits_dtype packed rows hidden columns experts first count top_k normalized clamped",
+    ints="dtype logits_dtype format rows hidden columns experts first count top_k normalized clamped",
     floats="alpha limit",
     pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out",
 )
@@ -41,9 +44,25 @@ class Routing:
 class Matrix:
     """One projection [O, I] of each of E experts."""
 
-    values: Tensor  # [E, O, I] of the rows' type; or MXFP4's blocks, [E, O, I / 32, 16] uint8
-    scales: Tensor | None = None  # MXFP4's, [E, O, I / 32] uint8
+    values: Tensor  # [E, O, I] of the rows' type, or E4M3; or MXFP4's blocks, [E, O, I / 32, 16] uint8
+    scales: Tensor | None = None  # MXFP4's uint8 [E, O, I / 32]; E4M3's FP32, [E, O] or a block's of 128 by 128
     bias: Tensor | None = None  # [E, O]
+
+    @property
+    def format(self) -> int:
+        """The `dflash_moe_format` of its numbers."""
+        if self.scales is None:
+            return _NUMBERS
+        if self.values.dtype != torch.float8_e4m3fn:
+            return _MXFP4
+        return _FP8_ROWS if self.scales.ndim == 2 else _FP8_BLOCKS
+
+    def suits(self, dtype: torch.dtype) -> bool:
+        """Whether its tensors are of the types that go with rows of a type."""
+        types = {_NUMBERS: (dtype, None), _MXFP4: (torch.uint8, torch.uint8)}
+        expected = types.get(self.format, (torch.float8_e4m3fn, torch.float32))
+        found = self.values.dtype, None if self.scales is None else self.scales.dtype
+        return found == expected and (self.bias is None or self.bias.dtype == dtype)
 
 
 class MoE:
@@ -69,8 +88,7 @@ class MoE:
             return False
         tensors = [x, logits]
         for matrix in (self._gate_up, self._down):
-            numbers = (matrix.values if matrix.scales is None else None, matrix.bias)
-            if any(part is not None and part.dtype != x.dtype for part in numbers):
+            if not matrix.suits(x.dtype) or matrix.format != self._gate_up.format:
                 return False
             tensors += [part for part in (matrix.values, matrix.scales, matrix.bias) if part is not None]
         if not all(tensor.is_contiguous() for tensor in tensors):
@@ -94,7 +112,7 @@ class MoE:
         """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""
         many = self._many
         if many is None:
-            least = _MANY_PACKED_ROWS if params.packed else _MANY_ROWS
+            least = _MANY_PACKED_ROWS if params.format == _MXFP4 else _MANY_ROWS
             many = params.rows * params.top_k >= least * params.experts
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
@@ -108,7 +126,7 @@ class MoE:
         return MoEParams(
             dtype=DTYPES[x.dtype],
             logits_dtype=DTYPES[logits.dtype],
-            packed=int(gate_up.scales is not None),
+            format=gate_up.format,
             rows=x.shape[0],
             hidden=x.shape[1],
             columns=gate_up.values.shape[1] // 2,

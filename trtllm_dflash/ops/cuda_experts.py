@@ -7,6 +7,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
+from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -17,9 +18,10 @@ class CudaExperts(TorchOps):
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes as many rows at a time as the kernels take: prompts bring more."""
-        compute = moe_kernel(layer, Experts.of(self.weights, layer))
+        experts = Experts.of(self.weights, layer)
+        compute = moe_kernel(layer, experts)
         rows, scores = (of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (x, logits))
-        if not compute.takes(rows[0], scores[0]):
+        if not (_is_known(layer, experts) and compute.takes(rows[0], scores[0])):
             return super().moe(layer, x, logits)
         out = [compute(*part) for part in zip(rows, scores, strict=True)]
         return (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
@@ -37,10 +39,17 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
     experts = Experts.of(weights, layer)
     device = next(iter(weights.values())).device
     x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
-    return moe_kernel(layer, experts).takes(x, logits)
+    return _is_known(layer, experts) and moe_kernel(layer, experts).takes(x, logits)
+
+
+def _is_known(layer: MoELayer, experts: Experts) -> bool:
+    """Whether the kernels have a layer's routing and activation: softmax and SwiGLU, with no factor besides."""
+    return (layer.scores, layer.activation, layer.scale) == ("softmax", "silu", 1) and experts.scales is None
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
+    if isinstance(matrix.quantized, Fp8Weight):
+        return kernels.Matrix(matrix.quantized.values, matrix.quantized.scale, matrix.bias)
     values = matrix.blocks if matrix.weight is None else matrix.weight
     assert values is not None
     return kernels.Matrix(values, matrix.scales, matrix.bias)
