@@ -215,14 +215,19 @@ def test_cuda_ops_need_the_library(load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "taken"),
+    ("kind", "rows", "kernel"),
     [
-        *((kind, rows, rows <= 16 and kind in ("plain", "rows")) for kind in ("plain", "rows") for rows in (16, 17)),
-        ("blocks", 1, False),
-        ("nvfp4", 1, False),
+        ("plain", 16, "skinny"),
+        ("plain", 17, "wide"),
+        ("plain", 128, "wide"),
+        ("plain", 129, None),
+        ("rows", 16, "skinny"),
+        ("rows", 17, None),
+        ("blocks", 1, None),
+        ("nvfp4", 1, None),
     ],
 )
-def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(kind, rows, taken, monkeypatch):
+def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(kind, rows, kernel, monkeypatch):
     matrix = 0.1 * torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
     values, scale = quantize_rows(matrix)
     weight = {
@@ -241,6 +246,14 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
     calls = []
 
     def skinny_gemm(x, values, scale, bias, swiglu, norm, residual):
+        assert kernel == "skinny"
+        return product(x, values, scale, bias, swiglu, norm, residual)
+
+    def wide_gemm(x, values, bias, swiglu, residual):
+        assert kernel == "wide"
+        return product(x, values, None, bias, swiglu, None, residual)
+
+    def product(x, values, scale, bias, swiglu, norm, residual):
         calls.append((values, scale, swiglu, norm is not None, residual is not None))
         if norm is not None:
             x = TorchOps({"norm.weight": norm.weight}, {}).rms_norm("norm", x, norm.eps)
@@ -251,6 +264,7 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
     monkeypatch.setattr(kernels, "load", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "skinny_gemm", skinny_gemm)
+    monkeypatch.setattr(kernels, "wide_gemm", wide_gemm)
     monkeypatch.setattr(kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
     torch_ops = TorchOps(weights, {})
     for name in ("rms_norm", "add_rms_norm"):
@@ -267,9 +281,10 @@ def test_few_rows_go_to_the_skinny_kernel_where_the_weight_is_one_of_its_kinds(k
     }
     for way in ways.values():
         torch.testing.assert_close(way(rowless_ops(weights)), way(torch_ops), atol=0.1, rtol=0.05)
-    if taken:
+    if kernel is not None:
+        norms = int(kernel == "skinny")
         # swiglu, norm, residual
-        kinds = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (0, 0, 0)]
+        kinds = [(0, 0, 0), (1, 0, 0), (0, norms, 0), (1, norms, 0), (0, 0, 1), (0, 0, 0)]
         assert [tuple(map(int, call[2:])) for call in calls] == kinds
         assert all(call[0] is weights["a.weight"] and call[1] is weights.get("a.scale") for call in calls)
     else:

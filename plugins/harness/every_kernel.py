@@ -559,6 +559,18 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
                 kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
 
 
+def wide_products(dtype: torch.dtype) -> None:
+    """Products of tens of rows, of each division of the outputs on 132 multiprocessors."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 24576):
+        weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
+        for rows in (20, 50, 130):
+            x, residual = normal(rows, 256, dtype=dtype), normal(rows, outputs, dtype=dtype)
+            kernels.wide_gemm(x, weight, bias, residual=residual)
+            kernels.wide_gemm(x, weight, bias, swiglu=True)
+
+
 def products_of_passes(dtype: torch.dtype) -> None:
     """Products of more outputs than each cluster takes in at once."""
     units = torch.cuda.get_device_properties(0).multi_processor_count // 2
@@ -578,6 +590,7 @@ PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 #: By name. racecheck gets a process for each, and is slow with products: so theirs are several.
 RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
     **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts, attention)},
+    "products-wide": wide_products,
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
 }
 #: All; with the last two, the same kernels once more, racecheck of compute-sanitizer 2025.3 takes too long.

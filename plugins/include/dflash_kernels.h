@@ -197,6 +197,10 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
+/* The same of any number of rows, without a norm or FP8 weights, on Hopper. A row's sums depend neither on the other
+ * rows nor on their number; their order is another than dflash_skinny_gemm's. */
+DFLASH_API cudaError_t dflash_wide_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
+
 /* RMSNorm of x, or of x + residual, which is then stored too. H is a multiple of 8 and at most 32,768. */
 typedef struct
 {

@@ -49,6 +49,13 @@ __device__ __forceinline__ void wait_for_products(float (&x)[N][4])
     }
 }
 
+// Until all are done but the last kPending groups, of whose sums nothing is read yet.
+template <int kPending>
+__device__ __forceinline__ void wait_for_all_but()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
 // Gives registers of this warpgroup back, and takes what others gave back. By all of its warps.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers()
@@ -101,16 +108,18 @@ __device__ __forceinline__ void multiply(float (&c)[16][4], uint64_t a, uint64_t
 {
     if constexpr (std::is_same_v<T, __half>)
     {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-                     DFLASH_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; "
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " DFLASH_REGISTERS_64
+                     ", %64, %65, p, 1, 1, 0, 0; }"
             : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
             : "l"(a), "l"(b), "r"(static_cast<int>(adds))
             : "memory");
     }
     else
     {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                     DFLASH_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0; }"
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; "
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " DFLASH_REGISTERS_64
+                     ", %64, %65, p, 1, 1, 0, 0; }"
             : DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12)
             : "l"(a), "l"(b), "r"(static_cast<int>(adds))
             : "memory");
@@ -163,15 +172,14 @@ __device__ __forceinline__ void multiply_add(float (&c)[16][4], uint32_t const (
 
 // a0..a3, at: which operands of the instruction a's registers and b are.
 #define DFLASH_MULTIPLY_ROWS(n, type, sums, a0, a1, a2, a3, at, ...)                                                   \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums                              \
-                 ", {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #at ", 1, 1, 1, 0;"                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums ", {%" #a0 ",%" #a1 ",%" #a2 \
+                 ",%" #a3 "}, %" #at ", 1, 1, 1, 0;"                                                                   \
         : __VA_ARGS__                                                                                                  \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                           \
         : "memory")
 #define DFLASH_REGISTERS_8 "{%0,%1,%2,%3,%4,%5,%6,%7}"
 #define DFLASH_REGISTERS_16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
-#define DFLASH_REGISTERS_24                                                                                            \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}"
+#define DFLASH_REGISTERS_24 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}"
 
 // c [64, 8 kTiles] += a [64, 16] b [8 kTiles, 16]^T
 template <typename T, int kTiles>
@@ -181,11 +189,13 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
     constexpr bool kIsHalf = std::is_same_v<T, __half>;
     if constexpr (kTiles == 2 && kIsHalf)
     {
-        DFLASH_MULTIPLY_ROWS(16, "f16", DFLASH_REGISTERS_8, 8, 9, 10, 11, 12, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+        DFLASH_MULTIPLY_ROWS(
+            16, "f16", DFLASH_REGISTERS_8, 8, 9, 10, 11, 12, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
     }
     if constexpr (kTiles == 2 && !kIsHalf)
     {
-        DFLASH_MULTIPLY_ROWS(16, "bf16", DFLASH_REGISTERS_8, 8, 9, 10, 11, 12, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+        DFLASH_MULTIPLY_ROWS(
+            16, "bf16", DFLASH_REGISTERS_8, 8, 9, 10, 11, 12, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
     }
     if constexpr (kTiles == 4 && kIsHalf)
     {
@@ -197,22 +207,72 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
     }
     if constexpr (kTiles == 6 && kIsHalf)
     {
-        DFLASH_MULTIPLY_ROWS(48, "f16", DFLASH_REGISTERS_24, 24, 25, 26, 27, 28, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
+        DFLASH_MULTIPLY_ROWS(48, "f16", DFLASH_REGISTERS_24, 24, 25, 26, 27, 28, DFLASH_FRAGMENTS(c, 0),
+            DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
     }
     if constexpr (kTiles == 6 && !kIsHalf)
     {
-        DFLASH_MULTIPLY_ROWS(48, "bf16", DFLASH_REGISTERS_24, 24, 25, 26, 27, 28, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
+        DFLASH_MULTIPLY_ROWS(48, "bf16", DFLASH_REGISTERS_24, 24, 25, 26, 27, 28, DFLASH_FRAGMENTS(c, 0),
+            DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
     }
     if constexpr (kTiles == 8 && kIsHalf)
     {
-        DFLASH_MULTIPLY_ROWS(64, "f16", DFLASH_REGISTERS_32, 32, 33, 34, 35, 36, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
+        DFLASH_MULTIPLY_ROWS(
+            64, "f16", DFLASH_REGISTERS_32, 32, 33, 34, 35, 36, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
     }
     if constexpr (kTiles == 8 && !kIsHalf)
     {
-        DFLASH_MULTIPLY_ROWS(64, "bf16", DFLASH_REGISTERS_32, 32, 33, 34, 35, 36, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
+        DFLASH_MULTIPLY_ROWS(
+            64, "bf16", DFLASH_REGISTERS_32, 32, 33, 34, 35, 36, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
     }
 }
 
+// at_a, at_b: which operands of the instruction a and b are.
+#define DFLASH_MULTIPLY_BOTH(n, type, sums, at_a, at_b, ...)                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums ", %" #at_a ", %" #at_b      \
+                 ", 1, 1, 1, 0, 0;"                                                                                    \
+        : __VA_ARGS__                                                                                                  \
+        : "l"(a), "l"(b)                                                                                               \
+        : "memory")
+
+// c [64, 8 kTiles] += a [64, 16] b [8 kTiles, 16]^T, by as few instructions as there are for so many columns.
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, uint64_t b)
+{
+    static_assert(kTiles % 2 == 0);
+    constexpr bool kIsHalf = std::is_same_v<T, __half>;
+    constexpr int kFirst = kTiles >= 16 ? 16 : kTiles >= 8 ? 8 : kTiles >= 4 ? 4 : 2;
+    if constexpr (kFirst == 16)
+    {
+        multiply<T>(*reinterpret_cast<float (*)[16][4]>(c), a, b, true);
+    }
+    else if constexpr (kFirst == 8)
+    {
+        multiply_add<T>(*reinterpret_cast<float (*)[8][4]>(c), a, b);
+    }
+    else if constexpr (kFirst == 4 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_BOTH(32, "f16", DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
+    }
+    else if constexpr (kFirst == 4)
+    {
+        DFLASH_MULTIPLY_BOTH(32, "bf16", DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
+    }
+    else if constexpr (kIsHalf)
+    {
+        DFLASH_MULTIPLY_BOTH(16, "f16", DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+    }
+    else
+    {
+        DFLASH_MULTIPLY_BOTH(16, "bf16", DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+    }
+    if constexpr (kTiles > kFirst)
+    {
+        multiply_add_columns<T, kTiles - kFirst>(c + kFirst, a, b + kFirst * (1024 >> 4)); // 8 rows of 128 bytes a tile
+    }
+}
+
+#undef DFLASH_MULTIPLY_BOTH
 #undef DFLASH_MULTIPLY_ROWS
 #undef DFLASH_REGISTERS_8
 #undef DFLASH_REGISTERS_16

@@ -43,7 +43,15 @@ from trtllm_dflash.kernels.library import (
 )
 from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu, takes_norm
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
-from trtllm_dflash.kernels.products import SKINNY_GPUS, SKINNY_ROWS, Norm, skinny_gemm, takes_skinny
+from trtllm_dflash.kernels.products import (
+    SKINNY_GPUS,
+    SKINNY_ROWS,
+    Norm,
+    skinny_gemm,
+    takes_skinny,
+    takes_wide,
+    wide_gemm,
+)
 from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
 from trtllm_dflash.kernels.shape import (
@@ -125,7 +133,9 @@ __all__ = [
     "takes_quantize",
     "takes_rotary",
     "takes_skinny",
+    "takes_wide",
     "top_ids",
     "why_no_delta_net",
     "why_unsupported",
+    "wide_gemm",
 ]

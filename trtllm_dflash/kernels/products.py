@@ -1,4 +1,4 @@
-"""Products of few rows and a weight, whose time is that of reading the weight."""
+"""Products of rows and a large weight, whose time is that of reading the weight."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,8 @@ Tensor = torch.Tensor
 
 #: Rows that `skinny_gemm` takes.
 SKINNY_ROWS = 16
+#: Rows that `wide_gemm` is for: more than those, and with which it is faster than cuBLAS.
+WIDE_ROWS = 128
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
 
@@ -56,8 +58,36 @@ def skinny_gemm(
         norm: norms x first. No less precise than the normed rows, rounded, times the weight.
         residual: [..., O], added at the end; not with swiglu.
     """
+    check(takes_skinny(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    return _product("dflash_skinny_gemm", x, weight, scale, bias, swiglu, norm, residual)
+
+
+def takes_wide(x: Tensor, weight: Tensor) -> bool:
+    """Whether `wide_gemm` multiplies x [..., I] and weight [O, I], on x's GPU, and sooner than others would."""
     outputs, inputs = weight.shape
-    check(takes_skinny(x, weight) and x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    fits = x.numel() <= WIDE_ROWS * inputs and inputs % 64 == 0 and outputs % 16 == 0 and weight.dtype == x.dtype
+    return fits and x.dtype in HALVES and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def wide_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, swiglu: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """Multiplies tens of rows as `skinny_gemm` does few: a row's bits depend neither on others nor on their number."""
+    return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual)
+
+
+def _product(
+    function: str,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    swiglu: bool,
+    norm: Norm | None,
+    residual: Tensor | None,
+) -> Tensor:
+    outputs, inputs = weight.shape
+    check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     check(x.is_contiguous() and weight.is_contiguous(), "x and the weight must be contiguous")
     check(weight.dtype == (x.dtype if scale is None else torch.float8_e4m3fn), f"a weight of {weight.dtype}")
     width = outputs // 2 if swiglu else outputs
@@ -84,5 +114,5 @@ def skinny_gemm(
         residual=address(residual),
         out=out.data_ptr(),
     )
-    run("dflash_skinny_gemm", params, stream())
+    run(function, params, stream())
     return out

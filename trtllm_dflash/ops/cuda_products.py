@@ -1,4 +1,4 @@
-"""`TorchOps` on a GPU with our kernels where they take the rows: embeddings, norms, SwiGLU, products of few rows."""
+"""`TorchOps` on a GPU with our kernels where they take the rows: embeddings, norms, SwiGLU, products."""
 
 import torch
 
@@ -25,35 +25,35 @@ class CudaProducts(TorchOps):
         return kernels.embed(table, bonus, block_offsets.shape[1], mask_id)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        y = self._skinny_gemm(name, x)
+        y = self._product(name, x)
         return super().linear(name, x) if y is None else y
 
     def linear_swiglu(self, name: str, x: Tensor) -> Tensor:
-        y = self._skinny_gemm(name, x, swiglu=True)
+        y = self._product(name, x, swiglu=True)
         return super().linear_swiglu(name, x) if y is None else y
 
     def add_product(self, name: str, x: Tensor, y: Tensor) -> Residual[Tensor]:
-        total = self._skinny_gemm(name, y, residual=x) if self.tp == 1 and x.is_contiguous() else None
+        total = self._product(name, y, residual=x) if self.tp == 1 and x.is_contiguous() else None
         return super().add_product(name, x, y) if total is None else Residual(total)
 
     def norm_linear(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        y = self._normed_skinny_gemm(norm, name, x, eps)
+        y = self._normed_product(norm, name, x, eps)
         return super().norm_linear(norm, name, x, eps) if y is None else (x.x, y)
 
     def norm_linear_swiglu(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        y = self._normed_skinny_gemm(norm, name, x, eps, swiglu=True)
+        y = self._normed_product(norm, name, x, eps, swiglu=True)
         return super().norm_linear_swiglu(norm, name, x, eps) if y is None else (x.x, y)
 
-    def _normed_skinny_gemm(
+    def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
     ) -> Tensor | None:
-        """Computes `_skinny_gemm` of rows that it norms itself, where nothing is pending on the stream; else None."""
+        """Computes `_product` of rows that it norms itself, where nothing is pending on the stream; else None."""
         weight = self.weights[norm + ".weight"]
         if x.pending is not None or not x.x.is_contiguous() or weight.dtype != x.x.dtype:
             return None
-        return self._skinny_gemm(name, x.x, swiglu, kernels.Norm(weight, eps))
+        return self._product(name, x.x, swiglu, kernels.Norm(weight, eps))
 
-    def _skinny_gemm(
+    def _product(
         self,
         name: str,
         x: Tensor,
@@ -70,9 +70,14 @@ class CudaProducts(TorchOps):
         else:
             return None
         is_alike = scale is not None or values.dtype == x.dtype  # a router's may be FP32
-        if not is_alike or not x.is_contiguous() or not kernels.takes_skinny(x, values):
+        if not is_alike or not x.is_contiguous():
             return None
-        return kernels.skinny_gemm(x, values, scale, self.weights.get(name + ".bias"), swiglu, norm, residual)
+        bias = self.weights.get(name + ".bias")
+        if kernels.takes_skinny(x, values):
+            return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual)
+        if scale is None and norm is None and kernels.takes_wide(x, values):
+            return kernels.wide_gemm(x, values, bias, swiglu, residual)
+        return None
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.contiguous()

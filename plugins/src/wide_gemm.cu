@@ -1,0 +1,140 @@
+// Matrix products of tens of rows (tokens) with large weights: bound by reading the weights, once.
+//
+// As in `skinny_gemm.cu` weights are on their way before the kernel waits for the one before it. A row's sums go in one
+// order, whatever number of rows there is: through the lines of a block in turn, then over the blocks of a cluster.
+#include "dflash_kernels.h"
+#include "tensor_map.cuh"
+#include "wide_gemm_sm90.cuh"
+
+#include <cstdint>
+
+namespace dflash
+{
+namespace
+{
+
+using namespace wide;
+
+// How a weight's outputs are divided.
+struct Division
+{
+    int outputs; // of a tile
+    int splits; // blocks of a cluster
+};
+
+constexpr Division kDivisions[] = {{64, 4}, {64, 2}, {96, 2}, {128, 2}, {192, 1}, {128, 1}, {96, 1}};
+
+// Chooses the division after which the busiest multiprocessor reads least.
+Division choose(dflash_skinny_gemm_params const& p, int processors)
+{
+    Division best = {192, 1};
+    int64_t least = INT64_MAX;
+    for (Division const& x : kDivisions)
+    {
+        int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = processors / x.splits;
+        int const lines = (p.inputs * 2 / kLine + x.splits - 1) / x.splits;
+        int64_t const read = int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines;
+        bool const fits = tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
+        if ((x.splits == 1 || fits) && read < least)
+        {
+            best = x;
+            least = read;
+        }
+    }
+    return best;
+}
+
+template <typename T>
+cudaError_t map_weight(dflash_skinny_gemm_params const& p, int outputs, CUtensorMap& map)
+{
+    cuuint64_t const row_bytes = p.inputs * sizeof(T), count = p.outputs, half = kGranule / 2;
+    cuuint64_t const to_second = p.swiglu ? count / 2 : half, to_next = p.swiglu ? half : kGranule; // rows
+    cuuint64_t const sizes[] = {row_bytes, half, 2, count / kGranule};
+    cuuint64_t const strides[] = {row_bytes, to_second * row_bytes, to_next * row_bytes};
+    cuuint32_t const box[] = {kLine, half, 2, static_cast<cuuint32_t>(outputs / kGranule)};
+    return map_tiles(
+        CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.weight, sizes, strides, box, map);
+}
+
+template <typename T>
+cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int rows, CUtensorMap& map)
+{
+    cuuint64_t const row_bytes = p.inputs * sizeof(T);
+    cuuint64_t const sizes[] = {row_bytes, static_cast<cuuint64_t>(p.rows)};
+    cuuint64_t const strides[] = {row_bytes};
+    cuuint32_t const box[] = {kLine, static_cast<cuuint32_t>(rows)};
+    return map_tiles(CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.x, sizes, strides, box, map);
+}
+
+template <typename L>
+cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
+{
+    constexpr auto kernel = wide_gemm_kernel<L>;
+    using T = typename L::T;
+    Launch launch;
+    launch.p = p;
+    launch.lines = p.inputs * static_cast<int>(sizeof(T)) / kLine;
+    launch.tiles = (p.outputs + L::kOutputs - 1) / L::kOutputs;
+    launch.box_rows = std::min((p.rows + 7) / 8 * 8, L::kRows);
+    cudaError_t error = allow_shared_bytes<kernel>(L::kBytes);
+    error = error ? error : map_weight<T>(p, L::kOutputs, launch.weight);
+    error = error ? error : map_inputs<T>(p, launch.box_rows, launch.inputs);
+    int const clusters = L::kSplits > 1 ? launch.tiles : std::min(launch.tiles, processors);
+    dim3 const grid(clusters * L::kSplits, (p.rows + L::kRows - 1) / L::kRows);
+    return error ? error : launch_kernel(kernel, grid, kThreads, L::kBytes, stream, launch);
+}
+
+template <typename T, int kRows>
+cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+{
+    int device = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    error = error ? error : cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    Division const division = choose(p, processors);
+    switch (division.outputs * 8 + division.splits)
+    {
+    case 64 * 8 + 4: return launch<Layout<T, kRows, 64, 4>>(p, processors, stream);
+    case 64 * 8 + 2: return launch<Layout<T, kRows, 64, 2>>(p, processors, stream);
+    case 96 * 8 + 2: return launch<Layout<T, kRows, 96, 2>>(p, processors, stream);
+    case 96 * 8 + 1: return launch<Layout<T, kRows, 96, 1>>(p, processors, stream);
+    case 128 * 8 + 2: return launch<Layout<T, kRows, 128, 2>>(p, processors, stream);
+    case 128 * 8 + 1: return launch<Layout<T, kRows, 128, 1>>(p, processors, stream);
+    case 192 * 8 + 1: return launch<Layout<T, kRows, 192, 1>>(p, processors, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+template <typename T>
+cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+{
+    return p.rows <= 32 ? launch<T, 32>(p, stream)
+        : p.rows <= 64  ? launch<T, 64>(p, stream)
+                        : launch<T, 128>(p, stream);
+}
+
+} // namespace
+} // namespace dflash
+
+extern "C" cudaError_t dflash_wide_gemm(dflash_skinny_gemm_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    if (p->inputs < kLine / 2 || p->inputs % (kLine / 2) || p->outputs < kGranule || p->outputs % kGranule
+        || p->weight_dtype != p->dtype || p->norm_weight || (p->swiglu && p->residual))
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->rows == 0)
+    {
+        return cudaSuccess;
+    }
+    switch (p->dtype)
+    {
+    case DFLASH_FP16: return launch<__half>(*p, stream);
+    case DFLASH_BF16: return launch<__nv_bfloat16>(*p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
