@@ -356,7 +356,7 @@ def test_http_says_what_is_wrong(client):
 
 
 def test_unary_calls_run_together(client, server, tiny):
-    lengths = [30 + count for count in range(8)]
+    lengths = [90 + count for count in range(8)]  # the last is there long before the first has ended
     expected = [
         completion.text for completion in tiny.generate([CHAT] * 8, [SamplingParams(max_tokens=n) for n in lengths])
     ]
@@ -368,7 +368,7 @@ def test_unary_calls_run_together(client, server, tiny):
         assert [reply["text_output"] for reply in replies] == expected
     steps, tokens = 'dflash_steps_total{kind="decode"}', "dflash_committed_tokens_total"
     after = server.wait_for_increase(before, {tokens: sum(lengths)})
-    assert after[steps] - before[steps] < sum(lengths) / 3  # one at a time, there would be a step a token
+    assert after[steps] - before.get(steps, 0) < sum(lengths) / 2  # one at a time, there would be a step a token
 
 
 def test_metrics_count_what_is_done(client, server):
