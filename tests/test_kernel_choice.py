@@ -15,6 +15,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.step_times import FILE, step_times
 from trtllm_dflash.session.choice import Choice, find_kernels
+from trtllm_dflash.session.trees import with_trees
 
 HOPPER, ADA = (9, 0), (8, 9)
 
@@ -91,6 +92,29 @@ def test_what_ours_do_not_compute_is_torchs_with_the_reason(config, library, tmp
     assert why in said
 
 
+@needs_cc
+def test_exact_rows_are_our_kernels_on_hopper_with_the_drafts_of_auto(config, library, tmp_path):
+    library(stub_library(tmp_path))
+    found, _ = find_kernels(with_trees(config, "auto", torch.device("cuda")), "exact", HOPPER)
+    assert found is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "why"),
+    [
+        ({"precision": "fp32"}, HOPPER, "not in fp32, in BF16 and FP16 alone"),
+        ({"kv": "fp8"}, HOPPER, "not with FP8 caches"),
+        ({"tp": 2}, HOPPER, "not on several ranks"),
+        ({"draft_tree": 15}, HOPPER, "not with --draft-tree, whose keys lie in another order than the text's"),
+        ({}, (10, 0), "not on SM100, on Hopper alone"),
+    ],
+    ids=["type", "caches", "ranks", "trees", "gpu"],
+)
+def test_where_rows_are_not_exact_that_is_refused_in_one_line(config, change, capability, why):
+    with pytest.raises(EngineError, match=f"^--kernels exact: {why}; leave it out$"):
+        find_kernels(config.model_copy(update=change), "exact", capability)
+
+
 def test_tensorrt_plans_have_theirs_compiled_in(tiny_engine, tmp_path):
     engine = shutil.copytree(tiny_engine, tmp_path / "plans")
     values = json.loads((engine / "config.json").read_text())
@@ -107,7 +131,7 @@ def test_every_command_that_loads_an_engine_takes_the_flag(tiny_engine):
     )
     for command in (("generate",), ("deploy",), ("serve",), ("bench", "step"), ("sweep",), ("demo",)):
         assert "--kernels" in succeeds(*command, "--help")
-        assert "'ours' is not one of 'auto', 'torch'" in run(*command, "--kernels", "ours").stderr
+        assert "'ours' is not one of 'auto', 'exact', 'torch'" in run(*command, "--kernels", "ours").stderr
 
 
 # -- who says which --------------------------------------------------------------------------------------------------

@@ -97,7 +97,12 @@ typedef struct
     int32_t pages; /* of the caches; with segments or a page table, else slots */
     int32_t block; /* with segments only */
     const uint64_t* row_path; /* [N]: the rows of its segment that a row sees, or null; with causal segments only */
+    int32_t is_exact; /* 1: keys are divided at multiples of DFLASH_EXACT_KEYS from a slot's first on, so that a row's
+                         bits depend on its own keys alone; on Hopper, heads to 128, no window or scales; else
+                         cudaErrorNotSupported */
 } dflash_attention_params;
+
+#define DFLASH_EXACT_KEYS 512
 
 /* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
 DFLASH_API cudaError_t dflash_attention_workspace(const dflash_attention_params* params, size_t* bytes);

@@ -29,6 +29,8 @@ struct Plan
 {
     Work work;
     bool is_sm90;
+    bool shares_tiles; // on Hopper: warpgroups have rows of their own
+    int blocks; // beside each other, that take the ranges
     int warps_m;
     int m; // packed rows of one row block
     int stages;
@@ -82,7 +84,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 #else
     plan.is_sm90 = false;
 #endif
-    if (p.head_size == 256 && !plan.is_sm90)
+    bool const is_missing = p.is_exact && (!plan.is_sm90 || p.window > 0 || p.head_size > 128);
+    if ((p.head_size == 256 && !plan.is_sm90) || is_missing)
     {
         return cudaErrorNotSupported;
     }
@@ -92,7 +95,9 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         plan.m = sm90::kRows;
         w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
         blocks = std::max(sms / ((w.row_blocks + 1) / 2), 1);
-        w.least_units = w.row_blocks > 1 ? 1 : 2; // one a warpgroup
+        // Exact, a row's tiles go one after the other in one warpgroup, whatever rows are beside it.
+        plan.shares_tiles = w.row_blocks > 1 || p.is_exact;
+        w.least_units = plan.shares_tiles ? 1 : 2; // one a warpgroup
     }
     else
     {
@@ -107,8 +112,11 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         blocks = std::max(blocks_per_sm * sms / w.row_blocks, 1);
         w.least_units = 1;
     }
-    int64_t const most_units = int64_t{p.slots} * p.kv_heads * ((p.cache_rows + kTile - 1) / kTile);
-    w.ranges = static_cast<int>(std::min(blocks, std::max(most_units, int64_t{1})));
+    int64_t const tiles = (p.cache_rows + kTile - 1) / kTile, runs = int64_t{p.slots} * p.kv_heads;
+    w.exact_units = p.is_exact ? DFLASH_EXACT_KEYS / kTile : 0;
+    int64_t const most = runs * (p.is_exact ? (tiles + w.exact_units - 1) / w.exact_units : tiles);
+    plan.blocks = static_cast<int>(std::min(blocks, std::max(most, int64_t{1})));
+    w.ranges = p.is_exact ? static_cast<int>(most) : plan.blocks;
     size_t const rows = size_t{2} * w.ranges * w.row_blocks * plan.m;
     plan.sums_at = rows * p.head_size * sizeof(float);
     plan.bytes = plan.sums_at + rows * sizeof(float2);
@@ -151,11 +159,12 @@ cudaError_t map_cache(dflash_attention_params const& p, void const* cache, CUten
         {sm90::kAtom, kTile, static_cast<cuuint32_t>(p.head_size) / sm90::kAtom, 1, 1}, map);
 }
 
-template <typename T, int D, bool kSharedTiles>
-cudaError_t launch_attend_sm90(Work const& w, cudaStream_t stream)
+template <typename T, int D, bool kSharedTiles, bool kHasMany>
+cudaError_t launch_attend_sm90(Plan const& plan, cudaStream_t stream)
 {
+    Work const& w = plan.work;
     constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
-    constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles>;
+    constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles, kHasMany>;
     CUtensorMap keys;
     CUtensorMap values;
     cudaError_t error = map_cache(w.p, w.p.keys, keys);
@@ -165,7 +174,7 @@ cudaError_t launch_attend_sm90(Work const& w, cudaStream_t stream)
     {
         return error;
     }
-    dim3 const grid(w.ranges, (w.row_blocks + 1) / 2);
+    dim3 const grid(plan.blocks, (w.row_blocks + 1) / 2);
     return launch_kernel(kernel, grid, sm90::kThreads<D>, kBytes, stream, w, keys, values);
 }
 
@@ -176,8 +185,15 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
     {
         if (plan.is_sm90)
         {
-            return plan.work.row_blocks > 1 ? launch_attend_sm90<T, D, true>(plan.work, stream)
-                                            : launch_attend_sm90<T, D, false>(plan.work, stream);
+            if constexpr (D <= 128)
+            {
+                if (plan.work.p.is_exact)
+                {
+                    return launch_attend_sm90<T, D, true, true>(plan, stream);
+                }
+            }
+            return plan.shares_tiles ? launch_attend_sm90<T, D, true, false>(plan, stream)
+                                     : launch_attend_sm90<T, D, false, false>(plan, stream);
         }
     }
     if constexpr (D == 256)
@@ -216,6 +232,10 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
     int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
     int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
+    if (w.p.is_exact)
+    {
+        return launch_combine<T, D, 1, 1>(plan, owners, stream); // of sums in one order
+    }
     return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, owners, stream)
         : fragments <= 8 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, owners, stream)
                                      : launch_combine<T, D, 1, 4>(plan, owners, stream);

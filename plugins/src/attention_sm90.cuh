@@ -130,13 +130,14 @@ struct Inputs
     }
 
     // Asks for all tiles of a range, each as soon as there is place: by then its page is known. By one thread.
+    // seen: tiles of ranges before it.
     __device__ __forceinline__ void fill(
-        Work const& w, Span const& span, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
+        Work const& w, Span const& span, int seen, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
     {
         Cursor ahead = span.at;
         TilePlace place(w, ahead);
-        int stage = 0;
-        uint32_t parity = 1;
+        int stage = seen % S::kStages;
+        uint32_t parity = 1 ^ seen / S::kStages % 2;
         for (int unit = span.first; unit < span.past; ++unit)
         {
             wait_for_phase(empty(stage), parity);
@@ -396,16 +397,16 @@ struct Mainloop
 
 // -- one range --------------------------------------------------------------------------------------------------------
 
-// What the two warpgroups do with a range.
+// What the two warpgroups do with a range. seen: tiles of ranges before it.
 template <typename T, int D, bool kSharedTiles>
-__device__ __forceinline__ void attend(
-    Work const& w, Span const& span, char* shared, Inputs<Shared<D, kSharedTiles>> const& inputs)
+__device__ __forceinline__ void attend(Work const& w, Span const& span, int range, int seen, char* shared,
+    Inputs<Shared<D, kSharedTiles>> const& inputs)
 {
     dflash_attention_params const& p = w.p;
     int const warp = threadIdx.x / 32;
     Mainloop<T, D, kSharedTiles> mainloop(w, shared, inputs, warp);
     int const group = mainloop.group;
-    Epilogue<T, D> const epilogue{w, static_cast<int>(blockIdx.x), mainloop.row_block, kRows / 16, warp % 4};
+    Epilogue<T, D> const epilogue{w, range, mainloop.row_block, kRows / 16, warp % 4};
 
     int unit = span.first; // of the (slot, head), the first that is in the range
     for (Cursor at = span.at;; at.next_head(p))
@@ -416,7 +417,7 @@ __device__ __forceinline__ void attend(
         mainloop.begin(at);
         // Of all tiles of the range, not of this (slot, head): a place of the ring is then always the same warpgroup's,
         // which so has seen each of the phases of its barriers.
-        int const before = unit - span.first;
+        int const before = seen + unit - span.first;
         for (int i = kSharedTiles ? 0 : (before + group) % 2; i < count; i += kSharedTiles ? 1 : 2)
         {
             mainloop.add(before + i, at.first_key() + i * kTile, at.segment);
@@ -450,7 +451,8 @@ __device__ __forceinline__ void attend(
 
 #endif
 
-template <typename T, int D, bool kSharedTiles>
+// kHasMany: there may be more ranges than blocks.
+template <typename T, int D, bool kSharedTiles, bool kHasMany>
 __global__ void __launch_bounds__(kMostThreads, 1)
     attend_kernel(Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
 {
@@ -478,23 +480,30 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     {
         return;
     }
-    if (threadIdx.x < kConsumers)
-    {
-        if constexpr (kGivesRegisters<D>)
-        {
-            take_registers<kMainloopRegisters>();
-        }
-        attend<T, D, kSharedTiles>(w, span, shared, inputs);
-        return;
-    }
+    bool const computes = threadIdx.x < kConsumers;
     if constexpr (kGivesRegisters<D>)
     {
-        release_registers<kLoaderRegisters>();
+        computes ? take_registers<kMainloopRegisters>() : release_registers<kLoaderRegisters>();
     }
-    if (threadIdx.x == kConsumers)
+    int range = blockIdx.x, seen = 0;
+    do
     {
-        inputs.fill(w, span, keys, values);
-    }
+        if (computes)
+        {
+            attend<T, D, kSharedTiles>(w, span, range, seen, shared, inputs);
+        }
+        else if (threadIdx.x == kConsumers)
+        {
+            inputs.fill(w, span, seen, keys, values);
+        }
+        if constexpr (kHasMany)
+        {
+            __syncwarp();
+            seen += span.past - span.first;
+            range += gridDim.x;
+            span = range < w.ranges ? Span(w, segments, range) : Span();
+        }
+    } while (kHasMany && span.first < span.past);
 #endif
 }
 

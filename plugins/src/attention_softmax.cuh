@@ -188,8 +188,10 @@ struct OnlineSoftmax
     // Raises a row's maximum to top; what that leaves of its sum, and of its output.
     __device__ __forceinline__ float raise(int r, float top, float scale)
     {
-        base[r] = top == -INFINITY ? 0.f : top * scale;
-        float const decay = Exponential::of(maximum[r] * scale - base[r]);
+        // Products rounded alike, not fused with the difference: a maximum that stays leaves exactly all, so that keys
+        // which a row does not see change nothing of it.
+        base[r] = top == -INFINITY ? 0.f : __fmul_rn(top, scale);
+        float const decay = Exponential::of(__fmul_rn(maximum[r], scale) - base[r]);
         maximum[r] = top;
         sum[r] *= decay;
         return decay;

@@ -21,6 +21,7 @@ struct Work
     int row_blocks; // M tiles that hold them
     int ranges;
     int least_units; // of a range
+    int exact_units; // of a range, counted from a (slot, head)'s first on; 0: ranges are equal parts of all units
     int page_tiles; // tiles of a page
     float per_page; // 1 / page_tiles
 };
@@ -165,6 +166,11 @@ struct Division
             shortest = tiles > 0 ? min(shortest, tiles) : shortest;
             longest = max(longest, tiles);
         }
+        if (w.exact_units > 0)
+        {
+            divide_exactly(w, segments);
+            return;
+        }
         units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
         used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
         has_idle = used < w.p.slots * w.p.kv_heads;
@@ -194,6 +200,23 @@ struct Division
                 break;
             }
         }
+    }
+
+    // Cuts each (slot, head) at the same keys whatever others there are, and however many keys follow.
+    __device__ void divide_exactly(Work const& w, Segments const& segments)
+    {
+        each = w.exact_units;
+        is_apart = true;
+        int idle = 0;
+        units = 0;
+        for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
+        {
+            int const tiles = tiles_of(w.p, segments.of_lane(b));
+            units += of(tiles);
+            idle += tiles > 0 ? 0 : 1;
+        }
+        units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
+        has_idle = __reduce_add_sync(0xffffffffu, idle) > 0;
     }
 
     // The units that a (slot, head) of so many tiles counts as.

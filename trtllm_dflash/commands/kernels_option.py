@@ -6,6 +6,7 @@ import click
 
 kernels_option: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
     "--kernels",
-    type=click.Choice(("auto", "torch")),
-    help="On a GPU, torch: without our CUDA kernels, slower. auto refuses to load where they are missing.",
+    type=click.Choice(("auto", "exact", "torch")),
+    help="On a GPU, torch: without our CUDA kernels, slower. auto refuses to load where they are missing. exact: a row "
+    "gets the same bits whatever else is in the batch, so that text is the same to the token, drafted or not.",
 )

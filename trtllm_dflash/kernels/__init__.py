@@ -46,6 +46,7 @@ from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import (
     SKINNY_GPUS,
     SKINNY_ROWS,
+    WIDE_ROWS,
     Norm,
     skinny_gemm,
     takes_skinny,
@@ -82,6 +83,7 @@ __all__ = [
     "SKINNY_ROWS",
     "TOP_COUNT",
     "TREE_ROWS",
+    "WIDE_ROWS",
     "AcceptedPaths",
     "AllReduce",
     "Append",

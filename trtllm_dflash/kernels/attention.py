@@ -35,6 +35,7 @@ AttentionParams = structure(
     longs_="page_table_stride",
     ints_="page_rows pages block",
     pointers__="row_path",
+    ints__="is_exact",
 )
 
 
@@ -90,6 +91,7 @@ def attend_rows(
     added: Tensor | None = None,
     block: int = 0,
     row_path: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Attends from flat rows q [N, Hq, D] to caches [pages, Hkv, page rows, D]; fills and returns out [..., N, Hq*D].
 
@@ -104,6 +106,7 @@ def attend_rows(
         row_path: [N] int64: segments are trees of at most TREE_ROWS rows, each of which sees the keys before its
             segment's first row, and the segment's rows whose bits it has; as deep as it is, a window reaches. None:
             they are runs.
+        exact: a row's bits depend on its own keys alone; on Hopper, heads of at most 128, without window or scales.
     """
     check_ints(len(segments), added=added)
     check(block in (0, rows) and (not block or len(q) == block * len(segments)), f"{len(q)} rows in blocks of {block}")
@@ -113,7 +116,7 @@ def attend_rows(
         is_right = row_path.shape == (len(q),) and row_path.dtype == torch.int64 and row_path.is_contiguous()
         check(is_right and causal and not block, f"paths of trees must be int64 [{len(q)}], of causal rows")
     params = _flat_params(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales)
-    params.added, params.block, params.row_path = address(added), block, address(row_path)
+    params.added, params.block, params.row_path, params.is_exact = address(added), block, address(row_path), int(exact)
     _run(params, q.device)
     return out
 

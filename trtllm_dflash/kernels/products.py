@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 #: Rows that `skinny_gemm` takes.
 SKINNY_ROWS = 16
-#: Rows that `wide_gemm` is for: more than those, and with which it is faster than cuBLAS.
+#: Rows up to which `wide_gemm` is faster than cuBLAS.
 WIDE_ROWS = 128
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
@@ -63,16 +63,16 @@ def skinny_gemm(
 
 
 def takes_wide(x: Tensor, weight: Tensor) -> bool:
-    """Whether `wide_gemm` multiplies x [..., I] and weight [O, I], on x's GPU, and sooner than others would."""
+    """Whether `wide_gemm` multiplies x [..., I] and weight [O, I], on x's GPU."""
     outputs, inputs = weight.shape
-    fits = x.numel() <= WIDE_ROWS * inputs and inputs % 64 == 0 and outputs % 16 == 0 and weight.dtype == x.dtype
+    fits = inputs % 64 == 0 and outputs % 16 == 0 and weight.dtype == x.dtype
     return fits and x.dtype in HALVES and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def wide_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, swiglu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
-    """Multiplies tens of rows as `skinny_gemm` does few: a row's bits depend neither on others nor on their number."""
+    """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are."""
     return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual)
 
 

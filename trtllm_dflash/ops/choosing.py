@@ -1,7 +1,9 @@
-"""Masks of the tokens that rows may choose, and log-probabilities of those that they chose."""
+"""Masks of the tokens that rows may choose, the likeliest of them, and log-probabilities of those that they chose."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -24,3 +26,13 @@ class TokenMask(Generic[T]):
 
     rows: T  # [n] int64, which of the logit rows
     words: T  # [n, ceil(V / 32)] int32
+
+
+def largest_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Finds the ids of each row's largest logits [..., V] FP32, the lowest among equals first: [..., count]."""
+    bits = logits.contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    vocabulary = logits.shape[-1]
+    last_first = torch.arange(vocabulary - 1, -1, -1, device=logits.device)
+    keys = (ordered.long() << 32) + last_first  # no two are equal
+    return vocabulary - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)

@@ -75,7 +75,8 @@ class CudaProducts(TorchOps):
         bias = self.weights.get(name + ".bias")
         if kernels.takes_skinny(x, values):
             return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual)
-        if scale is None and norm is None and kernels.takes_wide(x, values):
+        is_tens = x.numel() <= kernels.WIDE_ROWS * x.shape[-1]
+        if is_tens and scale is None and norm is None and kernels.takes_wide(x, values):
             return kernels.wide_gemm(x, values, bias, swiglu, residual)
         return None
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from trtllm_dflash.ops import cpu_products
 from trtllm_dflash.ops.activations import sigmoid, silu
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, DeltaLayer, MoELayer, SamplingInputs
-from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs, TokenMask
+from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs, TokenMask, largest_ids
 from trtllm_dflash.ops.communicator import Communicator, Solo
 from trtllm_dflash.ops.cpu_norm import normed
 from trtllm_dflash.ops.delta_rule import gated_delta
@@ -316,7 +316,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
     def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Finds the largest of this rank's logits in each row, and their ids, and the log-sum-exp [..., 1] of all."""
         logits = logits.float()
-        ids = _largest(logits, count)
+        ids = largest_ids(logits, count)
         return logits.logsumexp(dim=-1, keepdim=True), logits.gather(-1, ids), ids
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -357,8 +357,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         # From the largest down: divided by a temperature near 0, logits as they are would overflow to inf - inf.
         above = logits - logits.amax(dim=-1, keepdim=True)
         scaled = above / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]
-        descending = scaled.sort(dim=-1, descending=True).values
-        vocabulary = logits.shape[-1]
+        descending, vocabulary = scaled.sort(dim=-1, descending=True).values, logits.shape[-1]
 
         top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary).clamp(max=vocabulary)
         index = (top_k.long() - 1)[:, None, None].expand(-1, logits.shape[1], 1)
@@ -366,22 +365,27 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         if sampling.min_p is not None:
             smallest = smallest.maximum(sampling.min_p.log()[:, None, None])  # the largest is 0
 
-        sorted_probs = descending.masked_fill(descending < smallest, -torch.inf).softmax(dim=-1)
-        before = sorted_probs.cumsum(dim=-1) - sorted_probs
+        sorted_probs = self.probabilities(descending.masked_fill(descending < smallest, -torch.inf))
+        before = self.running_sum(sorted_probs) - sorted_probs
         # Rounding must not cut a tail that top_p 1 keeps: there the bound is beyond any sum.
         top_p = torch.where(sampling.top_p < 1, sampling.top_p, 2.0)[:, None, None]
         inside = (before < top_p) & (descending >= smallest)
         count = inside.sum(dim=-1, keepdim=True).clamp(min=1)
         smallest = torch.maximum(smallest, descending.gather(-1, count - 1))
 
-        probs = scaled.masked_fill(scaled < smallest, -torch.inf).softmax(dim=-1)
-        cdf = probs.cumsum(dim=-1)
+        probs = self.probabilities(scaled.masked_fill(scaled < smallest, -torch.inf))
+        cdf = self.running_sum(probs)
         point = sampling.uniform[..., None] * cdf[..., -1:]
         drawn = (cdf <= point).sum(dim=-1)
         # Rounding may put the point at the very end: the last id that was kept is meant.
-        ids = torch.arange(vocabulary, device=logits.device)
-        last = torch.where(probs > 0, ids, 0).amax(dim=-1)
+        last = torch.where(probs > 0, torch.arange(vocabulary, device=logits.device), 0).amax(dim=-1)
         return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn.minimum(last)).int()
+
+    def probabilities(self, logits: Tensor) -> Tensor:  # of the last dimension, whose largest is 0
+        return logits.softmax(dim=-1)
+
+    def running_sum(self, x: Tensor) -> Tensor:  # the same
+        return x.cumsum(dim=-1)
 
     def penalize(self, logits: Tensor, penalties: Penalties[Tensor]) -> Tensor:
         logits, rows = logits.float(), penalties.rows
@@ -403,8 +407,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         every = logits.log_softmax(dim=-1)
         # As many for everybody: which of two equals comes first is not to depend on what others ask.
         top = every.topk(min(MOST_LOGPROBS, every.shape[-1]), dim=-1)
-        chosen = every.take_along_dim(ids.long()[..., None], dim=-1)[..., 0]
-        return Logprobs(chosen, top.indices.int(), top.values)
+        return Logprobs(every.take_along_dim(ids.long()[..., None], dim=-1)[..., 0], top.indices.int(), top.values)
 
     def accept(
         self, token_ids: Tensor, target_ids: Tensor, logit_rows: Tensor, row_count: Tensor
@@ -464,16 +467,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Computes [a * cos - b * sin, b * cos + a * sin] of x = [a, b]; the first half's signs are in the sines."""
     turned: Tensor = x.roll(x.shape[-1] // 2, -1).mul_(sin)
     return turned.add_(x * cos)
-
-
-def _largest(logits: Tensor, count: int) -> Tensor:
-    """Finds the ids of each row's largest logits [..., V] FP32, the lowest among equals first: [..., count]."""
-    bits = logits.contiguous().view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
-    vocabulary = logits.shape[-1]
-    last_first = torch.arange(vocabulary - 1, -1, -1, device=logits.device)
-    keys = (ordered.long() << 32) + last_first  # no two are equal
-    return vocabulary - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
 
 
 @lru_cache

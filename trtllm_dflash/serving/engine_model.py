@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
@@ -92,7 +92,7 @@ class EngineModel:
         self._keys = RequestKeys()
         log_to_triton()
         limit_threads(read_config(engine))
-        kernels: Kernels = "torch" if parameter(config, "kernels") == "torch" else "auto"
+        kernels = cast(Kernels, parameter(config, "kernels"))
         self._llm = self.open(engine, parameter(config, "device"), kernels, parameter(config, "draft_tree"))
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()

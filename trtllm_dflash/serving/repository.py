@@ -12,6 +12,7 @@ from trtllm_dflash.engine.directory import read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.trees import DraftTreeChoice, with_trees
 
 #: Begins every configuration that `deploy` writes; it is how a repository is known to be ours.
@@ -28,7 +29,7 @@ class DeploySettings(ServiceSettings):
         decoupled: `ensemble` and `tensorrt_llm` stream. Triton then refuses them to unary gRPC calls, for which there
             is `tensorrt_llm_bls`. False: all answer once.
         device: cpu, cuda or auto.
-        kernels: auto, or torch for no CUDA kernels of ours; see `LLM.load`.
+        kernels: auto, exact, or torch for no CUDA kernels of ours; see `LLM.load`.
         draft_tree: nodes of the trees to draft, off, or auto; see `LLM.load`.
         exclude_input_in_output: a reply that comes as a whole does not begin with its prompt; a request may say
             otherwise. False as in TensorRT-LLM, whose clients take the prompt off.
@@ -39,7 +40,7 @@ class DeploySettings(ServiceSettings):
 
     decoupled: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    kernels: Literal["auto", "torch"] = "auto"
+    kernels: Kernels = "auto"
     draft_tree: DraftTreeChoice = "auto"
     exclude_input_in_output: bool = False
     deadline_seconds: Annotated[float, Field(gt=0, le=2**31 // 1000)] = 600.0

@@ -12,8 +12,9 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import torch_only
 from trtllm_dflash.models.drafter import Drafter
 
-#: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), or torch's alone.
-Kernels = Literal["auto", "torch"]
+#: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), those that give a row the same bits
+#: whatever else is in the batch ("exact"), or torch's alone.
+Kernels = Literal["auto", "exact", "torch"]
 
 TORCH = "torch"
 
@@ -70,6 +71,9 @@ def find_kernels(
         EngineError: our kernels compute such an engine, and are missing, stale or not for this GPU; says the remedy.
             Or nothing computes it on a GPU.
     """
+    lacking_exact = why_not_exact(config, capability) if asked == "exact" else None
+    if lacking_exact is not None:
+        raise EngineError(f"--kernels exact: {lacking_exact}; leave it out")
     if config.target.delta is not None:
         library = _state_kernels(config, asked, capability)
         return None, f"gated delta nets by {library}, which keep each slot's rows apart"
@@ -79,6 +83,8 @@ def find_kernels(
     lacking = torch_only(config.target) or drafter
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
     reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability)
+    if reason is not None and asked == "exact":
+        raise EngineError(f"--kernels exact: {reason}; leave it out")
     if reason is not None:
         return None, reason
     try:
@@ -86,6 +92,22 @@ def find_kernels(
     except EngineError as error:
         raise EngineError(f"{error}; or, slower, compute with torch's: --kernels torch") from None
     return library, f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"
+
+
+def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | None:
+    """Reason why a row of an engine would not have the same bits whatever else is in the batch; None: it has."""
+    refusals = {
+        f"not on {kernels.gpu_name(capability)}, on Hopper alone": capability != (9, 0),
+        f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
+        "not with FP8 caches": config.kv is not None,
+        "not on several ranks": config.tp > 1,
+        "not with experts": config.target.moe is not None,
+        "not with gated delta nets": config.target.delta is not None,
+        "not with --draft-tree, whose keys lie in another order than the text's": config.draft_tree > 0,
+        "not with sliding windows": any(config.target.windows or ()),
+        "not with heads of more than 128": max(config.head_sizes) > 128,
+    }
+    return next((reason for reason, is_met in refusals.items() if is_met), None)
 
 
 def _state_kernels(config: EngineConfig, asked: Kernels, capability: tuple[int, int]) -> kernels.Library:

@@ -32,6 +32,7 @@ from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.cuda_slots import CudaSlots
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
+from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step
@@ -62,7 +63,7 @@ class CudaSession(TorchSession):
     """Runs captured steps.
 
     Args: as in `TorchSession`, and
-        kernels: "auto" computes with our CUDA kernels wherever they compute such an engine; "torch" without them.
+        kernels: as `--kernels` takes them, see `session.choice.Kernels`.
 
     Raises:
         EngineError: as `Session`; and our kernels compute such an engine and are missing, stale or not for this GPU.
@@ -78,7 +79,7 @@ class CudaSession(TorchSession):
         kernels: Kernels = "auto",
     ) -> None:
         self.library, self._why = find_kernels(config, kernels, torch.cuda.get_device_capability(device))
-        is_ours = self.library is not None
+        is_ours, self._is_exact = self.library is not None, kernels == "exact"
         if config.kv_memory is not None and not is_ours:
             raise EngineError(f"--kv-memory: caches in pages need our CUDA kernels ({self._why}); build without it")
         if config.draft_tree and not is_ours:
@@ -107,9 +108,8 @@ class CudaSession(TorchSession):
         library = self.library if self.states is None else kernels.load()
         if library is None:
             return torch_choice(self.config, device, self._why)
-        ours, is_half = str(library), self.config.dtype in kernels.HALVES
+        ours, is_half, experts = str(library), self.config.dtype in kernels.HALVES, "none"
         has_products = is_half and torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
-        experts = "none"
         if isinstance(self._step.target, MoEDecoder):
             experts = ours if self._has_experts(self._step.target) else TORCH
         return Choice(
@@ -121,6 +121,7 @@ class CudaSession(TorchSession):
             experts=experts,
             why=self._why,
             library=library.path,
+            exact=f"{library}, {device}" if self._is_exact else "no",
         )
 
     def _attends_slots(self) -> bool:
@@ -412,16 +413,15 @@ class CudaSession(TorchSession):
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
     def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> CudaOps:
-        every = self.weights, self.caches, self.communicator
+        every, kind = (self.weights, self.caches, self.communicator), ExactOps if self._is_exact else CudaOps
         reports = None if self._shaping is None else self._shaping.reports
-        return CudaOps(*every, self._pages, layout, slots, rows, self._window_pages, self._moves, reports)
+        return kind(*every, self._pages, layout, slots, rows, self._window_pages, self._moves, reports)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
-        made = self._constants.get((count, rows))
-        if made is None:
-            made = self._constants[count, rows] = self._offsets(rows).repeat(count, 1)
-        return made
+        if (count, rows) not in self._constants:
+            self._constants[count, rows] = self._offsets(rows).repeat(count, 1)
+        return self._constants[count, rows]
 
     # -- [slots, rows]: as flat rows, where our kernels compute ------------------------------------------------------
 

@@ -1,0 +1,233 @@
+"""Rows that depend on nothing else in the batch, on a GPU: to the bit, with no tolerance."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import TINY
+from tests.gpu.test_kernels import assert_close, why_not
+from tests.gpu.test_ragged_attention import ints, random_pages
+from trtllm_dflash import LLM, SamplingParams, kernels
+from trtllm_dflash.ops.base import SamplingInputs
+from trtllm_dflash.ops.exact_ops import ExactOps
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.pairs.prompts import read_prompts
+
+
+def why_not_hopper() -> str:
+    if not why_not() and torch.cuda.get_device_capability() != (9, 0):
+        return "exact rows are Hopper's alone"
+    return why_not()
+
+
+pytestmark = pytest.mark.skipif(bool(why_not_hopper()), reason=why_not_hopper())
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def begun(poisoned):
+    """Every test here begins with poisoned memory and the same random numbers."""
+    torch.manual_seed(0)
+
+
+def first_other(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Says where two tensors differ first, and in how many places."""
+    others = (found != expected).nonzero()
+    worst = float((found.double() - expected.double()).abs().max())
+    return f"{len(others)} of {found.numel()} differ, first at {others[0].tolist()}, by at most {worst}"
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert torch.equal(found, expected), f"{what}: {first_other(found, expected)}"
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Queries at all positions of slots, and the attention of runs of them by the kernel."""
+
+    def __init__(self, lengths, heads, kv_heads, size, page_rows=64, dtype=BF16):
+        self.lengths, self.heads, self.size = lengths, heads, size
+        self.paged = random_pages(lengths, kv_heads, size, dtype, page_rows)
+        self.q = [torch.randn(length, heads, size, device="cuda").to(dtype) for length in lengths]
+
+    def mirror(self, slot, length):
+        """Gives the second half of a slot's first keys the first half's, and large values negated: they cancel out."""
+        half, rows = length // 2, self.paged.pages.rows
+        at = torch.arange(2 * half, device="cuda")
+        pages, places = self.paged.pages.table[slot, at // rows].long(), at % rows
+        self.paged.values.mul_(1024)  # what rounding leaves of their sums is then no subnormal number
+        for cache, sign in ((self.paged.keys, 1), (self.paged.values, -1)):
+            cache[pages[half:], :, places[half:]] = sign * cache[pages[:half], :, places[:half]]
+
+    def attend(self, runs, exact=True, most=None):
+        """Attention of runs (slot, first position, rows), as segments of one call: [rows, Hq*D] each."""
+        segments, first = [], 0
+        for slot, start, count in runs:
+            segments.append((slot, start, first, count))
+            first += count
+        q = torch.cat([self.q[slot][start : start + count] for slot, start, count in runs])
+        out = torch.full((first, self.heads * self.size), torch.nan, dtype=q.dtype, device="cuda")
+        paged, most = self.paged, most or max(count for *_, count in runs)
+        kernels.attend_rows(
+            q, paged.keys, paged.values, paged.pages, ints(segments), most, out, causal=True, exact=exact
+        )
+        return out.split([count for *_, count in runs])
+
+    def expected(self, slot, start, count):
+        """In float64."""
+        keys, values = (
+            self.paged.linear(x, slot)[:, : start + count].double() for x in (self.paged.keys, self.paged.values)
+        )
+        q = self.q[slot][start : start + count].double().transpose(0, 1)
+        keys, values = (x.repeat_interleave(self.heads // len(x), dim=0) for x in (keys, values))
+        logits = q @ keys.transpose(1, 2) / self.size**0.5
+        hidden = torch.arange(start + count, device="cuda") > torch.arange(start, start + count, device="cuda")[:, None]
+        return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (8, 8, 128), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("length", [1, 63, 64, 100, 511, 512, 513, 1000, 4097, 8000])
+def test_a_row_s_attention_is_the_same_alone_in_a_block_and_in_a_batch(length, shape):
+    """Also where the rows behind it reach another tile, or another part of the cache."""
+    rows = Rows([length + 40, 700, length + 40, 3, 1500], *shape)
+    start = length - 1
+    (one,) = rows.attend([(0, start, 1)])
+    assert_close(one, rows.expected(0, start, 1), BF16)
+    for count in (2, 8, 16, 17, 32):
+        (block,) = rows.attend([(0, start, count)])
+        assert_close(block, rows.expected(0, start, count), BF16)
+        assert_same(block[:1], one, f"in a block of {count}")
+        batch = rows.attend([(1, 600, count), (3, 0, 3), (0, start, count), (4, 1400, 1), (2, start, count)])
+        assert_same(batch[2], block, f"in a batch of blocks of {count}")
+        last = rows.attend([(0, start + count - 1, 1)])[0]
+        assert_same(block[-1:], last, f"the last of a block of {count}")
+    many = rows.attend([(0, start, 1)] * 150 + [(4, 1400, 1)], most=32)
+    for i in (0, 70, 149):
+        assert_same(many[i], one, f"one of many, {i}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("length", [576, 1088, 4096, 4160, 8000])
+def test_nothing_of_a_row_is_rounded_for_keys_that_it_does_not_see(length, shape, dtype):
+    """Where values cancel out, an output is what rounding leaves of them: its last bit shows in all of its digits."""
+    rows = Rows([length + 40], *shape, dtype=dtype)
+    rows.mirror(0, length)
+    (whole,) = rows.attend([(0, length - 1, 1)])
+    assert (whole != 0).float().mean() > 0.8 and whole.abs().max() < 1  # of values of 1,024, as large as 16 else
+    for start in (length - 1, length - 20):
+        (one,) = rows.attend([(0, start, 1)])
+        for count in (2, 17, 32):
+            (block,) = rows.attend([(0, start, count)])
+            assert_same(block[:1], one, f"{start} in a block of {count}")
+            last = rows.attend([(0, start + count - 1, 1)])[0]
+            assert_same(block[-1:], last, f"{start}, the last of a block of {count}")
+
+
+def test_what_held_before_attention_whose_cuts_follow_the_batch_is_not_exact():
+    """So the tests above can fail: without `exact` the cuts of a cache follow what else there is to do."""
+    rows = Rows([8000, 700, 1500], 32, 8, 128)
+    (one,) = rows.attend([(0, 7900, 1)], exact=False)
+    batch = rows.attend([(1, 600, 16), (0, 7900, 16), (2, 1400, 16)], exact=False)
+    assert not torch.equal(batch[1][:1], one)
+
+
+def test_exact_attention_with_a_window_is_refused():
+    from trtllm_dflash.errors import EngineError
+
+    rows = Rows([100], 8, 2, 64)
+    paged, out = rows.paged, torch.empty(1, 8 * 64, dtype=BF16, device="cuda")
+    rest = paged.keys, paged.values, paged.pages, ints([(0, 50, 0, 1)]), 1, out
+    with pytest.raises(EngineError, match="not supported"):
+        kernels.attend_rows(rows.q[0][50:51], *rest, causal=True, window=16, exact=True)
+
+
+# -- norms, and choosing -----------------------------------------------------------------------------------------------
+
+
+def test_a_norm_of_a_row_is_what_it_is_alone():
+    x, y = torch.randn(2, 512, 4096, device="cuda").bfloat16().unbind()
+    weight = torch.rand(4096, device="cuda").bfloat16()
+    whole, (total, added) = (
+        kernels.rms_norm(x[None], weight, 1e-6)[0],
+        kernels.add_rms_norm(x[None], y[None], weight, 1e-6),
+    )
+    for i in (0, 100, 511):
+        assert_same(kernels.rms_norm(x[None, i : i + 1], weight, 1e-6)[0, 0], whole[i], i)
+        one = kernels.add_rms_norm(x[None, i : i + 1], y[None, i : i + 1], weight, 1e-6)
+        assert_same(one[0][0, 0], total[0, i], i)
+        assert_same(one[1][0, 0], added[0, i], i)
+
+
+def chooser(ops_class):
+    """Operations that have no more than choosing tokens needs."""
+    ops = object.__new__(ops_class)
+    ops.communicator = TorchOps({}, {}).communicator
+    return ops
+
+
+def drawn(ops_class, logits, uniform):
+    """Each row's token, [R], as `sample` draws it."""
+    rows = len(logits)
+    fill = [torch.full((rows,), value, device="cuda") for value in (0.8, 0.95)]
+    top_k = torch.full((rows,), 0, dtype=torch.int32, device="cuda")
+    sampling = SamplingInputs(temperature=fill[0], top_k=top_k, top_p=fill[1], uniform=uniform[:, None])
+    return TorchOps.sample(chooser(ops_class), logits[:, None], sampling)[:, 0]
+
+
+def test_probabilities_of_a_row_are_what_they_are_alone():
+    """Also where rows do not all begin at a whole vector, whose sums torch's softmax then divides otherwise."""
+    for vocabulary in (151936, 151669, 2048):
+        logits = 2 * torch.randn(17, vocabulary, device="cuda")
+        logits -= logits.amax(dim=-1, keepdim=True)
+        together = chooser(ExactOps).probabilities(logits)
+        for i in range(len(logits)):
+            assert_same(chooser(ExactOps).probabilities(logits[i : i + 1].clone())[0], together[i], (vocabulary, i))
+        torch.testing.assert_close(together, logits.softmax(dim=-1))
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 151669])
+def test_a_token_is_drawn_as_it_is_alone(vocabulary):
+    logits = (2 * torch.randn(96, vocabulary, device="cuda")).bfloat16()
+    uniform = torch.rand(96, device="cuda")
+    together = drawn(ExactOps, logits, uniform)
+    for i in range(0, 96, 5):
+        assert_same(drawn(ExactOps, logits[i : i + 1], uniform[i : i + 1])[0], together[i], i)
+    as_ever = drawn(TorchOps, logits, uniform)
+    assert (together == as_ever).sum() >= 90  # one distribution, and numbers that seldom fall on a boundary
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_exact():
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    options = {"precision": "bf16", "device": "cuda", "kernels": "exact"}
+    return LLM.from_pretrained(*folders, max_seq_len=1024, max_batch=8, **options)
+
+
+LONG = [i * 7 % 2000 + 3 for i in range(700)]  # of several pieces, and parts of a cache
+CHATS = [[{"role": "user", "content": text}] for kind in read_prompts(4).values() for text in kind]
+PROMPTS: list[list[int] | list[dict[str, Any]]] = [LONG, *CHATS[:15]]
+
+
+def texts(llm: LLM, temperature: float, first: int = 0, count: int = len(PROMPTS), draft: bool = True):
+    """Tokens of some of the prompts' replies, each prompt with a seed of its own."""
+    seeds = range(first, first + count)
+    params = [SamplingParams(max_tokens=96, ignore_eos=True, temperature=temperature, seed=seed) for seed in seeds]
+    replies = llm.generate(PROMPTS[first : first + count], params, draft=draft)
+    return [reply.token_ids for reply in replies]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_texts_are_the_same_drafted_or_not_alone_or_in_a_batch(tiny_exact, temperature):
+    plain = texts(tiny_exact, temperature, draft=False)
+    assert texts(tiny_exact, temperature) == plain
+    for i in range(6):
+        assert texts(tiny_exact, temperature, i, 1) == plain[i : i + 1], f"drafted alone, {i}"
+        assert texts(tiny_exact, temperature, i, 1, draft=False) == plain[i : i + 1], f"plain alone, {i}"

@@ -1,0 +1,63 @@
+"""`CudaOps` whose rows depend on nothing else in the batch: each gets the same bits alone and among any others."""
+
+import torch
+
+from trtllm_dflash import kernels
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.base import AttentionLayer, Residual
+from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.linear_weight import linear_weight
+
+Tensor = torch.Tensor
+
+#: Pieces of prompts that attend at once: for each, attention's scratch has room for the longest cache.
+_CUTS_AT_ONCE = 8
+#: The smallest step of a sum of numbers up to 1: as whole steps, those of half a million tokens add up in 63 bits.
+_STEP = 2.0**-44
+
+
+class ExactOps(CudaOps):
+    """Computes a step as `CudaOps` does, each row's sums in one order. Drafts are exempt: no text depends on them.
+
+    Norms stay apart from the products behind them: the kernel of any number of rows does not take them.
+
+    Raises:
+        EngineError: a product is of sizes that our kernels do not take.
+    """
+
+    _is_exact = True
+
+    def _normed_product(
+        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
+    ) -> Tensor | None:
+        return None
+
+    def _product(
+        self,
+        name: str,
+        x: Tensor,
+        swiglu: bool = False,
+        norm: kernels.Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Multiplies any number of rows by one kernel."""
+        weight, x = linear_weight(self.weights, name), x.contiguous()
+        if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
+            raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
+        return kernels.wide_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, residual)
+
+    def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
+        for cuts in self._layout.cuts.split(_CUTS_AT_ONCE):
+            self._attend(layer, q, cuts, kernels.MAX_ROWS, out, causal=True)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        weights = logits.exp()
+        return (weights / (_steps(weights).sum(dim=-1, keepdim=True).double() * _STEP)).float()
+
+    def running_sum(self, x: Tensor) -> Tensor:
+        return _steps(x).cumsum(dim=-1).double() * _STEP
+
+
+def _steps(x: Tensor) -> Tensor:
+    """Rounds numbers of at most 1 to whole steps: in whatever order these are added, nothing is rounded."""
+    return (x.double() / _STEP).round().long()
