@@ -21,8 +21,12 @@ Tensor = torch.Tensor
 Array = np.ndarray
 
 
-def all_logits(llm: LLM, ids: list[int]) -> Tensor:
-    """[N, V]: the step's own forward, with every row a logit row."""
+def all_logits(llm: LLM, ids: list[int], rows: int | None = None) -> Tensor:
+    """[N, V]: the step's own forward, with every row a logit row.
+
+    Args:
+        rows: of each step; None: all in one.
+    """
     seen: list[Tensor] = []
     session: Any = llm.session
     target = session._step.target
@@ -34,13 +38,14 @@ def all_logits(llm: LLM, ids: list[int]) -> Tensor:
 
     target.logits = spy
     try:
-        rows = torch.arange(len(ids), dtype=torch.int32)[None]
-        zero = torch.zeros(1, dtype=torch.int32)
-        inputs = StepInputs(torch.tensor([ids], dtype=torch.int32), zero, zero + len(ids), rows, rows[:, :1])
-        llm.session.step(inputs, Drafting.OFF)
+        for first in range(0, len(ids), rows or len(ids)):
+            part = torch.tensor([ids[first:][:rows]], dtype=torch.int32)
+            places = torch.arange(part.shape[1], dtype=torch.int32)[None]
+            start, count = (torch.tensor([x], dtype=torch.int32) for x in (first, part.shape[1]))
+            llm.session.step(StepInputs(part, start, count, places, places[:, :1]), Drafting.OFF)
     finally:
         target.logits = inner
-    return seen[0][0]
+    return torch.cat(seen, dim=1)[0]
 
 
 def rounding_gap(count: float, logits: Tensor, dtype: torch.dtype) -> float:
@@ -131,6 +136,27 @@ def assert_only_near_ties_differ(
                 f"logit, and {gap:.4f} is allowed"
             )
     return same
+
+
+def assert_each_is_nearly_the_largest(
+    exact: LLM, prompts: Sequence[list[int]], texts: Sequence[list[int]], *, dtype: torch.dtype, count: float
+) -> int:
+    """Asserts that each token of greedy texts is the largest logit's, or a near-tie; counts the latter.
+
+    Args:
+        exact: whose logits decide: it rounds less than what chose the tokens.
+        dtype, count: a token's logit lies within so many roundings in this type.
+    """
+    others = 0
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        rows = all_logits(exact, prompt + text)[len(prompt) - 1 : -1].float().cpu()
+        for at, (token, logits) in enumerate(zip(text, rows, strict=True)):
+            below, gap = float(logits.max() - logits[token]), rounding_gap(count, logits, dtype)
+            assert is_near_tie(logits, token, gap), (
+                f"text {i}, token {at}: {token} lies {below:.4f} below the largest logit, and {gap:.4f} is allowed"
+            )
+            others += below > 0
+    return others
 
 
 def _sampling(params: SamplingParams | None, position: int) -> SamplingInputs[Tensor] | None:

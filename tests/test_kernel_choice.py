@@ -14,7 +14,7 @@ from trtllm_dflash.doctor import find_kernels as diagnosed
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.step_times import FILE, step_times
-from trtllm_dflash.session.choice import Choice, find_kernels
+from trtllm_dflash.session.choice import Choice, find_kernels, find_parts
 from trtllm_dflash.session.trees import with_trees
 
 HOPPER, ADA = (9, 0), (8, 9)
@@ -113,6 +113,23 @@ def test_exact_rows_are_our_kernels_on_hopper_with_the_drafts_of_auto(config, li
 def test_where_rows_are_not_exact_that_is_refused_in_one_line(config, change, capability, why):
     with pytest.raises(EngineError, match=f"^--kernels exact: {why}; leave it out$"):
         find_kernels(config.model_copy(update=change), "exact", capability)
+
+
+@needs_cc
+def test_parts_of_what_ours_do_not_compute_as_a_whole_are_theirs(config, library, tmp_path):
+    library(stub_library(tmp_path))
+    found = find_parts(unusual(config), "auto", HOPPER)
+    assert str(found) == f"our CUDA kernels {kernels.ABI_VERSION}"
+    in_fp32 = config.model_copy(update={"precision": "fp32"})
+    others = (unusual(config), "torch", HOPPER), (in_fp32, "auto", HOPPER), (config, "auto", ADA)
+    for changed, asked, capability in others:
+        assert find_parts(changed, asked, capability) is None
+
+
+def test_nor_does_an_engine_of_such_parts_load_without_them(config, library, tmp_path):
+    library(tmp_path / "nothing.so")
+    with pytest.raises(EngineError, match=r"there is no such file: .*--kernels torch"):
+        find_parts(unusual(config), "auto", HOPPER)
 
 
 def test_tensorrt_plans_have_theirs_compiled_in(tiny_engine, tmp_path):

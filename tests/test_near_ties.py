@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.checkpoints import make_target
-from tests.near_ties import SidingOps, all_logits, assert_only_near_ties_differ, first_difference, is_near_tie
+from tests.near_ties import (
+    SidingOps,
+    all_logits,
+    assert_each_is_nearly_the_largest,
+    assert_only_near_ties_differ,
+    first_difference,
+    is_near_tie,
+)
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.ops.base import SamplingInputs
 
@@ -64,6 +71,20 @@ def test_a_text_with_another_token_is_refused_and_the_text_itself_is_not(params,
             assert_only_near_ties_differ(llm, prompts, *pair, params, dtype=torch.bfloat16)
     # So many roundings that any token is near: the same texts pass.
     assert assert_only_near_ties_differ(llm, prompts, wrong, texts, params, dtype=torch.bfloat16, count=500) == 1
+
+
+@pytest.mark.parametrize("at", [0, 4, 7])
+def test_a_token_that_is_not_nearly_the_largest_is_refused_wherever_it_stands(at, llm):
+    prompts = [[1, 2, 3], [7] * 5]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    texts = [reply.token_ids for reply in llm.generate(prompts, params)]
+    assert assert_each_is_nearly_the_largest(llm, prompts, texts, dtype=torch.bfloat16, count=1) == 0
+    ids = prompts[1] + texts[1]
+    logits = all_logits(llm, ids, rows=3)
+    assert torch.allclose(logits, all_logits(llm, ids), atol=1e-5)
+    wrong = [texts[0], [*texts[1][:at], int(logits[len(prompts[1]) + at - 1].argmin()), *texts[1][at + 1 :]]]
+    with pytest.raises(AssertionError, match=f"text 1, token {at}"):
+        assert_each_is_nearly_the_largest(llm, prompts, wrong, dtype=torch.bfloat16, count=1)
 
 
 def test_ops_take_a_side_in_a_near_tie_and_in_nothing_else():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -215,7 +216,8 @@ def norms(dtype: torch.dtype) -> None:
         x = normal(1, 5, 2 * size, dtype=dtype)
         kernels.swiglu(x)
         for gates in (x[..., size:], x[..., :1]):
-            kernels.gate(x[..., :size].contiguous(), gates)
+            rows = x[..., :size].contiguous()
+            kernels.gate(rows, gates, rows)
 
 
 def choices(dtype: torch.dtype) -> None:
@@ -557,6 +559,8 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
             kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
             if outputs % 32 == 0:
                 kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
+            if dtype == torch.bfloat16 and not fp8:
+                kernels.skinny_gemm(x, weight, norm=replace(norm, adds_one=True))
 
 
 def wide_products(dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 17
+#define DFLASH_ABI_VERSION 18
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -198,6 +198,7 @@ typedef struct
     const void* bias; /* [outputs], or null */
     const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
+    int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
@@ -238,7 +239,7 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_swiglu(const dflash_swiglu_params* params, cudaStream_t stream);
 
-/* x * sigmoid(gate), rounded once; F is a multiple of 8. */
+/* x * sigmoid(gate), rounded, plus the residual, if any; F is a multiple of 8. */
 typedef struct
 {
     int32_t dtype;
@@ -247,6 +248,7 @@ typedef struct
     int32_t gates_of_row; /* F, or 1 for all of a row */
     const void* x; /* [rows, F] contiguous */
     const void* gates; /* [rows, gates_of_row] by stride */
+    const void* residual; /* [rows, F] contiguous, or null */
     void* out; /* [rows, F] contiguous */
     int64_t gates_row_stride;
 } dflash_gate_params;

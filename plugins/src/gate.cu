@@ -35,11 +35,17 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(dflash_gate_params const
         gate = load_vector<T, kVector>(gates + at);
     }
     float const of_row = kIsWide ? 0.f : sigmoid(to_float(gates[0]));
+    Vector<T, kVector> residual = {};
+    if (p.residual)
+    {
+        residual = load_vector<T, kVector>(static_cast<T const*>(p.residual) + row * p.size + at);
+    }
     Vector<T, kVector> out;
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
     {
-        out.at[i] = from_float<T>(to_float(x.at[i]) * (kIsWide ? sigmoid(to_float(gate.at[i])) : of_row));
+        float const y = rounded<T>(to_float(x.at[i]) * (kIsWide ? sigmoid(to_float(gate.at[i])) : of_row));
+        out.at[i] = from_float<T>(y + to_float(residual.at[i]));
     }
     store_vector(static_cast<T*>(p.out) + row * p.size + at, out);
 }

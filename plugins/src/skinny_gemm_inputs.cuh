@@ -293,6 +293,7 @@ struct Inputs
         }
     }
 
+    // By a norm's weights, or by one more than they are; either is rounded once.
     __device__ __forceinline__ void multiply_by_norm(int load, int tile, Operand<L>& operand) const
     {
 #pragma unroll
@@ -310,7 +311,17 @@ struct Inputs
                     weight = __hmul2(weight, scaled_by);
                 }
                 uint32_t& pair = operand.b[tile][i / kPairs][i % kPairs + j];
-                Two const y = __hmul2(reinterpret_cast<Two const&>(pair), weight);
+                Two const x = reinterpret_cast<Two const&>(pair);
+                Two y;
+                if constexpr (L::kMayAddOne)
+                {
+                    uint32_t const zeros = 0x80008000u; // negative ones add nothing to any product
+                    y = __hfma2(x, weight, launch.p.norm_adds_one ? x : reinterpret_cast<Two const&>(zeros));
+                }
+                else
+                {
+                    y = __hmul2(x, weight);
+                }
                 pair = reinterpret_cast<uint32_t const&>(y);
             }
         }

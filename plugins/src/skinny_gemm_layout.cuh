@@ -43,6 +43,7 @@ struct Layout
     static constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
     static constexpr int kPairs = 8 / static_cast<int>(sizeof(W)); // of numbers in sixteen bytes of a weight
     static constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
+    static constexpr bool kMayAddOne = std::is_same_v<T, __nv_bfloat16> && !kDecoded; // to a norm's weights
     static constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
 
     // Shared memory: the ring of stages, each warp's inputs, the sums, and what the other block sends. It is more than

@@ -1,11 +1,11 @@
-"""Heads of 256: partial RoPE, FP32 norms, append, attention, and gates; against float64 and torch's operations."""
+"""What hybrids ask of kernels besides nets: heads of 256, partial RoPE, gates, norms by one more than their weight."""
 
 import random
 
 import pytest
 import torch
 
-from tests.gpu.test_kernels import HALVES, Case, assert_close, make_inputs, reference, why_not
+from tests.gpu.test_kernels import HALVES, SHAPES, Case, assert_close, make_inputs, product, reference, why_not
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import AttentionLayer
@@ -93,7 +93,7 @@ def layer_weights(dtype, size, positions, rotary, wide) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("wide", [False, True], ids=["", "FP32 norms"])
 @pytest.mark.parametrize("rows", [1, 16, 100])
 def test_rows_are_appended_as_torch_appends_them(dtype, size, rotary, wide, rows):
-    """Partial RoPE, and norms of either type; more rows than attention takes go to torch's."""
+    """Partial RoPE, and norms of either type; more rows than attention takes go in cuts."""
     slots, heads, kv_heads, length = 3, 12, 2, 400
     weights = layer_weights(dtype, size, length, rotary, wide)
     layer = AttentionLayer("l.", "rope", heads, kv_heads, size, 1e-6)
@@ -121,4 +121,29 @@ def test_gates_equal_float64(dtype, slots, rows, size):
     single = torch.randn(slots, rows, 1, dtype=dtype, device="cuda") * 3
     for gates in (wide, single):
         assert kernels.takes_gate(x, gates)
-        assert_close(kernels.gate(x, gates), x.double() * gates.double().sigmoid(), dtype)
+        gated = kernels.gate(x, gates)
+        assert_close(gated, x.double() * gates.double().sigmoid(), dtype)
+        residual = torch.randn_like(x)
+        assert kernels.gate(x, gates, residual).equal(residual + gated)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1000], ids=str)
+def test_norms_by_one_more_than_their_weight_keep_its_digits(shape):
+    """Weights near 0, of which 1 + w in BF16 would keep none."""
+    x, weight, _, _, _ = product(shape, torch.bfloat16)
+    less = (torch.randn(shape[1], device="cuda") * 0.003).bfloat16()
+    norm = kernels.Norm(less, 1e-6, adds_one=True)
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + less.double())
+    expected = normed @ weight.double().t()
+    whole = kernels.skinny_gemm(x, weight, norm=norm)
+    for found, row in zip(whole, expected, strict=True):
+        assert_close(found, row, torch.bfloat16)
+    of_norm = kernels.rms_norm(x[None], 1 + less.float(), 1e-6)
+    apart = kernels.skinny_gemm(of_norm, weight)[0]
+    errors = [float((found.double() - expected).norm()) for found in (whole, apart)]
+    assert errors[0] < 1.05 * errors[1]
+    lost = kernels.skinny_gemm(x, weight, norm=kernels.Norm((1 + less.float()).bfloat16(), 1e-6))
+    assert float((lost.double() - expected).norm()) > errors[0]
+    for rows in (1, 8, 9):
+        assert torch.equal(kernels.skinny_gemm(x[:rows], weight, norm=norm), whole[:rows])

@@ -50,6 +50,7 @@ def attention(
     added: Tensor | None = None,
     offset: int = 0,
     scales: Scales = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attends from q [B, Hq, Q, D], Q at most MAX_ROWS, to caches [B, Hkv, S, D] of lengths [B] int32: [B, Q, Hq*D].
 
@@ -62,6 +63,7 @@ def attention(
         window: a row at position p sees keys > p - window; 0: no window.
         sinks: [Hq], one more logit of each head's softmax, without a value.
         scales: of caches in E4M3, keys' and values'; None: caches have q's type.
+        scale: of the logits; None: 1 / sqrt(D).
     """
     slots, heads, rows, size = q.shape
     check(len(keys) == slots, f"caches of {len(keys)} slots for {slots}")
@@ -72,6 +74,7 @@ def attention(
     params.slots, params.cache_rows, params.length_offset = slots, keys.shape[2], offset
     params.lengths, params.added, params.out = lengths.data_ptr(), address(added), out.data_ptr()
     params.q_slot_stride = q.stride(0)
+    params.scale = params.scale if scale is None else scale
     _run(params, q.device)
     return out
 
@@ -92,6 +95,7 @@ def attend_rows(
     block: int = 0,
     row_path: Tensor | None = None,
     exact: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """Attends from flat rows q [N, Hq, D] to caches [pages, Hkv, page rows, D]; fills and returns out [..., N, Hq*D].
 
@@ -100,7 +104,7 @@ def attend_rows(
 
     Args:
         rows: the most that a segment has, at most MAX_ROWS; or block.
-        causal, window, sinks, scales: as in `attention`.
+        causal, window, sinks, scales, scale: as in `attention`.
         added, block: with a block, segment g's rows are q's from g * block on, and come after its start + added[g]
             keys. Idle segments get zeros.
         row_path: [N] int64: segments are trees of at most TREE_ROWS rows, each of which sees the keys before its
@@ -117,6 +121,7 @@ def attend_rows(
         check(is_right and causal and not block, f"paths of trees must be int64 [{len(q)}], of causal rows")
     params = _flat_params(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales)
     params.added, params.block, params.row_path, params.is_exact = address(added), block, address(row_path), int(exact)
+    params.scale = params.scale if scale is None else scale
     _run(params, q.device)
     return out
 

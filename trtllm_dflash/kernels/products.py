@@ -22,6 +22,7 @@ SkinnyGemmParams = structure(
     ints="dtype weight_dtype rows inputs outputs swiglu",
     floats="eps",
     pointers="x norm_weight weight scale bias residual out",
+    ints_="norm_adds_one",
 )
 
 
@@ -31,6 +32,7 @@ class Norm:
 
     weight: Tensor  # [I], of their type
     eps: float
+    adds_one: bool = False  # it multiplies by one more than its weight: BF16 rows, and a BF16 weight of the product
 
 
 def takes_skinny(x: Tensor, weight: Tensor) -> bool:
@@ -95,6 +97,8 @@ def _product(
     if norm is not None:
         is_right = norm.weight.shape == (inputs,) and norm.weight.dtype == x.dtype and norm.weight.is_contiguous()
         check(is_right, f"a norm of {tuple(norm.weight.shape)} {norm.weight.dtype}")
+        is_right = not norm.adds_one or (x.dtype == torch.bfloat16 and scale is None)
+        check(is_right, f"a norm by one more than its weight, of {x.dtype} by {weight.dtype}")
     if residual is not None:
         is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
         check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
@@ -113,6 +117,7 @@ def _product(
         bias=address(bias),
         residual=address(residual),
         out=out.data_ptr(),
+        norm_adds_one=int(norm is not None and norm.adds_one),
     )
     run(function, params, stream())
     return out

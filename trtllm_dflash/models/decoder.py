@@ -255,6 +255,10 @@ class Decoder:
         h = self.attention(ops, i, qkv, start)
         return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h))
 
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        """Lists the linears of one input, see `Ops.norm_linears`, whose weights a session may join."""
+        return []
+
     def attention(self, ops: Ops[T], i: int, qkv: T, start: T) -> T:
         """Computes the attention of layer i from its projections: see `Ops.self_attention`."""
         return ops.self_attention(self.attention_layer(ops.tp, i), qkv, start)

@@ -159,24 +159,26 @@ class HybridDecoder(Decoder):
         shape = (d.value_heads, hidden)
         return tuple(Part(f"{net}in_proj_{n}.weight", shape, Split.ROWS, d.key_heads) for n in ("b", "a"))
 
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        return super().joined_linears() + [_inputs(prefix) for prefix in self._nets]
+
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
-        prefix = f"model.layers.{i}."
-        stream, h = ops.norm(prefix + "input_layernorm", x, self.config.norm_eps)
+        prefix, eps = f"model.layers.{i}.", self.config.norm_eps
+        norm = prefix + "input_layernorm"
         if prefix in self._nets:
             net = prefix + "linear_attn."
-            layer = self.delta_layer(net, ops.tp)
-            y = ops.gated_delta(layer, ops.linear(net + "in_proj", h), ops.linear(net + "gates", h), start)
-            out = net + "out_proj"
+            stream, (rows, gates) = ops.norm_linears(norm, _inputs(prefix), x, eps)
+            y, out = ops.gated_delta(self.delta_layer(net, ops.tp), rows, gates, start), net + "out_proj"
         else:
-            y, out = self._attend(ops, prefix, h, start), prefix + "self_attn.o_proj"
+            stream, qkv = ops.norm_linear(norm, prefix + "self_attn.qkv_proj", x, eps)
+            y, out = self._attend(ops, prefix, qkv, start), prefix + "self_attn.o_proj"
         return stream, self.feed_forward(ops, prefix, ops.add_product(out, stream, y))
 
-    def _attend(self, ops: Ops[T], prefix: str, h: T, start: T) -> T:
-        """Attends, and multiplies what each head gives by its gates: [B, N, heads*D]."""
+    def _attend(self, ops: Ops[T], prefix: str, qkv: T, start: T) -> T:
+        """Attends, and multiplies what each head gives by its gates, the last columns of qkv: [B, N, heads*D]."""
         layer = attention_layer(prefix, "rope", self.config, ops.tp, self.head_norms)
-        qkv = ops.linear(prefix + "self_attn.qkv_proj", h)
         size = layer.heads * layer.head_size
         gates = ops.columns(qkv, size + 2 * layer.kv_heads * layer.head_size, size)
         return ops.gated(ops.self_attention(layer, qkv, start), gates)
@@ -187,6 +189,11 @@ class HybridDecoder(Decoder):
         key_heads = units_per_rank(d.key_heads, tp)
         value_heads = key_heads * (d.value_heads // d.key_heads)
         return DeltaLayer(net, key_heads, value_heads, d.key_size, d.value_size, d.kernel, self.config.norm_eps)
+
+
+def _inputs(prefix: str) -> tuple[str, str]:
+    """Names the linears of a net's input, in the layer with that prefix."""
+    return prefix + "linear_attn.in_proj", prefix + "linear_attn.gates"
 
 
 def _is_norm(weight: Weight) -> bool:

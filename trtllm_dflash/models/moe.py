@@ -38,13 +38,22 @@ class MoEDecoder(Decoder, ABC):
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         stream, h = ops.norm(prefix + "post_attention_layernorm", x, self.config.norm_eps)
-        logits = ops.linear(prefix + "mlp.router", h)  # [B, N, experts]
+        logits, *gate = ops.linears(self._routers(prefix), h)  # [B, N, experts]; [B, N, 1]
         y = ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits)
         if self.moe.shared_size is not None:
             shared = prefix + "mlp.shared_expert"
             own = ops.linear(shared + ".down_proj", ops.linear_swiglu(shared + ".gate_up_proj", h))
-            y = ops.add(y, ops.gated(own, ops.linear(shared + "_gate", h)) if self.has_shared_gate else own)
+            y = ops.add_gated(y, own, *gate) if gate else ops.add(y, own)
         return Residual(stream, ops.all_reduce(y))
+
+    def _routers(self, prefix: str) -> tuple[str, ...]:
+        """Names the linears that say how much each expert gives: the router, and the gate of the one of all rows."""
+        router, gate = prefix + "mlp.router", prefix + "mlp.shared_expert_gate"
+        return (router, gate) if self.has_shared_gate and self.moe.shared_size is not None else (router,)
+
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        every = [self._routers(f"model.layers.{i}.") for i in range(self.config.layers)]
+        return super().joined_linears() + [names for names in every if len(names) > 1]
 
     def _shared_weights(self, prefix: str, size: int) -> list[Weight]:
         """Lists the tensors of the expert of all rows, whose columns ranks divide, and its gate."""

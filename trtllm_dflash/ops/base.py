@@ -180,6 +180,10 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """Embeds [bonus, MASK, ..., MASK], for bonus [B] and block_offsets [1, Bd]: [B, Bd, H]."""
         return self.embedding(name, self.masked_block(bonus, block_offsets, mask_id))
 
+    def linears(self, names: tuple[str, ...], x: T) -> tuple[T, ...]:
+        """Computes the linears `names` of x [B, N, I]: [B, N, O] each."""
+        return tuple(self.linear(name, x) for name in names)
+
     def linear_swiglu(self, name: str, x: T) -> T:
         """Multiplies x [B, N, I] by `name`, which holds gate, then up: silu(gate) * up, [B, N, F]."""
         return self.swiglu(self.linear(name, x))
@@ -202,6 +206,11 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """Returns the whole stream, and the linear `name` of that normed by `norm`."""
         total, h = self.norm(norm, x, eps)
         return total, self.linear(name, h)
+
+    def norm_linears(self, norm: str, names: tuple[str, ...], x: Residual[T], eps: float) -> tuple[T, tuple[T, ...]]:
+        """Returns the whole stream, and the linears `names` of that normed by `norm`."""
+        total, h = self.norm(norm, x, eps)
+        return total, self.linears(names, h)
 
     def norm_linear_swiglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
         """Returns the whole stream, and `linear_swiglu` of that normed by `norm`."""
@@ -277,6 +286,10 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
     def gated(self, x: T, gate: T) -> T:
         """Multiplies x [B, N, C] by sigmoid(gate), [B, N, C] or [B, N, 1]."""
         raise NotImplementedError
+
+    def add_gated(self, x: T, y: T, gate: T) -> T:
+        """Adds to x what `gated` makes of y and its gate."""
+        return self.add(x, self.gated(y, gate))
 
     def gated_delta(self, layer: DeltaLayer, x: T, gates: T, start: T) -> T:
         """Computes a gated delta net (arXiv 2412.06464) of rows at positions from start [B] on: [B, N, Hv*Dv].

@@ -19,9 +19,12 @@ class CudaExperts(TorchOps):
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes as many rows at a time as the kernels take: prompts bring more."""
         experts = Experts.of(self.weights, layer)
+        if not _is_known(layer, experts):
+            return super().moe(layer, x, logits)
         compute = moe_kernel(layer, experts)
+        logits = logits.contiguous()  # it may be a part of a joined product
         rows, scores = (of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (x, logits))
-        if not (_is_known(layer, experts) and compute.takes(rows[0], scores[0])):
+        if not compute.takes(rows[0], scores[0]):
             return super().moe(layer, x, logits)
         out = [compute(*part) for part in zip(rows, scores, strict=True)]
         return (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)

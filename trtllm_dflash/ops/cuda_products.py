@@ -5,14 +5,17 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import Residual
 from trtllm_dflash.ops.fp8 import Fp8Weight
-from trtllm_dflash.ops.linear_weight import linear_weight
+from trtllm_dflash.ops.linear_weight import joined_name, linear_weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
 
 
 class CudaProducts(TorchOps):
-    """The part of a network that is the same wherever its rows lie: [slots, rows] or flat."""
+    """The part of a network that is the same wherever its rows lie: [slots, rows] or flat.
+
+    Weights may have beside them what lets kernels do more at once: see `join_weights`, `add_norms_less_one`.
+    """
 
     def embedding(self, name: str, ids: Tensor) -> Tensor:
         table = self.weights[name + ".weight"]
@@ -40,6 +43,34 @@ class CudaProducts(TorchOps):
         y = self._normed_product(norm, name, x, eps)
         return super().norm_linear(norm, name, x, eps) if y is None else (x.x, y)
 
+    def linears(self, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, ...]:
+        joined = self._joined(names, x)
+        return super().linears(names, x) if joined is None else self._parts_of(self.linear(joined, x), names)
+
+    def norm_linears(
+        self, norm: str, names: tuple[str, ...], x: Residual[Tensor], eps: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        joined = self._joined(names, x.x)
+        if joined is None:
+            return super().norm_linears(norm, names, x, eps)
+        stream, y = self.norm_linear(norm, joined, x, eps)
+        return stream, self._parts_of(y, names)
+
+    def _joined(self, names: tuple[str, ...], x: Tensor) -> str | None:
+        """Names the linear of whose weight those are parts; None where our kernel does not multiply x by it.
+
+        cuBLAS, which multiplies more rows, takes longer for the joined weight than for its parts.
+        """
+        joined = joined_name(names)
+        weight = self.weights.get(joined + ".weight")
+        return joined if weight is not None and kernels.takes_skinny(x, weight) else None
+
+    def _parts_of(self, y: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Splits what a joined weight makes into its linears' parts."""
+        sizes = [len(self.weights[name + ".weight"]) for name in names]
+        parts: tuple[Tensor, ...] = y[..., : sum(sizes)].split(sizes, dim=-1)
+        return parts
+
     def norm_linear_swiglu(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
         y = self._normed_product(norm, name, x, eps, swiglu=True)
         return super().norm_linear_swiglu(norm, name, x, eps) if y is None else (x.x, y)
@@ -49,9 +80,12 @@ class CudaProducts(TorchOps):
     ) -> Tensor | None:
         """Computes `_product` of rows that it norms itself, where nothing is pending on the stream; else None."""
         weight = self.weights[norm + ".weight"]
+        has_less = norm + ".less_one" in self.weights and self.weights[name + ".weight"].dtype == x.x.dtype
+        adds_one = weight.dtype != x.x.dtype and has_less
+        weight = self.weights[norm + ".less_one"] if adds_one else weight
         if x.pending is not None or not x.x.is_contiguous() or weight.dtype != x.x.dtype:
             return None
-        return self._product(name, x.x, swiglu, kernels.Norm(weight, eps))
+        return self._product(name, x.x, swiglu, kernels.Norm(weight, eps, adds_one))
 
     def _product(
         self,
@@ -89,17 +123,23 @@ class CudaProducts(TorchOps):
         return kernels.rms_norm(x, weight, eps) if kernels.takes_norm(x) else super().rms_norm(name, x, eps)
 
     def add_rms_norm(self, name: str, x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not kernels.takes_norm(x):
+        if not kernels.takes_norm(x) or not y.is_contiguous():
             return super().add_rms_norm(name, x, y, eps)
         return kernels.add_rms_norm(x, y, self.weights[name + ".weight"], eps)
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         return kernels.gate(x, gate) if kernels.takes_gate(x, gate) else super().gated(x, gate)
 
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        is_taken = kernels.takes_gate(y, gate) and x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()
+        return kernels.gate(y, gate, x) if is_taken else super().add_gated(x, y, gate)
+
     def swiglu(self, x: Tensor) -> Tensor:
         return kernels.swiglu(x) if x.dtype in kernels.HALVES else super().swiglu(x)
 
     def argmax(self, logits: Tensor) -> Tensor:
+        if not logits.is_contiguous():
+            return super().argmax(logits)
         return self._first_of_ranks(logits, *kernels.argmax(logits))
 
     def _first_of_ranks(self, logits: Tensor, best: Tensor, ids: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import AttentionLayer, Context
 from trtllm_dflash.ops.cuda_caches import CudaCaches
-from trtllm_dflash.ops.fp8 import dequantize_cache_rows
+from trtllm_dflash.ops.cuda_experts import CudaExperts
+from trtllm_dflash.ops.cuda_products import CudaProducts
+from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows
 
 Tensor = torch.Tensor
 
@@ -13,8 +15,8 @@ Tensor = torch.Tensor
 class CudaSlots(CudaCaches):
     """The attention of a network whose rows lie in [slots, rows], over caches of one run of rows a slot.
 
-    Heads that our attention does not take, and pieces of prompts with more rows than it takes, are torch's, over rows
-    that our kernel appended. Where that kernel does not take the heads, all is torch's.
+    The attention of heads that ours does not take is torch's, over rows that our kernel appended. Where that kernel
+    does not take them either, all is torch's.
     """
 
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
@@ -60,9 +62,13 @@ class CudaSlots(CudaCaches):
         qkv = qkv[..., : (layer.heads + 2 * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
         q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
-        if rows <= kernels.MAX_ROWS and self.attends(layer):
+        if self._takes(q, keys, values, scales):
             sinks, window = None if layer.sinks is None else self.weights[layer.sinks], layer.window or 0
-            return kernels.attention(q, keys, values, start, causal, window, sinks, committed, rows, scales)
+            if rows <= kernels.MAX_ROWS:
+                return kernels.attention(q, keys, values, start, causal, window, sinks, committed, rows, scales)
+            assert causal and committed is None, "a drafted block has not so many rows"
+            cuts = self._once(("cuts", rows), start, lambda: _cuts(start, rows))
+            return _attend_cuts(q, keys, values, cuts, window, sinks, scales)
         if scales is not None:
             pairs = zip((keys, values), scales, strict=True)
             keys, values = (dequantize_cache_rows(cache, scale, q.dtype) for cache, scale in pairs)
@@ -70,10 +76,38 @@ class CudaSlots(CudaCaches):
         lengths = self.key_lengths(first, qkv)
         return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
 
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        causal: bool,
+        window: int | None = None,
+        sinks: str | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attends by our kernels over caches that whatever else has filled."""
+        rows = q.shape[2]
+        if not self._takes(q, keys, values) or (rows > kernels.MAX_ROWS and not causal):
+            return super().attention(q, keys, values, lengths, causal, window, sinks, scale)
+        more = window or 0, None if sinks is None else self.weights[sinks]
+        if rows <= kernels.MAX_ROWS:
+            return kernels.attention(q, keys, values, lengths, causal, *more, scale=scale)
+        cuts = self._once(("cuts", rows), lengths, lambda: _cuts(lengths - rows, rows))
+        return _attend_cuts(q, keys, values, cuts, *more, scale=scale)
+
     def attends(self, layer: AttentionLayer) -> bool:
-        """Whether our kernels compute a layer's attention, of as many rows as they take."""
-        cos, keys = self.weights[layer.rope + ".cos"], self._caches(layer)[0]
-        return self._appends(layer) and kernels.takes_heads(layer.head_size, cos.dtype, keys)
+        """Whether our kernels compute a layer's attention."""
+        keys = self._caches(layer)[0]
+        is_read = keys.dtype != FP8 or self._appends(layer)  # else it is what the cache stands for that is read
+        return kernels.takes_heads(layer.head_size, self.weights[layer.rope + ".cos"].dtype, keys) and is_read
+
+    @staticmethod
+    def _takes(q: Tensor, keys: Tensor, values: Tensor, scales: kernels.Scales = None) -> bool:
+        """Whether our kernels attend from q [B, heads, N, D] to such caches."""
+        is_alike = keys.shape == values.shape and (scales is not None or keys.dtype == q.dtype)
+        return is_alike and kernels.takes_heads(q.shape[-1], q.dtype, keys)
 
     def _appends(self, layer: AttentionLayer) -> bool:
         """Whether our kernel appends a layer's rows, whatever computes their attention."""
@@ -81,3 +115,36 @@ class CudaSlots(CudaCaches):
         is_plain = layer.scale is None and not layer.keys_as_values and not layer.norms_values
         is_known = layer.head_size in kernels.ALL_HEAD_SIZES and cos.dtype in kernels.HALVES
         return is_plain and is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
+
+
+class CudaSlotOps(CudaSlots, CudaExperts, CudaProducts):
+    """Computes a step of [slots, rows] by whatever our kernels have of it. A call may be captured into a CUDA graph."""
+
+
+def _attend_cuts(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cuts: tuple[Tensor, Tensor],
+    window: int,
+    sinks: Tensor | None,
+    scales: kernels.Scales = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attends from q [B, Hq, N, D], rows of prompts, as `kernels.attention` does, in cuts; see `_cuts`."""
+    slots, heads, rows, size = q.shape
+    segments, table = cuts
+    out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
+    flat, pages = q.transpose(1, 2).flatten(0, 1), kernels.Pages(table, keys.shape[2])  # one a slot
+    most = kernels.MAX_ROWS
+    return kernels.attend_rows(flat, keys, values, pages, segments, most, out, True, window, sinks, scales, scale=scale)
+
+
+def _cuts(start: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Makes segments [A, 4] of at most MAX_ROWS rows, out of `rows` of each slot at start [B]; and the slots' pages."""
+    slots, device = len(start), start.device
+    slot = torch.arange(slots, dtype=torch.int32, device=device)[:, None]  # [B, 1]
+    first = torch.arange(0, rows, kernels.MAX_ROWS, dtype=torch.int32, device=device)[None]  # [1, cuts of a slot]
+    counts = (rows - first).clamp(max=kernels.MAX_ROWS)
+    parts = slot, start[:, None] + first, slot * rows + first, counts
+    return torch.stack(torch.broadcast_tensors(*parts), dim=-1).flatten(0, 1), slot

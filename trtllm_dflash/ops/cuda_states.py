@@ -7,9 +7,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_experts import CudaExperts
-from trtllm_dflash.ops.cuda_products import CudaProducts
-from trtllm_dflash.ops.cuda_slots import CudaSlots
+from trtllm_dflash.ops.cuda_slots import CudaSlotOps
 from trtllm_dflash.ops.delta_states import PARTS, DeltaStates, Run
 
 Tensor = torch.Tensor
@@ -52,7 +50,7 @@ class CudaStates(DeltaStates):
         self.lengths[slot].fill_(position)
 
 
-class CudaStateOps(CudaSlots, CudaExperts, CudaProducts):
+class CudaStateOps(CudaSlotOps):
     """Computes a step of [slots, rows] of such a model. A call may be captured into a CUDA graph.
 
     Args: as `TorchOps`, but

@@ -4,7 +4,7 @@
 `NAME.input_scale`, where a calibration found one, the scale of what goes in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,6 +59,11 @@ def linear_weight(weights: Mapping[str, Tensor], name: str) -> LinearWeight:
         scales = weights[name + ".scale"], weights[name + ".global_scale"]
         return Nvfp4Weight(values, *scales, weights.get(name + ".input_scale"))
     return values
+
+
+def joined_name(names: Iterable[str]) -> str:
+    """Names the linear whose weight is those of the linears `names`, one above the other."""
+    return "+".join(names)
 
 
 def stored_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -87,11 +87,28 @@ def find_kernels(
         raise EngineError(f"--kernels exact: {reason}; leave it out")
     if reason is not None:
         return None, reason
+    return _load_for(capability), f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"
+
+
+def find_parts(config: EngineConfig, asked: Kernels, capability: tuple[int, int]) -> kernels.Library | None:
+    """Finds the library whose kernels compute parts of an engine that `find_kernels` leaves to torch; None: no part.
+
+    Raises:
+        EngineError: as `find_kernels`, of kernels that are missing, stale or not for this GPU.
+    """
+    if config.target.delta is not None:
+        return kernels.load_for(capability)
+    if asked == "torch" or config.dtype not in kernels.HALVES or capability < kernels.OLDEST_GPU:
+        return None
+    return _load_for(capability)
+
+
+def _load_for(capability: tuple[int, int]) -> kernels.Library:
+    """Loads the library for a GPU. Errors as in `kernels.load_for`, with the other way out."""
     try:
-        library = kernels.load_for(capability)
+        return kernels.load_for(capability)
     except EngineError as error:
         raise EngineError(f"{error}; or, slower, compute with torch's: --kernels torch") from None
-    return library, f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"
 
 
 def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | None:

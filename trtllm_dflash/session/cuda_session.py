@@ -29,14 +29,14 @@ from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import takes_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
-from trtllm_dflash.ops.cuda_slots import CudaSlots
+from trtllm_dflash.ops.cuda_slots import CudaSlotOps, CudaSlots
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step
-from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, precision_of, torch_choice
+from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, find_parts, precision_of, torch_choice
 from trtllm_dflash.session.graphs import StepGraphs, words_of
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
@@ -78,7 +78,9 @@ class CudaSession(TorchSession):
         accept: SlotAccept | None = None,
         kernels: Kernels = "auto",
     ) -> None:
-        self.library, self._why = find_kernels(config, kernels, torch.cuda.get_device_capability(device))
+        of_gpu = config, kernels, torch.cuda.get_device_capability(device)
+        self.library, self._why = find_kernels(*of_gpu)
+        self._parts = self.library or find_parts(*of_gpu)
         is_ours, self._is_exact = self.library is not None, kernels == "exact"
         if config.kv_memory is not None and not is_ours:
             raise EngineError(f"--kv-memory: caches in pages need our CUDA kernels ({self._why}); build without it")
@@ -105,10 +107,9 @@ class CudaSession(TorchSession):
     @property
     def choice(self) -> Choice:
         device = torch.cuda.get_device_name(self.device)
-        library = self.library if self.states is None else kernels.load()
-        if library is None:
+        if self._parts is None:
             return torch_choice(self.config, device, self._why)
-        ours, is_half, experts = str(library), self.config.dtype in kernels.HALVES, "none"
+        ours, is_half, experts = str(self._parts), self.config.dtype in kernels.HALVES, "none"
         has_products = is_half and torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
         if isinstance(self._step.target, MoEDecoder):
             experts = ours if self._has_experts(self._step.target) else TORCH
@@ -116,19 +117,20 @@ class CudaSession(TorchSession):
             backend="torch, captured",
             device=device,
             precision=precision_of(self.config),
-            attention=ours if self.library is not None or self._attends_slots() else TORCH,
+            attention=ours if self.library is not None else self._slots_attention(ours),
             products=ours if has_products else TORCH,
             experts=experts,
             why=self._why,
-            library=library.path,
-            exact=f"{library}, {device}" if self._is_exact else "no",
+            library=self._parts.path,
+            exact=f"{self._parts}, {device}" if self._is_exact else "no",
         )
 
-    def _attends_slots(self) -> bool:
-        """Whether our kernels compute the attention of a target with gated delta nets; its other layers are alike."""
-        first = self.config.target.attention_layers[0]
-        layer = self._step.target.attention_layer(self.communicator.size, first)
-        return CudaSlots(self.weights, self.caches).attends(layer)
+    def _slots_attention(self, ours: str) -> str:
+        """Names what computes the attention of a target's layers on [slots, rows]."""
+        target, ops, tp = self.config.target, CudaSlots(self.weights, self.caches), self.communicator.size
+        layers = target.attention_layers if target.latent_attention is None else []
+        taken = {ops.attends(self._step.target.attention_layer(tp, i)) for i in layers} or {False}
+        return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
     def _has_experts(self, target: MoEDecoder) -> bool:
         """Whether our kernels compute the target's experts; its layers are alike."""
@@ -451,14 +453,12 @@ class CudaSession(TorchSession):
         return outcome.of([places.get(slot, 0) for slot in range(len(call.row_counts))])
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
-        if isinstance(self.states, CudaStates):
-            ops = self._slot_ops(inputs, first_slot)
-            assert isinstance(ops, CudaStateOps)
-            out = self._step(ops, inputs, drafting)
-            ops.advance()
-            return out
         if not self._flat:
-            return super()._run(inputs, drafting, first_slot)
+            ops = self._slot_ops(inputs, first_slot)
+            out = self._step(ops, inputs, drafting)
+            if isinstance(ops, CudaStateOps):
+                ops.advance()
+            return out
         if inputs.sampling is not None:
             raise EngineError("a step of given inputs is greedy on flat rows")
         count, rows = inputs.token_ids.shape
@@ -496,5 +496,5 @@ class CudaSession(TorchSession):
         count, rows = inputs.token_ids.shape
         shared = self.weights, self._caches_of(first_slot, count), self.communicator
         if not isinstance(self.states, CudaStates):
-            return TorchOps(*shared)
+            return TorchOps(*shared) if self._parts is None else CudaSlotOps(*shared)
         return CudaStateOps(*shared, self.states, slot_segments(first_slot, inputs.start, inputs.row_count, rows))

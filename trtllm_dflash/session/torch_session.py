@@ -32,7 +32,13 @@ from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.shares import Shares
 from trtllm_dflash.session.slots import SlotTensors
-from trtllm_dflash.session.weights import complete_weights, multiplied_weights, packed_weights
+from trtllm_dflash.session.weights import (
+    add_norms_less_one,
+    complete_weights,
+    join_weights,
+    multiplied_weights,
+    packed_weights,
+)
 from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, PromptRows, StepInputs, StepOutputs, accept_equals
 
 Tensor = torch.Tensor
@@ -72,6 +78,9 @@ class TorchSession(Session):
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
         self.states = _allocate_states(config, device)
+        if isinstance(self.states, CudaStates):
+            join_weights(self.weights, self._step.target.joined_linears())
+            add_norms_less_one(self.weights)
         self._penalties: PenaltyTensors | None = None  # made when a request first has any
         self._shares = Shares(config.max_batch, max(config.block_size - 1, 1), device)
         self._windowed = windowed_caches(config, self.paging)

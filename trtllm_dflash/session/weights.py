@@ -1,5 +1,7 @@
 """A rank's stored tensors on its device, completed with those that need not be stored."""
 
+from collections.abc import Iterable
+
 import torch
 
 from trtllm_dflash.cost.memory import cache_shapes
@@ -8,7 +10,10 @@ from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.rope import rope_tables
 from trtllm_dflash.ops.cpu_products import packed
 from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8
-from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight, stored_tensors
+from trtllm_dflash.ops.linear_weight import QuantizedWeight, joined_name, linear_weight, stored_tensors
+
+#: Rows of a matrix that our kernels multiply by at a time.
+_ROWS = 16
 
 
 def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
@@ -35,6 +40,33 @@ def packed_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     matrices = {name for name, tensor in weights.items() if name.endswith(".weight") and tensor.ndim == 2}
     matrices -= {"model.embed_tokens.weight"}
     return {name: packed(tensor) if name in matrices else tensor for name, tensor in weights.items()}
+
+
+def join_weights(weights: dict[str, torch.Tensor], joins: Iterable[tuple[str, ...]]) -> None:
+    """Joins the matrices of linears of one input, in place: they become parts of one, named by `joined_name`.
+
+    Args:
+        joins: the linears' names. What is quantized stays as it is. Zeros make a whole number of kernels' rows.
+    """
+    for names in joins:
+        rows = [len(weights[name + ".weight"]) for name in names]
+        types = {weights[name + ".weight"].dtype for name in names}
+        if not types <= {torch.bfloat16, torch.float16} or len(types) > 1:
+            continue
+        parts = [weights[name + ".weight"] for name in names]
+        zeros = parts[0].new_zeros(-sum(rows) % _ROWS, parts[0].shape[1])
+        whole = torch.cat([*parts, zeros])
+        weights |= {name + ".weight": part for name, part in zip(names, whole[: sum(rows)].split(rows), strict=True)}
+        weights[joined_name(names) + ".weight"] = whole
+
+
+def add_norms_less_one(weights: dict[str, torch.Tensor]) -> None:
+    """Adds `NORM.less_one`, in BF16, of norms in FP32 that are one more than such numbers: products add the one."""
+    for name, weight in list(weights.items()):
+        if name.endswith("norm.weight") and weight.dtype == torch.float32:
+            less = (weight - 1).bfloat16()
+            if (less.float() + 1).equal(weight):
+                weights[name.removesuffix("weight") + "less_one"] = less
 
 
 def multiplied_weights(

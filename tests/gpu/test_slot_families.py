@@ -1,0 +1,79 @@
+"""Families of which our kernels compute parts: the logits of the CPU in FP32, and as near to them in 16 bits."""
+
+import pytest
+
+from tests.gpu.test_cuda import tokens
+from tests.gpu.test_hybrids import PARAMS, PROMPTS, load
+from tests.gpu.test_kernels import why_not
+from tests.near_ties import all_logits
+from trtllm_dflash import kernels
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def gemma(folder, **shape):
+    from tests.test_gemma4 import gemma_pair  # it needs a transformers that has Gemma 4
+
+    return gemma_pair(folder, **shape)
+
+
+def minimax(folder, **shape):
+    from tests.test_minimax_m2 import make_drafter, make_minimax_m2
+
+    target = make_minimax_m2(folder / "target", vocab_size=16, **shape)
+    return target, make_drafter(folder / "drafter", target, heads=8, seed=3)
+
+
+def kimi(folder, **shape):
+    from tests.test_kimi_k25 import kimi_pair
+
+    return kimi_pair(folder, **shape)
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 128}
+GEMMA = {**WIDE, "head_dim": 256}
+OURS = f"our CUDA kernels {kernels.ABI_VERSION}"
+#: Each family's pair, the shape whose heads our kernels have, and what computes its attention. In 16 bits rows take all
+#: experts: another choice of them would be no near-tie of the logits.
+FAMILIES = {
+    "gemma-4": (gemma, GEMMA, f"{OURS} and torch"),
+    "gemma-4 with experts": (gemma, {**GEMMA, "experts": True, "top_k_experts": 8}, f"{OURS} and torch"),
+    "minimax-m2": (minimax, {**WIDE, "head_dim": 64, "rotary_dim": 32, "num_experts_per_tok": 8}, OURS),
+    "kimi-k2.5": (kimi, {"hidden_size": 128, "num_experts_per_tok": 8}, "torch"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_logit_is_the_cpus(family, tmp_path):
+    make, _, _ = FAMILIES[family]
+    ids = (PROMPTS[2] + PROMPTS[1])[:48]
+    folders = make(tmp_path)
+    with load(folders) as gpu, load(folders, "cpu") as cpu:
+        assert gpu.session.choice.attention == gpu.session.choice.products == "torch"
+        found, expected = all_logits(gpu, ids).cpu(), all_logits(cpu, ids)
+        texts = [tokens(llm.generate(PROMPTS, PARAMS, draft)) for llm in (gpu, cpu) for draft in (True, False)]
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < 1e-4, errors
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_logits_are_as_near_to_fp32_as_the_cpus(family, precision, tmp_path):
+    """Not near-ties of texts: rounding alone moves these models' logits by more than lies between them."""
+    make, shape, attention = FAMILIES[family]
+    folders = make(tmp_path, **shape)
+    # Of more rows than attention takes at once, of fewer, and of as few as our products take.
+    prompts = PROMPTS[2], PROMPTS[3], PROMPTS[1][:16]
+    with load(folders, precision=precision) as gpu:
+        choice = gpu.session.choice
+        assert (choice.attention, choice.products) == (attention, OURS)
+        found = [all_logits(gpu, ids).float().cpu() for ids in prompts]
+        drafted = tokens(gpu.generate(PROMPTS, PARAMS))
+        assert all(len(reply) == PARAMS.max_tokens for reply in drafted)
+    with load(folders, "cpu", precision) as rounded, load(folders, "cpu") as exact:
+        for ids, logits in zip(prompts, found, strict=True):
+            expected = all_logits(exact, ids)
+            errors = [float((x.float() - expected).norm()) for x in (logits, all_logits(rounded, ids))]
+            print(family, precision, len(ids), errors, float(expected.norm()))
+            assert errors[0] < 2 * errors[1], (len(ids), errors)
