@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from trtllm_dflash import LLM, SamplingParams
@@ -143,20 +144,48 @@ def assert_each_is_nearly_the_largest(
 ) -> int:
     """Asserts that each token of greedy texts is the largest logit's, or a near-tie; counts the latter.
 
+    Rows that rounding moves more than most may lie further apart: within two deviations of what it does to them.
+
     Args:
-        exact: whose logits decide: it rounds less than what chose the tokens.
+        exact: whose logits decide, on a CPU in FP32.
         dtype, count: a token's logit lies within so many roundings in this type.
     """
     others = 0
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        rows = all_logits(exact, prompt + text)[len(prompt) - 1 : -1].float().cpu()
+        rows = all_logits(exact, prompt + text)[len(prompt) - 1 : -1]
         for at, (token, logits) in enumerate(zip(text, rows, strict=True)):
             below, gap = float(logits.max() - logits[token]), rounding_gap(count, logits, dtype)
+            if below > gap:
+                moved = randomly_rounded_logits(exact, prompt + text[:at], dtype)
+                gap = max(gap, 2 * float((moved[:, logits.argmax()] - moved[:, token]).std()))
             assert is_near_tie(logits, token, gap), (
                 f"text {i}, token {at}: {token} lies {below:.4f} below the largest logit, and {gap:.4f} is allowed"
             )
             others += below > 0
     return others
+
+
+#: Operations of a network, behind each of which 16 bits round.
+_ROUNDED = "linear", "rms_norm", "moe", "gated_delta", "gated", "add", "attention"
+
+
+def randomly_rounded_logits(exact: LLM, ids: list[int], dtype: torch.dtype, samples: int = 16) -> Tensor:
+    """[samples, V]: the last row's logits where each operation on a CPU rounds to this type, up or down at random."""
+    generator = torch.Generator().manual_seed(0)
+    steps = 2 / torch.finfo(dtype).eps  # of numbers from 1/2 to 1
+
+    def rounding(operation: Any) -> Any:
+        def rounded(*args: Any, **settings: Any) -> Tensor:
+            part, power = torch.frexp(operation(*args, **settings))
+            up = torch.rand(part.shape, generator=generator)
+            return torch.ldexp((part * steps + up).floor() / steps, power)
+
+        return rounded
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _ROUNDED:
+            patch.setattr(TorchOps, name, rounding(getattr(TorchOps, name)))
+        return torch.stack([all_logits(exact, ids)[-1] for _ in range(samples)])
 
 
 def _sampling(params: SamplingParams | None, position: int) -> SamplingInputs[Tensor] | None:

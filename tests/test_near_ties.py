@@ -11,6 +11,8 @@ from tests.near_ties import (
     assert_only_near_ties_differ,
     first_difference,
     is_near_tie,
+    randomly_rounded_logits,
+    rounding_gap,
 )
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.ops.base import SamplingInputs
@@ -85,6 +87,15 @@ def test_a_token_that_is_not_nearly_the_largest_is_refused_wherever_it_stands(at
     wrong = [texts[0], [*texts[1][:at], int(logits[len(prompts[1]) + at - 1].argmin()), *texts[1][at + 1 :]]]
     with pytest.raises(AssertionError, match=f"text 1, token {at}"):
         assert_each_is_nearly_the_largest(llm, prompts, wrong, dtype=torch.bfloat16, count=1)
+
+
+def test_random_roundings_move_logits_by_as_much_as_the_type_has_digits(llm):
+    ids = [1, 2, 3, 4, 5, 6, 7]
+    exact = all_logits(llm, ids)[-1]
+    moved = {dtype: (randomly_rounded_logits(llm, ids, dtype) - exact).std() for dtype in (torch.bfloat16, torch.half)}
+    assert 6 < moved[torch.bfloat16] / moved[torch.half] < 10  # three digits
+    assert 0.1 < moved[torch.bfloat16] / rounding_gap(1, exact, torch.bfloat16) < 4
+    assert torch.equal(all_logits(llm, ids)[-1], exact)
 
 
 def test_ops_take_a_side_in_a_near_tie_and_in_nothing_else():
