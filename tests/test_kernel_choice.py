@@ -186,6 +186,7 @@ def test_a_choice_names_the_library_and_not_in_a_metric(tmp_path):
 
 def test_a_metric_says_what_computes(tiny):
     (sample,) = [s for s in Scheduler(tiny.session).statistics.samples() if s.name == "dflash_kernels_info"]
+    processor, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     assert sample.value == 1
     assert sample.labels == {
         "backend": "torch",
@@ -193,7 +194,7 @@ def test_a_metric_says_what_computes(tiny):
         "attention": "torch",
         "products": "torch",
         "experts": "none",
-        "exact": f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, tp 1",
+        "exact": f"torch {torch.__version__}, {processor}, threads {threads}, tp 1",
     }
 
 

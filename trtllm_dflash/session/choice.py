@@ -46,11 +46,18 @@ class Choice:
         return f"{self.backend} on {self.device}: {', '.join(parts)} ({self.why}{place})"
 
 
-def torch_choice(config: EngineConfig, device: str, why: str) -> Choice:
-    """Makes the choice of torch for everything."""
+def torch_choice(config: EngineConfig, device: str, why: str, inexact: str | None = None) -> Choice:
+    """Makes the choice of torch for everything.
+
+    Args:
+        inexact: why a row's bits depend on what else is in the batch on this CPU; None: they do not.
+    """
     experts = TORCH if config.target.moe is not None else "none"
-    processor = torch.backends.cpu.get_cpu_capability()
-    exact = f"torch {torch.__version__}, {processor}, tp {config.tp}" if device == "cpu" else "no"
+    exact = "no"
+    if device == "cpu" and inexact is None:
+        processor, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+        exact = f"torch {torch.__version__}, {processor}, threads {threads}, tp {config.tp}"
+    why = why if inexact is None else f"{why}; not exact: {inexact}"
     return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why, exact=exact)
 
 

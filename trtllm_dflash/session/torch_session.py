@@ -38,6 +38,7 @@ from trtllm_dflash.session.weights import (
     join_weights,
     multiplied_weights,
     packed_weights,
+    why_rows_differ,
 )
 from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, PromptRows, StepInputs, StepOutputs, accept_equals
 
@@ -74,6 +75,7 @@ class TorchSession(Session):
         moved = multiplied_weights(weights, config.dtype, device)
         complete = complete_weights(moved, config, self.communicator.rank)
         self.weights = packed_weights(complete) if device.type == "cpu" else complete
+        self._inexact = why_rows_differ(self.weights) if device.type == "cpu" else None
         drafter = Drafter(config.drafter) if config.drafter else None
         rule = accept_equals if accept is None else accept(self._slots)
         self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
@@ -92,7 +94,7 @@ class TorchSession(Session):
 
     @property
     def choice(self) -> Choice:
-        return torch_choice(self.config, self.device.type, "our CUDA kernels need a GPU")
+        return torch_choice(self.config, self.device.type, "our CUDA kernels need a GPU", self._inexact)
 
     @property
     def limits(self) -> StepLimits:

@@ -8,7 +8,7 @@ from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.rope import rope_tables
-from trtllm_dflash.ops.cpu_products import packed
+from trtllm_dflash.ops.cpu_products import packed, why_inexact
 from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, joined_name, linear_weight, stored_tensors
 
@@ -37,9 +37,19 @@ def complete_weights(weights: dict[str, torch.Tensor], config: EngineConfig, ran
 
 def packed_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Lays the matrices of linears out as the CPU multiplies by them; see `cpu_products`."""
-    matrices = {name for name, tensor in weights.items() if name.endswith(".weight") and tensor.ndim == 2}
-    matrices -= {"model.embed_tokens.weight"}
-    return {name: packed(tensor) if name in matrices else tensor for name, tensor in weights.items()}
+    return weights | {name: packed(weights[name]) for name in _matrices(weights)}
+
+
+def why_rows_differ(weights: dict[str, torch.Tensor]) -> str | None:
+    """Says why a row's bits depend on the rows beside it on the CPU; None: they do not."""
+    products = ((weights[name], weights.get(name.removesuffix("weight") + "bias")) for name in _matrices(weights))
+    return next(filter(None, (why_inexact(weight, bias) for weight, bias in products)), None)
+
+
+def _matrices(weights: dict[str, torch.Tensor]) -> list[str]:
+    """Names the matrices that rows are multiplied by."""
+    names = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.ndim == 2]
+    return [name for name in names if name != "model.embed_tokens.weight"]
 
 
 def join_weights(weights: dict[str, torch.Tensor], joins: Iterable[tuple[str, ...]]) -> None:
