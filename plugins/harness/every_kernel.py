@@ -408,6 +408,9 @@ def attention(dtype: torch.dtype) -> None:
             cuts = [(first, min(32, 300 - first)) for first in range(0, 300, 32)]
             attend_flat(dtype, size, scales, cuts, 32, 64, window=100, has_sinks=True)
             attend_flat(dtype, size, scales, cuts, 32, 371)  # a page holds all of a slot
+            if scales is None and size <= 128 and torch.cuda.get_device_capability() == (9, 0):
+                many_cuts = [(1500, 5), (0, 0), (63, 1)] + [(600, 2)] * processors
+                attend_flat(dtype, size, scales, many_cuts, 16, 64, exact=True)
 
 
 def attend(
@@ -441,6 +444,7 @@ def attend_flat(
     window: int = 0,
     has_sinks: bool = False,
     tree: bool = False,
+    exact: bool = False,
 ) -> None:
     """One call over segments of (start, count), padding rows, and caches in pages; or over a block of rows of each."""
     kv_heads, heads, slots = 2, 8, len(runs)
@@ -465,6 +469,7 @@ def attend_flat(
         added=segments[:, 3] // 2 if block else None,
         block=rows if block else 0,
         row_path=torch.randint(2**rows, (len(q),), device="cuda") if tree else None,
+        exact=exact,
     )
 
 
