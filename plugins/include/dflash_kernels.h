@@ -528,8 +528,8 @@ DFLASH_API cudaError_t dflash_top_ids(const dflash_top_ids_params* params, cudaS
 /* The best tree of each slot, out of a list of nodes in which parents come first: the `nodes` of the largest sums of
  * log-probabilities down from the root, in the list's order.
  *
- * Log-probabilities below `least` count as it, and `toll` is taken off for each depth, so that no node scores as much as
- * its parent. */
+ * Log-probabilities below `least` count as it, and `toll` is taken off for each depth, so that no node scores as much
+ * as its parent. */
 #define DFLASH_TREE_MOST_LISTED 1024
 #define DFLASH_TREE_MOST_PLACES 512
 
@@ -561,8 +561,8 @@ DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, c
  * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10
  * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's.
  *
- * With parents, the kept tokens are trees: a decode segment's rows, at most 64, stand as many positions behind its start
- * as they have ancestors. */
+ * With parents, the kept tokens are trees: a decode segment's rows, at most 64, stand as many positions behind its
+ * start as they have ancestors. */
 typedef struct
 {
     int32_t segment_count; /* G */

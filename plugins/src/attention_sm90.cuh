@@ -337,7 +337,7 @@ struct Mainloop
             if constexpr (D > 128)
             {
                 // In two products of 128 columns.
-                auto& halves = reinterpret_cast<float(&)[2][16][4]>(out);
+                auto& halves = reinterpret_cast<float (&)[2][16][4]>(out);
                 multiply_add<T>(halves[0], weights[k], matrix(rows_at, S::kHalfBytes, 8 * kAtom * 2));
                 multiply_add<T>(
                     halves[1], weights[k], matrix(rows_at + 2 * S::kHalfBytes, S::kHalfBytes, 8 * kAtom * 2));
@@ -399,8 +399,8 @@ struct Mainloop
 
 // What the two warpgroups do with a range. seen: tiles of ranges before it.
 template <typename T, int D, bool kSharedTiles>
-__device__ __forceinline__ void attend(Work const& w, Span const& span, int range, int seen, char* shared,
-    Inputs<Shared<D, kSharedTiles>> const& inputs)
+__device__ __forceinline__ void attend(
+    Work const& w, Span const& span, int range, int seen, char* shared, Inputs<Shared<D, kSharedTiles>> const& inputs)
 {
     dflash_attention_params const& p = w.p;
     int const warp = threadIdx.x / 32;

@@ -57,7 +57,8 @@ __device__ __forceinline__ void hide_keys(
     }
 }
 
-// Of a thread's two rows those that they see of their segment, where it is a tree: its ancestors and itself, a bit each.
+// Of a thread's two rows those that they see of their segment, where it is a tree: its ancestors and itself, a bit
+// each.
 struct Paths
 {
     uint64_t of[2];

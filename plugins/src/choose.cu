@@ -221,8 +221,8 @@ struct TopOfBlock
 };
 
 // A cluster a row, as for argmax. A block looks twice: for its warps' maxima, then for the few numbers that reach the
-// eighth of those. Where more do than are kept, for many are equal, each warp takes its best one by one. The first block
-// takes the best of all blocks'.
+// eighth of those. Where more do than are kept, for many are equal, each warp takes its best one by one. The first
+// block takes the best of all blocks'.
 template <typename T, int kVector>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     top_ids_kernel(dflash_top_ids_params const p)

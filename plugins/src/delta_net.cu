@@ -136,8 +136,8 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream
 extern "C" cudaError_t dflash_delta_net(dflash_delta_net_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0
-        && p->slots > 0 && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
+    bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0 && p->slots > 0
+        && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
         && p->x_row_stride % 8 == 0;
     if (!is_known)
     {

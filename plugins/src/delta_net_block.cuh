@@ -249,7 +249,8 @@ struct Block
     }
 
     // The two below meet each other: before a chunk's convolution, behind it, and when the state has been read.
-    __device__ __forceinline__ void solve(Segment const& segment, typename Solver<T, kSize, kBlockValues>::Rate const& rate) const
+    __device__ __forceinline__ void solve(
+        Segment const& segment, typename Solver<T, kSize, kBlockValues>::Rate const& rate) const
     {
         stage_first(segment);
         int count = 0;

@@ -2,8 +2,8 @@
 // their four products the three that matter are taken.
 //
 // A warp holds the state of 16 values and some keys, transposed, as the accumulators of its products have it. So it is
-// both what rows are added to and, without another word moved, the left operand of what rows read: only the order of the
-// keys within 16 of them is another, and that of the right operand is made the same.
+// both what rows are added to and, without another word moved, the left operand of what rows read: only the order of
+// the keys within 16 of them is another, and that of the right operand is made the same.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ struct LeftParts
 __device__ __forceinline__ void multiply_tf32(float (&sum)[4], uint32_t const (&left)[4], uint32_t b0, uint32_t b1)
 {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(b0), "r"(b1));
 }
@@ -167,8 +167,8 @@ private:
     }
 };
 
-// The state of 16 values and kKeys keys, transposed, of which lane (g, t) has rows g and g + 8: of each group of 16 keys
-// numbers 4 t to 4 t + 3.
+// The state of 16 values and kKeys keys, transposed, of which lane (g, t) has rows g and g + 8: of each group of 16
+// keys numbers 4 t to 4 t + 3.
 template <int kSize, int kKeys>
 struct StateTile
 {
@@ -227,7 +227,7 @@ struct StateTile
         SplitRows<kSize> const& keys, SplitRows<kSize> const& queries, int first, float (&sums)[4][4]) const
     {
         DeltaLane const lane;
-        float(*const all[4])[4] = {&sums[0], &sums[1], &sums[2], &sums[3]};
+        float (*const all[4])[4] = {&sums[0], &sums[1], &sums[2], &sums[3]};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
@@ -243,8 +243,8 @@ struct StateTile
         }
     }
 
-    // Forgets, and writes 16 rows: state <- kept * state + writes * keys. write_of(row, value) and key_of(row, key) give
-    // the numbers. Added to the state by FP32 additions: those of the products round down.
+    // Forgets, and writes 16 rows: state <- kept * state + writes * keys. write_of(row, value) and key_of(row, key)
+    // give the numbers. Added to the state by FP32 additions: those of the products round down.
     template <typename WriteOf, typename KeyOf>
     __device__ __forceinline__ void absorb(float kept, WriteOf const& write_of, KeyOf const& key_of)
     {
@@ -262,7 +262,7 @@ struct StateTile
             // The g-th of 8 keys, as accumulators have a half of a group's 16.
             int const key = 16 * group + 4 * (lane.row / 2) + lane.row % 2;
             float sums[2][4] = {}; // of both halves of the group's keys
-            float(*const both[2])[4] = {&sums[0], &sums[1]};
+            float (*const both[2])[4] = {&sums[0], &sums[1]};
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
             {

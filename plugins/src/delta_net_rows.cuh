@@ -30,8 +30,8 @@ __device__ __forceinline__ float quick_silu(float x)
 // Copies 16 bytes, or fills in zeros.
 __device__ __forceinline__ void stage_16(void* to, void const* from, bool is_there)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-        "r"(is_there ? 16 : 0)
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
         : "memory");
 }
 
@@ -75,7 +75,7 @@ struct Rows
     // The channel of a number of a staged row.
     __device__ __forceinline__ int channel_of(int number) const
     {
-        return number < kSize       ? place.query_channel() + number
+        return number < kSize    ? place.query_channel() + number
             : number < 2 * kSize ? place.key_channel() + number - kSize
                                  : place.value_channel() + number - 2 * kSize;
     }

@@ -78,8 +78,7 @@ struct Solver
         T const* const from = static_cast<T const*>(place.p.gates)
             + int64_t{segment.first_row + row + min(column, count - 1)} * place.p.gates_row_stride + place.head;
         Gates gates;
-        gates.pending_decay
-            = row == 0 && column < segment.accepted ? *place.decay(segment.slot, column) : 1.f;
+        gates.pending_decay = row == 0 && column < segment.accepted ? *place.decay(segment.slot, column) : 1.f;
         gates.share = to_float(from[0]);
         gates.decay = to_float(from[place.p.value_heads]);
         return gates;

@@ -206,8 +206,9 @@ struct Shared
 
     static constexpr int kRawBytes = (kBefore + kDeltaRows) * kRawStride * static_cast<int>(sizeof(T));
     static constexpr int kBytes = kRawBytes
-        + 4 * (2 * SplitRows<kSize>::kWords + 2 * kRows + D::kParts * kPart + 5 * kMix + 4 * kDeltaRows
-            + 4 + 2 * D::kSplits * kDeltaRows + 4);
+        + 4
+            * (2 * SplitRows<kSize>::kWords + 2 * kRows + D::kParts * kPart + 5 * kMix + 4 * kDeltaRows + 4
+                + 2 * D::kSplits * kDeltaRows + 4);
 
     __device__ __forceinline__ explicit Shared(float* memory)
         : keys{reinterpret_cast<uint32_t*>(memory)}

@@ -213,7 +213,8 @@ __global__ void accept_tree_kernel(dflash_accept_tree_params const p)
     {
         int const first = segment.z + before;
         TreeRows const rows(p.row_path + first, logits);
-        path = p.imposed ? rows.imposed(p.imposed[index]) : rows.accepted(p.token_ids + first, p.target_ids + first_logit);
+        path = p.imposed ? rows.imposed(p.imposed[index])
+                         : rows.accepted(p.token_ids + first, p.target_ids + first_logit);
     }
     if (threadIdx.x == 0)
     {
@@ -226,8 +227,8 @@ __global__ void accept_tree_kernel(dflash_accept_tree_params const p)
         p.path[index] = path;
     }
     put_in_order(segment.w, before, path, [&](int to, int from) { p.row_order[segment.z + to] = segment.z + from; });
-    put_in_order(logits, 0, path,
-        [&](int to, int from) { p.choices[first_logit + to] = p.target_ids[first_logit + from]; });
+    put_in_order(
+        logits, 0, path, [&](int to, int from) { p.choices[first_logit + to] = p.target_ids[first_logit + from]; });
     if (index == p.segment_count - 1) // padding
     {
         for (int row = segment.z + max(segment.w, 0) + threadIdx.x; row < p.rows; row += 32)
@@ -241,7 +242,8 @@ __global__ void accept_tree_kernel(dflash_accept_tree_params const p)
     }
 }
 
-// -- taps --------------------------------------------------------------------------------------------------------------
+// -- taps
+// --------------------------------------------------------------------------------------------------------------
 
 // Blocks along parts, rows.
 __global__ void __launch_bounds__(kJoinThreads) join_rows_kernel(dflash_join_rows_params const p)

@@ -1,4 +1,5 @@
-// What experts' products of few rows and of many have in common on the host: scratch, the routing's launch and the sum's.
+// What experts' products of few rows and of many have in common on the host: scratch, the routing's launch and the
+// sum's.
 #pragma once
 
 #include "dflash_kernels.h"

@@ -311,8 +311,8 @@ extern "C" cudaError_t dflash_moe_many(
     if (p->dtype == DFLASH_FP16)
     {
         return p->format == DFLASH_MOE_MXFP4 ? launch_moe<__half, true>(*p, workspace, device, stream)
-                         : launch_moe<__half, false>(*p, workspace, device, stream);
+                                             : launch_moe<__half, false>(*p, workspace, device, stream);
     }
     return p->format == DFLASH_MOE_MXFP4 ? launch_moe<__nv_bfloat16, true>(*p, workspace, device, stream)
-                     : launch_moe<__nv_bfloat16, false>(*p, workspace, device, stream);
+                                         : launch_moe<__nv_bfloat16, false>(*p, workspace, device, stream);
 }

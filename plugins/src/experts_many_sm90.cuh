@@ -206,8 +206,7 @@ struct Loader
     {
         uint32_t const barrier = shared.full(stage), to = shared.weight(stage);
         wait_for_phase(shared.empty(stage), phase ^ 1);
-        expect_bytes(barrier,
-            item.count * kUnitRows * S::kLineBytes + boxes_of(item) * kBoxTokens * S::kTokenBytes);
+        expect_bytes(barrier, item.count * kUnitRows * S::kLineBytes + boxes_of(item) * kBoxTokens * S::kTokenBytes);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
         {
@@ -397,8 +396,7 @@ struct Mainloop
         if constexpr (kPacked)
         {
             // Past a row's end its numbers are zeros; any scale of its own will do.
-            uint32_t const scale
-                = shared.scales(next_scales.at) + unit_row * blocks + min(step * 4 + part, blocks - 1);
+            uint32_t const scale = shared.scales(next_scales.at) + unit_row * blocks + min(step * 4 + part, blocks - 1);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {

@@ -69,13 +69,18 @@ struct Layout
     int pitch; // from one token's inputs to the next one's: no two meet in one bank
 
     __host__ __device__ Layout(int inputs, Weight weight)
-        : row_bytes(weight == Weight::kMxfp4 ? inputs / 2 : weight == Weight::kFp8 ? inputs : inputs * 2)
+        : row_bytes(weight == Weight::kMxfp4 ? inputs / 2
+                  : weight == Weight::kFp8   ? inputs
+                                             : inputs * 2)
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
         , scale_bytes(weight == Weight::kMxfp4 ? kGranule * (inputs / 32) : 0)
         , scale_buffers((kUnits + units - 1) / units + 1)
         , warp_bytes(kUnits * kUnit + scale_buffers * scale_bytes)
-        , token_bytes(steps * (kLine / 2) * (weight == Weight::kMxfp4 ? 4 : weight == Weight::kFp8 ? 2 : 1))
+        , token_bytes(steps * (kLine / 2)
+              * (weight == Weight::kMxfp4      ? 4
+                      : weight == Weight::kFp8 ? 2
+                                               : 1))
         , pitch((token_bytes + 127) / 128 * 128 + 64)
     {
     }

@@ -73,8 +73,8 @@ __device__ __forceinline__ uint64_t block_best(uint64_t key, Shared& shared)
     return key;
 }
 
-// Finds a bound that at least `top` logits of the row reach, and few more: the top-th largest of the threads' best ones.
-// Returns the largest logit.
+// Finds a bound that at least `top` logits of the row reach, and few more: the top-th largest of the threads' best
+// ones. Returns the largest logit.
 template <typename T, int kVector>
 __device__ __forceinline__ float find_bound(Row<T, kVector> row, int top, Shared& shared)
 {

@@ -36,8 +36,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     int sms = 0;
     int major = 0;
     cudaError_t error = cudaGetDevice(&device);
-    for (auto const& [to, what] : {std::pair{&sms, cudaDevAttrMultiProcessorCount},
-             std::pair{&major, cudaDevAttrComputeCapabilityMajor}})
+    for (auto const& [to, what] :
+        {std::pair{&sms, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor}})
     {
         error = error == cudaSuccess ? cudaDeviceGetAttribute(to, what, device) : error;
     }
@@ -113,8 +113,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    return launch_kernel(
-        kernel, dim3(plan.blocks), kThreads, Shared<D>::kBytes, stream, w, queries, keys, values);
+    return launch_kernel(kernel, dim3(plan.blocks), kThreads, Shared<D>::kBytes, stream, w, queries, keys, values);
 }
 
 } // namespace

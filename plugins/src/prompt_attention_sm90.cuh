@@ -177,8 +177,8 @@ struct Mainloop
         for (int k = 0; k < D / 16; ++k)
         {
             int const column = k / 4 * S::kHalfBytes + k % 4 * 32;
-            multiply<T>(logits, matrix(queries + column, 16, 8 * kAtom * 2), matrix(keys + column, 16, 8 * kAtom * 2),
-                k > 0);
+            multiply<T>(
+                logits, matrix(queries + column, 16, 8 * kAtom * 2), matrix(keys + column, 16, 8 * kAtom * 2), k > 0);
         }
     }
 
@@ -301,9 +301,9 @@ struct Mainloop
 #endif
 
 template <typename T, int D>
-__global__ void __launch_bounds__(kThreads, 1) prompt_kernel(PromptWork const w,
-    __grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
-    __grid_constant__ CUtensorMap const values)
+__global__ void __launch_bounds__(kThreads, 1)
+    prompt_kernel(PromptWork const w, __grid_constant__ CUtensorMap const queries,
+        __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) char shared[];
