@@ -31,7 +31,7 @@ class Replayed(CudaSession):
 
     def __init__(self, config, weights, device):
         TorchSession.__init__(self, config, weights, device, flat=False)
-        self.library, self._why = None, "none on a CPU"
+        self.library, self._parts, self._why = None, None, "none on a CPU"
         self._shaping = self._hidden = self._left = None
         self._graphs = StepGraphs(config, self._capture)
 
