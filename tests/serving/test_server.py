@@ -174,6 +174,16 @@ def test_ports_and_hosts_that_cannot_be_are_refused():
         Endpoints(expose_triton=True).chosen()
 
 
+def test_ports_of_which_any_will_do_are_free_ones_that_no_outgoing_connection_gets(monkeypatch):
+    at = Endpoints(http_port=0, grpc_port=0, metrics_port=0).chosen()
+    ports = {at.http_port, at.grpc_port, at.metrics_port}
+    assert len(ports) == 3 and all(20_000 <= port < 32_768 for port in ports)
+    monkeypatch.setattr("trtllm_dflash.serving.endpoints._TRIES", 1)
+    monkeypatch.setattr("trtllm_dflash.serving.endpoints._ANY", [at.http_port])
+    with socket.create_server(("127.0.0.1", at.http_port)):
+        assert Endpoints(http_port=0).chosen().http_port != at.http_port
+
+
 TRITONS = ("http", "grpc", "metrics")
 
 

@@ -1,12 +1,22 @@
 """The addresses that a server listens at: the OpenAI API's, which may be the world's, and Triton's own."""
 
 import errno
+import random
 import socket
 from dataclasses import dataclass, fields, replace
 
 from trtllm_dflash.errors import SettingsError
 
 LOOPBACK = "127.0.0.1"
+
+#: Ports of which one is taken where any will do: below those that the system gives to outgoing connections, one of
+#: which could have it before the server listens there.
+_ANY = range(20_000, 32_768)
+_TRIES = 20
+
+
+class PortTakenError(SettingsError):
+    """Somebody listens at a port already."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +102,20 @@ class Endpoints:
         try:
             for name, port in given.items():
                 address = self.address if name == "openai_port" else self.triton_address
-                sockets.append(self._bind(address, port, flags[name]))
+                sockets.append(self._bind(address, port, flags[name]) if port else self._bind_any(address, flags[name]))
                 given[name] = sockets[-1].getsockname()[1]
         finally:
             for held in sockets:
                 held.close()
         return replace(self, **given)
+
+    def _bind_any(self, address: str, flag: str) -> socket.socket:
+        for port in random.sample(_ANY, _TRIES):
+            try:
+                return self._bind(address, port, flag)
+            except PortTakenError:
+                continue
+        return self._bind(address, 0, flag)
 
     def _bind(self, address: str, port: int, flag: str) -> socket.socket:
         attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -110,7 +128,7 @@ class Endpoints:
         except OSError as error:
             attempt.close()
             if error.errno == errno.EADDRINUSE:
-                raise SettingsError(f"port {port} is taken ({flag})") from None
+                raise PortTakenError(f"port {port} is taken ({flag})") from None
             if error.errno == errno.EADDRNOTAVAIL:
                 raise SettingsError(f"--host {self.host}: not an address of this machine") from None
             raise SettingsError(f"{flag} {port}: {error.strerror}") from None
