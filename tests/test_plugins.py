@@ -18,7 +18,7 @@ from tests.flat_ops import rowless_ops
 from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.kernels import library, norm
+from trtllm_dflash.kernels import library, norm, products
 from trtllm_dflash.models.decoder import Features
 from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
@@ -70,6 +70,23 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
     assert library.functions.dflash_error_string(0) == b"no error"
     assert library.architectures == ("90a-real",)
     assert library.path == built / "libdflash_kernels.so"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "swiglu", "thousandths"),
+    [
+        (6144, 4096, False, 1031),  # 64 tiles of 96, of two blocks each
+        (151936, 4096, False, 1000),
+        (34816, 5120, True, 1091),  # tiles of 96, three a block at most
+        (5120, 17408, False, 1237),
+        (5120, 17408, True, 2475),
+        (4096, 64, False, 3093),  # one line, which no two blocks can share
+    ],
+)
+def test_what_the_busiest_of_an_h200s_multiprocessors_reads_is_known(built, load, outputs, inputs, swiglu, thousandths):
+    load(built / "libdflash_kernels.so")
+    assert products._wide_load.__wrapped__(outputs, inputs, swiglu, 132) == thousandths
 
 
 @needs_compiler
@@ -221,6 +238,7 @@ def test_cuda_ops_need_the_library(load, tmp_path):
         ("plain", 17, "wide"),
         ("plain", 128, "wide"),
         ("plain", 129, None),
+        ("uneven", 17, None),
         ("rows", 16, "skinny"),
         ("rows", 17, None),
         ("blocks", 1, None),
@@ -232,6 +250,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     values, scale = quantize_rows(matrix)
     weight = {
         "plain": matrix.bfloat16(),
+        "uneven": matrix.bfloat16(),
         "rows": Fp8Weight(values, scale.flatten()),
         "blocks": Fp8Weight(matrix.to(torch.float8_e4m3fn), torch.ones(2, 1)),
         "nvfp4": Nvfp4Weight(
@@ -265,6 +284,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "skinny_gemm", skinny_gemm)
     monkeypatch.setattr(kernels, "wide_gemm", wide_gemm)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(products, "_wide_load", lambda *sizes: 1200 if kind == "uneven" else 1050)
     monkeypatch.setattr(kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
     torch_ops = TorchOps(weights, {})
     for name in ("rms_norm", "add_rms_norm"):

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 18
+#define DFLASH_ABI_VERSION 19
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -206,6 +206,10 @@ DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* param
 /* The same of any number of rows, without a norm or FP8 weights, on Hopper. A row's sums depend neither on the other
  * rows nor on their number; their order is another than dflash_skinny_gemm's. */
 DFLASH_API cudaError_t dflash_wide_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
+
+/* What the busiest of so many multiprocessors reads of the weight then, in thousandths of an equal share. On the host.
+ */
+DFLASH_API int32_t dflash_wide_gemm_load(const dflash_skinny_gemm_params* params, int32_t processors);
 
 /* RMSNorm of x, or of x + residual, which is then stored too. H is a multiple of 8 and at most 32,768. */
 typedef struct

@@ -6,7 +6,9 @@
 #include "tensor_map.cuh"
 #include "wide_gemm_sm90.cuh"
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 namespace dflash
 {
@@ -24,24 +26,20 @@ struct Division
 
 constexpr Division kDivisions[] = {{64, 4}, {64, 2}, {96, 2}, {128, 2}, {192, 1}, {128, 1}, {96, 1}};
 
-// Chooses the division after which the busiest multiprocessor reads least.
+// Lines of a weight's rows that the busiest multiprocessor reads; none where a product cannot be divided so.
+int64_t most_lines(dflash_skinny_gemm_params const& p, Division const& x, int processors)
+{
+    int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = processors / x.splits;
+    int const lines = (p.inputs * 2 / kLine + x.splits - 1) / x.splits;
+    bool const fits = tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
+    return x.splits == 1 || fits ? int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines : INT64_MAX;
+}
+
+// Chooses the division after which that is least.
 Division choose(dflash_skinny_gemm_params const& p, int processors)
 {
-    Division best = {192, 1};
-    int64_t least = INT64_MAX;
-    for (Division const& x : kDivisions)
-    {
-        int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = processors / x.splits;
-        int const lines = (p.inputs * 2 / kLine + x.splits - 1) / x.splits;
-        int64_t const read = int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines;
-        bool const fits = tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
-        if ((x.splits == 1 || fits) && read < least)
-        {
-            best = x;
-            least = read;
-        }
-    }
-    return best;
+    return *std::min_element(std::begin(kDivisions), std::end(kDivisions), [&](Division const& x, Division const& y)
+        { return most_lines(p, x, processors) < most_lines(p, y, processors); });
 }
 
 template <typename T>
@@ -118,6 +116,13 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 
 } // namespace
 } // namespace dflash
+
+extern "C" int32_t dflash_wide_gemm_load(dflash_skinny_gemm_params const* p, int32_t processors)
+{
+    int64_t const most = dflash::most_lines(*p, dflash::choose(*p, processors), processors);
+    int64_t const all = int64_t{p->outputs} * (p->inputs * 2 / dflash::wide::kLine);
+    return static_cast<int32_t>(std::min(1000 * most * processors / all, int64_t{INT32_MAX}));
+}
 
 extern "C" cudaError_t dflash_wide_gemm(dflash_skinny_gemm_params const* p, cudaStream_t stream)
 {

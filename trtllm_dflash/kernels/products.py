@@ -1,18 +1,21 @@
 """Products of rows and a large weight, whose time is that of reading the weight."""
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
-from trtllm_dflash.kernels.library import run, stream, structure
+from trtllm_dflash.kernels.library import load, run, stream, structure
 
 Tensor = torch.Tensor
 
 #: Rows that `skinny_gemm` takes.
 SKINNY_ROWS = 16
-#: Rows up to which `wide_gemm` is faster than cuBLAS.
-WIDE_ROWS = 128
+#: Rows up to which `wide_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may then have to
+#: read of the weight, in thousandths of an equal share.
+WIDE_ROWS, _WIDE_LOAD = 128, 1100
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
 
@@ -69,6 +72,21 @@ def takes_wide(x: Tensor, weight: Tensor) -> bool:
     outputs, inputs = weight.shape
     fits = inputs % 64 == 0 and outputs % 16 == 0 and weight.dtype == x.dtype
     return fits and x.dtype in HALVES and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def suits_wide(x: Tensor, weight: Tensor, swiglu: bool) -> bool:
+    """Whether `wide_gemm` takes x [..., I] and weight [O, I], and is faster than cuBLAS."""
+    if x.numel() > WIDE_ROWS * x.shape[-1] or not takes_wide(x, weight):
+        return False
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return _wide_load(*weight.shape, swiglu, processors) <= _WIDE_LOAD
+
+
+@cache
+def _wide_load(outputs: int, inputs: int, swiglu: bool, processors: int) -> int:
+    params = SkinnyGemmParams(outputs=outputs, inputs=inputs, swiglu=int(swiglu))
+    most: int = load().functions.dflash_wide_gemm_load(ctypes.byref(params), processors)
+    return most
 
 
 def wide_gemm(

@@ -109,8 +109,7 @@ class CudaProducts(TorchOps):
         bias = self.weights.get(name + ".bias")
         if kernels.takes_skinny(x, values):
             return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual)
-        is_tens = x.numel() <= kernels.WIDE_ROWS * x.shape[-1]
-        if is_tens and scale is None and norm is None and kernels.takes_wide(x, values):
+        if scale is None and norm is None and kernels.suits_wide(x, values, swiglu):
             return kernels.wide_gemm(x, values, bias, swiglu, residual)
         return None
 
