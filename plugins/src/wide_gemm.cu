@@ -29,7 +29,7 @@ constexpr Division kDivisions[] = {{64, 4}, {64, 2}, {96, 2}, {128, 2}, {192, 1}
 // Lines of a weight's rows that the busiest multiprocessor reads; none where a product cannot be divided so.
 int64_t most_lines(dflash_skinny_gemm_params const& p, Division const& x, int processors)
 {
-    int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = processors / x.splits;
+    int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = std::max(processors / x.splits, 1);
     int const lines = (p.inputs * 2 / kLine + x.splits - 1) / x.splits;
     bool const fits = tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
     return x.splits == 1 || fits ? int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines : INT64_MAX;
@@ -85,12 +85,22 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStrea
 template <typename T, int kRows>
 cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
-    int device = 0, processors = 0;
+    int device = 0, processors = 0, major = 0;
     cudaError_t error = cudaGetDevice(&device);
     error = error ? error : cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    error = error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (error != cudaSuccess)
     {
         return error;
+    }
+#ifdef DFLASH_SM90A
+    bool const has_kernel = major == 9;
+#else
+    bool const has_kernel = false;
+#endif
+    if (!has_kernel)
+    {
+        return cudaErrorNotSupported;
     }
     Division const division = choose(p, processors);
     switch (division.outputs * 8 + division.splits)
@@ -128,7 +138,7 @@ extern "C" cudaError_t dflash_wide_gemm(dflash_skinny_gemm_params const* p, cuda
 {
     using namespace dflash;
     if (p->inputs < kLine / 2 || p->inputs % (kLine / 2) || p->outputs < kGranule || p->outputs % kGranule
-        || p->weight_dtype != p->dtype || p->norm_weight || (p->swiglu && p->residual))
+        || p->weight_dtype != p->dtype || p->norm_weight || p->scale || (p->swiglu && p->residual))
     {
         return cudaErrorInvalidValue;
     }

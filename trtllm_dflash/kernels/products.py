@@ -93,6 +93,7 @@ def wide_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, swiglu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
     """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are."""
+    check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual)
 
 
