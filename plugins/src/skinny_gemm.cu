@@ -142,24 +142,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads + 32
     multiply(launch, place, shared, ring);
 }
 
-// Tiles of rows of 128 bytes, whatever their numbers' type. Sizes and strides count bytes of a row.
-template <int kDimensions>
-cudaError_t map_bytes(void const* tensor, cuuint64_t const (&sizes)[kDimensions],
-    cuuint64_t const (&strides)[kDimensions - 1], cuuint32_t const (&box)[kDimensions], CUtensorMap& map)
-{
-    return map_tiles(
-        CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, tensor, sizes, strides, box, map);
-}
-
-// The tokens' inputs: rows, in columns of 128 bytes.
-template <typename T>
-cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int tokens, CUtensorMap& map)
-{
-    cuuint64_t const row_bytes = p.inputs * sizeof(T);
-    return map_bytes<2>(
-        p.x, {row_bytes, static_cast<cuuint64_t>(p.rows)}, {row_bytes}, {kLine, static_cast<cuuint32_t>(tokens)}, map);
-}
-
 // A weight's granules, eight rows and the eight that go with them, of a line for each warp.
 template <typename W>
 cudaError_t map_weight(dflash_skinny_gemm_params const& p, CUtensorMap& map)
@@ -196,7 +178,7 @@ cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, cudaStream_t 
     launch.per_input = 1.f / static_cast<float>(p.inputs);
     launch.zero = 0;
     error = map_weight<W>(p, launch.weight);
-    error = error ? error : map_inputs<T>(p, kTokens, launch.inputs);
+    error = error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), kTokens, launch.inputs);
     return error ? error : launch_kernel(kernel, dim3(clusters * kCluster), kThreads + 32, L::kBytes, stream, launch);
 }
 

@@ -57,4 +57,20 @@ cudaError_t map_tiles(CUtensorMapDataType type, CUtensorMapL2promotion promotion
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// Likewise, whatever the numbers' type: sizes and strides count bytes of a row.
+template <int kDimensions>
+cudaError_t map_bytes(void const* tensor, cuuint64_t const (&sizes)[kDimensions],
+    cuuint64_t const (&strides)[kDimensions - 1], cuuint32_t const (&box)[kDimensions], CUtensorMap& map)
+{
+    return map_tiles(
+        CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, tensor, sizes, strides, box, map);
+}
+
+// Rows that lie one behind the other, in columns of 128 bytes of so many rows at a time.
+inline cudaError_t map_rows(void const* tensor, int rows, cuuint64_t row_bytes, int at_a_time, CUtensorMap& map)
+{
+    return map_bytes<2>(tensor, {row_bytes, static_cast<cuuint64_t>(rows)}, {row_bytes},
+        {128, static_cast<cuuint32_t>(at_a_time)}, map);
+}
+
 } // namespace dflash

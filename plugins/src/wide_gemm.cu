@@ -45,23 +45,12 @@ Division choose(dflash_skinny_gemm_params const& p, int processors)
 template <typename T>
 cudaError_t map_weight(dflash_skinny_gemm_params const& p, int outputs, CUtensorMap& map)
 {
-    cuuint64_t const row_bytes = p.inputs * sizeof(T), count = p.outputs, half = kGranule / 2;
-    cuuint64_t const to_second = p.swiglu ? count / 2 : half, to_next = p.swiglu ? half : kGranule; // rows
-    cuuint64_t const sizes[] = {row_bytes, half, 2, count / kGranule};
-    cuuint64_t const strides[] = {row_bytes, to_second * row_bytes, to_next * row_bytes};
-    cuuint32_t const box[] = {kLine, half, 2, static_cast<cuuint32_t>(outputs / kGranule)};
-    return map_tiles(
-        CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.weight, sizes, strides, box, map);
-}
-
-template <typename T>
-cudaError_t map_inputs(dflash_skinny_gemm_params const& p, int rows, CUtensorMap& map)
-{
-    cuuint64_t const row_bytes = p.inputs * sizeof(T);
-    cuuint64_t const sizes[] = {row_bytes, static_cast<cuuint64_t>(p.rows)};
-    cuuint64_t const strides[] = {row_bytes};
-    cuuint32_t const box[] = {kLine, static_cast<cuuint32_t>(rows)};
-    return map_tiles(CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.x, sizes, strides, box, map);
+    cuuint64_t const row_bytes = p.inputs * sizeof(T), count = p.outputs;
+    constexpr cuuint64_t kHalf = kGranule / 2;
+    cuuint64_t const to_second = p.swiglu ? count / 2 : kHalf, to_next = p.swiglu ? kHalf : kGranule; // rows
+    return map_bytes<4>(p.weight, {row_bytes, kHalf, 2, count / kGranule},
+        {row_bytes, to_second * row_bytes, to_next * row_bytes},
+        {kLine, kHalf, 2, static_cast<cuuint32_t>(outputs / kGranule)}, map);
 }
 
 template <typename L>
@@ -76,7 +65,7 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStrea
     launch.box_rows = std::min((p.rows + 7) / 8 * 8, L::kRows);
     cudaError_t error = allow_shared_bytes<kernel>(L::kBytes);
     error = error ? error : map_weight<T>(p, L::kOutputs, launch.weight);
-    error = error ? error : map_inputs<T>(p, launch.box_rows, launch.inputs);
+    error = error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), launch.box_rows, launch.inputs);
     int const clusters = L::kSplits > 1 ? launch.tiles : std::min(launch.tiles, processors);
     dim3 const grid(clusters * L::kSplits, (p.rows + L::kRows - 1) / L::kRows);
     return error ? error : launch_kernel(kernel, grid, kThreads, L::kBytes, stream, launch);

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY
-from tests.gpu.test_kernels import assert_close, why_not
+from tests.gpu.test_kernels import assert_close, why_not_hopper
 from tests.gpu.test_ragged_attention import ints, random_pages
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import SamplingInputs
@@ -14,14 +14,8 @@ from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
 
-
-def why_not_hopper() -> str:
-    if not why_not() and torch.cuda.get_device_capability() != (9, 0):
-        return "exact rows are Hopper's alone"
-    return why_not()
-
-
-pytestmark = pytest.mark.skipif(bool(why_not_hopper()), reason=why_not_hopper())
+WHY_NOT = why_not_hopper("exact rows")
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 BF16 = torch.bfloat16
 

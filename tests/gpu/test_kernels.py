@@ -55,6 +55,13 @@ def begun(poisoned):
     torch.manual_seed(0)
 
 
+def why_not_hopper(what: str) -> str:
+    """Reason why tests of what Hopper alone has cannot run; empty: they can."""
+    if not why_not() and torch.cuda.get_device_capability() != (9, 0):
+        return f"{what} are Hopper's alone"
+    return why_not()
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, roundings: float = 2.0) -> None:
     """Direction, scale and the largest error, each within a few roundings of the type: cosine alone sees no scale."""
     found, expected = found.double().flatten(), expected.double().flatten()

@@ -6,17 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_kernels import assert_close, why_not
+from tests.gpu.test_kernels import assert_close, why_not_hopper
 from trtllm_dflash import kernels
 
-
-def why_not_hopper() -> str:
-    if not why_not() and torch.cuda.get_device_capability() != (9, 0):
-        return "products of tens of rows are Hopper's alone"
-    return why_not()
-
-
-pytestmark = pytest.mark.skipif(bool(why_not_hopper()), reason=why_not_hopper())
+WHY_NOT = why_not_hopper("products of tens of rows")
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 BF16 = torch.bfloat16
 HALVES = (BF16, torch.float16)

@@ -1,13 +1,12 @@
 """Attention over caches: of a short block of rows to a long one, and of many rows of prompts."""
 
 import ctypes
-import functools
 
 import torch
 
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
 from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, DTYPES, HALVES, HEAD_SIZES, address, check, check_ints
-from trtllm_dflash.kernels.library import load, run, stream, structure
+from trtllm_dflash.kernels.library import is_hopper, processors, run, stream, structure
 from trtllm_dflash.kernels.pages import Pages, page_members
 
 Tensor = torch.Tensor
@@ -130,24 +129,17 @@ def takes_heads(size: int, dtype: torch.dtype, keys: Tensor) -> bool:
     """Whether attention of rows of such a type takes heads of that size, of caches such as `keys`."""
     if dtype not in HALVES or size not in ALL_HEAD_SIZES:
         return False
-    return size in HEAD_SIZES or (keys.dtype == dtype and _is_hopper(keys.device))
+    return size in HEAD_SIZES or (keys.dtype == dtype and is_hopper(keys.device))
 
 
 def takes_prompts(q: Tensor, keys: Tensor, rows: int) -> bool:
     """Whether `attend_prompts` computes the attention of so many prompt rows among q, and sooner than in cuts."""
-    if not _is_hopper(q.device):
+    if not is_hopper(q.device):
         return False
-    least, most = (items * _processors(q.device) * _ITEM_ROWS for items in _ITEMS_A_PROCESSOR)
+    least, most = (items * processors(q.device) * _ITEM_ROWS for items in _ITEMS_A_PROCESSOR)
     count, heads, size = q.shape
     is_known = keys.dtype == q.dtype and size in HEAD_SIZES
     return is_known and rows * heads >= least and count * heads <= most
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """Whether a device is a Hopper GPU, and the library has code for its own instructions."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return any(architecture.startswith("90a") for architecture in load().architectures)
 
 
 def attend_prompts(
@@ -192,11 +184,6 @@ def _flat_params(
     params.slots, params.pages = len(segments), len(keys)
     params.segments, params.out = segments.data_ptr(), out.data_ptr()
     return params
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _params(

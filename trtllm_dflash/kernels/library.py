@@ -105,6 +105,19 @@ def _load(named: str | None) -> Library:
     return Library(path, version, tuple(functions.dflash_architectures().decode().split(",")), functions)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a Hopper GPU, and the library has code for its own instructions."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return any(architecture.startswith("90a") for architecture in load().architectures)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Counts a GPU's multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def remedy() -> str:
     """Explains how to get a library that belongs to this package."""
     if (_CHECKOUT / "plugins" / "CMakeLists.txt").is_file():

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
-from trtllm_dflash.kernels.library import load, run, stream, structure
+from trtllm_dflash.kernels.library import is_hopper, load, processors, run, stream, structure
 
 Tensor = torch.Tensor
 
@@ -71,21 +71,20 @@ def takes_wide(x: Tensor, weight: Tensor) -> bool:
     """Whether `wide_gemm` multiplies x [..., I] and weight [O, I], on x's GPU."""
     outputs, inputs = weight.shape
     fits = inputs % 64 == 0 and outputs % 16 == 0 and weight.dtype == x.dtype
-    return fits and x.dtype in HALVES and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return fits and x.dtype in HALVES and is_hopper(x.device)
 
 
 def suits_wide(x: Tensor, weight: Tensor, swiglu: bool) -> bool:
     """Whether `wide_gemm` takes x [..., I] and weight [O, I], and is faster than cuBLAS."""
     if x.numel() > WIDE_ROWS * x.shape[-1] or not takes_wide(x, weight):
         return False
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return _wide_load(*weight.shape, swiglu, processors) <= _WIDE_LOAD
+    return _wide_load(*weight.shape, swiglu, processors(x.device)) <= _WIDE_LOAD
 
 
 @cache
-def _wide_load(outputs: int, inputs: int, swiglu: bool, processors: int) -> int:
+def _wide_load(outputs: int, inputs: int, swiglu: bool, count: int) -> int:
     params = SkinnyGemmParams(outputs=outputs, inputs=inputs, swiglu=int(swiglu))
-    most: int = load().functions.dflash_wide_gemm_load(ctypes.byref(params), processors)
+    most: int = load().functions.dflash_wide_gemm_load(ctypes.byref(params), count)
     return most
 
 
