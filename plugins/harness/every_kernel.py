@@ -25,10 +25,12 @@ from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels.checks import HALVES
 from trtllm_dflash.kernels.delta_net import DELTA_ROWS, DELTA_SIZES, DELTA_TAPS
+from trtllm_dflash.kernels.library import is_hopper
 from trtllm_dflash.kernels.products import SKINNY_GPUS
 
 Tensor = torch.Tensor
 
+CUDA = torch.device("cuda")
 E4M3 = torch.float8_e4m3fn
 EPSILON = 1e-6
 #: With two stages: for GPUs whose blocks have less than half of an H200's shared memory.
@@ -408,7 +410,7 @@ def attention(dtype: torch.dtype) -> None:
             cuts = [(first, min(32, 300 - first)) for first in range(0, 300, 32)]
             attend_flat(dtype, size, scales, cuts, 32, 64, window=100, has_sinks=True)
             attend_flat(dtype, size, scales, cuts, 32, 371)  # a page holds all of a slot
-            if scales is None and size <= 128 and torch.cuda.get_device_capability() == (9, 0):
+            if scales is None and size <= 128 and is_hopper(CUDA):
                 many_cuts = [(1500, 5), (0, 0), (63, 1)] + [(600, 2)] * processors
                 attend_flat(dtype, size, scales, many_cuts, 16, 64, exact=True)
 
@@ -475,7 +477,7 @@ def attend_flat(
 
 def prompts(dtype: torch.dtype) -> None:
     """Few items and several a block; tiles in one page and in two; groups that do not fill an item; a window, sinks."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not is_hopper(CUDA):
         return
     for size in kernels.HEAD_SIZES:
         for page_rows in (64, 192, 128, 1100):
@@ -570,7 +572,7 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
 
 def wide_products(dtype: torch.dtype) -> None:
     """Products of tens of rows, of each division of the outputs on 132 multiprocessors."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not is_hopper(CUDA):
         return
     for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 24576):
         weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
