@@ -220,7 +220,7 @@ class Preparation:
         callees = [Callee(each.name, each.parameters or {}, each.strict is True) for each in offer.functions]
         thinking = self._codec.begins_with_thinking(ids)
         try:
-            source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking)
+            source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking, self._codec.marker_ids)
         except RequestError as error:
             raise ApiError(400, str(error), error.field, "unsupported_value") from None
         return Structured(kind="grammar", value=source)
@@ -253,8 +253,9 @@ class Preparation:
             return {}
         if "reasoning_effort" in variables:
             return {"reasoning_effort": effort}
-        if "enable_thinking" in variables:
-            return {"enable_thinking": effort != "none"}
+        for variable in ("enable_thinking", "thinking"):
+            if variable in variables:
+                return {variable: effort != "none"}
         if effort == "none":
             return {}
         message = f"{param}: only none; this engine's chat template has no variable for it"
