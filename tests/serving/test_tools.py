@@ -21,9 +21,21 @@ TEMPLATE = """{{%- if tools %}}{{% for tool in tools %}}tool {{{{ tool | tojson 
 {{%- if message.reasoning_content is defined %}} (thought {{{{ message.reasoning_content }}}}){{% endif %}}
 {{%- for call in message.tool_calls or [] %}} calls {{{{ call.function.name }}}} {{{{ call.function.arguments.x }}}}
 {{%- endfor %}};
+{{%- for result in message.tool_responses or [] %}}
+
+tool: {{{{ result.response }}}};
+{{%- endfor %}}
+
 {{% endfor %}}{{% if enable_thinking is defined and enable_thinking %}}<think>
 {{% endif %}}"""
-ASKS = {"qwen3": "<tool_call>", "qwen3-coder": "<tool_call><function=", "llama3": "Environment: ipython"}
+ASKS = {
+    "qwen3": "<tool_call>",
+    "qwen3-coder": "<tool_call><function=",
+    "llama3": "Environment: ipython",
+    "gemma4": "<|tool_call>call:",
+    "minimax-m2": "<minimax:tool_call>",
+    "kimi-k2": "<|tool_calls_section_begin|>",
+}
 
 
 @pytest.fixture(scope="module")
