@@ -105,7 +105,8 @@ def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_forma
     may = {"must": False}
     assert ok("Hello.\n", **may) and ok(booked, **may) and ok(both, **may)
     if chat_format == "gemma4":
-        assert ok(f"<|channel>thought\nHm.\n<channel|>{now}", **must)
+        thought = f"<|channel>thought\nHm.\n<channel|>{now}"
+        assert ok(thought, must=True, thinking=True) and not ok(thought, **must) and ok(now, must=True, thinking=True)
         assert ok(f"<|channel>thought\nHm.\n<channel|>I book.\n{booked}{now}", **may)
     elif chat_format != "llama3":
         between = "\n" if chat_format.startswith("qwen") else ""
@@ -121,15 +122,15 @@ def test_whatever_is_allowed_is_read_as_calls_that_keep_to_their_schemas(chat_fo
     words = vocabulary(chat_format, special)
     grammar = words.grammars.compile("grammar", call_grammar(chat_format, CALLEES, must=True, special=words.special))
     draw, tokens, planned = random.Random(seed), [], []
-    endings = {"qwen3-coder": ["\n</parameter>\n"], "minimax-m2": ["</parameter>\n"], "gemma4": ['<|"|>', "<channel|>"]}
-    ends = [words.ids(ending) for ending in endings.get(chat_format, ['"'])]
+    endings = {"qwen3-coder": "\n</parameter>\n", "minimax-m2": "</parameter>\n", "gemma4": '<|"|>'}
+    end = words.ids(endings.get(chat_format, '"'))
     while True:
         mask = int.from_bytes(grammar.plan([]).masks, "little")
         allowed = [token for token in range(words.size) if mask >> token & 1]
         if 2 in allowed and (len(tokens) > 50 or allowed == [2]):
             break
         if not planned and len(allowed) > 100 and draw.random() < 0.3:
-            planned = list(draw.choice(ends))  # a text ends: random tokens would write on in it
+            planned = list(end)  # a text ends: random tokens would write on in it
         planned = planned if planned[:1] and planned[0] in allowed else []
         token = planned.pop(0) if planned else draw.choice([token for token in allowed if token != 2])
         grammar.accept(token)

@@ -201,6 +201,8 @@ def test_thinking_is_turned_off_by_each_template_s_own_variable(codec_of):
     assert minimax.chat_text([USER]).endswith("]~b]ai\n<think>\n")
     for thinking, begins in ((True, True), (False, False)):
         assert kimi.begins_with_thinking(kimi.encode_chat([USER], {"thinking": thinking})) == begins
+        asked = gemma.encode_chat([USER], {"enable_thinking": thinking})
+        assert gemma.thinks_first(asked) == begins and not gemma.begins_with_thinking(asked)
 
 
 def test_special_tokens_that_mark_no_part_are_no_text(codec_of):

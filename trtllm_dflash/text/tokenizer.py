@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
 from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, markers_of, messages_for, reply_parser
+from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.stream import TextStream
@@ -207,7 +208,16 @@ class TextCodec:
         """Whether the reply to that prompt begins inside its thinking."""
         if self._harmony is not None:
             return True
-        return self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip().endswith(OPENING)
+        return self._ending(prompt_ids).endswith(OPENING)
+
+    def thinks_first(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the reply to that prompt begins inside its thinking, or may begin with it."""
+        if self.chat_format == "gemma4":  # whose prompt ends with an empty channel where it is not to think
+            return not self._ending(prompt_ids).endswith(CHANNEL_END)
+        return self.begins_with_thinking(prompt_ids)
+
+    def _ending(self, prompt_ids: Sequence[int]) -> str:
+        return self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip()
 
     def _encode(self, text: str, special: bool, most: int | None = None) -> list[int]:
         try:

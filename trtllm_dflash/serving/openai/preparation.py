@@ -218,7 +218,7 @@ class Preparation:
         if not offer.held or chat_format is None:
             return None
         callees = [Callee(each.name, each.parameters or {}, each.strict is True) for each in offer.functions]
-        thinking = self._codec.begins_with_thinking(ids)
+        thinking = self._codec.thinks_first(ids)
         try:
             source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking, self._codec.marker_ids)
         except RequestError as error:

@@ -27,7 +27,7 @@ def call_grammar(
     Args:
         must: the reply is calls and nothing else; else calls may stand wherever the format has them.
         parallel: it may have several calls.
-        thinking: the reply begins inside its thinking.
+        thinking: the reply begins inside its thinking; Gemma's may begin with it.
         special: the tokens of those of the format's markers that are special ones of the tokenizer.
 
     Raises:
@@ -48,7 +48,7 @@ def _start(chat_format: ChatFormat, marks: Marks, must: bool, parallel: bool, th
         calls = 'call ("; " call)*' if parallel else "call"
         return [f"start: {calls}"] if must else [f"start: {calls} | OTHER", r"OTHER: /[ \n]*[^{ \n](.|\n)*/"]
     if chat_format == "gemma4":
-        return _start_of_gemma4(marks, must, parallel)
+        return _start_of_gemma4(marks, must, parallel, thinking)
     if chat_format == "minimax-m2":
         tags, blank = minimax_m2.TAGS, r"/\n{0,3}/"
         section = [f"section: {text(chr(10))} call{'+' if parallel else ''} {marks.one(tags.closing)}"]
@@ -78,12 +78,14 @@ def _start_with(
     return [f"start: thought {blank} {first}", marks.text_up_to("thought", CLOSING)]
 
 
-def _start_of_gemma4(marks: Marks, must: bool, parallel: bool) -> list[str]:
+def _start_of_gemma4(marks: Marks, must: bool, parallel: bool, thinking: bool) -> list[str]:
     """Writes the start of Gemma's replies: thinking, if any, is in them as a whole."""
     if not must:
         return _among_text(marks, gemma4.CALL, "call", parallel, (gemma4.CHANNEL, gemma4.CHANNEL_END))
     first = f"{marks.one(gemma4.CALL)} call"
     calls = f"({first})+" if parallel else first
+    if not thinking:
+        return [f"start: {calls}"]
     channel = marks.one(gemma4.CHANNEL)
     return [f"start: ({channel} thought)? {calls}", marks.text_up_to("thought", gemma4.CHANNEL_END)]
 
@@ -108,7 +110,7 @@ def _call(chat_format: ChatFormat, marks: Marks, rule: str, function: Callee) ->
     if chat_format == "minimax-m2":
         return _xml_call(minimax_m2.TAGS, rule, function, before="", after="\n")
     if chat_format == "kimi-k2":
-        head = f"{marks.one(kimi_k2.CALL)} {text(f'functions.{function.name}:')} /[0-9]+/"
+        head = f"{marks.one(kimi_k2.CALL)} {text(f'functions.{function.name}:')} /[0-9]{{1,3}}/"
         return _json_call(rule, function, f"{head} {marks.one(kimi_k2.CALL_ARGUMENTS)}", marks.one(kimi_k2.CALL_END))
     return gemma4_call(marks, rule, function)
 
