@@ -9,8 +9,9 @@ from tests.conftest import TINY
 from tests.test_reply_parsers import calls_of, parsed, text_of, together, written
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.grammar import Grammars
-from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
+from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.formats import markers_of
+from trtllm_dflash.text.reply.grammar_terms import Callee
 
 FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
 #: Those whose markers are special tokens of some tokenizers; each with such a tokenizer too.

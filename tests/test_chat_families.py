@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.conftest import TINY
 from tests.test_reply_parsers import SCHEMAS, calls_of, text_of, together
-from trtllm_dflash.text.reply.formats import markers_of
+from trtllm_dflash.text.reply.formats import ChatFormat, markers_of
 from trtllm_dflash.text.reply.parts import Part
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -66,7 +66,8 @@ MINIMAX = """{%- set opening, closing = '<minimax:tool_call>', '</minimax:tool_c
 {%- endfor -%}
 {{ ']~b]ai\\n<think>\\n' }}"""
 
-KIMI = """{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
+KIMI = """{%- if tools_ts_str -%}<|im_system|>tool_declare<|im_middle|>{{ tools_ts_str }}<|im_end|>
+{%- elif tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 <|im_assistant|>assistant<|im_middle|><think>{{ message.reasoning_content }}</think>
@@ -95,9 +96,9 @@ WAYS = [("gemma4", True), ("minimax-m2", False), ("kimi-k2", True), ("kimi-k2", 
 
 @pytest.fixture(scope="module")
 def codec_of(tmp_path_factory):
-    made: dict[tuple[str, bool], TextCodec] = {}
+    made: dict[tuple[ChatFormat, bool], TextCodec] = {}
 
-    def make(chat_format: str, special: bool) -> TextCodec:
+    def make(chat_format: ChatFormat, special: bool) -> TextCodec:
         folder: Path = tmp_path_factory.mktemp(chat_format)
         shutil.copyfile(TINY / "target" / "tokenizer_config.json", folder / "tokenizer_config.json")
         tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
@@ -111,7 +112,7 @@ def codec_of(tmp_path_factory):
         assert codec is not None
         return codec
 
-    def of(chat_format: str, special: bool) -> TextCodec:
+    def of(chat_format: ChatFormat, special: bool) -> TextCodec:
         if (chat_format, special) not in made:
             made[chat_format, special] = make(chat_format, special)
         return made[chat_format, special]
@@ -214,3 +215,64 @@ def test_special_tokens_that_mark_no_part_are_no_text(codec_of):
         stream.push(token)
     stream.finish()
     assert stream.text == "a<|channel>bc"
+
+
+def test_kimis_template_gets_functions_as_types(codec_of):
+    leaf = {"type": "object", "properties": {"at": {"enum": [1, "b", None]}}, "description": "Two\n\nlines."}
+    schema = {
+        "type": "object",
+        "properties": {
+            "zone": {"type": ["string", "null"], "description": "Where."},
+            "name": {"type": "string", "minLength": 2, "pattern": "a+", "default": "é"},
+            "list": {"type": "array", "items": {"type": "integer", "maximum": 3}, "maxItems": 2},
+            "any": {"anyOf": [{"$ref": "#/$defs/leaf"}, {"type": "array"}]},
+            "inner": {"type": "object", "properties": {"on": {"type": "boolean", "default": False}}},
+        },
+        "required": ["zone"],
+        "additionalProperties": False,
+        "$defs": {"leaf": leaf},
+    }
+    tools = [
+        {"type": "function", "function": {"name": "find", "description": "Finds it.", "parameters": schema}},
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    kimi = codec_of("kimi-k2", True)
+    text = kimi.chat_text([USER], tools=tools)
+    assert text.startswith("<|im_system|>tool_declare<|im_middle|>" + TYPES + "<|im_end|>")
+    tools[1]["function"]["parameters"] = {"properties": {"a": {"not": {}}}}  # which has no such form
+    assert '"name": "now"' in kimi.chat_text([USER], tools=tools)
+    assert "tool_declare" not in kimi.chat_text([USER])
+
+
+TYPES = """# Tools
+
+## functions
+namespace functions {
+// Two
+
+// lines.
+interface leaf {
+  at?: 1 | "b" | None
+}
+// Finds it.
+type find = (_: {
+  // Where.
+  zone: string | null,
+  any?: leaf | Array<any>,
+  inner?: {
+    // Default: False
+    on?: boolean
+  },
+  // maxItems: 2
+  list?: Array<
+    // maximum: 3
+    number
+  >,
+  // minLength: 2, pattern: a+
+  // Default: "é"
+  name?: string,
+  [k: string]: never
+}) => any;
+type now = (_: {}) => any;
+}
+"""

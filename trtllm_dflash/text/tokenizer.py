@@ -15,6 +15,7 @@ from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, mar
 from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
+from trtllm_dflash.text.reply.typescript import declared
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
 
@@ -173,13 +174,12 @@ class TextCodec:
         messages = messages_for(self.chat_format, messages)
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
+        given = {**self._chat_arguments, **(arguments or {})}
+        if tools and "tools_ts_str" in self._template:
+            given = {"tools_ts_str": declared(tools), **given}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**self._chat_arguments, **(arguments or {})},
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **given
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error

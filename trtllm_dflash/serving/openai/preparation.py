@@ -31,7 +31,8 @@ from trtllm_dflash.serving.openai.response_form import ResponseForm
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.calls import MOST_BAD_RUNS
-from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
+from trtllm_dflash.text.reply.call_grammar import call_grammar
+from trtllm_dflash.text.reply.grammar_terms import Callee
 from trtllm_dflash.text.reply.harmony_form import harmony_form
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
