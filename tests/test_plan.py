@@ -243,6 +243,18 @@ def test_targets_without_kernels_are_planned_from_their_published_shapes(name):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_checkpoints")
+def test_minimax_m2_is_planned_in_the_fp8_of_its_checkpoint_and_its_drafter_said_to_be_deduced():
+    engine = planned_engine(BuildSettings(name="minimax-m2.5", target="org/x", max_batch=4), "b300")
+    published = published_target("minimax-m2.5").weight_bytes + published_drafter("minimax-m2.5").weight_bytes
+    assert weight_bytes(engine) == pytest.approx(published, rel=0.02)
+    plan = ("build", "--plan", "--model", "minimax-m2.5", "--gpu", "h100")
+    assert "Drafter: its config.json is behind a gate: layers, widths" in succeeds(*plan, "--tp", 4)
+    assert "no whole number of the checkpoint's FP8 blocks of 128" in refusal(*plan, "--tp", 8)
+    assert "on 8 x h100" in succeeds(*plan, "--tp", 8, "--ep")
+
+
 def test_states_are_read_and_written_once_a_step_whatever_its_rows():
     engine = planned_engine(BuildSettings(name="qwen3.5-27b", target="x", max_batch=1, tp=1), "h200")
     (one,), (many,), (later,) = (

@@ -233,7 +233,7 @@ _MINIMAX_M2: dict[str, Any] = {
     "tie_word_embeddings": False,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
-# Deduced: five layers and six taps of these widths have the sizes of z-lab's gated files, 1.04 and 3.33 (with head) GiB.
+# Deduced: with five layers and six taps these have the sizes of z-lab's gated files, 1.04 and (with a head) 3.33 GiB.
 _MINIMAX_M2_DRAFTER = DrafterWidths(48, 8, 128, 6144, 4, 2048)
 
 _KIMI: dict[str, Any] = {

@@ -36,7 +36,9 @@ _PIECE = 1 << 16  # characters that are counted at a time
 _SEAM = 256  # tokens that a cut between two pieces may add
 _OPENING_TOKENS = 8  # that the opening of a reply's thinking, and the newline behind it, have at most
 _VARIABLES = ("enable_thinking", "reasoning_effort")  # of chat templates, that clients set by fields of their own
-_THINKING = re.compile(r"(?<![\w.'\"])thinking is (not )?defined")  # Kimi-K2.5's variable, a word that others have too
+_THINKING = re.compile(
+    r"{%[-+]? *(el)?if [^%]*(?<![\w.'\"])thinking(?![\w'\"(])"
+)  # Kimi-K2.5's variable, a common word
 _COMPOSED = 4  # bytes that a normalizer may make one of: composing, at most 9 become 3
 
 
@@ -171,7 +173,7 @@ class TextCodec:
         if self._harmony is not None:
             ids = self.encode_chat(messages, arguments, tools=tools)
             return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        messages = messages_for(self.chat_format, messages)
+        messages = messages_for(self.chat_format, self._template, messages)
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         given = {**self._chat_arguments, **(arguments or {})}

@@ -51,10 +51,12 @@ def markers_of(chat_format: ChatFormat | None) -> tuple[str, ...]:
     return () if chat_format is None else _MARKERS.get(chat_format, ())
 
 
-def messages_for(chat_format: ChatFormat | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_for(chat_format: ChatFormat | None, template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Writes a conversation's messages as the format's chat template wants them."""
     rewrite = None if chat_format is None else _MESSAGES.get(chat_format)
-    return messages if rewrite is None else rewrite(messages)
+    if rewrite is None or (chat_format == "gemma4" and gemma4.RESPONSES not in template):
+        return messages
+    return rewrite(messages)
 
 
 def reply_parser(

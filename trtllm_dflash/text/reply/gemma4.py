@@ -18,6 +18,7 @@ from trtllm_dflash.text.reply.parts import TextParser, behind_closing, held
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 CALL, CALL_END = "<|tool_call>", "<tool_call|>"
 QUOTE = '<|"|>'
+RESPONSES = "tool_responses"  # of a message, as templates know it
 
 _THOUGHT = "thought"  # the channel's name
 _HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,128})\{")
@@ -288,7 +289,7 @@ def with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             joined.append(message)
             continue
         response = {"name": name, "response": message["content"]}
-        joined[-1] = {**joined[-1], "tool_responses": [*joined[-1].get("tool_responses", ()), response]}
+        joined[-1] = {**joined[-1], RESPONSES: [*joined[-1].get(RESPONSES, ()), response]}
     return joined
 
 
