@@ -33,7 +33,7 @@ def refusal(folder: Path, text: str) -> str:
 
 def test_every_published_drafter_is_in_the_catalog():
     catalog = load_catalog()
-    assert len(catalog) == 22
+    assert len(catalog) == 24
     assert {"tiny", "qwen3-4b", "qwen3-8b", "llama-3.1-8b", "gpt-oss-20b", "gpt-oss-120b"} <= catalog.keys()
     drafters = [entry.drafter for entry in catalog.values()]
     assert len(set(drafters)) == len(drafters)

@@ -158,6 +158,7 @@ def test_trees_of_drafts_are_refused(tmp_path):
 def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path):
     target, drafter = kimi_pair(tmp_path)
     assert_ranks_agree(target, drafter, 2)
+    assert_ranks_agree(*kimi_pair(tmp_path / "wide", moe_intermediate_size=128), 4)
     # Of 64 columns, four ranks would have half a block: they have whole experts.
     assert_ranks_agree(target, drafter, 4, ep=True)
     line = refusal("build", "--target", target, "--tp", "4", "--output", tmp_path / "engine")

@@ -46,6 +46,8 @@ PAIRS = {
     "gemma-4-31b": "--tp 2 --gpu h100",
     "gemma-4-26b-a4b": "--gpu b300",
     "kimi-k2.5": "--tp 8 --gpu b300",
+    "minimax-m2.5": "--tp 4 --gpu h200",
+    "minimax-m2.7": "--tp 2 --gpu b300",
 }
 
 
@@ -167,6 +169,7 @@ FILES = {
     "qwen3-coder-next": (0.88, 79.7, 24576, 72),
     "gemma-4-31b": (2.86, 30.7, 81920, 0),
     "gemma-4-26b-a4b": (0.80, 25.2, 20480, 0),
+    "minimax-m2.7": (1.04, 115.1, 253952, 0),  # whose target is in 8 bits: half as many as there are
 }
 
 

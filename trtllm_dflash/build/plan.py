@@ -233,9 +233,16 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         largest_batch=most,
         largest_seq_len=longest,
         error_bound=error_bound(config),
-        assumptions=assumptions(config, gpu, settings.acceptance),
+        assumptions=[*assumptions(config, gpu, settings.acceptance), *_of_drafter(config)],
         points=_points(config, gpu, settings.acceptance, sorted({min(batch, most) for batch in batches}), length),
     )
+
+
+def _of_drafter(config: EngineConfig) -> list[str]:
+    shape = PUBLISHED.get(config.name)
+    if config.drafter is None or shape is None or not shape.facts.deduced:
+        return []
+    return ["Drafter: its config.json is behind a gate: layers, widths, block and taps are deduced, not read."]
 
 
 def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:

@@ -318,6 +318,8 @@ def _check_facts(settings: BuildSettings, target: DecoderConfig, drafter: Drafte
         "drafter_layers": drafter.layers,
     }
     for name, value in found.items():
+        if settings.facts.deduced and name != "target_layers":
+            continue
         stated = getattr(settings.facts, name)
         if stated is not None and stated != value:
             raise SettingsError(
