@@ -191,6 +191,9 @@ class Decoder:
     #: What it has that torch alone computes so far; None: our CUDA kernels and TensorRT's layers do too.
     torch_only: str | None = None
 
+    #: What it has that no TensorRT layers are emitted for so far; None: they compute all of it.
+    not_in_tensorrt: str | None = None
+
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 

@@ -31,6 +31,7 @@ from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.nvfp4 import Transcoded, from_mxfp4
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_quantized import TensorRTQuantized
+from trtllm_dflash.ops.tensorrt_routing import TensorRTRouting
 
 Tensor = torch.Tensor
 
@@ -43,7 +44,7 @@ def multiplies_fp4(capability: int | None) -> bool:
     return capability is not None and capability >= 100
 
 
-class TensorRTMoE(TensorRTQuantized):
+class TensorRTMoE(TensorRTRouting, TensorRTQuantized):
     """Emits the mixture of experts of `Ops`.
 
     Attributes:
@@ -56,30 +57,9 @@ class TensorRTMoE(TensorRTQuantized):
     def moe(self, mixture: MoELayer, x: ITensor, logits: ITensor) -> ITensor:
         self._scope = mixture.prefix + "experts"
         chosen, shares = self._route(mixture, logits)
-        if self.capability in MOE_LAYER_CAPABILITIES:
+        if self.capability in MOE_LAYER_CAPABILITIES and mixture.activation == "silu":
             return self._mixture(mixture, x, chosen, shares)
         return self._wide_feed_forward(mixture, x, shares)
-
-    def _route(self, mixture: MoELayer, logits: ITensor) -> tuple[ITensor, ITensor]:
-        """Chooses each row's experts, as a bool mask and FP32 weights, 0 for the others: [B, N, experts] each."""
-        logits = self._cast(logits, self.trt.float32)
-        top = self.network.add_topk(logits, self.trt.TopKOperation.MAX, mixture.top_k, 1 << 2)
-        least = self._reduce("MIN", self._layer(top, "top_k"), 2)  # [B, N, 1]
-        # TopK does not say which of equals it returns: of those that equal the least, the first ones.
-        above = self._binary("GREATER", logits, least)
-        equal = self._binary("EQUAL", logits, least)
-        taken = self._reduce("SUM", self._cast(above, self.trt.int32), 2)
-        axis = self._constant(torch.tensor(2, dtype=torch.int32))
-        ones = self._cast(equal, self.trt.int32)
-        run = self._layer(
-            self.network.add_cumulative(ones, axis, self.trt.CumulativeOperation.SUM, False, False), "run"
-        )
-        fits = self._not(self._binary("GREATER", self._binary("SUM", run, taken), self._ints(mixture.top_k, 3)))
-        chosen = self._binary("OR", above, self._binary("AND", equal, fits))
-        mass = self._unary("EXP", self._binary("SUB", logits, self._reduce("MAX", logits, 2)))
-        own = self._select(chosen, mass, self._fill(0.0, 3))
-        total = self._reduce("SUM", own if mixture.normalized else mass, 2)
-        return chosen, self._binary("DIV", own, total, "shares")
 
     # -- one wide feed-forward -------------------------------------------------------------------------------------
 
@@ -111,7 +91,7 @@ class TensorRTMoE(TensorRTQuantized):
         return y
 
     def _activate(self, mixture: MoELayer, gate: ITensor, up: ITensor) -> ITensor:
-        """Emits SwiGLU of gate and up, [B, N, E, 1, F] each."""
+        """Emits SwiGLU, or GELU's gate, of gate and up, [B, N, E, 1, F] each."""
         slope = gate
         if mixture.clamp is not None:
             limit, alpha = (self._fill(x, 5, gate.dtype) for x in (mixture.clamp.limit, mixture.clamp.alpha))
@@ -119,6 +99,9 @@ class TensorRTMoE(TensorRTQuantized):
             up = self._binary("MAX", self._binary("MIN", up, limit), self._fill(-mixture.clamp.limit, 5, up.dtype))
             up = self._binary("SUM", up, self._fill(1.0, 5, up.dtype))
             slope = self._binary("PROD", gate, alpha)
+        if mixture.activation == "gelu":
+            gelu = self._layer(self.network.add_activation(gate, self.trt.ActivationType.GELU_TANH), "gelu")
+            return self._binary("PROD", gelu, up, "geglu")
         sigmoid = self._layer(self.network.add_activation(slope, self.trt.ActivationType.SIGMOID), "sigmoid")
         return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
 

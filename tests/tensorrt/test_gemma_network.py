@@ -1,0 +1,64 @@
+"""Gemma 4 as TensorRT networks: evaluated, they are TorchOps; compiled, they are plans."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import edit_tensors, make_drafter
+from tests.test_gemma4 import make_gemma4
+from trtllm_dflash.checkpoint.pair import Pair, open_pair
+
+pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
+
+from tests.tensorrt.evaluator import trt
+from tests.tensorrt.test_network import BLOCK, Both, compare_generation, make_config
+from tests.tensorrt.test_quantized import compiled
+
+pytestmark = pytest.mark.slow
+
+
+def make_pair(folder: Path, drafter: dict[str, Any] | None = None, **target: Any) -> Pair:
+    path = make_gemma4(folder / "target", **target)
+    # So small that a drafter, which knows nothing, does not draft the mask alone: what it embeds is scaled, too.
+    name = "model.language_model.embed_tokens.weight"
+    edit_tensors(path, lambda tensors: tensors[name].div_(8))
+    shape = {"block_size": BLOCK, "tap_layers": (0, 1, 2), "seed": 3, **(drafter or {})}
+    return open_pair(path, make_drafter(folder / "drafter", path, **shape))
+
+
+def layers(*full: bool) -> dict[str, Any]:
+    kinds = ["full_attention" if is_full else "sliding_attention" for is_full in full]
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+@pytest.mark.parametrize(("tp", "experts", "sampled"), [(1, False, True), (2, False, False), (2, True, False)])
+@torch.inference_mode()
+def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, experts: bool, sampled: bool) -> None:
+    """Logits are capped, which sampling sees; the longest prompt passes the window of 8, and the chunk."""
+    pair = make_pair(tmp_path, experts=experts, vocab_size=16, **layers(False, True, False, True))
+    config = make_config(pair, tp).model_copy(update={"sampling": sampled})
+    both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pair, config, 120)
+    survived = compare_generation(both, [30, 5, 1], steps=3)
+    assert both.compared == 4 + 3
+    assert sampled or survived > 0
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """Heads of 256 with a window and of 512 without, as published, which two ranks can divide."""
+    shape = {"hidden_size": 128, "vocab_size": 512, "head_dim": 256, "global_head_dim": 512, "sliding_window": 32}
+    shape |= {"intermediate_size": 128, "num_attention_heads": 4, **layers(False, True)}
+    drafter = {"layers": 1, "heads": 4, "kv_heads": 2, "head_size": 128, "tap_layers": (0, 1)}
+    return {
+        kind: make_pair(tmp_path_factory.mktemp(kind), drafter, experts=kind == "experts", published=False, **shape)
+        for kind in ("dense", "experts")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "tp"), [("dense", "sm120", 1), ("experts", "sm120", 2), ("dense", "sm89", 2), ("experts", "sm89", 1)]
+)
+def test_steps_compile(pairs: dict[str, Pair], kind: str, gpu: str, tp: int) -> None:
+    assert compiled(pairs[kind], gpu, tp).data.nbytes > 0

@@ -1,0 +1,61 @@
+"""MiniMax-M2 as TensorRT networks: evaluated, they are TorchOps; compiled, they are plans."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_drafter
+from tests.quantized import quantize_folder
+from tests.test_minimax_m2 import make_minimax_m2
+from trtllm_dflash.checkpoint.pair import Pair, open_pair
+
+pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
+
+from tests.tensorrt.evaluator import trt
+from tests.tensorrt.test_network import BLOCK, Both, compare_generation, make_config
+from tests.tensorrt.test_quantized import compiled
+
+pytestmark = pytest.mark.slow
+
+
+def make_pair(folder: Path, drafter: dict[str, Any] | None = None, blocks: bool = False, **target: Any) -> Pair:
+    path = make_minimax_m2(folder / "target", **target)
+    if blocks:
+        quantize_folder(path, "blocks")
+    shape = drafter or {"heads": 8}
+    return open_pair(path, make_drafter(folder / "drafter", path, block_size=BLOCK, tap_layers=(0, 1), **shape))
+
+
+@pytest.mark.parametrize(
+    ("tp", "capability", "blocks"), [(1, 120, False), (4, 89, False), (2, 103, False), (2, 120, True)]
+)
+@torch.inference_mode()
+def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, capability: int, blocks: bool) -> None:
+    """Of four ranks, two share each key head."""
+    shape: dict[str, Any] = {"num_hidden_layers": 2}
+    if blocks:
+        shape |= {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 16, "num_attention_heads": 16}
+    pair = make_pair(tmp_path, {"heads": 16, "kv_heads": 8} if blocks else None, blocks, **shape)
+    config = make_config(pair, tp).model_copy(update={"sampling": False})
+    both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pair, config, capability)
+    survived = compare_generation(both, [30, 5, 1], steps=3)
+    assert both.compared == 4 + 3 and survived > 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Heads of 128, half of each rotated, as published; blocks of 128 divide what one and two ranks hold."""
+    shape = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 256}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64}
+    drafter = {"layers": 1, "heads": 16, "kv_heads": 8, "head_size": 64}
+    return make_pair(tmp_path_factory.mktemp("minimax"), drafter, blocks=True, **shape)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tp", "precision"), [("sm120", 1, "fp8"), ("sm120", 8, "bf16"), ("sm89", 2, "fp8")]
+)
+def test_steps_compile(pair: Pair, gpu: str, tp: int, precision: str) -> None:
+    """As they are stored, in FP8 blocks, and dequantized."""
+    assert compiled(pair, gpu, tp, precision=precision).data.nbytes > 0
