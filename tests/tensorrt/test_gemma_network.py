@@ -61,4 +61,4 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     ("kind", "gpu", "tp"), [("dense", "sm120", 1), ("experts", "sm120", 2), ("dense", "sm89", 2), ("experts", "sm89", 1)]
 )
 def test_steps_compile(pairs: dict[str, Pair], kind: str, gpu: str, tp: int) -> None:
-    assert compiled(pairs[kind], gpu, tp).data.nbytes > 0
+    assert compiled(pairs[kind], gpu, tp, sampling=False).data.nbytes > 0

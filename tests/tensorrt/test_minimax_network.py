@@ -58,4 +58,4 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 )
 def test_steps_compile(pair: Pair, gpu: str, tp: int, precision: str) -> None:
     """As they are stored, in FP8 blocks, and dequantized."""
-    assert compiled(pair, gpu, tp, precision=precision).data.nbytes > 0
+    assert compiled(pair, gpu, tp, precision=precision, sampling=False).data.nbytes > 0

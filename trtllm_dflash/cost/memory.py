@@ -18,7 +18,7 @@ from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
-from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
+from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, has_mixture_layer, multiplies_fp4
 
 #: Bytes that CUDA keeps of one layer in one captured step, its kernels' launches and arguments: an H200 kept 29 KiB of
 #: Qwen3-8B's shape, on average of 36 steps, and less of gpt-oss-20b's.
@@ -321,5 +321,7 @@ def _graphs(config: EngineConfig) -> int:
 
 def computes_all_experts(config: EngineConfig) -> bool:
     """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
-    gpu = capability(config.gpu) if config.gpu is not None else None
-    return config.backend == "tensorrt" and gpu not in MOE_LAYER_CAPABILITIES
+    gpu, moe = capability(config.gpu) if config.gpu is not None else None, config.target.moe
+    assert moe is not None
+    in_int4 = config.target.linear_precision is WeightPrecision.INT4
+    return config.backend == "tensorrt" and not has_mixture_layer(gpu, moe.activation, in_int4)

@@ -16,7 +16,7 @@ step of those could not be captured into a CUDA graph), and costs this:
 MXFP4 experts stay MXFP4 where the GPU multiplies FP4 (SM100 and later): 4.25 bits a number in the plan, dequantized in
 the product. Elsewhere they are constants of the engine's own type. The mixture layer takes NVFP4 (see `ops.nvfp4`).
 
-FP8 and NVFP4 experts stay that. What goes into gate and up is rounded where a calibration found how, as into any
+FP8, NVFP4 and INT4 experts stay that, these in the wide feed-forward alone, as do those of GELU. What goes into gate and up is rounded where a calibration found how, as into any
 linear; what goes into down is not, since its rows bear their experts' weights by then.
 """
 
@@ -26,6 +26,7 @@ import torch
 
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.nvfp4 import Transcoded, from_mxfp4
@@ -44,6 +45,11 @@ def multiplies_fp4(capability: int | None) -> bool:
     return capability is not None and capability >= 100
 
 
+def has_mixture_layer(capability: int | None, activation: str, in_int4: bool = False) -> bool:
+    """Whether TensorRT's mixture layer computes experts of this activation on such a GPU; None: one not known."""
+    return capability in MOE_LAYER_CAPABILITIES and activation == "silu" and not in_int4
+
+
 class TensorRTMoE(TensorRTRouting, TensorRTQuantized):
     """Emits the mixture of experts of `Ops`.
 
@@ -57,7 +63,8 @@ class TensorRTMoE(TensorRTRouting, TensorRTQuantized):
     def moe(self, mixture: MoELayer, x: ITensor, logits: ITensor) -> ITensor:
         self._scope = mixture.prefix + "experts"
         chosen, shares = self._route(mixture, logits)
-        if self.capability in MOE_LAYER_CAPABILITIES and mixture.activation == "silu":
+        in_int4 = isinstance(self._quantized(mixture.prefix + "experts.down_proj"), Int4Weight)
+        if has_mixture_layer(self.capability, mixture.activation, in_int4):
             return self._mixture(mixture, x, chosen, shares)
         return self._wide_feed_forward(mixture, x, shares)
 
@@ -136,6 +143,8 @@ class TensorRTMoE(TensorRTRouting, TensorRTQuantized):
             numbers = self._nvfp4_numbers(name, values, stored.scale.transpose(0, 1).flatten(1), largest, dtype)
         elif isinstance(stored, Fp8Weight) and stored.by_block:
             numbers = self._fp8_numbers(name, Fp8Weight(values, stored.scale.transpose(0, 1).flatten(1)), dtype)
+        elif isinstance(stored, Int4Weight):
+            numbers = self._int4_numbers(name, values, stored.scale.transpose(0, 1).flatten(1), dtype)
         else:
             constants = self._named(name + ".weight", values), self._named(name + ".scale", stored.scale.t())
             layer = self.network.add_dequantize(*constants, dtype)
@@ -225,7 +234,7 @@ class TensorRTMoE(TensorRTRouting, TensorRTQuantized):
         if isinstance(stored, Fp8Weight):
             flat = Fp8Weight(values.flatten(0, 1), part(stored.scale).flatten(0, 1))
             return self._reshape(self._fp8_numbers(name, flat, dtype), (count, outputs, inputs))
-        assert isinstance(stored, Nvfp4Weight)  # INT4 is refused before
+        assert isinstance(stored, Nvfp4Weight)  # INT4 goes another way
         # An expert's scale of scales, along the first dimension.
         numbers = self._packed(values, self.trt.fp4, "values")
         scales, own = self._named(name + ".scale", part(stored.scale)), self._constant(part(stored.global_scale)[:, 0])
@@ -239,5 +248,6 @@ def _joined_rows(stored: QuantizedWeight) -> QuantizedWeight:
     values, scale = stored.values.flatten(0, 1), stored.scale.flatten(0, 1)
     if isinstance(stored, Fp8Weight):
         return Fp8Weight(values, scale, stored.input_scale)
-    assert isinstance(stored, Nvfp4Weight)
+    if isinstance(stored, Int4Weight):
+        return Int4Weight(values, scale)
     return Nvfp4Weight(values, scale, stored.global_scale.flatten(), stored.input_scale)
