@@ -9,6 +9,8 @@ import torch
 from tests.checkpoints import edit_tensors, make_drafter
 from tests.test_gemma4 import make_gemma4
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.cost.memory import plan_memory
+from trtllm_dflash.errors import SettingsError
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
@@ -58,7 +60,29 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpu", "tp"), [("dense", "sm120", 1), ("experts", "sm120", 2), ("dense", "sm89", 2), ("experts", "sm89", 1)]
+    ("kind", "gpu", "tp"), [("dense", "sm120", 1), ("experts", "sm120", 2), ("experts", "sm89", 1)]
 )
 def test_steps_compile(pairs: dict[str, Pair], kind: str, gpu: str, tp: int) -> None:
     assert compiled(pairs[kind], gpu, tp, sampling=False).data.nbytes > 0
+
+
+def test_heads_of_512_alone_are_decomposed(pairs: dict[str, Pair]) -> None:
+    """There is no fused attention for them; the scores that then pass through memory are planned."""
+    config = make_config(pairs["dense"], precision="bf16").model_copy(update={"sampling": False, "gpu": "sm120"})
+    both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pairs["dense"], config, 120)
+    network = both.emitted[0].network
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    attention = {x.name: x for x in layers if x.type == trt.LayerType.ATTENTION_INPUT}
+    decomposed = []
+    for name, layer in attention.items():
+        layer.__class__ = trt.IAttentionInputLayer
+        decomposed += [name] if layer.attention.decomposable else []
+    assert len(attention) == 3 and len(decomposed) == 1, decomposed
+    sizes = [plan_memory(config.model_copy(update={"backend": "tensorrt", "max_seq_len": n})).scratch for n in (64, 128)]
+    assert sizes[1] - sizes[0] == 2 * 24 * 4 * 64 * 2  # both sides of the softmax: rows, heads, keys, bytes
+
+
+def test_a_plugin_without_keys_as_values_is_refused(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtllm_dflash.build.planning.has_plugin_layers", lambda module: True)
+    with pytest.raises(SettingsError, match="--plugin: it has no keys as values; leave it out"):
+        compiled(pairs["dense"], "sm120", 1, plugin="libdflash_plugin.so")

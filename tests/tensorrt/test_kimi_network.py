@@ -9,12 +9,15 @@ import torch
 from tests.checkpoints import make_drafter
 from tests.test_kimi_k25 import make_kimi
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.ops.base import MoELayer
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no network can be defined")
 
 from tests.tensorrt.evaluator import trt
 from tests.tensorrt.test_network import BLOCK, Both, compare_generation, make_config
 from tests.tensorrt.test_quantized import compiled
+from trtllm_dflash.ops.tensorrt_ops import TensorRTOps
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +44,44 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Rows of 576 numbers, as published, and two heads a rank."""
     shape = {"hidden_size": 128, "vocab_size": 512, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
     drafter = {"layers": 1, "heads": 4, "kv_heads": 2, "head_size": 64}
-    return make_pair(tmp_path_factory.mktemp("kimi"), drafter, qk_rope_head_dim=64, **shape)
+    return make_pair(tmp_path_factory.mktemp("kimi"), drafter, qk_rope_head_dim=64, n_routed_experts=4, **shape)
 
 
-@pytest.mark.parametrize(("gpu", "tp"), [("sm120", 1), ("sm120", 2), ("sm89", 2)])
+@pytest.mark.parametrize(("gpu", "tp"), [("sm120", 1), ("sm89", 2)])
 def test_steps_compile(pair: Pair, gpu: str, tp: int) -> None:
     assert compiled(pair, gpu, tp, sampling=False).data.nbytes > 0
+
+
+def test_a_plan_keeps_experts_in_int4() -> None:
+    """What twice the experts add to a plan: half a byte a number and a scale for each 32, and not the two of BF16."""
+    sizes = []
+    for experts in (4, 8):
+        numbers = experts * 3 * 256 * 512
+        generator = torch.Generator().manual_seed(0)
+        weights = {"mlp.router.correction_bias": torch.zeros(experts)}
+        for name, (outputs, inputs) in {"gate_up": (1024, 256), "down": (256, 512)}.items():
+            codes = torch.randint(-(2**31), 2**31 - 1, (experts, outputs, inputs // 8), generator=generator)
+            weights[f"mlp.experts.{name}_proj.weight"] = codes.int()
+            weights[f"mlp.experts.{name}_proj.scale"] = torch.ones(experts, outputs, inputs // 32).bfloat16()
+        sizes.append((numbers, len(experts_plan(MoELayer("mlp.", experts, 0, experts, 2, True, scores="sigmoid"), weights))))
+    (fewer, small), (more, large) = sizes
+    assert 0.55 < (large - small) / (more - fewer) < 0.65
+
+
+def experts_plan(layer: MoELayer, weights: dict[str, torch.Tensor]) -> memoryview:
+    """Compiles a layer's experts alone, of rows [1, 4, 256], for SM120."""
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    ops = TensorRTOps(network, weights, {}, capability=120)
+    x = network.add_input("x", trt.bfloat16, (1, 4, 256))
+    network.mark_output(ops.moe(layer, x, network.add_input("logits", trt.float32, (1, 4, layer.experts))))
+    options = builder.create_builder_config()
+    options.num_compute_capabilities = 1
+    options.set_compute_capability(trt.ComputeCapability.SM120, 0)
+    return memoryview(builder.build_serialized_network(network, options))
+
+
+def test_a_plugin_without_latent_attention_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtllm_dflash.build.planning.has_plugin_layers", lambda module: True)
+    with pytest.raises(SettingsError, match="--plugin: it has no latent attention; leave it out"):
+        compiled(pair, "sm120", 1, plugin="libdflash_plugin.so")
