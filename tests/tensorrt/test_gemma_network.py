@@ -35,12 +35,17 @@ def layers(*full: bool) -> dict[str, Any]:
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
-@pytest.mark.parametrize(("tp", "experts", "sampled"), [(1, False, True), (2, False, False), (2, True, False)])
+@pytest.mark.parametrize(
+    ("tp", "experts", "sampled", "precision"),
+    [(1, False, True, "fp32"), (2, False, False, "fp32"), (2, True, False, "fp32"), (1, True, False, "fp16")],
+)
 @torch.inference_mode()
-def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, experts: bool, sampled: bool) -> None:
+def test_network_computes_what_torch_ops_computes(
+    tmp_path: Path, tp: int, experts: bool, sampled: bool, precision: str
+) -> None:
     """Logits are capped, which sampling sees; the longest prompt passes the window of 8, and the chunk."""
     pair = make_pair(tmp_path, experts=experts, vocab_size=16, **layers(False, True, False, True))
-    config = make_config(pair, tp).model_copy(update={"sampling": sampled})
+    config = make_config(pair, tp, precision).model_copy(update={"sampling": sampled})
     both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pair, config, 120)
     survived = compare_generation(both, [30, 5, 1], steps=3)
     assert both.compared == 4 + 3
@@ -66,10 +71,12 @@ def test_steps_compile(pairs: dict[str, Pair], kind: str, gpu: str, tp: int) -> 
     assert compiled(pairs[kind], gpu, tp, sampling=False).data.nbytes > 0
 
 
+@torch.inference_mode()
 def test_heads_of_512_alone_are_decomposed(pairs: dict[str, Pair]) -> None:
     """There is no fused attention for them; the scores that then pass through memory are planned."""
-    config = make_config(pairs["dense"], precision="bf16").model_copy(update={"sampling": False, "gpu": "sm120"})
+    config = make_config(pairs["dense"]).model_copy(update={"sampling": False, "gpu": "sm120"})
     both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pairs["dense"], config, 120)
+    compare_generation(both, [12, 5], steps=1)
     network = both.emitted[0].network
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     attention = {x.name: x for x in layers if x.type == trt.LayerType.ATTENTION_INPUT}
@@ -78,8 +85,10 @@ def test_heads_of_512_alone_are_decomposed(pairs: dict[str, Pair]) -> None:
         layer.__class__ = trt.IAttentionInputLayer
         decomposed += [name] if layer.attention.decomposable else []
     assert len(attention) == 3 and len(decomposed) == 1, decomposed
-    sizes = [plan_memory(config.model_copy(update={"backend": "tensorrt", "max_seq_len": n})).scratch for n in (64, 128)]
-    assert sizes[1] - sizes[0] == 2 * 24 * 4 * 64 * 2  # both sides of the softmax: rows, heads, keys, bytes
+    sizes = [
+        plan_memory(config.model_copy(update={"backend": "tensorrt", "max_seq_len": n})).scratch for n in (64, 128)
+    ]
+    assert sizes[1] - sizes[0] == 2 * 24 * 4 * 64 * 4  # both sides of the softmax: rows, heads, keys, bytes
 
 
 def test_a_plugin_without_keys_as_values_is_refused(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tests.checkpoints import make_drafter
 from tests.test_kimi_k25 import make_kimi
+from trtllm_dflash.build.planning import as_planned
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.ops.base import MoELayer
@@ -28,13 +29,17 @@ def make_pair(folder: Path, drafter: dict[str, Any] | None = None, **target: Any
     return open_pair(path, make_drafter(folder / "drafter", path, **shape))
 
 
-@pytest.mark.parametrize(("tp", "capability"), [(1, 120), (2, 103)])
+@pytest.mark.parametrize(("tp", "capability", "precision"), [(1, 120, "fp32"), (2, 103, "fp16"), (8, 120, "fp32")])
 @torch.inference_mode()
-def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, capability: int) -> None:
-    """One layer is dense, one of experts in INT4; a chunk's rows are absorbed here, and not in TorchOps."""
-    pair = make_pair(tmp_path)
-    config = make_config(pair, tp, max_seq_len=96, chunk=40).model_copy(update={"sampling": False})
-    both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pair, config, capability)
+def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, capability: int, precision: str) -> None:
+    """One layer is dense, one of experts in INT4; a chunk's rows are absorbed here, and not in TorchOps.
+
+    Two ranks divide each expert, eight have an expert each.
+    """
+    pair = make_pair(tmp_path, {"heads": 8}, num_attention_heads=8)
+    limits = {"max_seq_len": 96, "chunk": 40, "ep": tp == 8}
+    config = make_config(pair, tp, precision, **limits).model_copy(update={"sampling": False})
+    both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), as_planned(pair, config), config, capability)
     survived = compare_generation(both, [50, 5, 1], steps=3)
     assert both.compared == 4 + 3 and survived > 0
 
@@ -63,7 +68,9 @@ def test_a_plan_keeps_experts_in_int4() -> None:
             codes = torch.randint(-(2**31), 2**31 - 1, (experts, outputs, inputs // 8), generator=generator)
             weights[f"mlp.experts.{name}_proj.weight"] = codes.int()
             weights[f"mlp.experts.{name}_proj.scale"] = torch.ones(experts, outputs, inputs // 32).bfloat16()
-        sizes.append((numbers, len(experts_plan(MoELayer("mlp.", experts, 0, experts, 2, True, scores="sigmoid"), weights))))
+        sizes.append(
+            (numbers, len(experts_plan(MoELayer("mlp.", experts, 0, experts, 2, True, scores="sigmoid"), weights)))
+        )
     (fewer, small), (more, large) = sizes
     assert 0.55 < (large - small) / (more - fewer) < 0.65
 

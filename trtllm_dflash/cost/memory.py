@@ -324,7 +324,9 @@ def _graphs(config: EngineConfig) -> int:
 
 def computes_all_experts(config: EngineConfig) -> bool:
     """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
-    gpu, moe = capability(config.gpu) if config.gpu is not None else None, config.target.moe
-    assert moe is not None
+    moe = config.target.moe
+    if config.backend == "torch" or moe is None:
+        return False
     in_int4 = config.target.linear_precision is WeightPrecision.INT4
-    return config.backend == "tensorrt" and not has_mixture_layer(gpu, moe.activation, in_int4)
+    gpu = capability(config.gpu) if config.gpu is not None else None
+    return not has_mixture_layer(gpu, moe.activation, in_int4)

@@ -19,7 +19,10 @@ class TensorRTLatent(TensorRTLayers, Ops[ITensor], ABC):
         up = self.weights[layer.prefix + "self_attn.latent_up"]
         head = layer.plain_size + layer.rotary_size
         heads = self.split_heads(q, 0, layer.heads, head)  # [B, heads, N, plain + rotary size]
-        plain, rotary = self._slice(heads, 3, 0, layer.plain_size), self._slice(heads, 3, layer.plain_size, layer.rotary_size)
+        plain, rotary = (
+            self._slice(heads, 3, 0, layer.plain_size),
+            self._slice(heads, 3, layer.plain_size, layer.rotary_size),
+        )
         rotary = self.rope(layer.rope, rotary, positions)
         self._scope = layer.prefix + "self_attn.latent_up"
         down = self._constant(key_up(layer, up).mT.contiguous()[None])  # [1, heads, rank, plain size]

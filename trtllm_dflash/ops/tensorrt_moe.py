@@ -16,8 +16,9 @@ step of those could not be captured into a CUDA graph), and costs this:
 MXFP4 experts stay MXFP4 where the GPU multiplies FP4 (SM100 and later): 4.25 bits a number in the plan, dequantized in
 the product. Elsewhere they are constants of the engine's own type. The mixture layer takes NVFP4 (see `ops.nvfp4`).
 
-FP8, NVFP4 and INT4 experts stay that, these in the wide feed-forward alone, as do those of GELU. What goes into gate and up is rounded where a calibration found how, as into any
-linear; what goes into down is not, since its rows bear their experts' weights by then.
+FP8, NVFP4 and INT4 experts stay that. The mixture layer has SiLU alone: experts of GELU, and those in INT4, which were
+never tried in it, go through the wide feed-forward everywhere. What goes into gate and up is rounded where a
+calibration found how, as into any linear; what goes into down is not, since its rows bear their experts' weights then.
 """
 
 from collections.abc import Callable

@@ -37,9 +37,7 @@ def load_tensorrt() -> Any:
     raise EngineError("TensorRT is not installed: pip install 'trtllm-dflash[tensorrt]'")
 
 
-class TensorRTOps(
-    TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFamilyOps, TensorRTLatent, Ops[ITensor]
-):
+class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFamilyOps, TensorRTLatent, Ops[ITensor]):
     """Emits layers; nothing is computed until the network is compiled and run.
 
     Args:
