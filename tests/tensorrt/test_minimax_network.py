@@ -44,6 +44,8 @@ def test_network_computes_what_torch_ops_computes(
     pair = make_pair(tmp_path, {"heads": 16, "kv_heads": 8} if blocks else None, blocks, **shape)
     config = make_config(pair, tp, precision).model_copy(update={"sampling": False})
     both = Both(trt.Builder(trt.Logger(trt.Logger.ERROR)), pair, config, capability)
+    kept = torch.float8_e4m3fn if blocks else config.dtype
+    assert both.weights["model.layers.0.mlp.experts.down_proj.weight"].dtype == kept
     prompts = [5, 1] if blocks else [30, 5, 1]
     survived = compare_generation(both, prompts, steps=3)
     assert both.compared == (2 if blocks else 4) + 3 and survived > 0
