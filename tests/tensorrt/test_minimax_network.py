@@ -26,7 +26,7 @@ def make_pair(folder: Path, drafter: dict[str, Any] | None = None, blocks: bool 
     if blocks:
         quantize_folder(path, "blocks")
     shape = drafter or {"heads": 8}
-    return open_pair(path, make_drafter(folder / "drafter", path, block_size=BLOCK, tap_layers=(0, 1), **shape))
+    return open_pair(path, make_drafter(folder / "drafter", path, block_size=BLOCK, tap_layers=(0,), **shape))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_network_computes_what_torch_ops_computes(
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Heads of 128, half of each rotated, as published; blocks of 128 divide what one and two ranks hold."""
-    shape = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 256}
+    shape = {"hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 512, "intermediate_size": 256}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64}
     drafter = {"layers": 1, "heads": 16, "kv_heads": 8, "head_size": 64}
     return make_pair(tmp_path_factory.mktemp("minimax"), drafter, blocks=True, **shape)
