@@ -2,8 +2,8 @@
 
 Nothing is taken from `TensorRTOps`: only the `INetworkDefinition` is read. Every tensor is checked against the type and
 the shape that TensorRT itself inferred for it. What the bindings do not show is assumed: that a collective that keeps
-its shape is an all-reduce by sum, and one that grows its first dimension an all-gather. FP4 tensors are their codes,
-one a byte.
+its shape is an all-reduce by sum, and one that grows its first dimension an all-gather. FP4 and INT4 tensors
+are their codes, one a byte.
 """
 
 import ctypes
@@ -29,6 +29,7 @@ TYPES = {
     trt.int64: torch.int64,
     trt.bool: torch.bool,
     trt.fp4: torch.uint8,
+    trt.int4: torch.uint8,
     trt.fp8: torch.float8_e4m3fn,
     trt.e8m0: torch.float8_e8m0fnu,
 }
@@ -145,9 +146,10 @@ def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
     assert address is not None
     raw = _Weights.from_address(address)
     assert (raw.type, raw.count) == (dtype.value, weights.size) and raw.count == math.prod(layer.shape)
-    size = raw.count // 2 if dtype == trt.fp4 else raw.count * TYPES[dtype].itemsize
+    is_half = dtype in (trt.fp4, trt.int4)
+    size = raw.count // 2 if is_half else raw.count * TYPES[dtype].itemsize
     data = torch.frombuffer((ctypes.c_char * size).from_address(raw.values), dtype=torch.uint8).clone()
-    if dtype == trt.fp4:
+    if is_half:
         return torch.stack([data & 15, data >> 4], dim=-1).reshape(tuple(layer.shape))
     return data.view(TYPES[dtype]).reshape(tuple(layer.shape))
 
@@ -193,7 +195,10 @@ def _dequantize(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IDequantizeLayer")
     x, scale = inputs[0], inputs[1].float()
     kind = TYPES[layer.to_type]
-    values = _E2M1[x.int()] if x.dtype == torch.uint8 else x.float()
+    if layer.get_input(0).dtype == trt.int4:
+        values = ((x.int() ^ 8) - 8).float()  # two's complement
+    else:
+        values = _E2M1[x.int()] if x.dtype == torch.uint8 else x.float()
     if scale.dim() == 0:
         return (values * scale).to(kind)
     if scale.dim() == 1:
@@ -240,7 +245,11 @@ def _unary(layer: Any, inputs: list[Tensor]) -> Tensor:
 
 
 def _activation(layer: Any, inputs: list[Tensor]) -> Tensor:
-    operations = {"SIGMOID": torch.sigmoid, "TANH": torch.tanh}
+    operations: dict[str, Callable[[Tensor], Tensor]] = {
+        "GELU_TANH": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "SIGMOID": torch.sigmoid,
+        "TANH": torch.tanh,
+    }
     return operations[_as(layer, "IActivationLayer").type.name](inputs[0])
 
 
@@ -340,12 +349,13 @@ def _fill(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _rotary_embedding(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IRotaryEmbeddingLayer")
     x, cos, sin, positions = inputs
-    assert not layer.interleaved and layer.rotary_embedding_dim == x.shape[3] == 2 * cos.shape[1]
+    size = 2 * cos.shape[1]
+    assert not layer.interleaved and layer.rotary_embedding_dim == size <= x.shape[3]
     assert x.dtype == cos.dtype == sin.dtype and positions.dtype == torch.int64
     assert ((positions >= 0) & (positions < len(cos))).all(), f"{layer.name}: a position is outside the table"
     cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, Q, D/2]
-    a, b = x.chunk(2, dim=3)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=3)
+    a, b = x[..., :size].chunk(2, dim=3)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, x[..., size:]], dim=3)
 
 
 def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -360,9 +370,10 @@ def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
 
 def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
     attention = _as(layer, "IAttentionInputLayer").attention
-    assert attention.norm_op.name == "SOFTMAX" and not attention.decomposable
+    assert attention.norm_op.name == "SOFTMAX"
     assert attention.query_form.name == attention.key_value_form.name == "PADDED_BHND"
     q, keys, values, *_ = inputs
+    assert attention.decomposable == (q.shape[3] > 256), "fused wherever there are such kernels"
     assert q.dtype == keys.dtype == values.dtype and keys.shape == values.shape and keys.shape[3] == q.shape[3]
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))

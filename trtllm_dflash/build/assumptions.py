@@ -13,7 +13,7 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
-from trtllm_dflash.models import target_weights, torch_only
+from trtllm_dflash.models import not_in_tensorrt, target_weights, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
@@ -29,7 +29,8 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     """
     target, drafter = config.target, config.drafter
     notes = [*_steps(config), *_ranks(config, gpu)]
-    if isinstance(target, PlannedConfig) or torch_only(target) is not None:
+    lacking = torch_only(target) if config.backend == "torch" else not_in_tensorrt(target)
+    if isinstance(target, PlannedConfig) or lacking is not None:
         notes.append(
             f"Target: our kernels compute family {target.family} in part, and torch the rest: matrices, caches and "
             "states are counted, and steps predicted as if our kernels did all of it; none has been compared."
@@ -149,7 +150,8 @@ def _target(config: EngineConfig, kind: WeightPrecision) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if kind is WeightPrecision.INT4:
-        return "Target: experts in INT4, those that rows choose dequantized each time."
+        which = "those that rows choose" if config.backend == "torch" else "all of them"
+        return f"Target: experts in INT4, {which} dequantized each time."
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."

@@ -27,13 +27,12 @@ from trtllm_dflash.cost.memory import (
 )
 from trtllm_dflash.cost.prediction import Limit, predict_step, sum_bytes
 from trtllm_dflash.cost.published import PUBLISHED
-from trtllm_dflash.cost.shapes import planned_models
+from trtllm_dflash.cost.shapes import planned_models, shape_models
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import Weight
 from trtllm_dflash.step import Drafting
 
@@ -272,9 +271,8 @@ def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
     if build.name not in PUBLISHED:
         known = ", ".join(PUBLISHED)
         raise SettingsError(f"--plan: the shape of {build.target} is not known without its checkpoint; known: {known}")
-    target, drafter = planned_models(build.name)
-    if isinstance(target, PlannedConfig) and build.backend == "tensorrt":
-        raise SettingsError(f"--backend tensorrt: family {target.family} cannot be built yet; plan it for torch")
+    # A TensorRT plan holds what it does, and not what our kernels will.
+    target, drafter = (shape_models if build.backend == "tensorrt" else planned_models)(build.name)
     choice = build_precision(target, drafter, build, gpu)
     models = plan_models(target, drafter, build, choice)
     return EngineConfig(

@@ -31,7 +31,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES
-from trtllm_dflash.models import torch_only
+from trtllm_dflash.models import not_in_tensorrt
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
@@ -165,7 +165,7 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend or "torch")
-    lacking = torch_only(target)
+    lacking = not_in_tensorrt(target)
     backend = settings.backend or "torch"
     if backend == "tensorrt" and lacking is not None:
         raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
@@ -350,7 +350,9 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "--plugin needs the datacenter edition of TensorRT (pip install tensorrt, on the GPU to build for): "
             "TensorRT-RTX has no plugin layers"
         )
-    lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
+    lacking = _lacking_in_plugin(models.target)
+    if lacking is None and models.drafter is not None:
+        lacking = Drafter(models.drafter).without_kernels
     if lacking is not None:
         raise SettingsError(f"--plugin: it has no {lacking}; leave it out")
     for model in (models.target, models.drafter):
@@ -360,6 +362,15 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
     if not Path(settings.plugin).is_file():
         raise SettingsError(f"--plugin {settings.plugin}: is not a file; `make plugin` builds libdflash_plugin.so")
     return digest(Path(settings.plugin))
+
+
+def _lacking_in_plugin(target: DecoderConfig) -> str | None:
+    """Name what the plugin's attention does not compute of a target; None: nothing but heads of some sizes."""
+    if target.latent_attention is not None:
+        return "latent attention"
+    if target.full_attention is not None:
+        return "keys as values"
+    return "RoPE of a part of a head" if target.rope.rotary_size is not None else None
 
 
 def _versions(backend: Backend) -> dict[str, str]:

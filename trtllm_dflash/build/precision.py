@@ -104,7 +104,8 @@ def _format(
     """Choose the format of a model's matrices; None: the engine's own type."""
     held = None if model.linear_precision is None else _FORMATS[model.linear_precision]
     if asked is None:
-        if held is not None and place.backend == "tensorrt" and held not in place.has:
+        # INT4 is multiplied by no GPU, and dequantized by all.
+        if held in CAPABILITY and place.backend == "tensorrt" and held not in place.has:
             hint = "--precision bf16 dequantizes it" if role == "target" else "give the drafter that is not quantized"
             raise SettingsError(f"the {role}'s checkpoint is {held}, and sm{place.gpu} has {_list(place.has)}: {hint}")
         return held

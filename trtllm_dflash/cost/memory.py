@@ -17,8 +17,8 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
-from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
-from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
+from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED, SINK_SIZE
+from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, has_mixture_layer, multiplies_fp4
 
 #: Bytes that CUDA keeps of one layer in one captured step, its kernels' launches and arguments: an H200 kept 29 KiB of
 #: Qwen3-8B's shape, on average of 36 steps, and less of gpt-oss-20b's.
@@ -292,7 +292,10 @@ def _scratch(config: EngineConfig) -> int:
     cache = max(units_per_rank(heads, config.tp) * size for heads, size in shapes) * config.cache_length
     slots = 1 if _have_kernels(config) else config.max_batch
     widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
-    return rows * wide * size + logit_rows * logits * 4 + widened + _shaping(config, logit_rows)
+    decomposed = config.backend == "tensorrt" and max(target.head_sizes) > MOST_FUSED
+    # Of all heads, rows and keys, before and after the softmax.
+    scores = 2 * rows * units_per_rank(target.heads, config.tp) * config.cache_length * size if decomposed else 0
+    return rows * wide * size + logit_rows * logits * 4 + widened + scores + _shaping(config, logit_rows)
 
 
 def _shaping(config: EngineConfig, logit_rows: int) -> int:
@@ -321,5 +324,9 @@ def _graphs(config: EngineConfig) -> int:
 
 def computes_all_experts(config: EngineConfig) -> bool:
     """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
+    moe = config.target.moe
+    if config.backend == "torch" or moe is None:
+        return False
+    in_int4 = config.target.linear_precision is WeightPrecision.INT4
     gpu = capability(config.gpu) if config.gpu is not None else None
-    return config.backend == "tensorrt" and gpu not in MOE_LAYER_CAPABILITIES
+    return not has_mixture_layer(gpu, moe.activation, in_int4)

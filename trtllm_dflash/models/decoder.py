@@ -188,8 +188,11 @@ class Decoder:
     #: Whether each query and key head is normed before RoPE.
     head_norms = False
 
-    #: What it has that torch alone computes so far; None: our CUDA kernels and TensorRT's layers do too.
+    #: What it has that none of our CUDA kernels computes so far; None: they compute all of it.
     torch_only: str | None = None
+
+    #: What it has that no TensorRT layers are emitted for so far; None: they compute all of it.
+    not_in_tensorrt: str | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config

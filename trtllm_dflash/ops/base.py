@@ -309,7 +309,7 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """
         raise NotImplementedError
 
-    # -- some families' own: a backend that lacks them refuses those before it begins; see `Decoder.torch_only` --------
+    # -- some families' own: a backend that lacks them refuses those before it begins; see `Decoder` -------------------
 
     def norm_projections(self, layer: AttentionLayer, qkv: T, eps: float) -> T:
         """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
