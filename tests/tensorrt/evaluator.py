@@ -234,6 +234,9 @@ def _unary(layer: Any, inputs: list[Tensor]) -> Tensor:
     operations: dict[str, Callable[[Tensor], Tensor]] = {
         "SQRT": torch.sqrt,
         "EXP": torch.exp,
+        "LOG": torch.log,
+        "ABS": torch.abs,
+        "NEG": torch.neg,
         "NOT": torch.logical_not,
     }
     return operations[_as(layer, "IUnaryLayer").op.name](inputs[0])
@@ -276,8 +279,10 @@ def _matrix_multiply(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IMatrixMultiplyLayer")
     x, y = inputs
     assert x.dim() == y.dim()
-    assert (layer.op0.name, layer.op1.name) == ("NONE", "TRANSPOSE")
-    return x @ y.mT
+    x, y = (
+        matrix.mT if operation.name == "TRANSPOSE" else matrix for matrix, operation in ((x, layer.op0), (y, layer.op1))
+    )
+    return x @ y
 
 
 def _gather(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -340,18 +345,21 @@ def _fill(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _rotary_embedding(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IRotaryEmbeddingLayer")
     x, cos, sin, positions = inputs
-    assert not layer.interleaved and layer.rotary_embedding_dim == x.shape[3] == 2 * cos.shape[1]
+    assert not layer.interleaved and layer.rotary_embedding_dim == 2 * cos.shape[1] <= x.shape[3]
     assert x.dtype == cos.dtype == sin.dtype and positions.dtype == torch.int64
     assert ((positions >= 0) & (positions < len(cos))).all(), f"{layer.name}: a position is outside the table"
     cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, Q, D/2]
-    a, b = x.chunk(2, dim=3)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=3)
+    rotated, rest = x[..., : layer.rotary_embedding_dim], x[..., layer.rotary_embedding_dim :]
+    a, b = rotated.chunk(2, dim=3)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=3)
 
 
 def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
     assert _as(layer, "IKVCacheUpdateLayer").cache_mode.name == "LINEAR"
     cache, update, indices = inputs
-    assert update.shape[2] < cache.shape[2] and len(cache) == len(update) == len(indices)
+    # As long as the cache where that is known when the network is compiled.
+    longest = cache.shape[2] - (layer.get_input(1).shape[2] == -1)
+    assert update.shape[2] <= longest and len(cache) == len(update) == len(indices)
     for slot, first in enumerate(indices.tolist()):
         room = cache[slot, :, first : first + update.shape[2]]  # rows out of range are dropped
         room.copy_(update[slot, :, : room.shape[1]])

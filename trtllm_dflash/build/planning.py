@@ -31,10 +31,11 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES
-from trtllm_dflash.models import torch_only
+from trtllm_dflash.models import tensorrt_lacks, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.tensorrt_delta_net import NET_CHUNK
 from trtllm_dflash.ops.tensorrt_drafting import MOST_DRAFTS
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
@@ -151,9 +152,8 @@ def plan_models(
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
     if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:
         raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
-    return PlannedModels(
-        target, drafter, max_seq_len, min(settings.chunk, max_seq_len), _block_size(settings.block_size, drafter)
-    )
+    chunk = min(_chunk(settings, target), max_seq_len)
+    return PlannedModels(target, drafter, max_seq_len, chunk, _block_size(settings.block_size, drafter))
 
 
 def build_precision(
@@ -165,7 +165,7 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend or "torch")
-    lacking = torch_only(target)
+    lacking = tensorrt_lacks(target)
     backend = settings.backend or "torch"
     if backend == "tensorrt" and lacking is not None:
         raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
@@ -251,6 +251,13 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
         fitting = max(unit, size // unit * unit)
         why = f"--tp {settings.tp}" + (" and --drafter-precision fp8" if unit > settings.tp else "")
         raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
+
+
+def _chunk(settings: BuildSettings, target: DecoderConfig) -> int:
+    """Choose the prompt tokens of a step: as set, but fewer for a plan's gated delta nets unless the user says so."""
+    if settings.backend == "tensorrt" and target.delta is not None and "chunk" not in settings.model_fields_set:
+        return min(settings.chunk, NET_CHUNK)
+    return settings.chunk
 
 
 def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
@@ -349,6 +356,7 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "TensorRT-RTX has no plugin layers"
         )
     lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
+    lacking = torch_only(models.target) or lacking
     if lacking is not None:
         raise SettingsError(f"--plugin: it has no {lacking}; leave it out")
     for model in (models.target, models.drafter):

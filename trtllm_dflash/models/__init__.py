@@ -88,6 +88,11 @@ def torch_only(config: DecoderConfig) -> str | None:
     return None if isinstance(config, PlannedConfig) else build_target(config).torch_only
 
 
+def tensorrt_lacks(config: DecoderConfig) -> str | None:
+    """Names what TensorRT's layers do not compute of a target so far; None: they compute all of it."""
+    return None if isinstance(config, PlannedConfig) else build_target(config).tensorrt_lacks
+
+
 def target_weights(target: DecoderConfig) -> list[Weight]:
     """Lists the weights of a target, one that is planned for too."""
     return Planned(target).weights() if isinstance(target, PlannedConfig) else build_target(target).weights()

@@ -194,6 +194,11 @@ class Decoder:
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
+    @property
+    def tensorrt_lacks(self) -> str | None:
+        """What it has that TensorRT's layers do not compute so far; None: they compute all of it."""
+        return self.torch_only
+
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def weights(self) -> list[Weight]:

@@ -82,6 +82,7 @@ class HybridDecoder(Decoder):
 
     head_norms = True
     torch_only = "gated delta nets"
+    tensorrt_lacks = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

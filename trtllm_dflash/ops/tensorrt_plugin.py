@@ -67,8 +67,9 @@ class TensorRTPluginOps(TensorRTOps):
         tp: int = 1,
         rank: int = 0,
         capability: int | None = None,
+        most_rows: int = 1,
     ) -> None:
-        super().__init__(network, weights, caches, tp, rank, capability)
+        super().__init__(network, weights, caches, tp, rank, capability, most_rows)
         self._creator = _find_creator(self.trt.get_plugin_registry())
         if self._creator is None:
             raise EngineError(f"the plugin {PLUGIN[0]} is not loaded")
