@@ -196,7 +196,7 @@ class Decoder:
 
     @property
     def tensorrt_lacks(self) -> str | None:
-        """What it has that TensorRT's layers do not compute so far; None: they compute all of it."""
+        """A part that TensorRT's layers do not compute so far; None: they compute all of it."""
         return self.torch_only
 
     # -- weights ---------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ NET_CHUNK = 128
 _EPS = 1e-6  # of the heads' lengths
 
 
-def plan_part_shapes(layer: DeltaLayer, pending: int) -> dict[str, tuple[int, ...]]:
+def plan_part_shapes(net: DeltaLayer, pending: int) -> dict[str, tuple[int, ...]]:
     """Shapes of what one slot keeps of a net in a plan, by part; the window has the engine's type, the others FP32.
 
     - `state`: in front of the pending rows.
@@ -45,17 +45,17 @@ def plan_part_shapes(layer: DeltaLayer, pending: int) -> dict[str, tuple[int, ..
     Args:
         pending: rows at most, those of a block.
     """
-    columns = layer.value_heads * (layer.value_size + 1) + layer.key_heads * layer.key_size
+    columns = net.value_heads * (net.value_size + 1) + net.key_heads * net.key_size
     return {
-        "state": (layer.value_heads, layer.key_size, layer.value_size),
+        "state": (net.value_heads, net.key_size, net.value_size),
         "pending": (1, pending, columns),
-        "window": (1, layer.kernel - 1 + pending, layer.channels),
+        "window": (1, net.kernel - 1 + pending, net.channels),
     }
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What all nets of a step share."""
+    """Masks and counts of a step's slots, which all its nets share."""
 
     takes_part: ITensor  # bool [B, 1, 1]
     is_first: ITensor  # bool [B, 1, 1]: the slot's sequence begins
@@ -107,24 +107,24 @@ class TensorRTDeltaNet(TensorRTLayers):
 
     # -- the net ---------------------------------------------------------------------------------------------------
 
-    def gated_delta(self, layer: DeltaLayer, x: ITensor, gates: ITensor, start: ITensor) -> ITensor:
-        self._scope = layer.prefix.rstrip(".")
-        step = self._step(layer, start)
-        unit = gcd(layer.key_size, layer.value_size)
-        units = layer.channels // unit
+    def gated_delta(self, net: DeltaLayer, x: ITensor, gates: ITensor, start: ITensor) -> ITensor:
+        self._scope = net.prefix.rstrip(".")
+        step = self._step(net, start)
+        unit = gcd(net.key_size, net.value_size)
+        units = net.channels // unit
         parts = self._reshape(x, (0, 0, x.shape[2] // unit, unit))
-        channels = self._reshape(self._slice(parts, 2, 0, units), (0, 0, layer.channels))
+        channels = self._reshape(self._slice(parts, 2, 0, units), (0, 0, net.channels))
         z = self._slice(parts, 2, units, x.shape[2] // unit - units)
-        inputs = self._convolved_inputs(layer, step, channels)
-        rows = self._rows(layer, inputs, channels, gates)
-        state = self._absorb_accepted(layer, step)
-        out, writes, after = self._chunk(layer, step, start, rows, state)
-        self._keep(layer, "state", step, after, 4)
-        self._keep_pending(layer, step, rows, writes)
-        return self._gated_output(layer, out, z, x.dtype)
+        inputs = self._convolved_inputs(net, step, channels)
+        rows = self._rows(net, inputs, channels, gates)
+        state = self._absorb_accepted(net, step)
+        out, writes, after = self._chunk(net, step, start, rows, state)
+        self._keep(net, "state", step, after, 4)
+        self._keep_pending(net, step, rows, writes)
+        return self._gated_output(net, out, z, x.dtype)
 
-    def _step(self, layer: DeltaLayer, start: ITensor) -> _Step:
-        pending = self.caches[layer.prefix + "pending"].shape[2]
+    def _step(self, net: DeltaLayer, start: ITensor) -> _Step:
+        pending = self.caches[net.prefix + "pending"].shape[2]
         row_count, length = self.caches["row_count"], self.caches[STATE_LENGTH]
         zero = self._ints(0, 1)
 
@@ -151,17 +151,17 @@ class TensorRTDeltaNet(TensorRTLayers):
             zeros=self._once(start, "zeros", lambda: self._binary("SUB", start, start)),
         )
 
-    def _convolved_inputs(self, layer: DeltaLayer, step: _Step, channels: ITensor) -> ITensor:
+    def _convolved_inputs(self, net: DeltaLayer, step: _Step, channels: ITensor) -> ITensor:
         """Puts the rows that the convolution looks back on before a step's channels [B, n, C]; keeps the last ones."""
-        name, before = layer.prefix + "window", layer.kernel - 1
+        name, before = net.prefix + "window", net.kernel - 1
         held = self.caches[name].shape[2]
-        window = self._reshape(self.caches[name], (0, held, layer.channels))
+        window = self._reshape(self.caches[name], (0, held, net.channels))
         index = self._run(step.accepted, before)
         last = self._gather(window, index, axis=1, per_slot=True)
         last = self._select(step.is_first, self._fill(0.0, 3, last.dtype), last)
         inputs = self._concat([last, channels], axis=1)  # [B, kernel - 1 + n, C]
         kept = self._last_rows(inputs, step.absorbed, held)
-        self._keep(layer, "window", step, self._reshape(kept, (0, 1, held, layer.channels)), 4)
+        self._keep(net, "window", step, self._reshape(kept, (0, 1, held, net.channels)), 4)
         return inputs
 
     def _run(self, first: ITensor, count: int) -> ITensor:
@@ -177,34 +177,34 @@ class TensorRTDeltaNet(TensorRTLayers):
         last = self._binary("SUB", self._row_count(x, 1), self._ints(1, 2))
         return self._gather(x, self._binary("MIN", self._run(first, count), last), axis=1, per_slot=True)
 
-    def _rows(self, layer: DeltaLayer, inputs: ITensor, channels: ITensor, gates: ITensor) -> _Rows:
+    def _rows(self, net: DeltaLayer, inputs: ITensor, channels: ITensor, gates: ITensor) -> _Rows:
         """Computes what rows ask and write, from the convolution's inputs [B, kernel - 1 + n, C] and gates."""
-        taps = self.weights[layer.prefix + "conv1d.weight"].float()  # [C, 1, kernel]
+        taps = self.weights[net.prefix + "conv1d.weight"].float()  # [C, 1, kernel]
         count = self._size(channels, 1)
         wide = self._cast(inputs, self.trt.float32)
         mixed = None
-        for i in range(layer.kernel):
-            tap = self._constant(taps[:, 0, i].contiguous(), (1, 1, layer.channels))
+        for i in range(net.kernel):
+            tap = self._constant(taps[:, 0, i].contiguous(), (1, 1, net.channels))
             term = self._binary("PROD", self._slice(wide, 1, i, count), tap)
             mixed = term if mixed is None else self._binary("SUM", mixed, term)
         mixed = self._silu(mixed)
-        size = layer.key_heads * layer.key_size
+        size = net.key_heads * net.key_size
 
         def heads(first: int, count: int, size: int) -> ITensor:
             part = self._slice(mixed, 2, first, count * size)
             return self._reshape(part, (0, 0, count, size), then=(0, 2, 1, 3))
 
-        queries, keys = (self._unit(heads(i * size, layer.key_heads, layer.key_size)) for i in range(2))
-        queries = self._binary("PROD", queries, self._fill(layer.key_size**-0.5, 4))
-        halves = self._reshape(self._cast(gates, self.trt.float32), (0, 0, 2, layer.value_heads))
-        b, a = (self._reshape(self._slice(halves, 2, i, 1), (0, 0, layer.value_heads)) for i in range(2))
-        shape = (1, 1, layer.value_heads)
-        bias = self._constant(self.weights[layer.prefix + "dt_bias"].float(), shape)
-        rates = self._constant(self.weights[layer.prefix + "A_log"].float().exp().neg(), shape)
+        queries, keys = (self._unit(heads(i * size, net.key_heads, net.key_size)) for i in range(2))
+        queries = self._binary("PROD", queries, self._fill(net.key_size**-0.5, 4))
+        halves = self._reshape(self._cast(gates, self.trt.float32), (0, 0, 2, net.value_heads))
+        b, a = (self._reshape(self._slice(halves, 2, i, 1), (0, 0, net.value_heads)) for i in range(2))
+        shape = (1, 1, net.value_heads)
+        bias = self._constant(self.weights[net.prefix + "dt_bias"].float(), shape)
+        rates = self._constant(self.weights[net.prefix + "A_log"].float().exp().neg(), shape)
         return _Rows(
             queries=queries,
             keys=keys,
-            values=heads(2 * size, layer.value_heads, layer.value_size),
+            values=heads(2 * size, net.value_heads, net.value_size),
             shares=self._by_head(self._sigmoid(b)),
             decays=self._binary("PROD", self._softplus(self._binary("SUM", a, bias)), rates, "decays"),
         )
@@ -224,12 +224,12 @@ class TensorRTDeltaNet(TensorRTLayers):
         """Transposes x [B, n, Hv] to [B, Hv, n, 1]."""
         return self._reshape(x, (0, 0, 0, 1), first=(0, 2, 1))
 
-    def _spread(self, layer: DeltaLayer, x: ITensor) -> ITensor:
+    def _spread(self, net: DeltaLayer, x: ITensor) -> ITensor:
         """Gives each value head its key head's numbers: [B, Hk, n, D] -> [B, Hv, n, D]."""
-        group = layer.value_heads // layer.key_heads
+        group = net.value_heads // net.key_heads
         if group == 1:
             return x
-        owners = torch.arange(layer.value_heads, dtype=torch.int32) // group
+        owners = torch.arange(net.value_heads, dtype=torch.int32) // group
         return self._gather(x, self._constant(owners), axis=1)
 
     def _transposed_product(self, x: ITensor, y: ITensor) -> ITensor:
@@ -250,9 +250,9 @@ class TensorRTDeltaNet(TensorRTLayers):
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def _absorb_accepted(self, layer: DeltaLayer, step: _Step) -> ITensor:
+    def _absorb_accepted(self, net: DeltaLayer, step: _Step) -> ITensor:
         """Lets the kept state absorb the pending rows that were accepted: [B, Hv, Dk, Dv]."""
-        held = self.caches[layer.prefix + "pending"]
+        held = self.caches[net.prefix + "pending"]
         count, width = held.shape[2:]
 
         def emit() -> ITensor:
@@ -262,37 +262,37 @@ class TensorRTDeltaNet(TensorRTLayers):
         is_accepted = self._once(step.accepted, "is accepted", emit)
         # What is not accepted, and whatever an earlier sequence has left, is nothing at all.
         rows = self._select(is_accepted, self._reshape(held, (0, count, width)), self._fill(0.0, 3))
-        written, keyed = layer.value_heads * layer.value_size, layer.key_heads * layer.key_size
+        written, keyed = net.value_heads * net.value_size, net.key_heads * net.key_size
 
         def heads(first: int, count: int, size: int) -> ITensor:
             part = self._slice(rows, 2, first, count * size)
             return self._reshape(part, (0, 0, count, size), then=(0, 2, 1, 3))
 
-        writes = heads(0, layer.value_heads, layer.value_size)
-        keys = heads(written, layer.key_heads, layer.key_size)
-        decays = self._slice(rows, 2, written + keyed, layer.value_heads)
+        writes = heads(0, net.value_heads, net.value_size)
+        keys = heads(written, net.key_heads, net.key_size)
+        decays = self._slice(rows, 2, written + keyed, net.value_heads)
         state = self._select(
             self._once(step.is_first, "4d", lambda: self._reshape(step.is_first, (0, 0, 0, 1))),
             self._fill(0.0, 4),
-            self.caches[layer.prefix + "state"],
+            self.caches[net.prefix + "state"],
         )
-        return self._decayed(layer, state, keys, writes, self._reduce("SUM", decays, 1), self._sums(decays))
+        return self._decayed(net, state, keys, writes, self._reduce("SUM", decays, 1), self._sums(decays))
 
     def _decayed(
-        self, layer: DeltaLayer, state: ITensor, keys: ITensor, writes: ITensor, total: ITensor, sums: ITensor
+        self, net: DeltaLayer, state: ITensor, keys: ITensor, writes: ITensor, total: ITensor, sums: ITensor
     ) -> ITensor:
         """Lets a state decay by exp(total [B, 1, Hv]) and absorb rows, each by what decays behind it is left."""
         behind = self._binary("MIN", self._binary("SUB", total, sums), self._fill(0.0, 3))
         left = self._by_head(self._unary("EXP", behind))  # [B, Hv, n, 1]
-        added = self._transposed_product(self._spread(layer, keys), self._binary("PROD", writes, left))
+        added = self._transposed_product(self._spread(net, keys), self._binary("PROD", writes, left))
         kept = self._binary("PROD", state, self._by_head(self._unary("EXP", total)))
         return self._binary("SUM", kept, added, "state")
 
     def _chunk(
-        self, layer: DeltaLayer, step: _Step, start: ITensor, rows: _Rows, state: ITensor
+        self, net: DeltaLayer, step: _Step, start: ITensor, rows: _Rows, state: ITensor
     ) -> tuple[ITensor, ITensor, ITensor]:
         """Takes a state through rows: what they read and write, [B, Hv, n, Dv] both, and the state to be kept."""
-        keys, queries = self._spread(layer, rows.keys), self._spread(layer, rows.queries)
+        keys, queries = self._spread(net, rows.keys), self._spread(net, rows.queries)
         sums = self._sums(rows.decays)  # [B, n, Hv]
         down = self._by_head(sums)
         across = self._reshape(sums, (0, 0, 1, -1), first=(0, 2, 1))
@@ -318,7 +318,7 @@ class TensorRTDeltaNet(TensorRTLayers):
         total = self._reduce("SUM", self._select(is_absorbed, rows.decays, self._fill(0.0, 3)), 1)
         by_head = self._once(is_absorbed, "by head", lambda: self._reshape(is_absorbed, (0, 1, -1, 1)))
         absorbed = self._select(by_head, writes, zero)
-        return out, writes, self._decayed(layer, state, rows.keys, absorbed, total, sums)
+        return out, writes, self._decayed(net, state, rows.keys, absorbed, total, sums)
 
     def _levels(self, rows: ITensor) -> ITensor:
         """Emits of each pair of rows i > j the largest power of two whose blocks part them: [1, 1, n, n] int32.
@@ -351,23 +351,23 @@ class TensorRTDeltaNet(TensorRTLayers):
             inverse = self._binary("SUB", inverse, between)
         return inverse
 
-    def _keep_pending(self, layer: DeltaLayer, step: _Step, rows: _Rows, writes: ITensor) -> None:
+    def _keep_pending(self, net: DeltaLayer, step: _Step, rows: _Rows, writes: ITensor) -> None:
         """Keeps what pending rows write, their keys and their decays."""
-        count, width = self.caches[layer.prefix + "pending"].shape[2:]
-        size = width - layer.value_heads
+        count, width = self.caches[net.prefix + "pending"].shape[2:]
+        size = width - net.value_heads
 
         def flat(x: ITensor) -> ITensor:
             return self._reshape(x, (0, 0, -1), first=(0, 2, 1, 3))
 
-        written = layer.value_heads * layer.value_size
+        written = net.value_heads * net.value_size
         u = self._reshape(flat(writes), (0, 0, written))
         k = self._reshape(flat(rows.keys), (0, 0, size - written))
         kept = self._last_rows(self._concat([u, k, rows.decays], axis=2), step.absorbed, count)
-        self._keep(layer, "pending", step, self._reshape(kept, (0, 1, count, width)), 4)
+        self._keep(net, "pending", step, self._reshape(kept, (0, 1, count, width)), 4)
 
-    def _keep(self, layer: DeltaLayer, part: str, step: _Step, new: ITensor, rank: int) -> None:
+    def _keep(self, net: DeltaLayer, part: str, step: _Step, new: ITensor, rank: int) -> None:
         """Writes a part of a net's state in place; slots that take no part keep theirs."""
-        name = layer.prefix + part
+        name = net.prefix + part
         cache = self.caches[name]
         takes_part = self._once(step.takes_part, "4d", lambda: self._reshape(step.takes_part, (0, 0, 0, 1)))
         update = self._select(takes_part, new, cache)
@@ -376,12 +376,12 @@ class TensorRTDeltaNet(TensorRTLayers):
         present.name = name + PRESENT
         self.network.mark_output(present)
 
-    def _gated_output(self, layer: DeltaLayer, out: ITensor, z: ITensor, dtype: ITensor) -> ITensor:
+    def _gated_output(self, net: DeltaLayer, out: ITensor, z: ITensor, dtype: ITensor) -> ITensor:
         """Norms what rows read, [B, Hv, n, Dv], and gates it by z: [B, n, Hv*Dv]."""
         mean = self._reduce("AVG", self._binary("PROD", out, out), 3)
-        root = self._unary("SQRT", self._binary("SUM", mean, self._fill(layer.norm_eps, 4)))
-        weight = self._constant(self.weights[layer.prefix + "norm.weight"].float(), (1, 1, 1, layer.value_size))
+        root = self._unary("SQRT", self._binary("SUM", mean, self._fill(net.norm_eps, 4)))
+        weight = self._constant(self.weights[net.prefix + "norm.weight"].float(), (1, 1, 1, net.value_size))
         normed = self._binary("PROD", self._binary("DIV", out, root), weight, "norm")
-        rows = self._reshape(normed, (0, 0, layer.value_heads * layer.value_size), first=(0, 2, 1, 3))
-        gate = self._reshape(self._cast(z, self.trt.float32), (0, 0, layer.value_heads * layer.value_size))
+        rows = self._reshape(normed, (0, 0, net.value_heads * net.value_size), first=(0, 2, 1, 3))
+        gate = self._reshape(self._cast(z, self.trt.float32), (0, 0, net.value_heads * net.value_size))
         return self._cast(self._binary("PROD", rows, self._silu(gate), "gated"), dtype)

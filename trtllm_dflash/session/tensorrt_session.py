@@ -91,7 +91,7 @@ class TensorRTSession(Session):
 
     @property
     def _updated(self) -> dict[str, Tensor]:
-        """What the plan updates in place: [slots, ...] by name."""
+        """Tensors that the plan updates in place: [slots, ...] by name."""
         return self.caches | self.states.tensors
 
     def _free(self) -> None:
