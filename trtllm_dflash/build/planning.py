@@ -30,7 +30,7 @@ from trtllm_dflash.cost.memory import check_fits
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
-from trtllm_dflash.kernels import HEAD_SIZES
+from trtllm_dflash.kernels import HEAD_SIZES, why_no_delta_net
 from trtllm_dflash.models import tensorrt_lacks, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
@@ -356,10 +356,15 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "TensorRT-RTX has no plugin layers"
         )
     lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
-    lacking = torch_only(models.target) or lacking
+    delta, attending = models.target.delta, [models.target, models.drafter]
+    if delta is None:
+        lacking = torch_only(models.target) or lacking
+    else:  # its attention is TensorRT's own
+        sizes = delta.key_size, delta.value_size, delta.kernel, models.block_size
+        lacking, attending = why_no_delta_net(*sizes) or lacking, [models.drafter]
     if lacking is not None:
         raise SettingsError(f"--plugin: it has no {lacking}; leave it out")
-    for model in (models.target, models.drafter):
+    for model in attending:
         if model is not None and model.head_size not in HEAD_SIZES:
             known = " and ".join(map(str, HEAD_SIZES))
             raise SettingsError(f"--plugin: it has head sizes {known}, not {model.head_size}; leave it out")

@@ -292,7 +292,21 @@ def _scratch(config: EngineConfig) -> int:
     cache = max(units_per_rank(heads, config.tp) * size for heads, size in shapes) * config.cache_length
     slots = 1 if _have_kernels(config) else config.max_batch
     widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
-    return rows * wide * size + logit_rows * logits * 4 + widened + _shaping(config, logit_rows)
+    return rows * wide * size + logit_rows * logits * 4 + widened + _nets(config, rows) + _shaping(config, logit_rows)
+
+
+def _nets(config: EngineConfig, rows: int) -> int:
+    """Counts the bytes that TensorRT's layers make in FP32 of a gated delta net; see `ops.tensorrt_delta_net`.
+
+    Of all slots' states thrice, of each pair of a slot's rows, and of what the rows themselves are.
+    """
+    delta = config.target.delta
+    if config.backend != "tensorrt" or config.plugin is not None or delta is None:
+        return 0
+    heads = units_per_rank(delta.value_heads, config.tp)
+    states = config.max_batch * heads * delta.key_size * delta.value_size
+    pairs = heads * max(config.chunk**2, config.max_batch * config.block_size**2)
+    return 4 * (3 * states + 6 * pairs + 6 * rows * heads * (delta.key_size + delta.value_size))
 
 
 def _shaping(config: EngineConfig, logit_rows: int) -> int:

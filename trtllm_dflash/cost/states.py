@@ -17,14 +17,14 @@ from trtllm_dflash.ops.tensorrt_delta_net import plan_part_shapes
 def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of what one slot keeps of each net, by name; nothing where the target has none.
 
-    A TensorRT plan has the same numbers in fewer tensors.
+    A TensorRT plan without our plugin has the same numbers in fewer tensors.
     """
     if isinstance(config.target, PlannedConfig):
         return {}
     target = build_target(config.target)
     if not isinstance(target, HybridDecoder):
         return {}
-    shapes = plan_part_shapes if config.backend == "tensorrt" else part_shapes
+    shapes = plan_part_shapes if config.backend == "tensorrt" and config.plugin is None else part_shapes
     tensors = {}
     for i, is_net in enumerate(target.delta.layers):
         if is_net:
