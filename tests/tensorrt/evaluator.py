@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from trtllm_dflash.ops.base import DeltaLayer
+from trtllm_dflash.ops.delta_rule import gated_delta
+from trtllm_dflash.ops.delta_states import PARTS, DeltaStates, Run, part_shapes
 from trtllm_dflash.ops.mxfp4 import E2M1
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
@@ -239,6 +242,9 @@ def _unary(layer: Any, inputs: list[Tensor]) -> Tensor:
     operations: dict[str, Callable[[Tensor], Tensor]] = {
         "SQRT": torch.sqrt,
         "EXP": torch.exp,
+        "LOG": torch.log,
+        "ABS": torch.abs,
+        "NEG": torch.neg,
         "NOT": torch.logical_not,
     }
     return operations[_as(layer, "IUnaryLayer").op.name](inputs[0])
@@ -285,8 +291,10 @@ def _matrix_multiply(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IMatrixMultiplyLayer")
     x, y = inputs
     assert x.dim() == y.dim()
-    assert (layer.op0.name, layer.op1.name) == ("NONE", "TRANSPOSE")
-    return x @ y.mT
+    x, y = (
+        matrix.mT if operation.name == "TRANSPOSE" else matrix for matrix, operation in ((x, layer.op0), (y, layer.op1))
+    )
+    return x @ y
 
 
 def _gather(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -361,7 +369,9 @@ def _rotary_embedding(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
     assert _as(layer, "IKVCacheUpdateLayer").cache_mode.name == "LINEAR"
     cache, update, indices = inputs
-    assert update.shape[2] < cache.shape[2] and len(cache) == len(update) == len(indices)
+    # As long as the cache where that is known when the network is compiled.
+    longest = cache.shape[2] - (layer.get_input(1).shape[2] == -1)
+    assert update.shape[2] <= longest and len(cache) == len(update) == len(indices)
     for slot, first in enumerate(indices.tolist()):
         room = cache[slot, :, first : first + update.shape[2]]  # rows out of range are dropped
         room.copy_(update[slot, :, : room.shape[1]])
@@ -397,6 +407,8 @@ def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _plugin(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     """`DFlashBlockAttention`, from the contract in plugins/tensorrt/block_attention_plugin.h; in FP32 besides."""
     at: dict[str, Any] = layer.plugin
+    if "value_heads" in at:
+        return _delta_plugin(at, inputs)
     heads, kv_heads, size = (at[name] for name in ("heads", "kv_heads", "head_size"))
     qkv, start, keys, values, cos, sin, *rest = inputs
     q_norm, k_norm = (rest.pop(0), rest.pop(0)) if at["has_norms"] else (None, None)
@@ -446,6 +458,25 @@ def _plugin(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         shares = scores.softmax(dim=-1)[..., :end]
         out[slot] = (shares @ past[1]).transpose(0, 1).to(qkv.dtype)
     return out.flatten(2), keys, values
+
+
+def _delta_plugin(at: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """`DFlashDeltaNet`, from the contract in plugins/tensorrt/delta_net_plugin.h, by the recurrence row after row."""
+    x, gates, start, row_count, length, conv, a_log, dt_bias, norm, *kept = inputs
+    sizes = at["key_heads"], at["value_heads"], at["head_size"], at["head_size"]
+    net = DeltaLayer("", *sizes, conv.shape[1], at["norm_eps"])
+    pending = kept[1].shape[1]
+    assert {part: kept[i].shape[1:] for i, part in enumerate(PARTS)} == part_shapes(net, pending)
+    assert all(kept[i].dtype == torch.float32 for i in range(4)) and kept[4].dtype == x.dtype == conv.dtype
+    state = kept[0].mT.contiguous()  # of each value its keys
+    states = DeltaStates(dict(zip(PARTS, (state, *kept[1:]), strict=True)), pending)
+    states.length, states.rows = length.tolist(), [pending] * len(length)
+    slots = enumerate(zip(start.tolist(), row_count.tolist(), strict=True))
+    runs = [Run(slot, first, count, entry=slot, first=0) for slot, (first, count) in slots if count]
+    weights = {"conv1d.weight": conv[:, None], "A_log": a_log, "dt_bias": dt_bias, "norm.weight": norm}
+    out = gated_delta(net, weights, states, runs, x, gates)
+    kept[0].copy_(state.mT)
+    return (out, *kept)
 
 
 _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] = {

@@ -30,11 +30,11 @@ from trtllm_dflash.cost.memory import check_fits
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
-from trtllm_dflash.kernels import HEAD_SIZES
-from trtllm_dflash.models import not_in_tensorrt
+from trtllm_dflash.kernels import HEAD_SIZES, why_no_delta_net
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.tensorrt_delta_net import NET_CHUNK
 from trtllm_dflash.ops.tensorrt_drafting import MOST_DRAFTS
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
@@ -151,9 +151,8 @@ def plan_models(
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
     if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:
         raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
-    return PlannedModels(
-        target, drafter, max_seq_len, min(settings.chunk, max_seq_len), _block_size(settings.block_size, drafter)
-    )
+    chunk = min(_chunk(settings, target), max_seq_len)
+    return PlannedModels(target, drafter, max_seq_len, chunk, _block_size(settings.block_size, drafter))
 
 
 def build_precision(
@@ -165,10 +164,7 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend or "torch")
-    lacking = not_in_tensorrt(target)
     backend = settings.backend or "torch"
-    if backend == "tensorrt" and lacking is not None:
-        raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
     asked = settings.precision, settings.drafter_precision
     return choose_precision(target, drafter, backend, *asked, gpu or settings.gpu)
 
@@ -251,6 +247,13 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
         fitting = max(unit, size // unit * unit)
         why = f"--tp {settings.tp}" + (" and --drafter-precision fp8" if unit > settings.tp else "")
         raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
+
+
+def _chunk(settings: BuildSettings, target: DecoderConfig) -> int:
+    """Choose the prompt tokens of a step: as set, but fewer for a plan's gated delta nets unless the user says so."""
+    if settings.backend == "tensorrt" and target.delta is not None and "chunk" not in settings.model_fields_set:
+        return min(settings.chunk, NET_CHUNK)
+    return settings.chunk
 
 
 def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
@@ -350,12 +353,16 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "--plugin needs the datacenter edition of TensorRT (pip install tensorrt, on the GPU to build for): "
             "TensorRT-RTX has no plugin layers"
         )
-    lacking = _lacking_in_plugin(models.target)
-    if lacking is None and models.drafter is not None:
-        lacking = Drafter(models.drafter).without_kernels
+    lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
+    delta, attending = models.target.delta, [models.target, models.drafter]
+    if delta is None:
+        lacking = _lacking_in_plugin(models.target) or lacking
+    else:  # its attention is TensorRT's own
+        sizes = delta.key_size, delta.value_size, delta.kernel, models.block_size
+        lacking, attending = why_no_delta_net(*sizes) or lacking, [models.drafter]
     if lacking is not None:
         raise SettingsError(f"--plugin: it has no {lacking}; leave it out")
-    for model in (models.target, models.drafter):
+    for model in attending:
         if model is not None and model.head_size not in HEAD_SIZES:
             known = " and ".join(map(str, HEAD_SIZES))
             raise SettingsError(f"--plugin: it has head sizes {known}, not {model.head_size}; leave it out")

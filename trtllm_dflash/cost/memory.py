@@ -295,7 +295,22 @@ def _scratch(config: EngineConfig) -> int:
     decomposed = config.backend == "tensorrt" and max(target.head_sizes) > MOST_FUSED
     # Of all heads, rows and keys, before and after the softmax.
     scores = 2 * rows * units_per_rank(target.heads, config.tp) * config.cache_length * size if decomposed else 0
-    return rows * wide * size + logit_rows * logits * 4 + widened + scores + _shaping(config, logit_rows)
+    parts = widened + scores + _nets(config, rows) + _shaping(config, logit_rows)
+    return rows * wide * size + logit_rows * logits * 4 + parts
+
+
+def _nets(config: EngineConfig, rows: int) -> int:
+    """Counts the bytes that TensorRT's layers make in FP32 of a gated delta net; see `ops.tensorrt_delta_net`.
+
+    Of all slots' states thrice, of each pair of a slot's rows, and of what the rows themselves are.
+    """
+    delta = config.target.delta
+    if config.backend != "tensorrt" or config.plugin is not None or delta is None:
+        return 0
+    heads = units_per_rank(delta.value_heads, config.tp)
+    states = config.max_batch * heads * delta.key_size * delta.value_size
+    pairs = heads * max(config.chunk**2, config.max_batch * config.block_size**2)
+    return 4 * (3 * states + 6 * pairs + 6 * rows * heads * (delta.key_size + delta.value_size))
 
 
 def _shaping(config: EngineConfig, logit_rows: int) -> int:

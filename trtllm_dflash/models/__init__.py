@@ -88,11 +88,6 @@ def torch_only(config: DecoderConfig) -> str | None:
     return None if isinstance(config, PlannedConfig) else build_target(config).torch_only
 
 
-def not_in_tensorrt(config: DecoderConfig) -> str | None:
-    """Names what no TensorRT layers compute of a target so far; None: they compute all of it, or are planned to."""
-    return None if isinstance(config, PlannedConfig) else build_target(config).not_in_tensorrt
-
-
 def target_weights(target: DecoderConfig) -> list[Weight]:
     """Lists the weights of a target, one that is planned for too."""
     return Planned(target).weights() if isinstance(target, PlannedConfig) else build_target(target).weights()

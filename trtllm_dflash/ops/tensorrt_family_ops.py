@@ -37,11 +37,15 @@ class TensorRTFamilyOps(TensorRTLayers, Ops[ITensor], ABC):
         return self._reshape(self._slice(groups, 2, first // size, count // size), (0, 0, count))
 
     def unit_norm(self, x: ITensor, eps: float) -> ITensor:
+        return self._cast(self._normed(x, eps), x.dtype)
+
+    def _normed(self, x: ITensor, eps: float) -> ITensor:
+        """Divides x by its root mean square over the last dimension, in FP32."""
         last = len(x.shape) - 1
         wide = self._cast(x, self.trt.float32)
         mean = self._reduce("AVG", self._binary("PROD", wide, wide), last)
         root = self._unary("SQRT", self._binary("SUM", mean, self._fill(eps, len(x.shape))))
-        return self._cast(self._binary("DIV", wide, root), x.dtype)
+        return self._binary("DIV", wide, root)
 
     def scaled_embedding(self, name: str, ids: ITensor, factor: float) -> ITensor:
         x = self.embedding(name, ids)

@@ -14,6 +14,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
+from trtllm_dflash.ops.tensorrt_delta_net import TensorRTDeltaNet
 from trtllm_dflash.ops.tensorrt_drafting import TensorRTDrafting
 from trtllm_dflash.ops.tensorrt_family_ops import TensorRTFamilyOps
 from trtllm_dflash.ops.tensorrt_latent import TensorRTLatent
@@ -37,7 +38,15 @@ def load_tensorrt() -> Any:
     raise EngineError("TensorRT is not installed: pip install 'trtllm-dflash[tensorrt]'")
 
 
-class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFamilyOps, TensorRTLatent, Ops[ITensor]):
+class TensorRTOps(
+    TensorRTAttention,
+    TensorRTDeltaNet,
+    TensorRTMoE,
+    TensorRTDrafting,
+    TensorRTFamilyOps,
+    TensorRTLatent,
+    Ops[ITensor],
+):
     """Emits layers; nothing is computed until the network is compiled and run.
 
     Args:
@@ -48,6 +57,8 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFami
             the network's output `NAME.present`.
         capability: of the GPU that the network is for, such as 120. It decides how a mixture's experts are emitted;
             None: as every GPU takes them.
+        most_rows: of a slot in a call, where the target has gated delta nets; then `caches` has their states and the
+            inputs that say which rows those absorb (see `TensorRTDeltaNet`).
     """
 
     def __init__(
@@ -58,12 +69,14 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFami
         tp: int = 1,
         rank: int = 0,
         capability: int | None = None,
+        most_rows: int = 1,
     ) -> None:
         super().__init__(load_tensorrt(), network, weights)
         self.caches = caches
         self.tp = tp
         self.rank = rank
         self.capability = capability
+        self.most_rows = most_rows
         self._rotated: dict[str, tuple[str, ITensor, ITensor]] = {}  # table, what was rotated, by which positions
 
     # -- the network -----------------------------------------------------------------------------------------------
@@ -89,7 +102,9 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFami
         self._scope = name
         ones = (1,) * (len(x.shape) - 1)
         weight = self._weight(name + ".weight", (*ones, self.weights[name + ".weight"].shape[0]))
-        return self._binary("PROD", self.unit_norm(x, eps), weight, "scale")
+        # In the weight's type: a norm's may be FP32 in any engine.
+        normed = self._cast(self._normed(x, eps), weight.dtype)
+        return self._cast(self._binary("PROD", normed, weight, "scale"), x.dtype)
 
     def add(self, x: ITensor, y: ITensor) -> ITensor:
         return self._binary("SUM", x, y, "add")
