@@ -41,7 +41,7 @@ from trtllm_dflash.kernels.library import (
     load_for,
     remedy,
 )
-from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu, takes_norm
+from trtllm_dflash.kernels.norm import add_normed, add_rms_norm, cap, rms_norm, swiglu, takes_cap, takes_norm
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import (
     SKINNY_GPUS,
@@ -101,6 +101,7 @@ __all__ = [
     "Scales",
     "accept_paths",
     "accept_rows",
+    "add_normed",
     "add_rms_norm",
     "advance_states",
     "argmax",
@@ -108,6 +109,7 @@ __all__ = [
     "attend_rows",
     "attention",
     "begin_rows",
+    "cap",
     "embed",
     "end_rows",
     "find",
@@ -128,6 +130,7 @@ __all__ = [
     "skinny_gemm",
     "suits_wide",
     "swiglu",
+    "takes_cap",
     "takes_gate",
     "takes_heads",
     "takes_norm",
