@@ -196,7 +196,7 @@ class Decoder:
 
     @property
     def without_kernels(self) -> str | None:
-        """What it has that our CUDA kernels lack; None: they compute all of it."""
+        """Names what it has that our CUDA kernels lack; None: they compute all of it."""
         return self.torch_only
 
     # -- weights ---------------------------------------------------------------------------------------------------
