@@ -12,7 +12,7 @@ from trtllm_dflash.cost.prediction import (
     MXFP4_SHARE,
 )
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import MOE_ROWS
+from trtllm_dflash.kernels import HEAD_SIZES, HOPPER, MOE_ROWS
 from trtllm_dflash.models import target_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
@@ -29,10 +29,11 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     """
     target, drafter = config.target, config.drafter
     notes = [*_steps(config), *_ranks(config, gpu)]
-    if isinstance(target, PlannedConfig) or without_kernels(target) is not None:
+    where = _unsupported(config, gpu)
+    if where is not None:
         notes.append(
-            f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted, "
-            "and steps predicted as if there were some; none has been compared."
+            f"Target: no kernels of ours compute family {target.family}{where} yet: matrices, caches and states are "
+            "counted, and steps predicted as if there were some; none has been compared."
         )
     nets = sum(isinstance(mixer, DeltaNet) for mixer in mixers_of(target))
     if nets:
@@ -46,6 +47,15 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
         notes += _drafter(drafter, acceptance)
     notes.append("Tokens/s: of decoding alone, with all slots at work; prompts and the queue are not in it.")
     return notes
+
+
+def _unsupported(config: EngineConfig, gpu: PublishedGPU) -> str | None:
+    """Says where our kernels compute no such target: anywhere (nothing is said), or on this GPU; None: they do."""
+    target = config.target
+    if isinstance(target, PlannedConfig) or without_kernels(target) is not None:
+        return ""
+    is_wide = not set(target.head_sizes) <= set(HEAD_SIZES)
+    return f" on {gpu.name}" if is_wide and divmod(gpu.capability, 10) != HOPPER else None
 
 
 def error_bound(config: EngineConfig) -> float:

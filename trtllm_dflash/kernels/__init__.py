@@ -63,7 +63,7 @@ from trtllm_dflash.kernels.shape import (
     shape_changed_logits,
     shape_logits,
 )
-from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
+from trtllm_dflash.kernels.support import HOPPER, OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
     "ABI_VERSION",
@@ -73,6 +73,7 @@ __all__ = [
     "ALL_REDUCE_SHARED",
     "HALVES",
     "HEAD_SIZES",
+    "HOPPER",
     "LIBRARY_VARIABLE",
     "MAX_ROWS",
     "MOE_ROWS",
