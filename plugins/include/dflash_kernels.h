@@ -310,9 +310,9 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * those that a row chose are read, once for up to 16 rows.
  *
  * A row's experts are those of its top_k largest logits, the lowest ids among equals; its shares are the softmax over
- * those, or over all, in FP32, times the expert's scale. Each computes act(x gate_up^T + bias) down^T + bias, rounded to the type before the
- * activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The experts that
- * this rank has are first..first + count - 1.
+ * those, or over all, in FP32, times the expert's scale. Each computes act(x gate_up^T + bias) down^T + bias, rounded
+ * to the type before the activation, after it, and at the end; these are summed in FP32 by share, in the order of the
+ * logits. The experts that this rank has are first..first + count - 1.
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
  * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to

@@ -17,9 +17,9 @@ template <int D>
 constexpr int kNeighbours = D > 256 ? 16 : 8;
 
 // A head of a row by D / 8 neighbouring lanes, each with 8 neighbours, or 32 with 16; what RoPE pairs them with, half a
-// head away, is half of the lanes away. Rounds where the separate operations would: after the norm, its weight, each product and
-// their sum. Products and sums of two numbers of 16 bits are computed as such, two at a time: to compute them in FP32
-// and round them then gives the same.
+// head away, is half of the lanes away. Rounds where the separate operations would: after the norm, its weight, each
+// product and their sum. Products and sums of two numbers of 16 bits are computed as such, two at a time: to compute
+// them in FP32 and round them then gives the same.
 template <typename T, int D>
 struct Head
 {

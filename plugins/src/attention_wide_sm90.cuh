@@ -1,8 +1,9 @@
 // Attention from heads of 512 for Hopper: as of smaller heads, but that a block has 64 packed rows alone.
 //
 // Their output takes 128 registers of each thread of both warpgroups. So each sums half of the values' columns, by the
-// weights of all keys, which both compute: to exchange them would take as long as the products that it spares. Tiles come
-// in parts of 256 columns, in the order in which they are read, each of which leaves its place as soon as it has been.
+// weights of all keys, which both compute: to exchange them would take as long as the products that it spares. Tiles
+// come in parts of 256 columns, in the order in which they are read, each of which leaves its place as soon as it has
+// been.
 #pragma once
 
 #include "attention_epilogue.cuh"
@@ -217,7 +218,7 @@ struct WideMainloop
 #pragma unroll
             for (int n = 0; n < 8; ++n)
             {
-                float(&x)[4] = logits[n];
+                float (&x)[4] = logits[n];
                 softmax.weigh(x, scale);
                 weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
                 weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
@@ -278,7 +279,7 @@ struct WideMainloop
     // out [64, 256] += weights v, in two products of 128 columns
     __device__ __forceinline__ void multiply_values(uint32_t const (&weights)[4][4], uint32_t values_at)
     {
-        auto& halves = reinterpret_cast<float(&)[2][16][4]>(out);
+        auto& halves = reinterpret_cast<float (&)[2][16][4]>(out);
         begin_products();
 #pragma unroll
         for (int k = 0; k < 4; ++k)

@@ -48,7 +48,8 @@ __device__ __forceinline__ float block_sum(float x)
 
 // Eight numbers normed. With weights of 16 bits they are rounded before them too.
 template <typename T, typename W>
-__device__ __forceinline__ Vector<T, kVector> normed(Vector<T, kVector> const& x, float root, Vector<W, kVector> const& by)
+__device__ __forceinline__ Vector<T, kVector> normed(
+    Vector<T, kVector> const& x, float root, Vector<W, kVector> const& by)
 {
     Vector<T, kVector> y;
 #pragma unroll

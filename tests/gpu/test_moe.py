@@ -79,9 +79,8 @@ class Case:
 
     @property
     def layer(self) -> MoELayer:
-        activation = "gelu" if self.gelu else "silu"
         own = self.experts, self.first, self.count, self.top_k, self.normalized, self.clamp
-        return MoELayer("mlp.", *own, activation=activation)
+        return MoELayer("mlp.", *own, activation="gelu" if self.gelu else "silu")
 
 
 QWEN3_MOE = Case(
