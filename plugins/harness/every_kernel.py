@@ -213,16 +213,21 @@ def norms(dtype: torch.dtype) -> None:
             weight = normal(size, dtype=kind)
             kernels.rms_norm(x[:, 1:], weight, EPSILON)
             kernels.add_rms_norm(x, y, weight, EPSILON)
+            kernels.add_normed(x, weight, EPSILON, y, y.view(-1)[:1])
+            kernels.add_normed(x, weight, EPSILON, scale=0.5)
         kernels.quantize_rows(x.view(10, size))
     for size in (8, 1000, 12288):
         x = normal(1, 5, 2 * size, dtype=dtype)
         kernels.swiglu(x)
+        kernels.swiglu(x, gelu=True)
         for gates in (x[..., size:], x[..., :1]):
             rows = x[..., :size].contiguous()
             kernels.gate(rows, gates, rows)
 
 
 def choices(dtype: torch.dtype) -> None:
+    for kind in (dtype, torch.float32):
+        kernels.cap(normal(3, 5000, dtype=kind), 30.0)
     for size in (1, 7, 2048, 4097, 32000):
         kernels.argmax(normal(2, 3, size, dtype=dtype))
         kernels.argmax(normal(2, 3, size, dtype=torch.float32))

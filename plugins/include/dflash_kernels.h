@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 19
+#define DFLASH_ABI_VERSION 20
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -69,7 +69,7 @@ typedef struct
     int32_t rows; /* Q; with segments the most that one has here, or block */
     int32_t heads;
     int32_t kv_heads;
-    int32_t head_size; /* 64 or 128; on Hopper 256 too, of caches without scales */
+    int32_t head_size; /* 64 or 128; on Hopper 256 and 512 too, of caches without scales */
     int32_t cache_rows; /* S */
     int32_t causal; /* 1: row i sees the keys up to its own position; 0: all */
     int32_t window; /* a row at position p sees keys > p - window; 0: no window */
@@ -164,9 +164,11 @@ typedef struct
     int32_t page_rows; /* with a page table */
     int32_t block; /* with segments only */
     const int32_t* row_position; /* [N]: the positions that flat rows are rotated by, or null: those where they lie */
-    int32_t rotary_size; /* numbers of a head that RoPE rotates, its first: a multiple of 16; 0: D. The tables' width,
-                            twice */
+    int32_t rotary_size; /* numbers of a head that RoPE rotates, its first: a multiple of 16, of heads of 512 of 32; 0:
+                            D. The tables' width, twice */
     int32_t is_norm_wide; /* 1: q_norm and k_norm are FP32, and rows are rounded once, behind them */
+    int32_t keys_as_values; /* 1: qkv has no values, [B, rows, (Hq + Hkv) * D]: they are its keys, as projected */
+    int32_t norms_values; /* 1: values are normed, without weights */
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
@@ -199,6 +201,7 @@ typedef struct
     const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
+    int32_t gelu; /* 1: with swiglu, gates go through GELU by its form with tanh, not through SiLU */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
@@ -231,12 +234,43 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_rms_norm(const dflash_rms_norm_params* params, cudaStream_t stream);
 
-/* silu(gate) * up; F is a multiple of 8. */
+/* (residual + the RMSNorm of x) * factor * scale, of which each may be left out. H as in dflash_rms_norm. */
+typedef struct
+{
+    int32_t dtype;
+    int32_t rows;
+    int32_t size; /* H */
+    int32_t is_weight_wide; /* as in dflash_rms_norm */
+    float eps;
+    float scale; /* 1: none */
+    const void* x; /* [rows, H] contiguous, as all of these */
+    const void* weight; /* [H] */
+    const void* residual; /* [rows, H], or null */
+    const void* factor; /* [1] of dtype, or null */
+    void* out; /* [rows, H] */
+} dflash_add_normed_params;
+
+DFLASH_API cudaError_t dflash_add_normed(const dflash_add_normed_params* params, cudaStream_t stream);
+
+/* cap * tanh(x / cap) */
+typedef struct
+{
+    int32_t dtype; /* any */
+    float cap;
+    int64_t count; /* of numbers, a multiple of 8 */
+    const void* x; /* contiguous */
+    void* out; /* may be x */
+} dflash_cap_params;
+
+DFLASH_API cudaError_t dflash_cap(const dflash_cap_params* params, cudaStream_t stream);
+
+/* silu(gate) * up, or gelu(gate) * up; F is a multiple of 8. */
 typedef struct
 {
     int32_t dtype;
     int32_t rows;
     int32_t size; /* F */
+    int32_t gelu; /* 1: GELU by its form with tanh; 0: SiLU */
     const void* x; /* [rows, 2 F] contiguous: gate, then up */
     void* out; /* [rows, F] contiguous */
 } dflash_swiglu_params;
@@ -276,9 +310,9 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * those that a row chose are read, once for up to 16 rows.
  *
  * A row's experts are those of its top_k largest logits, the lowest ids among equals; its shares are the softmax over
- * those, or over all, in FP32. Each computes act(x gate_up^T + bias) down^T + bias, rounded to the type before the
- * activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The experts that
- * this rank has are first..first + count - 1.
+ * those, or over all, in FP32, times the expert's scale. Each computes act(x gate_up^T + bias) down^T + bias, rounded
+ * to the type before the activation, after it, and at the end; these are summed in FP32 by share, in the order of the
+ * logits. The experts that this rank has are first..first + count - 1.
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
  * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to
@@ -321,6 +355,8 @@ typedef struct
     const void* down_scales;
     const void* down_bias; /* [count, H], or null */
     void* out; /* [N, H] */
+    const void* expert_scale; /* [experts] of dtype, by which shares are multiplied in the end, or null */
+    int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; not with clamped */
 } dflash_moe_params;
 
 /* Bytes of scratch that dflash_moe needs. */

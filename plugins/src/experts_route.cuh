@@ -187,6 +187,13 @@ struct Logits
     }
 };
 
+// What the share of one of all ranks' experts is multiplied by.
+__device__ __forceinline__ float scale_of(dflash_moe_params const& p, int expert)
+{
+    return p.dtype == DFLASH_FP16 ? to_float(static_cast<__half const*>(p.expert_scale)[expert])
+                                  : to_float(static_cast<__nv_bfloat16 const*>(p.expert_scale)[expert]);
+}
+
 // Chooses a row's experts, by a warp: the index of a lane's among this rank's, or -1.
 template <typename L>
 __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
@@ -211,7 +218,8 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     bool const is_own = lane < p.top_k && expert >= 0 && expert < p.count;
     if (lane < p.top_k)
     {
-        route.shares[row * p.top_k + lane] = own_share / sum;
+        float const share = own_share / sum;
+        route.shares[row * p.top_k + lane] = p.expert_scale ? share * scale_of(p, own_expert) : share;
         route.experts[row * p.top_k + lane] = is_own ? expert : -1;
     }
     return is_own ? expert : -1;

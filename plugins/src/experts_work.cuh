@@ -44,6 +44,7 @@ struct Product
     int outputs;
     bool is_by_block; // FP8's scales are of blocks of 128 by 128
     bool is_clamped;
+    bool has_gelu;
     float alpha;
     float limit;
 
@@ -52,7 +53,7 @@ struct Product
         gate = is_clamped ? fminf(gate, limit) : gate;
         up = is_clamped ? fminf(fmaxf(up, -limit), limit) + 1.f : up;
         float const slope = is_clamped ? alpha : 1.f;
-        return gate / (1.f + expf(-slope * gate)) * up;
+        return has_gelu ? gelu(gate) * up : gate / (1.f + expf(-slope * gate)) * up;
     }
 };
 

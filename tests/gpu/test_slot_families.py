@@ -36,8 +36,7 @@ OURS = f"our CUDA kernels {kernels.ABI_VERSION}"
 #: Each family's pair, the shape whose heads our kernels have, and what computes its attention. In 16 bits rows take all
 #: experts: another choice of them would be no near-tie of the logits.
 FAMILIES = {
-    "gemma-4": (gemma, GEMMA, f"{OURS} and torch"),
-    "gemma-4 with experts": (gemma, {**GEMMA, "experts": True, "top_k_experts": 8}, f"{OURS} and torch"),
+    "gemma-4 with heads of 32": (gemma, GEMMA, f"{OURS} and torch"),
     "minimax-m2": (minimax, {**WIDE, "head_dim": 64, "rotary_dim": 32, "num_experts_per_tok": 8}, OURS),
     "kimi-k2.5": (kimi, {"hidden_size": 128, "num_experts_per_tok": 8}, "torch"),
 }

@@ -8,7 +8,7 @@ import torch
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import pair_weights, target_weights, torch_only
+from trtllm_dflash.models import pair_weights, target_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
@@ -180,7 +180,7 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
         faster = "; with --precision bf16 they take more memory, and on a GPU our kernels"
         said.append(
             f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time"
-            + (faster if torch_only(model) is None else "")
+            + (faster if without_kernels(model) is None else "")
         )
     return "; ".join(said) or None
 

@@ -12,7 +12,7 @@ from trtllm_dflash.engine.ladder import draft_lengths, shaped_kinds, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
-from trtllm_dflash.models import build_target, pair_weights, torch_only
+from trtllm_dflash.models import build_target, pair_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
@@ -241,13 +241,13 @@ def pages_on_gpu(config: EngineConfig) -> Paging:
 def _have_kernels(config: EngineConfig) -> bool:
     """Whether our kernels compute such an engine on a GPU."""
     # A target that is planned for is planned with kernels of ours.
-    if torch_only(config.target) is not None:
+    if without_kernels(config.target) is not None:
         return False
     if config.drafter is not None and Drafter(config.drafter).without_kernels is not None:
         return False
     computed = None if isinstance(config.target, PlannedConfig) else config.target
     heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
-    reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
+    reason = why_unsupported(config.dtype, heads, OLDEST_GPU, config.kv)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
 
 

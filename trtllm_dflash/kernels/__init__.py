@@ -41,7 +41,7 @@ from trtllm_dflash.kernels.library import (
     load_for,
     remedy,
 )
-from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu, takes_norm
+from trtllm_dflash.kernels.norm import add_normed, add_rms_norm, cap, rms_norm, swiglu, takes_cap, takes_norm
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import (
     SKINNY_GPUS,
@@ -63,7 +63,7 @@ from trtllm_dflash.kernels.shape import (
     shape_changed_logits,
     shape_logits,
 )
-from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
+from trtllm_dflash.kernels.support import HOPPER, OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
     "ABI_VERSION",
@@ -73,6 +73,7 @@ __all__ = [
     "ALL_REDUCE_SHARED",
     "HALVES",
     "HEAD_SIZES",
+    "HOPPER",
     "LIBRARY_VARIABLE",
     "MAX_ROWS",
     "MOE_ROWS",
@@ -101,6 +102,7 @@ __all__ = [
     "Scales",
     "accept_paths",
     "accept_rows",
+    "add_normed",
     "add_rms_norm",
     "advance_states",
     "argmax",
@@ -108,6 +110,7 @@ __all__ = [
     "attend_rows",
     "attention",
     "begin_rows",
+    "cap",
     "embed",
     "end_rows",
     "find",
@@ -128,6 +131,7 @@ __all__ = [
     "skinny_gemm",
     "suits_wide",
     "swiglu",
+    "takes_cap",
     "takes_gate",
     "takes_heads",
     "takes_norm",

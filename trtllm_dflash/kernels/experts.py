@@ -24,7 +24,8 @@ MoEParams = structure(
     "dflash_moe_params",
     ints="dtype logits_dtype format rows hidden columns experts first count top_k normalized clamped",
     floats="alpha limit",
-    pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out",
+    pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out expert_scale",
+    ints_="gelu",
 )
 
 
@@ -38,6 +39,8 @@ class Routing:
     top_k: int
     normalized: bool  # a row's top_k weights add up to 1
     clamp: tuple[float, float] | None = None  # alpha and limit of a clamped SwiGLU; None: a plain one
+    gelu: bool = False  # gates go through GELU by its form with tanh, not through SiLU
+    scale: Tensor | None = None  # [experts] of the rows' type, by which their shares are multiplied in the end
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,10 @@ class MoE:
         """Whether the kernels compute rows x [N, H] of these experts."""
         if not (0 < len(x) <= MOE_ROWS and x.dtype in HALVES and logits.dtype in DTYPES):
             return False
-        tensors = [x, logits]
+        scale = self._routing.scale
+        if scale is not None and (scale.dtype != x.dtype or scale.shape != (self._routing.experts,)):
+            return False
+        tensors = [x, logits] if scale is None else [x, logits, scale]
         for matrix in (self._gate_up, self._down):
             if not matrix.suits(x.dtype) or matrix.format != self._gate_up.format:
                 return False
@@ -146,4 +152,6 @@ class MoE:
             down=down.values.data_ptr(),
             down_scales=address(down.scales),
             down_bias=address(down.bias),
+            expert_scale=address(routing.scale),
+            gelu=int(routing.gelu),
         )

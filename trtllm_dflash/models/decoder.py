@@ -194,6 +194,11 @@ class Decoder:
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
+    @property
+    def without_kernels(self) -> str | None:
+        """Names what it has that our CUDA kernels lack; None: they compute all of it."""
+        return self.torch_only
+
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def weights(self) -> list[Weight]:

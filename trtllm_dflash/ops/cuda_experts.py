@@ -19,7 +19,7 @@ class CudaExperts(TorchOps):
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes as many rows at a time as the kernels take: prompts bring more."""
         experts = Experts.of(self.weights, layer)
-        if not _is_known(layer, experts):
+        if not _is_known(layer):
             return super().moe(layer, x, logits)
         compute = moe_kernel(layer, experts)
         logits = logits.contiguous()  # it may be a part of a joined product
@@ -33,7 +33,8 @@ class CudaExperts(TorchOps):
 def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:
     """Makes the kernels' feed-forward of a layer's experts; `many` as in `kernels.MoE`."""
     clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
-    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
+    more = layer.activation == "gelu", experts.scales
+    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp, *more)
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
@@ -42,12 +43,12 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
     experts = Experts.of(weights, layer)
     device = next(iter(weights.values())).device
     x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
-    return _is_known(layer, experts) and moe_kernel(layer, experts).takes(x, logits)
+    return _is_known(layer) and moe_kernel(layer, experts).takes(x, logits)
 
 
-def _is_known(layer: MoELayer, experts: Experts) -> bool:
-    """Whether the kernels have a layer's routing and activation: softmax and SwiGLU, with no factor besides."""
-    return (layer.scores, layer.activation, layer.scale) == ("softmax", "silu", 1) and experts.scales is None
+def _is_known(layer: MoELayer) -> bool:
+    """Whether the kernels have a layer's routing: by softmax, with no factor of all experts."""
+    return (layer.scores, layer.scale) == ("softmax", 1)
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:

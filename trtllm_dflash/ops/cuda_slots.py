@@ -59,22 +59,24 @@ class CudaSlots(CudaCaches):
         [B, N, heads*D]. Arguments as in `kernels.Append`.
         """
         (keys, values), scales, rows = self._caches(layer), self._scales(layer), qkv.shape[1]
-        qkv = qkv[..., : (layer.heads + 2 * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
+        kinds = 1 if layer.keys_as_values else 2
+        qkv = qkv[..., : (layer.heads + kinds * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
         q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
         if self._takes(q, keys, values, scales):
             sinks, window = None if layer.sinks is None else self.weights[layer.sinks], layer.window or 0
             if rows <= kernels.MAX_ROWS:
-                return kernels.attention(q, keys, values, start, causal, window, sinks, committed, rows, scales)
+                more = window, sinks, committed, rows, scales, layer.scale
+                return kernels.attention(q, keys, values, start, causal, *more)
             assert causal and committed is None, "a drafted block has not so many rows"
             cuts = self._once(("cuts", rows), start, lambda: _cuts(start, rows))
-            return _attend_cuts(q, keys, values, cuts, window, sinks, scales)
+            return _attend_cuts(q, keys, values, cuts, window, sinks, scales, layer.scale)
         if scales is not None:
             pairs = zip((keys, values), scales, strict=True)
             keys, values = (dequantize_cache_rows(cache, scale, q.dtype) for cache, scale in pairs)
         first = start if committed is None else self.block_start(start, committed)
         lengths = self.key_lengths(first, qkv)
-        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
+        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks, layer.scale)
 
     def attention(
         self,
@@ -112,9 +114,8 @@ class CudaSlots(CudaCaches):
     def _appends(self, layer: AttentionLayer) -> bool:
         """Whether our kernel appends a layer's rows, whatever computes their attention."""
         cos = self.weights[layer.rope + ".cos"]
-        is_plain = layer.scale is None and not layer.keys_as_values and not layer.norms_values
         is_known = layer.head_size in kernels.ALL_HEAD_SIZES and cos.dtype in kernels.HALVES
-        return is_plain and is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
+        return is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
 
 
 class CudaSlotOps(CudaSlots, CudaExperts, CudaProducts):

@@ -9,7 +9,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.models import torch_only
+from trtllm_dflash.models import without_kernels
 from trtllm_dflash.models.drafter import Drafter
 
 #: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), those that give a row the same bits
@@ -87,9 +87,9 @@ def find_kernels(
     if asked == "torch":
         return None, "as --kernels torch says"
     drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
-    lacking = torch_only(config.target) or drafter
+    lacking = without_kernels(config.target) or drafter
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
-    reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability)
+    reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv)
     if reason is not None and asked == "exact":
         raise EngineError(f"--kernels exact: {reason}; leave it out")
     if reason is not None:
