@@ -164,4 +164,7 @@ def test_what_only_torch_computes_yet_is_refused_for_tensorrt_and_left_to_torch_
     line = refusal("build", "--target", path, "--backend", "tensorrt", "--gpu", "sm120", "--output", tmp_path / "e")
     assert "--backend tensorrt: minimax_m2 needs norms over whole projections, which only --backend torch has" in line
     config = LLM.from_pretrained(path, None, precision="bf16", device="cpu", max_seq_len=64).config
-    assert find_kernels(config, "auto", (9, 0)) == (None, "our CUDA kernels have no norms over whole projections")
+    assert find_kernels(config, "auto", (9, 0)) == (
+        None,
+        "our CUDA kernels have no flat rows of norms over whole projections",
+    )

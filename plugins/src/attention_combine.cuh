@@ -6,6 +6,8 @@
 #include "attention_work.cuh"
 #include "launch.cuh"
 
+#include <algorithm>
+
 namespace dflash
 {
 
@@ -275,6 +277,34 @@ __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFra
     {
         combine<T, D, kSharing, kFragments>(w, m, divided, job);
     }
+}
+
+// -- the launch -------------------------------------------------------------------------------------------------------
+
+// owners: blocks' first dimension, each with a (slot, head) or a range of its own. sms: of the device.
+template <typename T, int D, int kSharing, int kFragments>
+cudaError_t launch_combine(Work const& w, int m, int sms, int owners, cudaStream_t stream)
+{
+    int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
+    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(sms / owners, 1));
+    auto const kernel = combine_kernel<T, D, kSharing, kFragments>;
+    return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, m);
+}
+
+// m: packed rows of a row block.
+template <typename T, int D>
+cudaError_t launch_combine(Work const& w, int m, int sms, cudaStream_t stream)
+{
+    // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
+    int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
+    int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
+    if (w.p.is_exact)
+    {
+        return launch_combine<T, D, 1, 1>(w, m, sms, owners, stream); // of sums in one order
+    }
+    return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, m, sms, owners, stream)
+        : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, m, sms, owners, stream)
+                                : launch_combine<T, D, 1, 4>(w, m, sms, owners, stream);
 }
 
 } // namespace dflash

@@ -31,6 +31,7 @@ from trtllm_dflash.kernels.draft_tree import (
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.gate import gate, takes_gate
+from trtllm_dflash.kernels.latent_attention import LatentAppend, attend_latent, takes_latent
 from trtllm_dflash.kernels.library import (
     ABI_VERSION,
     LIBRARY_VARIABLE,
@@ -88,6 +89,7 @@ __all__ = [
     "Append",
     "DeltaNet",
     "KeptPenalties",
+    "LatentAppend",
     "Library",
     "Matrix",
     "MoE",
@@ -104,6 +106,7 @@ __all__ = [
     "add_rms_norm",
     "advance_states",
     "argmax",
+    "attend_latent",
     "attend_prompts",
     "attend_rows",
     "attention",
@@ -130,6 +133,7 @@ __all__ = [
     "swiglu",
     "takes_gate",
     "takes_heads",
+    "takes_latent",
     "takes_norm",
     "takes_prompts",
     "takes_quantize",

@@ -87,7 +87,8 @@ def find_kernels(
     if asked == "torch":
         return None, "as --kernels torch says"
     drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
-    lacking = torch_only(config.target) or drafter
+    family = torch_only(config.target)
+    lacking = drafter if family is None else f"flat rows of {family}"
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
     reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability)
     if reason is not None and asked == "exact":

@@ -24,6 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.drafter import PREFIX
+from trtllm_dflash.models.kimi_k25 import KimiK25
 from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
@@ -127,15 +128,19 @@ class CudaSession(TorchSession):
 
     def _slots_attention(self, ours: str) -> str:
         """Names what computes the attention of a target's layers on [slots, rows]."""
-        target, ops, tp = self.config.target, CudaSlots(self.weights, self.caches), self.communicator.size
-        layers = target.attention_layers if target.latent_attention is None else []
-        taken = {ops.attends(self._step.target.attention_layer(tp, i)) for i in layers} or {False}
+        target, ops, tp = self._step.target, CudaSlots(self.weights, self.caches), self.communicator.size
+        layers = self.config.target.attention_layers
+        if isinstance(target, KimiK25):
+            taken = {ops.attends_latent(target.latent_layer(tp, i)) for i in layers}
+        else:
+            taken = {ops.attends(target.attention_layer(tp, i)) for i in layers}
         return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
     def _has_experts(self, target: MoEDecoder) -> bool:
         """Whether our kernels compute the target's experts; its layers are alike."""
-        layer = target.experts("model.layers.0.", self.communicator.size, self.communicator.rank)
-        return takes_experts(layer, self.weights, self.config.target.hidden_size, self.config.dtype)
+        last = f"model.layers.{target.config.layers - 1}."  # the first ones may have none
+        layer = target.experts(last, self.communicator.size, self.communicator.rank)
+        return takes_experts(layer, self.weights, target.config.hidden_size, self.config.dtype)
 
     def _stream(self) -> torch.cuda.StreamContext:
         return torch.cuda.stream(self._own_stream)
