@@ -216,11 +216,13 @@ def test_the_published_configuration_of_kimi_k2_5_is_read(tmp_path):
 def test_what_becomes_of_int4_is_said_when_it_is_built_and_planned(tmp_path):
     target, drafter = kimi_pair(tmp_path)
     pair = ("--target", target, "--drafter", drafter)
-    said = "experts stay in int4, and those that rows choose are dequantized each time"
+    said = (
+        "experts stay in int4, and those that rows choose are dequantized each time, but by our kernels, on a GPU in "
+    )
     line = next(line for line in succeeds("build", *pair, "--output", tmp_path / "e").splitlines() if "int4" in line)
-    assert line == f"target: {said}"
+    assert line == f"target: {said}BF16 and FP16"
     plan = succeeds("build", "--plan", *pair, "--gpu", "h100", "--acceptance", 3)
-    assert "Target: experts in INT4, those that rows choose dequantized each time." in plan
+    assert "Target: experts in INT4, read as they are." in plan
 
 
 def test_nvfp4_of_int4_experts_is_refused_with_its_error(tmp_path):

@@ -425,6 +425,7 @@ def latents(dtype: torch.dtype) -> None:
     for heads, rows, lengths in (
         (8, 1, [700, 0, 64]),
         (8, 2, [3000] * 13),
+        (8, 4, [3000]),
         (8, 16, [300, 16, 129]),
         (64, 16, [2000, 1990]),
         (5, 7, [130] * 2 * processors),

@@ -78,7 +78,7 @@ cudaError_t map_rows(dflash_attention_params const& p, CUtensorMap& map)
     return map_tiles<5>(p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.keys,
         {sm90::kAtom, rows, kColumns, 1, static_cast<cuuint64_t>(p.slots)},
-        {2 * kLatentRow, 2 * sm90::kAtom, slot_bytes, slot_bytes}, {sm90::kAtom, kTile, kColumns, 1, 1}, map);
+        {2 * kLatentRow, 2 * sm90::kAtom, slot_bytes, slot_bytes}, {sm90::kAtom, sm90::kLatentTile, kColumns, 1, 1}, map);
 }
 
 template <typename T>
@@ -93,7 +93,19 @@ cudaError_t launch(LatentPlan const& plan, cudaStream_t stream)
     error = error ? error
                   : launch_kernel(
                       kernel, dim3(w.ranges, w.row_blocks), sm90::kLatentThreads, kBytes, stream, w, cache);
-    return error ? error : launch_combine<T, kLatentRank>(w, sm90::kRows, plan.sms, stream);
+    if (error)
+    {
+        return error;
+    }
+    if (w.ranges < 16 * w.p.slots)
+    {
+        return launch_combine<T, kLatentRank>(w, sm90::kRows, plan.sms, stream);
+    }
+    // Few slots: each is divided among so many ranges that a warp would go through them for long. As many blocks as the
+    // GPU has room for.
+    int const blocks = combine_blocks_per_sm(1) * plan.sms;
+    return launch_combine<T, kLatentRank, kCombineWarps, 1>(
+        w, sm90::kRows, blocks, std::min(w.ranges, w.p.slots), stream);
 }
 
 } // namespace

@@ -1,9 +1,10 @@
 // Latent attention, absorbed, for Hopper: a cache row of 576 numbers is the key of all heads, its first 512 the value.
 //
-// One block an SM, of 64 packed rows. One warp asks for tiles of 64 cache rows, each read once for keys and values
+// One block an SM, of 64 packed rows. One warp asks for tiles of 32 cache rows, each read once for keys and values
 // alike; of each, two warpgroups compute. A warpgroup has half of the columns: of the products with keys it sums those,
-// of the output it holds those. Both give each other their parts of the logits, 32 keys to each, of which it makes the
-// weights; then they give each other the weights. What two threads exchange is always the same two threads'.
+// of the output it holds those. Both give each other their parts of the logits, 16 keys to each, of which it makes the
+// weights; then they give each other the weights. What two threads exchange is always the same two threads'. A tile's
+// products with keys run beside the softmax of the tile before it.
 #pragma once
 
 #include "attention_epilogue.cuh"
@@ -27,26 +28,29 @@ namespace sm90
 
 constexpr int kLatentThreads = kConsumers + 128; // a warpgroup asks for tiles, and gives its registers to the others
 
+constexpr int kLatentTile = 32; // keys; two of them are a unit of work
+
 // What lies in shared memory. A column is 64 numbers, 128 bytes, of all rows of a tile or of the queries.
 struct LatentShared
 {
-    static constexpr int kColumnBytes = kTile * kAtom * 2;
+    static constexpr int kColumnBytes = kLatentTile * kAtom * 2; // of a tile
+    static constexpr int kQueryColumnBytes = kRows * kAtom * 2;
     static constexpr int kColumns = kLatentRow / kAtom;
     static constexpr int kTileBytes = kColumns * kColumnBytes;
-    static constexpr int kStages = 2;
+    static constexpr int kStages = 4;
     static constexpr int kQueriesAt = kStages * kTileBytes;
-    static constexpr int kQueryBytes = kLatentRank / kAtom * kColumnBytes; // the other column is in registers
+    static constexpr int kQueryBytes = kLatentRank / kAtom * kQueryColumnBytes; // the other column is in registers
     // What a thread gets from the other warpgroup's: parts of logits, then, in the other direction, weights.
     static constexpr int kBoxesAt = kQueriesAt + kQueryBytes;
-    static constexpr int kBoxBytes = 128 * 64;
+    static constexpr int kBoxBytes = 128 * 32;
     static constexpr int kRowsAt = kBoxesAt + 2 * kBoxBytes; // numbers of two rows a thread
     static constexpr int kBarriersAt = kRowsAt + kConsumers * 8;
     static constexpr int kBytes = kBarriersAt + 2 * kStages * 8;
 
-    // Where a 16-byte chunk of a row lies: columns together, swizzled.
-    static __device__ __forceinline__ int chunk_at(int row, int chunk)
+    // Where a 16-byte chunk of a row lies: columns of so many bytes together, swizzled.
+    static __device__ __forceinline__ int chunk_at(int row, int chunk, int column_bytes)
     {
-        return chunk / 8 * kColumnBytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16;
+        return chunk / 8 * column_bytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16;
     }
 };
 
@@ -56,6 +60,12 @@ struct LatentShared
 __device__ __forceinline__ void meet_pair()
 {
     asm volatile("bar.sync %0, 64;" ::"r"(4 + static_cast<int>(threadIdx.x) / 32 % 4) : "memory");
+}
+
+// Tiles of a unit: of a segment's last one there may be none of the second's keys.
+__device__ __forceinline__ int latent_tiles_of(int first_key, Segment const& segment)
+{
+    return first_key + kLatentTile < segment.length ? 2 : 1;
 }
 
 // A ring of tiles in shared memory, and for each place a barrier that its tile has come and one that its readers are
@@ -96,13 +106,18 @@ struct LatentInputs
     __device__ __forceinline__ void fill(Work const& w, Span const& span, CUtensorMap const& cache) const
     {
         Cursor ahead = span.at;
+        int nth = 0;
         for (int unit = span.first; unit < span.past; ++unit)
         {
-            int const nth = unit - span.first;
-            int const stage = nth % S::kStages;
-            wait_for_phase(empty(stage), 1 ^ nth / S::kStages % 2);
-            expect_bytes(full(stage), S::kTileBytes);
-            copy_tile(rows(stage), cache, TilePlace(w, ahead), ahead.head, full(stage));
+            TilePlace place(w, ahead);
+            for (int tile = 0; tile < latent_tiles_of(ahead.first_key(), ahead.segment); ++tile, ++nth)
+            {
+                int const stage = nth % S::kStages;
+                wait_for_phase(empty(stage), 1 ^ nth / S::kStages % 2);
+                expect_bytes(full(stage), S::kTileBytes);
+                copy_tile(rows(stage), cache, place, ahead.head, full(stage));
+                place.row += kLatentTile;
+            }
             if (unit + 1 < span.past)
             {
                 ahead.advance(w.p);
@@ -127,6 +142,7 @@ struct LatentMainloop
     bool has_rows; // the warp
     float scale; // of the logits, base 2
     uint32_t rotated[2][4]; // of the queries' last column
+    float parts[4][4]; // of a tile's logits: this warpgroup's columns'
     float out[kOut][4]; // unnormalized
     OnlineSoftmax<FlushingExp2> softmax;
 
@@ -169,7 +185,7 @@ struct LatentMainloop
             for (int i = 0; i < kTogether; ++i)
             {
                 int const chunk = first + i * kConsumers;
-                *reinterpret_cast<int4*>(shared + S::kQueriesAt + S::chunk_at(chunk / kChunks, chunk % kChunks)) = x[i];
+                *reinterpret_cast<int4*>(shared + S::kQueriesAt + S::chunk_at(chunk / kChunks, chunk % kChunks, S::kQueryColumnBytes)) = x[i];
             }
         }
 #pragma unroll
@@ -206,67 +222,96 @@ struct LatentMainloop
 
     // -- one tile -----------------------------------------------------------------------------------------------------
 
-    // Takes in the tile from first_key on, the nth of the range.
+    // Takes in the tile from first_key on, the nth of the range, whose products with keys have begun; begins those of the
+    // next one of the same slot.
+    template <bool kIsLast>
     __device__ __forceinline__ void add(int nth, int first_key, Segment const& segment)
     {
         int const stage = nth % S::kStages;
-        uint32_t const tile = inputs.rows(stage);
-        wait_for_phase(inputs.full(stage), nth / S::kStages % 2);
-
-        float logits[4][4];
-        multiply_keys(logits, tile);
-        if (first_key + kTile > segment.length)
+        float logits[2][4];
+        give_parts(logits);
+        if constexpr (!kIsLast)
+        {
+            multiply_keys(nth + 1);
+        }
+        take_parts(logits);
+        if (first_key + kLatentTile > segment.length)
         {
             clear_values(stage, segment.length - first_key);
         }
-        Mask{w.p, segment}.apply(logits, rows.query, Paths{}, first_key, 32 * group);
+        Mask{w.p, segment}.apply(logits, rows.query, Paths{}, first_key, 16 * group);
         float decay[2];
         raise(logits, decay);
-        uint32_t weights[4][4];
+        uint32_t weights[4];
         weigh(logits, weights);
         scale_rows(out, decay);
-        multiply_values(weights, tile);
+        begin_products();
+        multiply_values(weights, inputs.rows(stage), group);
+        uint32_t others[4];
+        exchange_weights(weights, others);
+        begin_products();
+        multiply_values(others, inputs.rows(stage), 1 - group);
+        wait_for_products(out);
         if (threadIdx.x % 32 == 0)
         {
             arrive(inputs.empty(stage));
         }
     }
 
-    // Makes logits [64, 32] of this warpgroup's keys: its own columns' part of them, and the other's.
-    __device__ __forceinline__ void multiply_keys(float (&logits)[4][4], uint32_t tile) const
+    // Begins parts [64, 32] = q k^T of this warpgroup's columns, of the nth tile of the range.
+    __device__ __forceinline__ void multiply_keys(int nth)
     {
-        float parts[8][4] = {};
+        int const stage = nth % S::kStages;
+        uint32_t const tile = inputs.rows(stage);
+        wait_for_phase(inputs.full(stage), nth / S::kStages % 2);
+#pragma unroll
+        for (auto& x : parts)
+        {
+            x[0] = x[1] = x[2] = x[3] = 0.f;
+        }
         begin_products();
 #pragma unroll
         for (int k = 0; k < 4 * kHalf; ++k)
         {
-            int const column = (group * kHalf + k / 4) * S::kColumnBytes + k % 4 * 32;
-            sm90::multiply_add<T>(parts, matrix(inputs.at + S::kQueriesAt + column, 16, 8 * kAtom * 2),
-                matrix(tile + column, 16, 8 * kAtom * 2));
+            int const column = group * kHalf + k / 4;
+            multiply_add_columns<T, 4>(parts,
+                matrix(inputs.at + S::kQueriesAt + column * S::kQueryColumnBytes + k % 4 * 32, 16, 8 * kAtom * 2),
+                matrix(tile + column * S::kColumnBytes + k % 4 * 32, 16, 8 * kAtom * 2));
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k)
         {
-            int const column = 2 * kHalf * S::kColumnBytes + (2 * group + k) * 32;
-            multiply_add_rows<T>(parts, rotated[k], matrix(tile + column, 16, 8 * kAtom * 2));
+            uint32_t const column = tile + 2 * kHalf * S::kColumnBytes + (2 * group + k) * 32;
+            multiply_add_rows<T>(parts, rotated[k], matrix(column, 16, 8 * kAtom * 2));
         }
         commit_products();
+    }
+
+    // Gives the other warpgroup its keys' parts, once they are there, and keeps one's own.
+    __device__ __forceinline__ void give_parts(float (&own)[2][4])
+    {
         wait_for_products(parts);
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < 2; ++n)
         {
             // Registers are chosen by selection: their numbers must be known when this is compiled.
+            float other[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                logits[n][i] = group == 0 ? parts[n][i] : parts[4 + n][i];
-                parts[n][i] = group == 0 ? parts[4 + n][i] : parts[n][i];
+                own[n][i] = group == 0 ? parts[n][i] : parts[2 + n][i];
+                other[i] = group == 0 ? parts[2 + n][i] : parts[n][i];
             }
-            box(1 - group)[n * 128] = {parts[n][0], parts[n][1], parts[n][2], parts[n][3]};
+            box(1 - group)[n * 128] = {other[0], other[1], other[2], other[3]};
         }
+    }
+
+    // Adds the other's parts, and so makes logits [64, 16] of this warpgroup's keys.
+    __device__ __forceinline__ void take_parts(float (&logits)[2][4]) const
+    {
         meet_pair();
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < 2; ++n)
         {
             float4 const other = box(group)[n * 128];
             logits[n][0] += other.x;
@@ -292,7 +337,7 @@ struct LatentMainloop
     }
 
     // Raises the maxima to those of all of the tile's logits; what that leaves of the output so far.
-    __device__ __forceinline__ void raise(float const (&logits)[4][4], float (&decay)[2])
+    __device__ __forceinline__ void raise(float const (&logits)[2][4], float (&decay)[2])
     {
         float top[2];
 #pragma unroll
@@ -312,36 +357,30 @@ struct LatentMainloop
         decay[1] = softmax.raise(1, fmaxf(top[1], other.y), scale);
     }
 
-    // Makes the weights of all keys of the tile, as operands of products: this warpgroup's keys', and the other's.
-    __device__ __forceinline__ void weigh(float (&logits)[4][4], uint32_t (&weights)[4][4])
+    // Makes the weights of this warpgroup's keys, an operand of products.
+    __device__ __forceinline__ void weigh(float (&logits)[2][4], uint32_t (&weights)[4])
     {
-        uint32_t own[2][4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < 2; ++n)
         {
             float (&x)[4] = logits[n];
             softmax.weigh(x, scale);
-            own[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
-            own[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
+            weights[n * 2] = packed<T>(x[0], x[1]);
+            weights[n * 2 + 1] = packed<T>(x[2], x[3]);
         }
-        // Into what this thread alone has read, and the other one will write next.
-        auto* const mine = reinterpret_cast<uint4*>(box(group));
-        mine[0] = {own[0][0], own[0][1], own[0][2], own[0][3]};
-        mine[128] = {own[1][0], own[1][1], own[1][2], own[1][3]};
+    }
+
+    // Gives the other warpgroup the weights, and takes its. They go where this thread alone has read, and the other one
+    // will write next.
+    __device__ __forceinline__ void exchange_weights(uint32_t const (&own)[4], uint32_t (&others)[4]) const
+    {
+        *reinterpret_cast<uint4*>(box(group)) = {own[0], own[1], own[2], own[3]};
         meet_pair();
-        auto const* const theirs = reinterpret_cast<uint4 const*>(box(1 - group));
-        uint4 const given[2] = {theirs[0], theirs[128]};
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-        {
-            uint32_t const other[4] = {given[k].x, given[k].y, given[k].z, given[k].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-            {
-                weights[k][i] = group == 0 ? own[k][i] : other[i];
-                weights[2 + k][i] = group == 0 ? other[i] : own[k][i];
-            }
-        }
+        uint4 const x = *reinterpret_cast<uint4 const*>(box(1 - group));
+        others[0] = x.x;
+        others[1] = x.y;
+        others[2] = x.z;
+        others[3] = x.w;
     }
 
     // Values past the length may be anything, NaN too, which no weight of zero takes away: they become zeros, in this
@@ -350,30 +389,23 @@ struct LatentMainloop
     {
         constexpr int kChunks = kHalf * 8;
         char* const tile = shared + stage * S::kTileBytes;
-        for (int i = threadIdx.x % 128; i < (kTile - past) * kChunks; i += 128)
+        for (int i = threadIdx.x % 128; i < (kLatentTile - past) * kChunks; i += 128)
         {
-            *reinterpret_cast<int4*>(tile + S::chunk_at(past + i / kChunks, group * kChunks + i % kChunks)) = {};
+            *reinterpret_cast<int4*>(tile + S::chunk_at(past + i / kChunks, group * kChunks + i % kChunks, S::kColumnBytes)) = {};
         }
         show_to_products();
         meet_group(group);
     }
 
-    // out [64, 256] += weights [64, 64] values [64, 256]
-    __device__ __forceinline__ void multiply_values(uint32_t const (&weights)[4][4], uint32_t tile)
+    // Begins out [64, 256] += weights [64, 16] values [16, 256], of a warpgroup's keys.
+    __device__ __forceinline__ void multiply_values(uint32_t const (&weights)[4], uint32_t tile, int of)
     {
         auto& halves = reinterpret_cast<float (&)[2][kOut / 2][4]>(out);
-        uint32_t const columns = tile + group * kHalf * S::kColumnBytes;
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-        {
-            uint32_t const from = columns + k * 16 * kAtom * 2;
-            sm90::multiply_add<T>(halves[0], weights[k], matrix(from, S::kColumnBytes, 8 * kAtom * 2));
-            sm90::multiply_add<T>(
-                halves[1], weights[k], matrix(from + 2 * S::kColumnBytes, S::kColumnBytes, 8 * kAtom * 2));
-        }
+        uint32_t const from = tile + group * kHalf * S::kColumnBytes + of * 16 * kAtom * 2;
+        sm90::multiply_add<T>(halves[0], weights, matrix(from, S::kColumnBytes, 8 * kAtom * 2));
+        sm90::multiply_add<T>(
+            halves[1], weights, matrix(from + 2 * S::kColumnBytes, S::kColumnBytes, 8 * kAtom * 2));
         commit_products();
-        wait_for_products(out);
     }
 
     // The end of a slot: sums of all lanes' and both warpgroups' keys. After it none reads the queries any more.
@@ -395,14 +427,20 @@ __device__ __forceinline__ void attend_latent(Work const& w, Span const& span, c
     Epilogue<T, kLatentRank> const epilogue{
         w, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), kRows / 16, static_cast<int>(threadIdx.x) / 32 % 4};
     int unit = span.first; // of the slot, the first that is in the range
+    int nth = 0; // tile of the range
     for (Cursor at = span.at;; at.next_head(w.p))
     {
         int const count = min(at.tiles - at.tile, span.past - unit);
         mainloop.begin(at);
-        for (int i = 0; i < count; ++i)
+        mainloop.multiply_keys(nth);
+        int key = at.first_key();
+        int const last_unit = key + (count - 1) * kTile;
+        int const last_key = last_unit + (latent_tiles_of(last_unit, at.segment) - 1) * kLatentTile;
+        for (; key < last_key; key += kLatentTile, ++nth)
         {
-            mainloop.add(unit - span.first + i, at.first_key() + i * kTile, at.segment);
+            mainloop.template add<false>(nth, key, at.segment);
         }
+        mainloop.template add<true>(nth++, last_key, at.segment);
         mainloop.finish();
         if (mainloop.has_rows)
         {

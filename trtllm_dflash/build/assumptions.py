@@ -31,8 +31,8 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     notes = [*_steps(config), *_ranks(config, gpu)]
     if isinstance(target, PlannedConfig) or torch_only(target) is not None:
         notes.append(
-            f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted, "
-            "and steps predicted as if there were some; none has been compared."
+            f"Target: our kernels compute parts of family {target.family}, and torch the rest: matrices, caches and states "
+            "are counted, and steps predicted as if there were kernels for all; none has been compared."
         )
     nets = sum(isinstance(mixer, DeltaNet) for mixer in mixers_of(target))
     if nets:
@@ -149,7 +149,8 @@ def _target(config: EngineConfig, kind: WeightPrecision) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if kind is WeightPrecision.INT4:
-        return "Target: experts in INT4, those that rows choose dequantized each time."
+        read = "those that rows choose dequantized each time" if config.precision == "fp32" else "read as they are"
+        return f"Target: experts in INT4, {read}."
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."

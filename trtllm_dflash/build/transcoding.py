@@ -1,4 +1,4 @@
-"""What a target's experts in INT4 would lose in NVFP4, which has other numbers, by the checkpoint's own."""
+"""The error that NVFP4 would bring to experts in INT4, whose numbers it does not have."""
 
 from itertools import islice
 
