@@ -431,9 +431,8 @@ def latents(dtype: torch.dtype) -> None:
         (5, 7, [130] * 2 * processors),
     ):
         cache = normal(len(lengths), 1, max(lengths), 576, dtype=dtype)
-        append = kernels.LatentAppend(
-            *(normal(*shape, dtype=dtype) for shape in ((512,), (4000, 32), (4000, 32))), 1e-6
-        )
+        norm, cos, sin = (normal(*shape, dtype=dtype) for shape in ((512,), (4000, 32), (4000, 32)))
+        append = kernels.LatentAppend(norm, cos, sin, 1e-6)
         projected = normal(len(lengths), rows, heads * 192, dtype=dtype), normal(len(lengths), rows, 576, dtype=dtype)
         q = append(*projected, ints(*lengths) - rows // 2, heads, cache).normal_()
         if kernels.takes_latent(cache, 512, 64):  # Hopper alone has attention

@@ -116,15 +116,16 @@ DFLASH_API cudaError_t dflash_attention(
 DFLASH_API cudaError_t dflash_attend_prompts(const dflash_attention_params* params, cudaStream_t stream);
 
 /* Latent attention (MLA), absorbed, on Hopper (elsewhere cudaErrorNotSupported): a cache row is the key of all heads,
- * and its first 512 numbers are the value. kv_heads is 1, head_size 576, causal 1, out [B, Q, Hq * 512]; `values` is not
- * read. Of a run of rows a slot, without segments, page table, window, sinks or scales. */
+ * and its first 512 numbers are the value. kv_heads is 1, head_size 576, causal 1, out [B, Q, Hq * 512]; `values` is
+ * not read. Of a run of rows a slot, without segments, page table, window, sinks or scales. */
 DFLASH_API cudaError_t dflash_latent_attention_workspace(const dflash_attention_params* params, size_t* bytes);
 
 DFLASH_API cudaError_t dflash_latent_attention(
     const dflash_attention_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
 /* Latent attention's cache rows, and the rotated parts of its queries. Row i of slot b stands at start[b] + i: 512
- * numbers that are normed and 64 that RoPE rotates, number j and j + 32 together. Rows outside of the cache are dropped. */
+ * numbers that are normed and 64 that RoPE rotates, number j and j + 32 together. Rows outside of the cache are
+ * dropped. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16 */
@@ -311,11 +312,11 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * those that a row chose are read, once for up to 16 rows.
  *
  * A row's experts are those of its top_k largest logits, the lowest ids among equals; its shares are the softmax over
- * those, or over all, in FP32. With a correction, scores are the logits' sigmoids: chosen by their sums with it, a row's
- * shares are the scores alone, normalized divided by their sum and 1e-20. Shares are multiplied by share_scale, last.
- * Each expert computes act(x gate_up^T + bias) down^T + bias, rounded to the type before the
- * activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The experts that
- * this rank has are first..first + count - 1.
+ * those, or over all, in FP32. With a correction, scores are the logits' sigmoids: chosen by their sums with it, a
+ * row's shares are the scores alone, normalized divided by their sum and 1e-20. Shares are multiplied by share_scale,
+ * last. Each expert computes act(x gate_up^T + bias) down^T + bias, rounded to the type before the activation, after
+ * it, and at the end; these are summed in FP32 by share, in the order of the logits. The experts that this rank has are
+ * first..first + count - 1.
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
  * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to

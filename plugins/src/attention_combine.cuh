@@ -260,8 +260,8 @@ __device__ __forceinline__ void write_zeros(Work const& w, Segments const& segme
 }
 
 // kSharing warps share the partial results of kFragments fragments: two, or eight, have one where a (slot, head) is
-// divided among many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in place when the
-// last range ends: what precedes the wait then costs nothing.
+// divided among many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in
+// place when the last range ends: what precedes the wait then costs nothing.
 template <typename T, int D, int kSharing, int kFragments>
 __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments))
     combine_kernel(Work const w, int const m)

@@ -120,9 +120,7 @@ struct Weights
 template <Weight kWeight>
 struct Order
 {
-    static constexpr int kWords = is_packed(kWeight) ? 4
-        : kWeight == Weight::kFp8                    ? 2
-                                                     : 1; // of a part of a step
+    static constexpr int kWords = is_packed(kWeight) ? 4 : kWeight == Weight::kFp8 ? 2 : 1; // of a part of a step
     static constexpr int kStepBytes = 64 * kWords; // of a token's inputs, that half of a unit meets
 
     static __device__ __forceinline__ int place(int chunk)

@@ -91,9 +91,9 @@ struct Layout
     int pitch; // from one token's inputs to the next one's: no two meet in one bank
 
     __host__ __device__ Layout(int inputs, Weight weight)
-        : row_bytes(is_packed(weight) ? inputs / 2
-                  : weight == Weight::kFp8  ? inputs
-                                            : inputs * 2)
+        : row_bytes(is_packed(weight)      ? inputs / 2
+                  : weight == Weight::kFp8 ? inputs
+                                           : inputs * 2)
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
         , scale_bytes(weight == Weight::kMxfp4 ? kGranule * (inputs / 32) : 0)

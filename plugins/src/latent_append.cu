@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(kWarps * 32) latent_append_kernel(dflash_laten
     T const* const kv = static_cast<T const*>(p.kv) + slot * p.kv_slot_stride + row * p.kv_row_stride;
     if (place.position >= 0 && place.position < p.cache_rows)
     {
-        T* const to = static_cast<T*>(p.cache) + slot * p.cache_slot_stride + static_cast<int64_t>(place.position) * kRow;
+        T* const to
+            = static_cast<T*>(p.cache) + slot * p.cache_slot_stride + static_cast<int64_t>(place.position) * kRow;
         if (warp == 0)
         {
             norm(kv, static_cast<T const*>(p.norm), p.norm_eps, to);
@@ -120,7 +121,6 @@ extern "C" cudaError_t dflash_latent_append(dflash_latent_append_params const* p
     {
         return cudaSuccess;
     }
-    auto const kernel
-        = p->dtype == DFLASH_FP16 ? latent_append_kernel<__half> : latent_append_kernel<__nv_bfloat16>;
+    auto const kernel = p->dtype == DFLASH_FP16 ? latent_append_kernel<__half> : latent_append_kernel<__nv_bfloat16>;
     return launch_kernel(kernel, dim3(p->rows, p->slots), kWarps * 32, 0, stream, *p);
 }

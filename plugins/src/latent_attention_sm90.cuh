@@ -185,7 +185,8 @@ struct LatentMainloop
             for (int i = 0; i < kTogether; ++i)
             {
                 int const chunk = first + i * kConsumers;
-                *reinterpret_cast<int4*>(shared + S::kQueriesAt + S::chunk_at(chunk / kChunks, chunk % kChunks, S::kQueryColumnBytes)) = x[i];
+                *reinterpret_cast<int4*>(shared + S::kQueriesAt
+                    + S::chunk_at(chunk / kChunks, chunk % kChunks, S::kQueryColumnBytes)) = x[i];
             }
         }
 #pragma unroll
@@ -222,8 +223,8 @@ struct LatentMainloop
 
     // -- one tile -----------------------------------------------------------------------------------------------------
 
-    // Takes in the tile from first_key on, the nth of the range, whose products with keys have begun; begins those of the
-    // next one of the same slot.
+    // Takes in the tile from first_key on, the nth of the range, whose products with keys have begun; begins those of
+    // the next one of the same slot.
     template <bool kIsLast>
     __device__ __forceinline__ void add(int nth, int first_key, Segment const& segment)
     {
@@ -391,7 +392,8 @@ struct LatentMainloop
         char* const tile = shared + stage * S::kTileBytes;
         for (int i = threadIdx.x % 128; i < (kLatentTile - past) * kChunks; i += 128)
         {
-            *reinterpret_cast<int4*>(tile + S::chunk_at(past + i / kChunks, group * kChunks + i % kChunks, S::kColumnBytes)) = {};
+            *reinterpret_cast<int4*>(
+                tile + S::chunk_at(past + i / kChunks, group * kChunks + i % kChunks, S::kColumnBytes)) = {};
         }
         show_to_products();
         meet_group(group);
@@ -403,8 +405,7 @@ struct LatentMainloop
         auto& halves = reinterpret_cast<float (&)[2][kOut / 2][4]>(out);
         uint32_t const from = tile + group * kHalf * S::kColumnBytes + of * 16 * kAtom * 2;
         sm90::multiply_add<T>(halves[0], weights, matrix(from, S::kColumnBytes, 8 * kAtom * 2));
-        sm90::multiply_add<T>(
-            halves[1], weights, matrix(from + 2 * S::kColumnBytes, S::kColumnBytes, 8 * kAtom * 2));
+        sm90::multiply_add<T>(halves[1], weights, matrix(from + 2 * S::kColumnBytes, S::kColumnBytes, 8 * kAtom * 2));
         commit_products();
     }
 
@@ -424,8 +425,8 @@ template <typename T>
 __device__ __forceinline__ void attend_latent(Work const& w, Span const& span, char* shared, LatentInputs const& inputs)
 {
     LatentMainloop<T> mainloop(w, shared, inputs);
-    Epilogue<T, kLatentRank> const epilogue{
-        w, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), kRows / 16, static_cast<int>(threadIdx.x) / 32 % 4};
+    Epilogue<T, kLatentRank> const epilogue{w, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), kRows / 16,
+        static_cast<int>(threadIdx.x) / 32 % 4};
     int unit = span.first; // of the slot, the first that is in the range
     int nth = 0; // tile of the range
     for (Cursor at = span.at;; at.next_head(w.p))

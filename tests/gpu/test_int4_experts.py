@@ -30,8 +30,7 @@ class Case(Softmax):
 
     @property
     def layer(self) -> MoELayer:
-        scores = "softmax" if self.factor == 1 else "sigmoid"
-        return replace(super().layer, scores=scores, scale=self.factor)
+        return replace(super().layer, scores="softmax" if self.factor == 1 else "sigmoid", scale=self.factor)
 
 
 KIMI = Case(1, experts=384, count=384, top_k=8, hidden=512, columns=256, clamp=None, bias=False)

@@ -31,8 +31,8 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     notes = [*_steps(config), *_ranks(config, gpu)]
     if isinstance(target, PlannedConfig) or torch_only(target) is not None:
         notes.append(
-            f"Target: our kernels compute parts of family {target.family}, and torch the rest: matrices, caches and states "
-            "are counted, and steps predicted as if there were kernels for all; none has been compared."
+            f"Target: our kernels compute parts of family {target.family}, and torch the rest: matrices, caches and "
+            "states are counted, and steps predicted as if there were kernels for all; none has been compared."
         )
     nets = sum(isinstance(mixer, DeltaNet) for mixer in mixers_of(target))
     if nets:

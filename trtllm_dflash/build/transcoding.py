@@ -1,5 +1,6 @@
 """The error that NVFP4 would bring to experts in INT4, whose numbers it does not have."""
 
+import math
 from itertools import islice
 
 from trtllm_dflash.build.settings import BuildSettings
@@ -36,4 +37,4 @@ def nvfp4_error(pair: Pair) -> float:
         numbers = stored.dequantize()
         moved += float((rounded_to_nvfp4(numbers) - numbers).square().sum())
         whole += float(numbers.square().sum())
-    return (moved / whole) ** 0.5
+    return math.sqrt(moved / whole)

@@ -33,9 +33,9 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     if x.is_cuda:  # each matrix read once for all slots
         slots, heads, rows, size = x.shape
         products = torch.bmm(x.transpose(0, 1).reshape(heads, slots * rows, size), matrices.mT)
-        return products.unflatten(1, (slots, rows)).transpose(0, 1)
-    products = (cpu_products.product(x[:, head], matrix) for head, matrix in enumerate(matrices))
-    return torch.stack(list(products), dim=1)
+        return products.view(heads, slots, rows, -1).transpose(0, 1)
+    by_heads = (cpu_products.product(x[:, head], matrix) for head, matrix in enumerate(matrices))
+    return torch.stack(list(by_heads), dim=1)
 
 
 def absorb(layer: LatentLayer, up: Tensor, plain: Tensor, rotated: Tensor) -> Tensor:

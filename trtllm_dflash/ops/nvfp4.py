@@ -91,7 +91,8 @@ def rounded_to_nvfp4(numbers: Tensor) -> Tensor:
     magnitudes = torch.tensor(E2M1[:8], device=blocks.device)
     ratios = torch.where(by > 0, blocks.abs() / by, 0)
     index = torch.bucketize(ratios, (magnitudes[1:] + magnitudes[:-1]) / 2)  # of two as near, the one nearer to zero
-    return (magnitudes[index] * by * blocks.sign()).flatten(-2)
+    rounded: Tensor = magnitudes[index] * by * blocks.sign()
+    return rounded.flatten(-2)
 
 
 def _tensor_power(exponents: Tensor) -> int:
