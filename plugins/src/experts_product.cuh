@@ -83,7 +83,7 @@ struct Weights
                 copy_async_16(ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine,
                     scales_from + unit * kInt4ScaleLine, true);
             }
-            slot = slot + 1 == ring_units(kWeight) ? 0 : slot + 1;
+            slot = slot + 1 == kUnits ? 0 : slot + 1;
             if (++unit == layout.units)
             {
                 unit = 0;
@@ -282,10 +282,10 @@ struct Mainloop
         uint8_t const* const scales = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes + quad * blocks;
         for (int unit = 0; unit < layout.units; ++unit)
         {
-            wait_for_copies<ring_units(kWeight) - 1>();
+            wait_for_copies<kUnits - 1>();
             __syncwarp();
             Fragment const a = load(ring + slot * unit_bytes(kWeight), scales, unit);
-            slot = slot + 1 == ring_units(kWeight) ? 0 : slot + 1;
+            slot = slot + 1 == kUnits ? 0 : slot + 1;
             __syncwarp();
             weights.load_next();
             float sums[kTiles][4] = {}; // of a unit of FP8
@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     unsigned char* const ring = shared + warp * layout.warp_bytes;
     Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
 #pragma unroll 1
-    for (int i = 0; i < ring_units(kWeight); ++i)
+    for (int i = 0; i < kUnits; ++i)
     {
         weights.load_next();
     }

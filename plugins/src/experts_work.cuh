@@ -15,7 +15,6 @@ constexpr int kGranule = 16; // rows of a weight that one product instruction ta
 constexpr int kLine = 128; // bytes of a row in one unit
 constexpr int kUnit = kGranule * kLine; // bytes that a warp loads at a time
 constexpr int kUnits = 4; // of a warp's ring
-constexpr int kInt4Units = 6; // likewise: of few experts few warps have a granule, and load all the more ahead
 constexpr int kInt4Inputs = 2 * kLine; // of a row in one unit
 constexpr int kInt4ScaleLine = kInt4Inputs / 32 * 2; // bytes of their scales
 constexpr int kFp8Block = 128; // rows and inputs that share a scale
@@ -33,11 +32,6 @@ enum class Weight
 __host__ __device__ constexpr bool is_packed(Weight weight)
 {
     return weight == Weight::kMxfp4 || weight == Weight::kInt4;
-}
-
-__host__ __device__ constexpr int ring_units(Weight weight)
-{
-    return weight == Weight::kInt4 ? kInt4Units : kUnits;
 }
 
 // Bytes that a warp loads at a time: of INT4 the scales with the numbers.
@@ -98,7 +92,7 @@ struct Layout
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
         , scale_bytes(weight == Weight::kMxfp4 ? kGranule * (inputs / 32) : 0)
         , scale_buffers((kUnits + units - 1) / units + 1)
-        , warp_bytes(ring_units(weight) * unit_bytes(weight) + scale_buffers * scale_bytes)
+        , warp_bytes(kUnits * unit_bytes(weight) + scale_buffers * scale_bytes)
         , token_bytes(steps * (kLine / 2)
               * (is_packed(weight)             ? 4
                       : weight == Weight::kFp8 ? 2

@@ -1,10 +1,9 @@
 // Latent attention, absorbed, for Hopper: a cache row of 576 numbers is the key of all heads, its first 512 the value.
 //
-// One block an SM, of 64 packed rows. One warp asks for tiles of 32 cache rows, each read once for keys and values
+// One block an SM, of 64 packed rows. One warp asks for tiles of 64 cache rows, each read once for keys and values
 // alike; of each, two warpgroups compute. A warpgroup has half of the columns: of the products with keys it sums those,
-// of the output it holds those. Both give each other their parts of the logits, 16 keys to each, of which it makes the
-// weights; then they give each other the weights. What two threads exchange is always the same two threads'. A tile's
-// products with keys run beside the softmax of the tile before it.
+// of the output it holds those. Both give each other their parts of the logits, 32 keys to each, of which it makes the
+// weights; then they give each other the weights. What two threads exchange is always the same two threads'.
 #pragma once
 
 #include "attention_epilogue.cuh"
@@ -28,29 +27,26 @@ namespace sm90
 
 constexpr int kLatentThreads = kConsumers + 128; // a warpgroup asks for tiles, and gives its registers to the others
 
-constexpr int kLatentTile = 32; // keys; two of them are a unit of work
-
 // What lies in shared memory. A column is 64 numbers, 128 bytes, of all rows of a tile or of the queries.
 struct LatentShared
 {
-    static constexpr int kColumnBytes = kLatentTile * kAtom * 2; // of a tile
-    static constexpr int kQueryColumnBytes = kRows * kAtom * 2;
+    static constexpr int kColumnBytes = kTile * kAtom * 2;
     static constexpr int kColumns = kLatentRow / kAtom;
     static constexpr int kTileBytes = kColumns * kColumnBytes;
-    static constexpr int kStages = 4;
+    static constexpr int kStages = 2;
     static constexpr int kQueriesAt = kStages * kTileBytes;
-    static constexpr int kQueryBytes = kLatentRank / kAtom * kQueryColumnBytes; // the other column is in registers
+    static constexpr int kQueryBytes = kLatentRank / kAtom * kColumnBytes; // the other column is in registers
     // What a thread gets from the other warpgroup's: parts of logits, then, in the other direction, weights.
     static constexpr int kBoxesAt = kQueriesAt + kQueryBytes;
-    static constexpr int kBoxBytes = 128 * 32;
+    static constexpr int kBoxBytes = 128 * 64;
     static constexpr int kRowsAt = kBoxesAt + 2 * kBoxBytes; // numbers of two rows a thread
     static constexpr int kBarriersAt = kRowsAt + kConsumers * 8;
     static constexpr int kBytes = kBarriersAt + 2 * kStages * 8;
 
-    // Where a 16-byte chunk of a row lies: columns of so many bytes together, swizzled.
-    static __device__ __forceinline__ int chunk_at(int row, int chunk, int column_bytes)
+    // Where a 16-byte chunk of a row lies: columns together, swizzled.
+    static __device__ __forceinline__ int chunk_at(int row, int chunk)
     {
-        return chunk / 8 * column_bytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16;
+        return chunk / 8 * kColumnBytes + row * (kAtom * 2) + (chunk % 8 ^ row % 8) * 16;
     }
 };
 
@@ -62,10 +58,12 @@ __device__ __forceinline__ void meet_pair()
     asm volatile("bar.sync %0, 64;" ::"r"(4 + static_cast<int>(threadIdx.x) / 32 % 4) : "memory");
 }
 
-// Tiles of a unit: of a segment's last one there may be none of the second's keys.
-__device__ __forceinline__ int latent_tiles_of(int first_key, Segment const& segment)
+// The same tile as `copy_tile`'s, into the L2 alone.
+__device__ __forceinline__ void prefetch_tile(CUtensorMap const& from, TilePlace const& at, int head)
 {
-    return first_key + kLatentTile < segment.length ? 2 : 1;
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %1, %3, %4}];" ::"l"(&from), "r"(0),
+        "r"(at.row), "r"(head), "r"(at.page)
+        : "memory");
 }
 
 // A ring of tiles in shared memory, and for each place a barrier that its tile has come and one that its readers are
@@ -73,6 +71,7 @@ __device__ __forceinline__ int latent_tiles_of(int first_key, Segment const& seg
 struct LatentInputs
 {
     using S = LatentShared;
+    static constexpr int kPrefetched = 2; // tiles, the next one that waits for place included
 
     uint32_t at;
 
@@ -102,22 +101,31 @@ struct LatentInputs
         fence_barrier_inits();
     }
 
-    // Asks for all tiles of a range, each as soon as there is place. By one thread.
+    // Asks for all tiles of a range, each as soon as there is place; and before, for those that will come next, to come
+    // into the L2: two tiles on their way are too few for all of the memory's rate. By one thread.
     __device__ __forceinline__ void fill(Work const& w, Span const& span, CUtensorMap const& cache) const
     {
         Cursor ahead = span.at;
-        int nth = 0;
+        Cursor far = span.at;
+        int far_unit = blockIdx.y == 0 ? span.first : span.past; // other row blocks have the same tiles
         for (int unit = span.first; unit < span.past; ++unit)
         {
-            TilePlace place(w, ahead);
-            for (int tile = 0; tile < latent_tiles_of(ahead.first_key(), ahead.segment); ++tile, ++nth)
+            for (; far_unit < min(unit + kPrefetched, span.past); ++far_unit)
             {
-                int const stage = nth % S::kStages;
-                wait_for_phase(empty(stage), 1 ^ nth / S::kStages % 2);
-                expect_bytes(full(stage), S::kTileBytes);
-                copy_tile(rows(stage), cache, place, ahead.head, full(stage));
-                place.row += kLatentTile;
+                if (far_unit >= span.first + S::kStages)
+                {
+                    prefetch_tile(cache, TilePlace(w, far), far.head);
+                }
+                if (far_unit + 1 < span.past)
+                {
+                    far.advance(w.p);
+                }
             }
+            int const nth = unit - span.first;
+            int const stage = nth % S::kStages;
+            wait_for_phase(empty(stage), 1 ^ nth / S::kStages % 2);
+            expect_bytes(full(stage), S::kTileBytes);
+            copy_tile(rows(stage), cache, TilePlace(w, ahead), ahead.head, full(stage));
             if (unit + 1 < span.past)
             {
                 ahead.advance(w.p);
@@ -133,6 +141,7 @@ struct LatentMainloop
     using S = LatentShared;
     static constexpr int kHalf = kLatentRank / kAtom / 2; // columns of a warpgroup; of the last one it has a half
     static constexpr int kOut = kLatentRank / 2 / 8; // fragments of the output
+    static constexpr float kMostPower = 8.f; // of two: the largest weight, which FP16 must hold
 
     Work const& w;
     char* shared;
@@ -142,7 +151,6 @@ struct LatentMainloop
     bool has_rows; // the warp
     float scale; // of the logits, base 2
     uint32_t rotated[2][4]; // of the queries' last column
-    float parts[4][4]; // of a tile's logits: this warpgroup's columns'
     float out[kOut][4]; // unnormalized
     OnlineSoftmax<FlushingExp2> softmax;
 
@@ -169,7 +177,7 @@ struct LatentMainloop
         }
         softmax.begin();
         constexpr int kChunks = kLatentRank / 8; // of a row
-        constexpr int kTogether = 4; // of a thread: no wait in between
+        constexpr int kTogether = 8; // of a thread: no wait in between
 #pragma unroll 1
         for (int first = threadIdx.x; first < kRows * kChunks; first += kTogether * kConsumers)
         {
@@ -185,8 +193,7 @@ struct LatentMainloop
             for (int i = 0; i < kTogether; ++i)
             {
                 int const chunk = first + i * kConsumers;
-                *reinterpret_cast<int4*>(shared + S::kQueriesAt
-                    + S::chunk_at(chunk / kChunks, chunk % kChunks, S::kQueryColumnBytes)) = x[i];
+                *reinterpret_cast<int4*>(shared + S::kQueriesAt + S::chunk_at(chunk / kChunks, chunk % kChunks)) = x[i];
             }
         }
 #pragma unroll
@@ -223,35 +230,29 @@ struct LatentMainloop
 
     // -- one tile -----------------------------------------------------------------------------------------------------
 
-    // Takes in the tile from first_key on, the nth of the range, whose products with keys have begun; begins those of
-    // the next one of the same slot.
-    template <bool kIsLast>
+    // Takes in the tile from first_key on, the nth of the range.
     __device__ __forceinline__ void add(int nth, int first_key, Segment const& segment)
     {
         int const stage = nth % S::kStages;
-        float logits[2][4];
-        give_parts(logits);
-        if constexpr (!kIsLast)
-        {
-            multiply_keys(nth + 1);
-        }
-        take_parts(logits);
-        if (first_key + kLatentTile > segment.length)
+        uint32_t const tile = inputs.rows(stage);
+        wait_for_phase(inputs.full(stage), nth / S::kStages % 2);
+
+        float logits[4][4];
+        multiply_keys(logits, tile);
+        if (first_key + kTile > segment.length)
         {
             clear_values(stage, segment.length - first_key);
         }
-        Mask{w.p, segment}.apply(logits, rows.query, Paths{}, first_key, 16 * group);
+        Mask{w.p, segment}.apply(logits, rows.query, Paths{}, first_key, 32 * group);
         float decay[2];
         raise(logits, decay);
-        uint32_t weights[4];
-        weigh(logits, weights);
+        uint32_t own[2][4];
+        uint32_t others[2][4];
+        weigh(logits, own);
         scale_rows(out, decay);
-        begin_products();
-        multiply_values(weights, inputs.rows(stage), group);
-        uint32_t others[4];
-        exchange_weights(weights, others);
-        begin_products();
-        multiply_values(others, inputs.rows(stage), 1 - group);
+        multiply_values(own, tile, group);
+        exchange_weights(own, others);
+        multiply_values(others, tile, 1 - group);
         wait_for_products(out);
         if (threadIdx.x % 32 == 0)
         {
@@ -259,60 +260,41 @@ struct LatentMainloop
         }
     }
 
-    // Begins parts [64, 32] = q k^T of this warpgroup's columns, of the nth tile of the range.
-    __device__ __forceinline__ void multiply_keys(int nth)
+    // Makes logits [64, 32] of this warpgroup's keys: its own columns' part of them, and the other's.
+    __device__ __forceinline__ void multiply_keys(float (&logits)[4][4], uint32_t tile) const
     {
-        int const stage = nth % S::kStages;
-        uint32_t const tile = inputs.rows(stage);
-        wait_for_phase(inputs.full(stage), nth / S::kStages % 2);
-#pragma unroll
-        for (auto& x : parts)
-        {
-            x[0] = x[1] = x[2] = x[3] = 0.f;
-        }
+        float parts[8][4] = {};
         begin_products();
 #pragma unroll
         for (int k = 0; k < 4 * kHalf; ++k)
         {
-            int const column = group * kHalf + k / 4;
-            multiply_add_columns<T, 4>(parts,
-                matrix(inputs.at + S::kQueriesAt + column * S::kQueryColumnBytes + k % 4 * 32, 16, 8 * kAtom * 2),
-                matrix(tile + column * S::kColumnBytes + k % 4 * 32, 16, 8 * kAtom * 2));
+            int const column = (group * kHalf + k / 4) * S::kColumnBytes + k % 4 * 32;
+            sm90::multiply_add<T>(parts, matrix(inputs.at + S::kQueriesAt + column, 16, 8 * kAtom * 2),
+                matrix(tile + column, 16, 8 * kAtom * 2));
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k)
         {
-            uint32_t const column = tile + 2 * kHalf * S::kColumnBytes + (2 * group + k) * 32;
-            multiply_add_rows<T>(parts, rotated[k], matrix(column, 16, 8 * kAtom * 2));
+            int const column = 2 * kHalf * S::kColumnBytes + (2 * group + k) * 32;
+            multiply_add_rows<T>(parts, rotated[k], matrix(tile + column, 16, 8 * kAtom * 2));
         }
         commit_products();
-    }
-
-    // Gives the other warpgroup its keys' parts, once they are there, and keeps one's own.
-    __device__ __forceinline__ void give_parts(float (&own)[2][4])
-    {
         wait_for_products(parts);
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int n = 0; n < 4; ++n)
         {
             // Registers are chosen by selection: their numbers must be known when this is compiled.
-            float other[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                own[n][i] = group == 0 ? parts[n][i] : parts[2 + n][i];
-                other[i] = group == 0 ? parts[2 + n][i] : parts[n][i];
+                logits[n][i] = group == 0 ? parts[n][i] : parts[4 + n][i];
+                parts[n][i] = group == 0 ? parts[4 + n][i] : parts[n][i];
             }
-            box(1 - group)[n * 128] = {other[0], other[1], other[2], other[3]};
+            box(1 - group)[n * 128] = {parts[n][0], parts[n][1], parts[n][2], parts[n][3]};
         }
-    }
-
-    // Adds the other's parts, and so makes logits [64, 16] of this warpgroup's keys.
-    __device__ __forceinline__ void take_parts(float (&logits)[2][4]) const
-    {
         meet_pair();
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int n = 0; n < 4; ++n)
         {
             float4 const other = box(group)[n * 128];
             logits[n][0] += other.x;
@@ -337,8 +319,9 @@ struct LatentMainloop
         return all[threadIdx.x ^ 128];
     }
 
-    // Raises the maxima to those of all of the tile's logits; what that leaves of the output so far.
-    __device__ __forceinline__ void raise(float const (&logits)[2][4], float (&decay)[2])
+    // Raises the maxima to those of all of the tile's logits, but for those that are not much larger: what weights are
+    // relative to may be any number near. What that leaves of the output so far.
+    __device__ __forceinline__ void raise(float const (&logits)[4][4], float (&decay)[2])
     {
         float top[2];
 #pragma unroll
@@ -354,34 +337,50 @@ struct LatentMainloop
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
         }
         float2 const other = exchange(top);
-        decay[0] = softmax.raise(0, fmaxf(top[0], other.x), scale);
-        decay[1] = softmax.raise(1, fmaxf(top[1], other.y), scale);
+        top[0] = fmaxf(top[0], other.x);
+        top[1] = fmaxf(top[1], other.y);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            bool const is_much = (top[r] - softmax.maximum[r]) * scale > kMostPower; // not of two infinities
+            decay[r] = softmax.raise(r, is_much ? top[r] : softmax.maximum[r], scale);
+        }
     }
 
-    // Makes the weights of this warpgroup's keys, an operand of products.
-    __device__ __forceinline__ void weigh(float (&logits)[2][4], uint32_t (&weights)[4])
+    // Makes the weights of this warpgroup's keys, operands of products.
+    __device__ __forceinline__ void weigh(float (&logits)[4][4], uint32_t (&weights)[2][4])
     {
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int n = 0; n < 4; ++n)
         {
             float (&x)[4] = logits[n];
             softmax.weigh(x, scale);
-            weights[n * 2] = packed<T>(x[0], x[1]);
-            weights[n * 2 + 1] = packed<T>(x[2], x[3]);
+            weights[n / 2][n % 2 * 2] = packed<T>(x[0], x[1]);
+            weights[n / 2][n % 2 * 2 + 1] = packed<T>(x[2], x[3]);
         }
     }
 
     // Gives the other warpgroup the weights, and takes its. They go where this thread alone has read, and the other one
     // will write next.
-    __device__ __forceinline__ void exchange_weights(uint32_t const (&own)[4], uint32_t (&others)[4]) const
+    __device__ __forceinline__ void exchange_weights(uint32_t const (&own)[2][4], uint32_t (&others)[2][4]) const
     {
-        *reinterpret_cast<uint4*>(box(group)) = {own[0], own[1], own[2], own[3]};
+        auto* const mine = reinterpret_cast<uint4*>(box(group));
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+        {
+            mine[k * 128] = {own[k][0], own[k][1], own[k][2], own[k][3]};
+        }
         meet_pair();
-        uint4 const x = *reinterpret_cast<uint4 const*>(box(1 - group));
-        others[0] = x.x;
-        others[1] = x.y;
-        others[2] = x.z;
-        others[3] = x.w;
+        auto const* const theirs = reinterpret_cast<uint4 const*>(box(1 - group));
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+        {
+            uint4 const x = theirs[k * 128];
+            others[k][0] = x.x;
+            others[k][1] = x.y;
+            others[k][2] = x.z;
+            others[k][3] = x.w;
+        }
     }
 
     // Values past the length may be anything, NaN too, which no weight of zero takes away: they become zeros, in this
@@ -390,22 +389,28 @@ struct LatentMainloop
     {
         constexpr int kChunks = kHalf * 8;
         char* const tile = shared + stage * S::kTileBytes;
-        for (int i = threadIdx.x % 128; i < (kLatentTile - past) * kChunks; i += 128)
+        for (int i = threadIdx.x % 128; i < (kTile - past) * kChunks; i += 128)
         {
-            *reinterpret_cast<int4*>(
-                tile + S::chunk_at(past + i / kChunks, group * kChunks + i % kChunks, S::kColumnBytes)) = {};
+            *reinterpret_cast<int4*>(tile + S::chunk_at(past + i / kChunks, group * kChunks + i % kChunks)) = {};
         }
         show_to_products();
         meet_group(group);
     }
 
-    // Begins out [64, 256] += weights [64, 16] values [16, 256], of a warpgroup's keys.
-    __device__ __forceinline__ void multiply_values(uint32_t const (&weights)[4], uint32_t tile, int of)
+    // Begins out [64, 256] += weights [64, 32] values [32, 256], of a warpgroup's keys.
+    __device__ __forceinline__ void multiply_values(uint32_t const (&weights)[2][4], uint32_t tile, int of)
     {
         auto& halves = reinterpret_cast<float (&)[2][kOut / 2][4]>(out);
-        uint32_t const from = tile + group * kHalf * S::kColumnBytes + of * 16 * kAtom * 2;
-        sm90::multiply_add<T>(halves[0], weights, matrix(from, S::kColumnBytes, 8 * kAtom * 2));
-        sm90::multiply_add<T>(halves[1], weights, matrix(from + 2 * S::kColumnBytes, S::kColumnBytes, 8 * kAtom * 2));
+        uint32_t const columns = tile + group * kHalf * S::kColumnBytes + of * 32 * kAtom * 2;
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+        {
+            uint32_t const from = columns + k * 16 * kAtom * 2;
+            sm90::multiply_add<T>(halves[0], weights[k], matrix(from, S::kColumnBytes, 8 * kAtom * 2));
+            sm90::multiply_add<T>(
+                halves[1], weights[k], matrix(from + 2 * S::kColumnBytes, S::kColumnBytes, 8 * kAtom * 2));
+        }
         commit_products();
     }
 
@@ -428,20 +433,14 @@ __device__ __forceinline__ void attend_latent(Work const& w, Span const& span, c
     Epilogue<T, kLatentRank> const epilogue{w, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), kRows / 16,
         static_cast<int>(threadIdx.x) / 32 % 4};
     int unit = span.first; // of the slot, the first that is in the range
-    int nth = 0; // tile of the range
     for (Cursor at = span.at;; at.next_head(w.p))
     {
         int const count = min(at.tiles - at.tile, span.past - unit);
         mainloop.begin(at);
-        mainloop.multiply_keys(nth);
-        int key = at.first_key();
-        int const last_unit = key + (count - 1) * kTile;
-        int const last_key = last_unit + (latent_tiles_of(last_unit, at.segment) - 1) * kLatentTile;
-        for (; key < last_key; key += kLatentTile, ++nth)
+        for (int i = 0; i < count; ++i)
         {
-            mainloop.template add<false>(nth, key, at.segment);
+            mainloop.add(unit - span.first + i, at.first_key() + i * kTile, at.segment);
         }
-        mainloop.template add<true>(nth++, last_key, at.segment);
         mainloop.finish();
         if (mainloop.has_rows)
         {

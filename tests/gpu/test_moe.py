@@ -136,7 +136,7 @@ def moe_in_float64(
 ) -> torch.Tensor:
     """[rows, H], expert by expert. Weights are rounded to the rows' type, or as given."""
     experts, layer = Experts.of(weights, case.layer), case.layer
-    ids, shares = route(layer, logits)
+    ids, shares = experts.route(layer, logits)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for own in range(layer.count):
         rows, slots = torch.where(ids == layer.first + own)
