@@ -354,6 +354,17 @@ def experts(dtype: torch.dtype) -> None:
         mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
         mixture(dtype, weight, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
     mixture(dtype, "mxfp4", 20, 320, 64, clamped, scales=(80, 131))
+    correction = normal(384, dtype=torch.float32)
+    for rows, logits in ((3, dtype), (40, torch.float32)):
+        mixture(
+            dtype,
+            "int4",
+            rows,
+            512,
+            256,
+            kernels.Routing(384, 8, 64, 8, True, correction=correction, scale=2.8),
+            logits,
+        )
 
 
 def mixture(
@@ -372,6 +383,9 @@ def mixture(
 
     def matrix(outputs: int, inputs: int) -> kernels.Matrix:
         bias = normal(routing.count, outputs, dtype=dtype) if biased else None
+        if weight == "int4":
+            words = torch.randint(2**31, (routing.count, outputs, inputs // 8), dtype=torch.int32, device="cuda")
+            return kernels.Matrix(words, normal(*words.shape[:2], inputs // 32, dtype=torch.bfloat16, by=0.01), bias)
         if weight != "mxfp4":
             numbers = normal(routing.count, outputs, inputs, dtype=dtype, by=0.05)
             if weight == "numbers":
@@ -418,6 +432,26 @@ def attention(dtype: torch.dtype) -> None:
             if scales is None and size <= 128 and is_hopper(CUDA):
                 many_cuts = [(1500, 5), (0, 0), (63, 1)] + [(600, 2)] * processors
                 attend_flat(dtype, size, scales, many_cuts, 16, 64, exact=True)
+
+
+def latents(dtype: torch.dtype) -> None:
+    """One row block and many, slots of length 0, and as many slots as each way of combining partial results takes."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for heads, rows, lengths in (
+        (8, 1, [700, 0, 64]),
+        (8, 2, [3000] * 13),
+        (8, 4, [3000]),
+        (8, 16, [300, 16, 129]),
+        (64, 16, [2000, 1990]),
+        (5, 7, [130] * 2 * processors),
+    ):
+        cache = normal(len(lengths), 1, max(lengths), 576, dtype=dtype)
+        norm, cos, sin = (normal(*shape, dtype=dtype) for shape in ((512,), (4000, 32), (4000, 32)))
+        append = kernels.LatentAppend(norm, cos, sin, 1e-6)
+        projected = normal(len(lengths), rows, heads * 192, dtype=dtype), normal(len(lengths), rows, 576, dtype=dtype)
+        q = append(*projected, ints(*lengths) - rows // 2, heads, cache).normal_()
+        if kernels.takes_latent(cache, 512, 64):  # Hopper alone has attention
+            kernels.attend_latent(q.transpose(1, 2), cache, ints(*lengths), 0.1)
 
 
 def attend(
@@ -605,7 +639,8 @@ PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 
 #: By name. racecheck gets a process for each, and is slow with products: so theirs are several.
 RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
-    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts, attention)},
+    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts)},
+    **{group.__name__: group for group in (attention, latents)},
     "products-wide": wide_products,
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
 }

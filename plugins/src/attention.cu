@@ -224,17 +224,6 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
     }
 }
 
-// owners: blocks' first dimension, each with a (slot, head) or a range of its own.
-template <typename T, int D, int kSharing, int kFragments>
-cudaError_t launch_combine(Plan const& plan, int owners, cudaStream_t stream)
-{
-    Work const& w = plan.work;
-    int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
-    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(plan.sms / owners, 1));
-    auto const kernel = combine_kernel<T, D, kSharing, kFragments>;
-    return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, plan.m);
-}
-
 template <typename T, int D>
 cudaError_t launch(Plan const& plan, cudaStream_t stream)
 {
@@ -245,16 +234,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
-    int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
-    int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
-    if (w.p.is_exact)
-    {
-        return launch_combine<T, D, 1, 1>(plan, owners, stream); // of sums in one order
-    }
-    return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, owners, stream)
-        : fragments <= 8 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, owners, stream)
-                                     : launch_combine<T, D, 1, 4>(plan, owners, stream);
+    return launch_combine<T, D>(w, plan.m, plan.sms, stream);
 }
 
 template <typename T>

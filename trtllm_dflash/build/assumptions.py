@@ -163,8 +163,10 @@ def _target(config: EngineConfig, kind: WeightPrecision) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if kind is WeightPrecision.INT4:
-        which = "those that rows choose" if config.backend == "torch" else "all of them"
-        return f"Target: experts in INT4, {which} dequantized each time."
+        read = "dequantized each time" if config.backend == "torch" else "all of them dequantized each time"
+        if config.backend == "torch":
+            read = "those that rows choose dequantized each time" if config.precision == "fp32" else "read as they are"
+        return f"Target: experts in INT4, {read}."
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."

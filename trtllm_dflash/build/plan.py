@@ -12,6 +12,7 @@ from trtllm_dflash.build.caches import page_limits
 from trtllm_dflash.build.defaults import choose_limits, memory_of
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
 from trtllm_dflash.build.settings import DEFAULT_MAX_BATCH, DEFAULTS_OF_TENSORRT, BuildSettings
+from trtllm_dflash.build.transcoding import check_transcoding
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
@@ -260,6 +261,7 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
 
 def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     pair = open_checkpoints(build)
+    check_transcoding(pair, build)
     choice = build_precision(pair.target_config, pair.drafter_config, build, gpu)
     # For torch: no compiler is asked what it can compile here.
     kv = "engine" if build.backend == "tensorrt" else build.kv

@@ -19,6 +19,7 @@ from trtllm_dflash.build.settings import (
     BuildSettings,
 )
 from trtllm_dflash.build.tensorrt_compiler import compile_target
+from trtllm_dflash.build.transcoding import check_transcoding
 from trtllm_dflash.catalog import chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
@@ -85,6 +86,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
     """
     target, drafter = pair.target_config, pair.drafter_config
     _check_facts(settings, target, drafter)
+    check_transcoding(pair, settings)
     room = memory_of(settings.gpu)
     backend = None if settings.backend is not None else choose_backend(settings, target)
     if backend is not None:

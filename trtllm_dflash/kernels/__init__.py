@@ -31,6 +31,7 @@ from trtllm_dflash.kernels.draft_tree import (
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.gate import gate, takes_gate
+from trtllm_dflash.kernels.latent_attention import LatentAppend, attend_latent, takes_latent
 from trtllm_dflash.kernels.library import (
     ABI_VERSION,
     LIBRARY_VARIABLE,
@@ -89,6 +90,7 @@ __all__ = [
     "Append",
     "DeltaNet",
     "KeptPenalties",
+    "LatentAppend",
     "Library",
     "Matrix",
     "MoE",
@@ -106,6 +108,7 @@ __all__ = [
     "add_rms_norm",
     "advance_states",
     "argmax",
+    "attend_latent",
     "attend_prompts",
     "attend_rows",
     "attention",
@@ -134,6 +137,7 @@ __all__ = [
     "takes_cap",
     "takes_gate",
     "takes_heads",
+    "takes_latent",
     "takes_norm",
     "takes_prompts",
     "takes_quantize",

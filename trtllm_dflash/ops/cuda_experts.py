@@ -8,6 +8,7 @@ from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -19,7 +20,7 @@ class CudaExperts(TorchOps):
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes as many rows at a time as the kernels take: prompts bring more."""
         experts = Experts.of(self.weights, layer)
-        if not _is_known(layer):
+        if not _is_known(layer, experts):
             return super().moe(layer, x, logits)
         compute = moe_kernel(layer, experts)
         logits = logits.contiguous()  # it may be a part of a joined product
@@ -33,8 +34,18 @@ class CudaExperts(TorchOps):
 def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:
     """Makes the kernels' feed-forward of a layer's experts; `many` as in `kernels.MoE`."""
     clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
-    more = layer.activation == "gelu", experts.scales
-    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp, *more)
+    routing = kernels.Routing(
+        layer.experts,
+        layer.first,
+        layer.count,
+        layer.top_k,
+        layer.normalized,
+        clamp,
+        gelu=layer.activation == "gelu",
+        scales=experts.scales,
+        correction=experts.correction if layer.scores == "sigmoid" else None,
+        scale=layer.scale,
+    )
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
@@ -43,16 +54,16 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
     experts = Experts.of(weights, layer)
     device = next(iter(weights.values())).device
     x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
-    return _is_known(layer) and moe_kernel(layer, experts).takes(x, logits)
+    return _is_known(layer, experts) and moe_kernel(layer, experts).takes(x, logits)
 
 
-def _is_known(layer: MoELayer) -> bool:
-    """Whether the kernels have a layer's routing: by softmax, with no factor of all experts."""
-    return (layer.scores, layer.scale) == ("softmax", 1)
+def _is_known(layer: MoELayer, experts: Experts) -> bool:
+    """Whether the kernels have a layer's routing: by softmax, or by sigmoids with a correction."""
+    return layer.scores == "softmax" or experts.correction is not None
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
-    if isinstance(matrix.quantized, Fp8Weight):
+    if isinstance(matrix.quantized, Fp8Weight | Int4Weight):
         return kernels.Matrix(matrix.quantized.values, matrix.quantized.scale, matrix.bias)
     values = matrix.blocks if matrix.weight is None else matrix.weight
     assert values is not None

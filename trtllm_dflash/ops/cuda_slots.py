@@ -3,11 +3,12 @@
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.ops.base import AttentionLayer, Context
+from trtllm_dflash.ops.base import AttentionLayer, Context, LatentLayer
 from trtllm_dflash.ops.cuda_caches import CudaCaches
 from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows
+from trtllm_dflash.ops.latent_attention import MOST_ABSORBED, key_up, value_up
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,31 @@ class CudaSlots(CudaCaches):
             return super().block_attention(layer, context, qkv, start, committed)
         k, v = context.tensors
         return self._append_and_attend(layer, start, qkv, layer.causal_block, (k, v), committed)
+
+    def latent_attention(self, layer: LatentLayer, q: Tensor, kv: Tensor, start: Tensor) -> Tensor:
+        """Attends absorbed, by our kernels and products of each head; many rows of a prompt are torch's."""
+        if q.shape[1] > MOST_ABSORBED or not self.attends_latent(layer) or not q.is_contiguous():
+            return super().latent_attention(layer, q, kv, start)
+        norm = self.weights[layer.prefix + "self_attn.kv_a_layernorm.weight"]
+        cos, sin = (self.weights[f"{layer.rope}.{table}"] for table in ("cos", "sin"))
+        append, cache = kernels.LatentAppend(norm, cos, sin, layer.norm_eps), self.caches[layer.prefix + "latent"]
+        (slots, rows), up = q.shape[:2], self.weights[layer.prefix + "self_attn.latent_up"]
+        plain = q.view(slots * rows, layer.heads, -1)[..., : layer.plain_size]
+        queries = append(q, kv, start, layer.heads, cache)  # [B, N, heads, D], of which products make the rest
+        absorbed = queries.flatten(0, 1)[..., : layer.rank]
+        torch.bmm(plain.transpose(0, 1), key_up(layer, up), out=absorbed.transpose(0, 1))
+        seen = kernels.attend_latent(queries.transpose(1, 2), cache, self.key_lengths(start, q), layer.scale)
+        out = torch.empty(slots * rows, layer.heads, layer.value_size, dtype=q.dtype, device=q.device)
+        by_heads = seen.view(slots * rows, layer.heads, layer.rank).transpose(0, 1)
+        torch.bmm(by_heads, value_up(layer, up).mT, out=out.transpose(0, 1))
+        return out.view(slots, rows, -1)
+
+    def attends_latent(self, layer: LatentLayer) -> bool:
+        """Whether our kernels compute a layer's latent attention."""
+        norm, cos = self.weights[layer.prefix + "self_attn.kv_a_layernorm.weight"], self.weights[layer.rope + ".cos"]
+        cache = self.caches[layer.prefix + "latent"]
+        sizes = layer.rank, layer.rotary_size
+        return norm.dtype == cos.dtype == cache.dtype and kernels.takes_latent(cache, *sizes)
 
     def _append_and_attend(
         self,
