@@ -94,9 +94,9 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     {
         plan.m = sm90::kRows;
         w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
-        blocks = std::max(sms / ((w.row_blocks + 1) / 2), 1);
-        // Exact, a row's tiles go one after the other in one warpgroup, whatever rows are beside it.
-        plan.shares_tiles = w.row_blocks > 1 || p.is_exact;
+        // Exact, a row's tiles go to both warpgroups by turns, whatever rows are beside it.
+        plan.shares_tiles = w.row_blocks > 1 && !p.is_exact;
+        blocks = std::max(sms / (plan.shares_tiles ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
         w.least_units = plan.shares_tiles ? 1 : 2; // one a warpgroup
     }
     else
@@ -117,7 +117,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     int64_t const most = runs * (p.is_exact ? (tiles + w.exact_units - 1) / w.exact_units : tiles);
     plan.blocks = static_cast<int>(std::min(blocks, std::max(most, int64_t{1})));
     w.ranges = p.is_exact ? static_cast<int>(most) : plan.blocks;
-    size_t const rows = size_t{2} * w.ranges * w.row_blocks * plan.m;
+    size_t const rows = size_t{p.is_exact ? 1u : 2u} * w.ranges * w.row_blocks * plan.m;
     plan.sums_at = rows * p.head_size * sizeof(float);
     plan.bytes = plan.sums_at + rows * sizeof(float2);
     return cudaSuccess;
@@ -174,7 +174,7 @@ cudaError_t launch_attend_sm90(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    dim3 const grid(plan.blocks, (w.row_blocks + 1) / 2);
+    dim3 const grid(plan.blocks, kSharedTiles ? (w.row_blocks + 1) / 2 : w.row_blocks);
     return launch_kernel(kernel, grid, sm90::kThreads<D>, kBytes, stream, w, keys, values);
 }
 
@@ -189,7 +189,7 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
             {
                 if (plan.work.p.is_exact)
                 {
-                    return launch_attend_sm90<T, D, true, true>(plan, stream);
+                    return launch_attend_sm90<T, D, false, true>(plan, stream);
                 }
             }
             return plan.shares_tiles ? launch_attend_sm90<T, D, true, false>(plan, stream)
@@ -209,13 +209,13 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 }
 
 // owners: blocks' first dimension, each with a (slot, head) or a range of its own.
-template <typename T, int D, int kSharing, int kFragments>
+template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
 cudaError_t launch_combine(Plan const& plan, int owners, cudaStream_t stream)
 {
     Work const& w = plan.work;
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
     int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(plan.sms / owners, 1));
-    auto const kernel = combine_kernel<T, D, kSharing, kFragments>;
+    auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
     return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, plan.m);
 }
 
@@ -234,7 +234,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
     if (w.p.is_exact)
     {
-        return launch_combine<T, D, 1, 1>(plan, owners, stream); // of sums in one order
+        return launch_combine<T, D, 1, 1, 1>(plan, owners, stream); // of sums in one order
     }
     return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, owners, stream)
         : fragments <= 8 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, owners, stream)

@@ -55,18 +55,18 @@ struct Divided
 };
 
 // Where the partial results of 16 packed rows of a (slot, head) lie, those of its `count` ranges.
-template <int D>
+template <int D, int kPartials>
 struct Parts
 {
     float4 const* out; // from a fragment on
     float2 const* sums;
-    int between; // of one of a range's two and the other
+    int between; // of one of a range's and the next
     int count;
 
     // m: packed rows of a row block.
     __device__ __forceinline__ Parts(Work const& w, int m, Divided const& divided, int first_row, int first_fragment)
     {
-        Partial const partial(w, D, divided.first_range, false, first_row / m, m / 16, first_row % m / 16);
+        Partial const partial(w, kPartials, D, divided.first_range, false, first_row / m, m / 16, first_row % m / 16);
         count = divided.count;
         between = w.row_blocks * (m / 16);
         out = partial.out + first_fragment * 32;
@@ -74,8 +74,8 @@ struct Parts
     }
 };
 
-// Fragments of the output, and their rows' softmax.
-template <int D, int kFragments>
+// Fragments of the output, and their rows' softmax. kPartials: of a range.
+template <int D, int kFragments, int kPartials>
 struct Combination
 {
     float total[kFragments][4];
@@ -94,7 +94,7 @@ struct Combination
     // Takes in partial results, kBatch of every kStep-th from `first` on, which are on their way at once; of those past
     // the last, the last again, with no weight.
     template <int kBatch, int kStep>
-    __device__ __forceinline__ void add(Parts<D> const& parts, int first)
+    __device__ __forceinline__ void add(Parts<D, kPartials> const& parts, int first)
     {
         float4 x[kBatch][kFragments];
         float2 sums[kBatch][2];
@@ -103,7 +103,7 @@ struct Combination
         {
             // Of the first range what begins in it, of the others what began before.
             int const nth = min(first + i * kStep, parts.count - 1);
-            int const at = (2 * nth + (nth == 0 ? 1 : 0)) * parts.between;
+            int const at = (kPartials * nth + (nth == 0 ? kPartials - 1 : 0)) * parts.between;
             sums[i][0] = parts.sums[at * 16];
             sums[i][1] = parts.sums[at * 16 + 8];
 #pragma unroll
@@ -192,7 +192,7 @@ constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 }
 
 // Combines kFragments fragments of 16 rows, which kSharing warps share. By all threads of the block where they are two.
-template <typename T, int D, int kSharing, int kFragments>
+template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __device__ __forceinline__ void combine(Work const& w, int m, Divided const& divided, int job)
 {
     constexpr int kBatch = 8 / kFragments;
@@ -200,9 +200,9 @@ __device__ __forceinline__ void combine(Work const& w, int m, Divided const& div
     int const share = warp % kSharing;
     int const first_fragment = job * kFragments % (D / 8);
     int const first_row = job * kFragments / (D / 8) * 16;
-    Parts<D> const parts(w, m, divided, first_row, first_fragment);
+    Parts<D, kPartials> const parts(w, m, divided, first_row, first_fragment);
 
-    Combination<D, kFragments> combination;
+    Combination<D, kFragments, kPartials> combination;
     combination.begin();
     for (int first = share; first < parts.count; first += kBatch * kSharing)
     {
@@ -249,7 +249,7 @@ __device__ __forceinline__ void write_zeros(Work const& w, Segments const& segme
 // kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
 // many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in place when the
 // last range ends: what precedes the wait then costs nothing.
-template <typename T, int D, int kSharing, int kFragments>
+template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments))
     combine_kernel(Work const w, int const m)
 {
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFra
     int const jobs = (w.packed_rows + 15) / 16 * (D / 8 / kFragments);
     for (int job = blockIdx.y * kAtOnce + threadIdx.x / 32 / kSharing; job < jobs; job += gridDim.y * kAtOnce)
     {
-        combine<T, D, kSharing, kFragments>(w, m, divided, job);
+        combine<T, D, kSharing, kFragments, kPartials>(w, m, divided, job);
     }
 }
 
