@@ -163,18 +163,19 @@ class DraftVerifyStep:
         next_tokens, next_parents, next_chances = ops.column(verdict.bonus), None, None
         if drafter:
             # Before `fc`: its work is that of the rows that stay.
-            context = drafter.context(ops, ops.final_rows(features.taps, verdict), inputs.start)
+            taps, drafts_by = ops.final_rows(features.taps, verdict), ops.for_drafts()
+            context = drafter.context(drafts_by, taps, inputs.start)
             if drafting is Drafting.BLOCK:
                 block = context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
                 if tree is not None:
-                    next_tokens, next_parents = drafter.draft_tree(ops, *block, tree)
+                    next_tokens, next_parents = drafter.draft_tree(drafts_by, *block, tree)
                 elif chances:
-                    drafts, next_chances = drafter.draft_with_chances(ops, *block)
+                    drafts, next_chances = drafter.draft_with_chances(drafts_by, *block)
                     next_tokens = ops.join_ids(verdict.bonus, drafts)
                 else:
-                    next_tokens = ops.join_ids(verdict.bonus, drafter.draft(ops, *block))
+                    next_tokens = ops.join_ids(verdict.bonus, drafter.draft(drafts_by, *block))
             else:
-                drafter.keep_context(ops, context, inputs.start)
+                drafter.keep_context(drafts_by, context, inputs.start)
         prompt_logprobs = None
         if inputs.prompt is not None:
             prompt_logprobs = self.prompt_logprobs(ops, features.hidden, inputs.prompt)

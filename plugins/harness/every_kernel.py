@@ -610,12 +610,12 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
 
 
 def wide_products(dtype: torch.dtype) -> None:
-    """Products of tens of rows, of each division of the outputs on 132 multiprocessors."""
+    """Products of tens and hundreds of rows, of each division of the outputs on 132 multiprocessors."""
     if not is_hopper(CUDA):
         return
-    for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 24576):
+    for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 19008, 24576):
         weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
-        for rows in (20, 50, 130):
+        for rows in (20, 50, 100, 130, 300):
             x, residual = normal(rows, 256, dtype=dtype), normal(rows, outputs, dtype=dtype)
             kernels.wide_gemm(x, weight, bias, residual=residual)
             kernels.wide_gemm(x, weight, bias, swiglu=True)

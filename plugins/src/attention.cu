@@ -96,9 +96,10 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         plan.m = sm90::kRows;
         w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
         bool const is_wide = p.head_size == sm90::kWideHead; // a block has one row block, not two
-        blocks = std::max(sms / (is_wide ? w.row_blocks : (w.row_blocks + 1) / 2), 1);
-        // Exact, a row's tiles go one after the other in one warpgroup, whatever rows are beside it.
-        plan.shares_tiles = w.row_blocks > 1 || p.is_exact || is_wide;
+        // Exact, a row's tiles go to both warpgroups by turns, whatever rows are beside it.
+        plan.shares_tiles = is_wide || (w.row_blocks > 1 && !p.is_exact);
+        bool const by_two = plan.shares_tiles && !is_wide;
+        blocks = std::max(sms / (by_two ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
         w.least_units = plan.shares_tiles ? 1 : 2; // one a warpgroup
     }
     else
@@ -119,7 +120,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     int64_t const most = runs * (p.is_exact ? (tiles + w.exact_units - 1) / w.exact_units : tiles);
     plan.blocks = static_cast<int>(std::min(blocks, std::max(most, int64_t{1})));
     w.ranges = p.is_exact ? static_cast<int>(most) : plan.blocks;
-    size_t const rows = size_t{2} * w.ranges * w.row_blocks * plan.m;
+    size_t const rows = size_t{p.is_exact ? 1u : 2u} * w.ranges * w.row_blocks * plan.m;
     plan.sums_at = rows * p.head_size * sizeof(float);
     plan.bytes = plan.sums_at + rows * sizeof(float2);
     return cudaSuccess;
@@ -179,7 +180,7 @@ cudaError_t launch_attend_sm90(Plan const& plan, cudaStream_t stream)
 {
     constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
     constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles, kHasMany>;
-    dim3 const grid(plan.blocks, (plan.work.row_blocks + 1) / 2);
+    dim3 const grid(plan.blocks, kSharedTiles ? (plan.work.row_blocks + 1) / 2 : plan.work.row_blocks);
     return launch_sm90<kernel>(plan, sm90::kThreads<D>, kBytes, grid, stream);
 }
 
@@ -205,7 +206,7 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
             {
                 if (plan.work.p.is_exact)
                 {
-                    return launch_attend_sm90<T, D, true, true>(plan, stream);
+                    return launch_attend_sm90<T, D, false, true>(plan, stream);
                 }
             }
             return plan.shares_tiles ? launch_attend_sm90<T, D, true, false>(plan, stream)

@@ -57,18 +57,18 @@ struct Divided
 };
 
 // Where the partial results of 16 packed rows of a (slot, head) lie, those of its `count` ranges.
-template <int D>
+template <int D, int kPartials>
 struct Parts
 {
     float4 const* out; // from a fragment on
     float2 const* sums;
-    int between; // of one of a range's two and the other
+    int between; // of one of a range's and the next
     int count;
 
     // m: packed rows of a row block.
     __device__ __forceinline__ Parts(Work const& w, int m, Divided const& divided, int first_row, int first_fragment)
     {
-        Partial const partial(w, D, divided.first_range, false, first_row / m, m / 16, first_row % m / 16);
+        Partial const partial(w, kPartials, D, divided.first_range, false, first_row / m, m / 16, first_row % m / 16);
         count = divided.count;
         between = w.row_blocks * (m / 16);
         out = partial.out + first_fragment * 32;
@@ -76,8 +76,8 @@ struct Parts
     }
 };
 
-// Fragments of the output, and their rows' softmax.
-template <int D, int kFragments>
+// Fragments of the output, and their rows' softmax. kPartials: of a range.
+template <int D, int kFragments, int kPartials>
 struct Combination
 {
     float total[kFragments][4];
@@ -96,7 +96,7 @@ struct Combination
     // Takes in partial results, kBatch of every kStep-th from `first` on, which are on their way at once; of those past
     // the last, the last again, with no weight.
     template <int kBatch, int kStep>
-    __device__ __forceinline__ void add(Parts<D> const& parts, int first)
+    __device__ __forceinline__ void add(Parts<D, kPartials> const& parts, int first)
     {
         float4 x[kBatch][kFragments];
         float2 sums[kBatch][2];
@@ -105,7 +105,7 @@ struct Combination
         {
             // Of the first range what begins in it, of the others what began before.
             int const nth = min(first + i * kStep, parts.count - 1);
-            int const at = (2 * nth + (nth == 0 ? 1 : 0)) * parts.between;
+            int const at = (kPartials * nth + (nth == 0 ? kPartials - 1 : 0)) * parts.between;
             sums[i][0] = parts.sums[at * 16];
             sums[i][1] = parts.sums[at * 16 + 8];
 #pragma unroll
@@ -205,7 +205,7 @@ constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 
 // Combines kFragments fragments of 16 rows, which kSharing warps share. By all threads of the block where they are more
 // than one.
-template <typename T, int D, int kSharing, int kFragments>
+template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __device__ __forceinline__ void combine(Work const& w, int m, Divided const& divided, int job)
 {
     constexpr int kBatch = 8 / kFragments;
@@ -213,9 +213,9 @@ __device__ __forceinline__ void combine(Work const& w, int m, Divided const& div
     int const share = warp % kSharing;
     int const first_fragment = job * kFragments % (D / 8);
     int const first_row = job * kFragments / (D / 8) * 16;
-    Parts<D> const parts(w, m, divided, first_row, first_fragment);
+    Parts<D, kPartials> const parts(w, m, divided, first_row, first_fragment);
 
-    Combination<D, kFragments> combination;
+    Combination<D, kFragments, kPartials> combination;
     combination.begin();
     for (int first = share; first < parts.count; first += kBatch * kSharing)
     {
@@ -261,8 +261,8 @@ __device__ __forceinline__ void write_zeros(Work const& w, Segments const& segme
 
 // kSharing warps share the partial results of kFragments fragments: two, or eight, have one where a (slot, head) is
 // divided among many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in
-// place when the last range ends: what precedes the wait then costs nothing.
-template <typename T, int D, int kSharing, int kFragments>
+// place when the last range ends: what precedes the wait then costs nothing. kPartials: of a range.
+template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments))
     combine_kernel(Work const w, int const m)
 {
@@ -286,19 +286,19 @@ __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFra
     int const jobs = (w.packed_rows + 15) / 16 * (D / 8 / kFragments);
     for (int job = blockIdx.y * kAtOnce + threadIdx.x / 32 / kSharing; job < jobs; job += gridDim.y * kAtOnce)
     {
-        combine<T, D, kSharing, kFragments>(w, m, divided, job);
+        combine<T, D, kSharing, kFragments, kPartials>(w, m, divided, job);
     }
 }
 
 // -- the launch -------------------------------------------------------------------------------------------------------
 
 // owners: blocks' first dimension, each with a (slot, head) or a range of its own. sms: of the device.
-template <typename T, int D, int kSharing, int kFragments>
+template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
 cudaError_t launch_combine(Work const& w, int m, int sms, int owners, cudaStream_t stream)
 {
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
     int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(sms / owners, 1));
-    auto const kernel = combine_kernel<T, D, kSharing, kFragments>;
+    auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
     return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, m);
 }
 
@@ -311,7 +311,7 @@ cudaError_t launch_combine(Work const& w, int m, int sms, cudaStream_t stream)
     int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
     if (w.p.is_exact)
     {
-        return launch_combine<T, D, 1, 1>(w, m, sms, owners, stream); // of sums in one order
+        return launch_combine<T, D, 1, 1, 1>(w, m, sms, owners, stream); // of sums in one order
     }
     return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, m, sms, owners, stream)
         : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, m, sms, owners, stream)

@@ -9,15 +9,18 @@ namespace dflash
 {
 
 // A partial result of 16 packed rows. A range has two: of the (slot, head) that began before it, and of the one that
-// begins in it and goes on.
+// begins in it and goes on; where it is cut exactly, one.
 struct Partial
 {
     float4* out;
     float2* sums;
 
-    __device__ Partial(Work const& w, int head_size, int range, bool begins, int row_block, int tiles, int tile)
+    // partials: of a range.
+    __device__ Partial(
+        Work const& w, int partials, int head_size, int range, bool begins, int row_block, int tiles, int tile)
     {
-        int64_t const nth = ((int64_t{range} * 2 + (begins ? 1 : 0)) * w.row_blocks + row_block) * tiles + tile;
+        int64_t const nth
+            = ((int64_t{range} * partials + (begins ? partials - 1 : 0)) * w.row_blocks + row_block) * tiles + tile;
         out = w.partial_out + nth * (head_size / 8 * 32) + threadIdx.x % 32;
         sums = w.partial_sums + nth * 16 + threadIdx.x % 32 / 4;
     }
@@ -89,7 +92,7 @@ struct Epilogue
             write_rows<T, D>(w, at.segment, at.head, rows.packed, softmax.maximum, softmax.sum, x, first);
             return;
         }
-        Partial const partial(w, D, range, begins, row_block, tiles, tile);
+        Partial const partial(w, w.exact_units > 0 ? 1 : 2, D, range, begins, row_block, tiles, tile);
         partial.write(x, first);
         if (first == 0)
         {

@@ -197,7 +197,7 @@ struct Mainloop
         , shared(shared_memory)
         , inputs(tiles)
         , group(warp / 4)
-        , row_block(kSharedTiles ? 2 * blockIdx.y + group : 0)
+        , row_block(kSharedTiles ? 2 * blockIdx.y + group : blockIdx.y)
         , rows(work, row_block * kRows + warp % 4 * 16)
         , has_rows(row_block * kRows + warp % 4 * 16 < work.packed_rows)
         , scale(work.p.scale * kLog2E)
@@ -353,37 +353,46 @@ struct Mainloop
     }
 
     // Joins what two warpgroups have of the same rows and other keys. Each finishes a half of the output, its own, and
-    // gives the other warpgroup what it has of the other half. By all threads of both.
-    __device__ __forceinline__ void merge(float (&own)[kSteps][4])
+    // gives the other warpgroup what it has of the other half. half: the lower one is whose first tile is the first, so
+    // that bits do not depend on which warpgroup it is. By all threads of both.
+    __device__ __forceinline__ void merge(int half, float (&own)[kSteps][4])
     {
         if constexpr (S::kMergesOverQueries)
         {
             meet(); // none reads the queries any more
         }
         auto* box = reinterpret_cast<float4*>(shared + S::kMergeAt) + threadIdx.x % 128;
-        auto* to = box + group * S::kBoxRows * 128;
-        auto* from = box + (1 - group) * S::kBoxRows * 128;
+        auto* to = box + half * S::kBoxRows * 128;
+        auto* from = box + (1 - half) * S::kBoxRows * 128;
         to[0] = {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]};
 #pragma unroll
         for (int n = 0; n < kSteps; ++n)
         {
             float (&lower)[4] = out[n];
             float (&upper)[4] = out[n + kSteps];
-            to[(1 + n) * 128] = group == 0 ? float4{upper[0], upper[1], upper[2], upper[3]}
-                                           : float4{lower[0], lower[1], lower[2], lower[3]};
+            to[(1 + n) * 128] = half == 0 ? float4{upper[0], upper[1], upper[2], upper[3]}
+                                          : float4{lower[0], lower[1], lower[2], lower[3]};
 #pragma unroll
             for (int c = 0; c < 4; ++c)
             {
-                own[n][c] = group == 0 ? lower[c] : upper[c];
+                own[n][c] = half == 0 ? lower[c] : upper[c];
             }
         }
         meet();
         float4 const others = from[0];
         float const maxima[2] = {others.x, others.y};
         float const sums[2] = {others.z, others.w};
+        float const own_sums[2] = {softmax.sum[0], softmax.sum[1]};
         float mine[2];
         float theirs[2];
         softmax.merge(maxima, sums, mine, theirs);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            // Rounded alike for both halves: a row written here gets the bits that it gets where it is combined.
+            softmax.sum[r] = half == 0 ? fmaf(sums[r], theirs[r], __fmul_rn(own_sums[r], mine[r]))
+                                       : fmaf(own_sums[r], mine[r], __fmul_rn(sums[r], theirs[r]));
+        }
 #pragma unroll
         for (int n = 0; n < kSteps; ++n)
         {
@@ -419,7 +428,8 @@ __device__ __forceinline__ void attend(
         // Of all tiles of the range, not of this (slot, head): a place of the ring is then always the same warpgroup's,
         // which so has seen each of the phases of its barriers.
         int const before = seen + unit - span.first;
-        for (int i = kSharedTiles ? 0 : (before + group) % 2; i < count; i += kSharedTiles ? 1 : 2)
+        int const half = (before + group) % 2;
+        for (int i = kSharedTiles ? 0 : half; i < count; i += kSharedTiles ? 1 : 2)
         {
             mainloop.add(before + i, at.first_key() + i * kTile, at.segment);
         }
@@ -436,10 +446,10 @@ __device__ __forceinline__ void attend(
         else
         {
             float own[D / 16][4];
-            mainloop.merge(own); // after which none reads the queries any more
+            mainloop.merge(half, own); // after which none reads the queries any more
             if (mainloop.has_rows)
             {
-                epilogue.write(at, begins, ends, mainloop.rows, mainloop.softmax, own, group * (D / 16));
+                epilogue.write(at, begins, ends, mainloop.rows, mainloop.softmax, own, half * (D / 16));
             }
         }
         unit += count;

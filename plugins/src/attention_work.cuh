@@ -13,8 +13,9 @@ constexpr int kTile = 64; // keys
 struct Work
 {
     dflash_attention_params p;
-    float4* partial_out; // [ranges, 2, row blocks, M / 16, D / 8, 32]: fragments, loaded and stored as whole lines
-    float2* partial_sums; // [ranges, 2, row blocks, M]: maximum (of scaled logits, base 2) and sum
+    float4* partial_out; // [ranges, 2 or exactly cut 1, row blocks, M / 16, D / 8, 32]: fragments, loaded and stored as
+                         // whole lines
+    float2* partial_sums; // [ranges, 2 or exactly cut 1, row blocks, M]: maximum (of scaled logits, base 2) and sum
     int group; // query heads of one KV head
     int packed_rows; // group * Q
     float per_row; // 1 / Q

@@ -227,6 +227,22 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
     }
 }
 
+#define DFLASH_REGISTERS_48                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"          \
+    "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}"
+#define DFLASH_REGISTERS_96                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"          \
+    "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"         \
+    "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"         \
+    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}"
+#define DFLASH_REGISTERS_128                                                                                           \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"          \
+    "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"         \
+    "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"         \
+    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,"        \
+    "%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,"        \
+    "%126,%127}"
+
 // at_a, at_b: which operands of the instruction a and b are.
 #define DFLASH_MULTIPLY_BOTH(n, type, sums, at_a, at_b, ...)                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums ", %" #at_a ", %" #at_b      \
@@ -241,8 +257,44 @@ __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, 
 {
     static_assert(kTiles % 2 == 0);
     constexpr bool kIsHalf = std::is_same_v<T, __half>;
-    constexpr int kFirst = kTiles >= 16 ? 16 : kTiles >= 8 ? 8 : kTiles >= 4 ? 4 : 2;
-    if constexpr (kFirst == 16)
+    constexpr int kFirst = kTiles == 32 || kTiles == 24 || kTiles == 12 ? kTiles
+        : kTiles >= 16                                                  ? 16
+        : kTiles >= 8                                                   ? 8
+        : kTiles >= 4                                                   ? 4
+                                                                        : 2;
+    if constexpr (kFirst == 32 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_BOTH(256, "f16", DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20),
+            DFLASH_FRAGMENTS(c, 24), DFLASH_FRAGMENTS(c, 28));
+    }
+    else if constexpr (kFirst == 32)
+    {
+        DFLASH_MULTIPLY_BOTH(256, "bf16", DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0),
+            DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16),
+            DFLASH_FRAGMENTS(c, 20), DFLASH_FRAGMENTS(c, 24), DFLASH_FRAGMENTS(c, 28));
+    }
+    else if constexpr (kFirst == 24 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_BOTH(192, "f16", DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20));
+    }
+    else if constexpr (kFirst == 24)
+    {
+        DFLASH_MULTIPLY_BOTH(192, "bf16", DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20));
+    }
+    else if constexpr (kFirst == 12 && kIsHalf)
+    {
+        DFLASH_MULTIPLY_BOTH(96, "f16", DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8));
+    }
+    else if constexpr (kFirst == 12)
+    {
+        DFLASH_MULTIPLY_BOTH(96, "bf16", DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8));
+    }
+    else if constexpr (kFirst == 16)
     {
         multiply<T>(*reinterpret_cast<float (*)[16][4]>(c), a, b, true);
     }
@@ -281,6 +333,9 @@ __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, 
 #undef DFLASH_FRAGMENTS
 #undef DFLASH_REGISTERS_32
 #undef DFLASH_REGISTERS_64
+#undef DFLASH_REGISTERS_48
+#undef DFLASH_REGISTERS_96
+#undef DFLASH_REGISTERS_128
 
 #endif
 

@@ -1,8 +1,10 @@
-// Matrix products of tens of rows (tokens) with large weights: bound by reading the weights, once.
+// Matrix products of tens of rows (tokens) with large weights, bound by reading the weights, once; and of hundreds.
 //
 // As in `skinny_gemm.cu` weights are on their way before the kernel waits for the one before it. A row's sums go in one
-// order, whatever number of rows there is: through the lines of a block in turn, then over the blocks of a cluster.
+// order, whatever number of rows there is: through the lines of a part in turn, then over the parts, which are a
+// cluster's blocks of few rows and follow each other in a block of many.
 #include "dflash_kernels.h"
+#include "tall_gemm_sm90.cuh"
 #include "tensor_map.cuh"
 #include "wide_gemm_sm90.cuh"
 
@@ -71,7 +73,80 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStrea
     return error ? error : launch_kernel(kernel, grid, kThreads, L::kBytes, stream, launch);
 }
 
+int tall_pairs(dflash_skinny_gemm_params const& p)
+{
+    constexpr int kBoth = tall::kBlocks * tall::kRows;
+    return (p.rows + kBoth - 1) / kBoth;
+}
+
+// Outputs of a tile of hundreds of rows. A tile takes as long as it has outputs, and a little for its begin and end.
+int choose_tall(dflash_skinny_gemm_params const& p, int clusters, int parts)
+{
+    constexpr int kOutputs[] = {256, 192, 128, 96, 64}, kEnds = 16;
+    auto const load = [&](int outputs)
+    {
+        bool const is_taken = (!p.swiglu || outputs % 64 == 0) && (parts == 1 || outputs < 256);
+        int64_t const tiles = int64_t{tall_pairs(p)} * ((p.outputs + outputs - 1) / outputs);
+        return is_taken ? (tiles + clusters - 1) / clusters * (outputs + kEnds) : INT64_MAX;
+    };
+    return *std::min_element(std::begin(kOutputs), std::end(kOutputs), [&](int x, int y) { return load(x) < load(y); });
+}
+
+template <typename T, int kOutputs, bool kInParts>
+cudaError_t launch_tall(dflash_skinny_gemm_params const& p, int clusters, int parts, cudaStream_t stream)
+{
+    using L = tall::Layout<T, kOutputs, kInParts>;
+    constexpr auto kernel = tall::tall_gemm_kernel<L>;
+    tall::Launch launch;
+    launch.p = p;
+    launch.lines = p.inputs * static_cast<int>(sizeof(T)) / kLine;
+    launch.parts = parts;
+    launch.pairs = tall_pairs(p);
+    launch.tiles = (p.outputs + kOutputs - 1) / kOutputs * launch.pairs;
+    cudaError_t error = allow_shared_bytes<kernel>(L::kBytes);
+    error = error ? error : map_weight<T>(p, kOutputs / tall::kBlocks, launch.weight);
+    error = error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), tall::kRows, launch.inputs);
+    dim3 const grid(std::min(launch.tiles, clusters) * tall::kBlocks);
+    return error ? error : launch_kernel(kernel, grid, tall::kThreads, L::kBytes, stream, launch);
+}
+
+template <typename T>
+cudaError_t launch_tall(dflash_skinny_gemm_params const& p, int processors, int parts, cudaStream_t stream)
+{
+    int const clusters = std::max(processors / tall::kBlocks, 1);
+    switch (choose_tall(p, clusters, parts) * 2 + (parts > 1))
+    {
+    case 256 * 2: return launch_tall<T, 256, false>(p, clusters, parts, stream);
+    case 192 * 2: return launch_tall<T, 192, false>(p, clusters, parts, stream);
+    case 192 * 2 + 1: return launch_tall<T, 192, true>(p, clusters, parts, stream);
+    case 128 * 2: return launch_tall<T, 128, false>(p, clusters, parts, stream);
+    case 128 * 2 + 1: return launch_tall<T, 128, true>(p, clusters, parts, stream);
+    case 96 * 2: return launch_tall<T, 96, false>(p, clusters, parts, stream);
+    case 96 * 2 + 1: return launch_tall<T, 96, true>(p, clusters, parts, stream);
+    case 64 * 2: return launch_tall<T, 64, false>(p, clusters, parts, stream);
+    case 64 * 2 + 1: return launch_tall<T, 64, true>(p, clusters, parts, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
 template <typename T, int kRows>
+cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
+{
+    Division const division = choose(p, processors);
+    switch (division.outputs * 8 + division.splits)
+    {
+    case 64 * 8 + 4: return launch<Layout<T, kRows, 64, 4>>(p, processors, stream);
+    case 64 * 8 + 2: return launch<Layout<T, kRows, 64, 2>>(p, processors, stream);
+    case 96 * 8 + 2: return launch<Layout<T, kRows, 96, 2>>(p, processors, stream);
+    case 96 * 8 + 1: return launch<Layout<T, kRows, 96, 1>>(p, processors, stream);
+    case 128 * 8 + 2: return launch<Layout<T, kRows, 128, 2>>(p, processors, stream);
+    case 128 * 8 + 1: return launch<Layout<T, kRows, 128, 1>>(p, processors, stream);
+    case 192 * 8 + 1: return launch<Layout<T, kRows, 192, 1>>(p, processors, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+template <typename T>
 cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
     int device = 0, processors = 0, major = 0;
@@ -91,26 +166,10 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
     {
         return cudaErrorNotSupported;
     }
-    Division const division = choose(p, processors);
-    switch (division.outputs * 8 + division.splits)
-    {
-    case 64 * 8 + 4: return launch<Layout<T, kRows, 64, 4>>(p, processors, stream);
-    case 64 * 8 + 2: return launch<Layout<T, kRows, 64, 2>>(p, processors, stream);
-    case 96 * 8 + 2: return launch<Layout<T, kRows, 96, 2>>(p, processors, stream);
-    case 96 * 8 + 1: return launch<Layout<T, kRows, 96, 1>>(p, processors, stream);
-    case 128 * 8 + 2: return launch<Layout<T, kRows, 128, 2>>(p, processors, stream);
-    case 128 * 8 + 1: return launch<Layout<T, kRows, 128, 1>>(p, processors, stream);
-    case 192 * 8 + 1: return launch<Layout<T, kRows, 192, 1>>(p, processors, stream);
-    default: return cudaErrorInvalidValue;
-    }
-}
-
-template <typename T>
-cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
-{
-    return p.rows <= 32 ? launch<T, 32>(p, stream)
-        : p.rows <= 64  ? launch<T, 64>(p, stream)
-                        : launch<T, 128>(p, stream);
+    return p.rows <= 32 ? launch<T, 32>(p, processors, stream)
+        : p.rows <= 64  ? launch<T, 64>(p, processors, stream)
+        : p.rows <= 128 ? launch<T, 128>(p, processors, stream)
+                        : launch_tall<T>(p, processors, choose(p, processors).splits, stream);
 }
 
 } // namespace

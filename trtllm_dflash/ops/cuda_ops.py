@@ -127,8 +127,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         keys, values = self._caches(layer)
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
         pages, scales = self._pages_of(layer), self._scales(layer)
-        # Drafts need not be exact, which are not causal.
-        more = causal, window, sinks, scales, added, block, row_path, causal and self._is_exact, layer.scale
+        more = causal, window, sinks, scales, added, block, row_path, self._is_exact, layer.scale
         kernels.attend_rows(q, keys, values, pages, segments, rows, out, *more)
 
     def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:

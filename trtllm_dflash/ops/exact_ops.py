@@ -17,15 +17,19 @@ _STEP = 2.0**-44
 
 
 class ExactOps(CudaOps):
-    """Computes a step as `CudaOps` does, each row's sums in one order. Drafts are exempt: no text depends on them.
+    """Computes a target's part of a step as `CudaOps` does, each row's sums in one order.
 
-    Norms stay apart from the products behind them: the kernel of any number of rows does not take them.
+    Norms stay apart from the products behind them: the kernels of any number of rows do not take them.
 
     Raises:
         EngineError: a product is of sizes that our kernels do not take.
     """
 
     _is_exact = True
+
+    def for_drafts(self) -> CudaOps:
+        shared = self.weights, self.caches, self.communicator, self._pages, self._layout, len(self._decoding)
+        return CudaOps(*shared, self._most, self._window_pages, self._moves, self._reports)
 
     def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
@@ -41,7 +45,7 @@ class ExactOps(CudaOps):
         residual: Tensor | None = None,
         gelu: bool = False,
     ) -> Tensor:
-        """Multiplies any number of rows by one kernel."""
+        """Multiplies any number of rows, each in one order."""
         weight, x = linear_weight(self.weights, name), x.contiguous()
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
