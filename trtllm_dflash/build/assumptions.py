@@ -13,7 +13,7 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
-from trtllm_dflash.models import not_in_tensorrt, target_weights, torch_only
+from trtllm_dflash.models import tensorrt_lacks, target_weights, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
@@ -29,7 +29,7 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     """
     target, drafter = config.target, config.drafter
     notes = [*_steps(config), *_ranks(config, gpu)]
-    lacking = torch_only(target) if config.backend == "torch" else not_in_tensorrt(target)
+    lacking = torch_only(target) if config.backend == "torch" else tensorrt_lacks(target)
     if isinstance(target, PlannedConfig) or lacking is not None:
         notes.append(
             f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted, "

@@ -11,7 +11,7 @@ from trtllm_dflash.cost.gpus import GPU, GPUS, capability, present_gpu
 from trtllm_dflash.cost.memory import fits_in
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.models import not_in_tensorrt
+from trtllm_dflash.models import tensorrt_lacks
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
@@ -57,7 +57,7 @@ def _compiled_for(settings: BuildSettings, target: DecoderConfig) -> tuple[str |
     asked = _asked_of_torch(settings)
     if asked is not None:
         return None, f"{asked} is torch's"
-    lacking = not_in_tensorrt(target)
+    lacking = tensorrt_lacks(target)
     if lacking is not None:
         return None, f"TensorRT does not compute {target.family} yet"
     present = present_gpu()

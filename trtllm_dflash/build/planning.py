@@ -31,7 +31,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES
-from trtllm_dflash.models import not_in_tensorrt
+from trtllm_dflash.models import tensorrt_lacks
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
@@ -165,7 +165,7 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend or "torch")
-    lacking = not_in_tensorrt(target)
+    lacking = tensorrt_lacks(target)
     backend = settings.backend or "torch"
     if backend == "tensorrt" and lacking is not None:
         raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")

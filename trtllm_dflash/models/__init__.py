@@ -88,9 +88,9 @@ def torch_only(config: DecoderConfig) -> str | None:
     return None if isinstance(config, PlannedConfig) else build_target(config).torch_only
 
 
-def not_in_tensorrt(config: DecoderConfig) -> str | None:
-    """Names what no TensorRT layers compute of a target so far; None: they compute all of it, or are planned to."""
-    return None if isinstance(config, PlannedConfig) else build_target(config).not_in_tensorrt
+def tensorrt_lacks(config: DecoderConfig) -> str | None:
+    """Names what TensorRT's layers do not compute of a target so far; None: they compute all of it."""
+    return None if isinstance(config, PlannedConfig) else build_target(config).tensorrt_lacks
 
 
 def target_weights(target: DecoderConfig) -> list[Weight]:

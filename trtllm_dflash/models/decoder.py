@@ -191,8 +191,8 @@ class Decoder:
     #: What it has that none of our CUDA kernels computes so far; None: they compute all of it.
     torch_only: str | None = None
 
-    #: What it has that no TensorRT layers are emitted for so far; None: they compute all of it.
-    not_in_tensorrt: str | None = None
+    #: A part that TensorRT's layers do not compute so far; None: they compute all of it.
+    tensorrt_lacks: str | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config

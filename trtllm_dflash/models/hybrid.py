@@ -82,7 +82,7 @@ class HybridDecoder(Decoder):
 
     head_norms = True
     torch_only = "gated delta nets"
-    not_in_tensorrt = torch_only
+    tensorrt_lacks = torch_only
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

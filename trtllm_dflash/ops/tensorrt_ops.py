@@ -87,9 +87,14 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFami
 
     def rms_norm(self, name: str, x: ITensor, eps: float) -> ITensor:
         self._scope = name
-        ones = (1,) * (len(x.shape) - 1)
+        last = len(x.shape) - 1
+        ones = (1,) * last
+        wide = self._cast(x, self.trt.float32)
+        mean = self._reduce("AVG", self._binary("PROD", wide, wide), last)
+        root = self._unary("SQRT", self._binary("SUM", mean, self._fill(eps, len(x.shape))))
+        normed = self._cast(self._binary("DIV", wide, root), x.dtype)
         weight = self._weight(name + ".weight", (*ones, self.weights[name + ".weight"].shape[0]))
-        return self._binary("PROD", self.unit_norm(x, eps), weight, "scale")
+        return self._binary("PROD", normed, weight, "scale")
 
     def add(self, x: ITensor, y: ITensor) -> ITensor:
         return self._binary("SUM", x, y, "add")
@@ -106,7 +111,6 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, TensorRTFami
     def rope(self, name: str, x: ITensor, positions: ITensor) -> ITensor:
         cos, sin = self._weight(name + ".cos"), self._weight(name + ".sin")
         index = self._once(positions, "int64", lambda: self._cast(positions, self.trt.int64))
-        # Fewer than a head has: the first ones are rotated.
         layer = self.network.add_rotary_embedding(x, cos, sin, False, 2 * cos.shape[1])
         layer.set_input(3, index)
         rotated = self._layer(layer, "rope")
