@@ -13,7 +13,7 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import MOE_ROWS
-from trtllm_dflash.models import tensorrt_lacks, target_weights, torch_only
+from trtllm_dflash.models import target_weights, tensorrt_lacks, torch_only
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
