@@ -357,13 +357,13 @@ def _fill(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _rotary_embedding(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IRotaryEmbeddingLayer")
     x, cos, sin, positions = inputs
-    size = 2 * cos.shape[1]
-    assert not layer.interleaved and layer.rotary_embedding_dim == size <= x.shape[3]
+    assert not layer.interleaved and layer.rotary_embedding_dim == 2 * cos.shape[1] <= x.shape[3]
     assert x.dtype == cos.dtype == sin.dtype and positions.dtype == torch.int64
     assert ((positions >= 0) & (positions < len(cos))).all(), f"{layer.name}: a position is outside the table"
     cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, Q, D/2]
-    a, b = x[..., :size].chunk(2, dim=3)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, x[..., size:]], dim=3)
+    rotated, rest = x[..., : layer.rotary_embedding_dim], x[..., layer.rotary_embedding_dim :]
+    a, b = rotated.chunk(2, dim=3)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=3)
 
 
 def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:

@@ -222,12 +222,14 @@ def test_capsule_holds_the_address() -> None:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, family: str, sampled: bool) -> None:
-    assert_replies_equal(*sessions({}, sampled, family)[:2], sampled)
+    torch_session, session, _ = sessions({}, sampled, family)
+    assert_replies_equal(torch_session, session, sampled)
 
 
 def assert_both_sessions_reply_alike(pair: Pair) -> None:
     """Asserts that a pair's two sessions give a scheduler the same greedy replies."""
-    assert_replies_equal(*make_sessions(pair, sampled=False)[:2], sampled=False)
+    torch_session, session, _ = make_sessions(pair, sampled=False)
+    assert_replies_equal(torch_session, session, sampled=False)
 
 
 def assert_replies_equal(torch_session: TorchSession, session: TensorRTSession, sampled: bool) -> None:

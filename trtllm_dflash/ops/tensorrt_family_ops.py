@@ -10,11 +10,11 @@ from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
 class TensorRTFamilyOps(TensorRTLayers, Ops[ITensor], ABC):
     """Emits the part of `Ops` that some families alone need."""
 
-    def norm_projections(self, layer: AttentionLayer, qkv: ITensor, eps: float) -> ITensor:
-        self._scope = layer.prefix + "self_attn.qk_norm"
+    def norm_projections(self, attention: AttentionLayer, qkv: ITensor, eps: float) -> ITensor:
+        self._scope = attention.prefix + "self_attn.qk_norm"
         # By heads, as attention will take them: see `split_heads`.
-        heads = self._reshape(qkv, (0, 0, qkv.shape[2] // layer.head_size, layer.head_size))
-        counts = layer.heads, layer.kv_heads, layer.kv_heads
+        heads = self._reshape(qkv, (0, 0, qkv.shape[2] // attention.head_size, attention.head_size))
+        counts = attention.heads, attention.kv_heads, attention.kv_heads
         *normed, v = (self._slice(heads, 2, sum(counts[:i]), count) for i, count in enumerate(counts))
         wide = [self._cast(self._reshape(x, (0, 0, -1)), self.trt.float32) for x in normed]
         squares = [self._reduce("SUM", self._binary("PROD", x, x), 2) for x in wide]
@@ -22,11 +22,13 @@ class TensorRTFamilyOps(TensorRTLayers, Ops[ITensor], ABC):
         parts = []
         for i, which in enumerate("qk"):
             # Keys that several ranks hold are counted as often as they are held, in the sum as in the number.
-            number = self._fill(1 / (self.tp * counts[i] * layer.head_size), 3)
+            number = self._fill(1 / (self.tp * counts[i] * attention.head_size), 3)
             mean = self._binary("PROD", self._slice(sums, 2, i, 1), number)
             root = self._unary("SQRT", self._binary("SUM", mean, self._fill(eps, 3)))
             x = self._cast(self._binary("DIV", wide[i], root), qkv.dtype)
-            weight = self._weight(f"{layer.prefix}self_attn.{which}_norm.weight", (1, 1, counts[i] * layer.head_size))
+            weight = self._weight(
+                f"{attention.prefix}self_attn.{which}_norm.weight", (1, 1, counts[i] * attention.head_size)
+            )
             parts.append(self._binary("PROD", x, weight, "scale"))
         return self._concat([*parts, self._reshape(v, (0, 0, -1))], axis=2)
 

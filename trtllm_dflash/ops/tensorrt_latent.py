@@ -14,30 +14,26 @@ from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
 class TensorRTLatent(TensorRTLayers, Ops[ITensor], ABC):
     """Emits the latent attention of `Ops`."""
 
-    def latent_attention(self, layer: LatentLayer, q: ITensor, kv: ITensor, start: ITensor) -> ITensor:
+    def latent_attention(self, latent: LatentLayer, q: ITensor, kv: ITensor, start: ITensor) -> ITensor:
         positions = self.positions(start, q)
-        up = self.weights[layer.prefix + "self_attn.latent_up"]
-        head = layer.plain_size + layer.rotary_size
-        heads = self.split_heads(q, 0, layer.heads, head)  # [B, heads, N, plain + rotary size]
-        plain, rotary = (
-            self._slice(heads, 3, 0, layer.plain_size),
-            self._slice(heads, 3, layer.plain_size, layer.rotary_size),
-        )
-        rotary = self.rope(layer.rope, rotary, positions)
-        self._scope = layer.prefix + "self_attn.latent_up"
-        down = self._constant(key_up(layer, up).mT.contiguous()[None])  # [1, heads, rank, plain size]
+        up = self.weights[latent.prefix + "self_attn.latent_up"]
+        head = latent.plain_size + latent.rotary_size
+        heads = self.split_heads(q, 0, latent.heads, head)  # [B, heads, N, plain + rotary size]
+        plain = self._slice(heads, 3, 0, latent.plain_size)
+        rotary = self.rope(latent.rope, self._slice(heads, 3, latent.plain_size, latent.rotary_size), positions)
+        self._scope = latent.prefix + "self_attn.latent_up"
+        down = self._constant(key_up(latent, up).mT.contiguous()[None])  # [1, heads, rank, plain size]
         absorbed = self._concat([self._product(plain, down, "absorb"), rotary], axis=3)
 
-        latent = self.columns(kv, 0, layer.rank)
-        latent = self.rms_norm(layer.prefix + "self_attn.kv_a_layernorm", latent, layer.norm_eps)
-        key = self.split_heads(self.columns(kv, layer.rank, layer.rotary_size), 0, 1, layer.rotary_size)
-        key = self.rope(layer.rope, key, positions)
-        rows = self._concat([self._reshape(latent, (0, 1, -1, layer.rank)), key], axis=3)
-        cache = self.append_kv(layer.prefix + "latent", rows, start)
-        seen = self.attention(absorbed, cache, cache, self.key_lengths(start, q), True, scale=layer.scale)
-        self._scope = layer.prefix + "self_attn.latent_up"
-        by_heads = self.split_heads(seen, 0, layer.heads, layer.rank + layer.rotary_size)
-        raised = self._product(
-            self._slice(by_heads, 3, 0, layer.rank), self._constant(value_up(layer, up).contiguous()[None]), "raise"
-        )
-        return self._reshape(raised, (0, 0, layer.heads * layer.value_size), first=(0, 2, 1, 3))
+        compressed = self.columns(kv, 0, latent.rank)
+        compressed = self.rms_norm(latent.prefix + "self_attn.kv_a_layernorm", compressed, latent.norm_eps)
+        key = self.split_heads(self.columns(kv, latent.rank, latent.rotary_size), 0, 1, latent.rotary_size)
+        key = self.rope(latent.rope, key, positions)
+        rows = self._concat([self._reshape(compressed, (0, 1, -1, latent.rank)), key], axis=3)
+        cache = self.append_kv(latent.prefix + "latent", rows, start)
+        seen = self.attention(absorbed, cache, cache, self.key_lengths(start, q), True, scale=latent.scale)
+        self._scope = latent.prefix + "self_attn.latent_up"
+        by_heads = self.split_heads(seen, 0, latent.heads, latent.rank + latent.rotary_size)
+        raising = self._constant(value_up(latent, up).contiguous()[None])  # [1, heads, value size, rank]
+        raised = self._product(self._slice(by_heads, 3, 0, latent.rank), raising, "raise")
+        return self._reshape(raised, (0, 0, latent.heads * latent.value_size), first=(0, 2, 1, 3))

@@ -121,7 +121,6 @@ class TensorRTOps(
     def rope(self, name: str, x: ITensor, positions: ITensor) -> ITensor:
         cos, sin = self._weight(name + ".cos"), self._weight(name + ".sin")
         index = self._once(positions, "int64", lambda: self._cast(positions, self.trt.int64))
-        # Fewer than a head has: the first ones are rotated.
         layer = self.network.add_rotary_embedding(x, cos, sin, False, 2 * cos.shape[1])
         layer.set_input(3, index)
         rotated = self._layer(layer, "rope")
