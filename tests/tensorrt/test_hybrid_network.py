@@ -42,7 +42,8 @@ def builder() -> Any:
 
 def make_hybrid_pair(folder: Path, layout: str, **shape: int) -> Pair:
     target = make_hybrid(folder / "target", layout, **{"vocab": 32, **shape})
-    return open_pair(target, make_drafter(folder / "drafter", target, block_size=BLOCK, layers=1, tap_layers=(0, 1)))
+    drafter: dict[str, Any] = {"block_size": BLOCK, "layers": 1, "tap_layers": (0, 1), "heads": 8}
+    return open_pair(target, make_drafter(folder / "drafter", target, **drafter))
 
 
 @dataclass
@@ -259,6 +260,22 @@ def test_network_computes_what_torch_ops_computes(
     both = HybridBoth(builder, pair, config)
     write_texts(both, lengths, seed=2)
     assert both.accepted == set(range(BLOCK)) and both.compared > 7
+
+
+@torch.inference_mode()
+def test_eight_networks_compute_what_torch_ops_compute(builder: Any, tmp_path: Path) -> None:
+    """Each has a key head of the net, a query head, and one of two key heads of attention."""
+    nets = {
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    layers = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 8}
+    pair = make_hybrid_pair(tmp_path, "qwen3_5_text", **nets, **layers)
+    both = HybridBoth(builder, pair, make_config(pair, 8).model_copy(update={"sampling": False}))
+    write_texts(both, [(7, 4), (2, 6)], seed=2)
+    assert both.compared > 3
 
 
 @pytest.mark.parametrize(
