@@ -25,6 +25,7 @@ from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
+from trtllm_dflash.ops.tensorrt_delta_plugin import DELTA_PLUGIN
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
@@ -125,6 +126,12 @@ def test_tensorrts_registry_makes_plugins_of_the_fields_that_python_gives(built,
     ):
         assert ops._plugin(layer, True, -1) is not None
         assert ops._plugin(layer, False, 3) is not None
+    for heads in (
+        {"key_heads": 16, "value_heads": 48, "head_size": 128},
+        {"key_heads": 2, "value_heads": 2, "head_size": 16},
+    ):
+        assert ops._create(DELTA_PLUGIN, "l.", heads, 1e-6) is not None
+    assert ops._create(DELTA_PLUGIN, "l.", {"key_heads": 2, "value_heads": 3, "head_size": 128}, 1e-6) is None
     with pytest.raises(EngineError, match="has no 8 heads of 80"):
         ops._plugin(AttentionLayer("l.", "rope", 8, 2, 80, None), True, -1)
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 Tensor = torch.Tensor
 #: Of a tensor's norm. What FP32 rounds off in a net is larger in the next: 2e-5 is seen.
 TOLERANCE = 1e-4
+OFFSETS = torch.arange(BLOCK, dtype=torch.int32)[None]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,8 @@ def builder() -> Any:
 
 def make_hybrid_pair(folder: Path, layout: str, **shape: int) -> Pair:
     target = make_hybrid(folder / "target", layout, **{"vocab": 32, **shape})
-    return open_pair(target, make_drafter(folder / "drafter", target, block_size=BLOCK, layers=1, tap_layers=(0, 1)))
+    drafter: dict[str, Any] = {"block_size": BLOCK, "layers": 1, "tap_layers": (0, 1), "heads": 8}
+    return open_pair(target, make_drafter(folder / "drafter", target, **drafter))
 
 
 @dataclass
@@ -164,63 +166,79 @@ def plain_text(both: HybridBoth, prompt: list[int], length: int) -> list[int]:
     return text
 
 
+@dataclass
+class Text:
+    """A prompt and its reply, in a slot."""
+
+    prompt: int  # tokens of it
+    ids: list[int]
+    rows: int = 0  # tokens that have rows
+
+    @property
+    def is_read(self) -> bool:
+        return self.rows >= self.prompt
+
+
 def write_texts(both: HybridBoth, lengths: list[tuple[int, int]], seed: int) -> None:
     """Reads prompts and writes replies in slots that are used again, with drafts that are right up to a random place.
 
     Prompts are read between steps that decode all slots together: those in the middle of a prompt, and some others,
-    take no part.
+    take no part. One text is cancelled, with rows pending.
     """
     chance = random.Random(seed)
     prompts = [([chance.randrange(30) for _ in range(prompt)], prompt + reply) for prompt, reply in lengths]
-    texts = [(len(prompt), plain_text(both, prompt, total)) for prompt, total in prompts]
-    slots: list[list[Any] | None] = [None] * SLOTS  # the prompt's length, the text, and how many tokens have rows
-    offsets = torch.arange(BLOCK, dtype=torch.int32)[None]
+    texts = [Text(len(prompt), plain_text(both, prompt, total)) for prompt, total in prompts]
+    slots: list[Text | None] = [None] * SLOTS
     cancelled = False
     while texts or any(slots):
-        for slot, there in enumerate(slots):
-            if there is None and texts:
-                slots[slot] = [*texts.pop(0), 0]
-        reading = [slot for slot, there in enumerate(slots) if there and there[2] < there[0]]
+        slots = [texts.pop(0) if text is None and texts else text for text in slots]
+        reading = [(slot, text) for slot, text in enumerate(slots) if text and not text.is_read]
         if reading:
-            slot = chance.choice(reading)
-            there: Any = slots[slot]
-            count = min(chance.randint(1, CHUNK), there[0] - there[2])
-            ids = there[1][there[2] : there[2] + count]
-            padded = ids + [0] * chance.choice((0, min(3, CHUNK - count)))
-            out = both.run(StepInputs(ints(padded), ints(there[2]), ints(count), ints([count - 1]), offsets), slot)
-            there[2] += count
-            if there[2] == there[0]:
-                assert int(out.target_ids[0, 0]) == there[1][there[0]]
-        counts, rows, rights = [], [], []
-        for there in slots:
-            takes_part = there and there[2] >= there[0] and chance.random() < 0.8
-            most = min(BLOCK, len(there[1]) - there[2] - 1) if takes_part and there else 0
-            count = chance.choice((most, chance.randint(1, most))) if most > 0 else 0
-            right = chance.choice((count - 1, chance.randint(0, count - 1))) if count else 0
-            text = there[1][there[2] : there[2] + count] if there else []
-            text[right + 1 :] = [(token + 1) % 30 for token in text[right + 1 :]]
-            counts.append(count)
-            rights.append(right)
-            rows.append(text)
-        if any(counts):
-            width = max(counts)
-            ids = ints(*[text + [0] * (width - len(text)) for text in rows])
-            start = ints(*[there[2] if there else 7 for there in slots])
-            logit_rows = torch.arange(width, dtype=torch.int32)[None].repeat(SLOTS, 1)
-            out = both.run(StepInputs(ids, start, ints(*counts), logit_rows, offsets))
-            for slot, (count, right) in enumerate(zip(counts, rights, strict=True)):
-                if count:
-                    there = slots[slot]
-                    assert int(out.accepted[slot]) == right
-                    both.accepted.add(right)
-                    written = out.target_ids[slot, : right + 1].tolist()
-                    assert written == there[1][there[2] + 1 : there[2] + 2 + right]
-                    there[2] += right + 1
-        for slot, there in enumerate(slots):
-            if there and there[2] + 1 >= len(there[1]):
+            read_piece(both, *chance.choice(reading), chance)
+        decode_some(both, slots, chance)
+        for slot, text in enumerate(slots):
+            if text and text.rows + 1 >= len(text.ids):
                 slots[slot] = None
-            elif there and there[2] > there[0] and not cancelled and texts:
-                slots[slot], cancelled = None, True  # with rows pending
+            elif text and text.rows > text.prompt and texts and not cancelled:
+                slots[slot], cancelled = None, True
+
+
+def read_piece(both: HybridBoth, slot: int, text: Text, chance: random.Random) -> None:
+    """Reads some of a prompt in its slot, maybe with padding behind."""
+    count = min(chance.randint(1, CHUNK), text.prompt - text.rows)
+    padding = chance.choice((0, min(3, CHUNK - count)))
+    ids = text.ids[text.rows : text.rows + count] + [0] * padding
+    out = both.run(StepInputs(ints(ids), ints(text.rows), ints(count), ints([count - 1]), OFFSETS), slot)
+    text.rows += count
+    if text.is_read:
+        assert int(out.target_ids[0, 0]) == text.ids[text.prompt]
+
+
+def decode_some(both: HybridBoth, slots: list[Text | None], chance: random.Random) -> None:
+    """Decodes some of those slots whose prompts are read, in one step of all."""
+    counts, rows, rights = [], [], []
+    for text in slots:
+        most = min(BLOCK, len(text.ids) - text.rows - 1) if text and text.is_read and chance.random() < 0.8 else 0
+        count = chance.choice((most, chance.randint(1, most))) if most else 0
+        right = chance.choice((count - 1, chance.randint(0, count - 1))) if count else 0
+        ids = text.ids[text.rows : text.rows + count] if text else []
+        ids[right + 1 :] = [(token + 1) % 30 for token in ids[right + 1 :]]
+        counts.append(count)
+        rights.append(right)
+        rows.append(ids)
+    if not any(counts):
+        return
+    width = max(counts)
+    start = ints(*[text.rows if text else 7 for text in slots])
+    logit_rows = torch.arange(width, dtype=torch.int32)[None].repeat(SLOTS, 1)
+    token_ids = ints(*[ids + [0] * (width - len(ids)) for ids in rows])
+    out = both.run(StepInputs(token_ids, start, ints(*counts), logit_rows, OFFSETS))
+    for slot, (text, right) in enumerate(zip(slots, rights, strict=True)):
+        if text and counts[slot]:
+            both.accepted.add(right)
+            assert int(out.accepted[slot]) == right
+            assert out.target_ids[slot, : right + 1].tolist() == text.ids[text.rows + 1 : text.rows + 2 + right]
+            text.rows += right + 1
 
 
 #: Lengths of prompts and replies.
@@ -244,9 +262,25 @@ def test_network_computes_what_torch_ops_computes(
     assert both.accepted == set(range(BLOCK)) and both.compared > 7
 
 
+@torch.inference_mode()
+def test_eight_networks_compute_what_torch_ops_compute(builder: Any, tmp_path: Path) -> None:
+    """Each has a key head of the net, a query head, and one of two key heads of attention."""
+    nets = {
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    layers = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 8}
+    pair = make_hybrid_pair(tmp_path, "qwen3_5_text", **nets, **layers)
+    both = HybridBoth(builder, pair, make_config(pair, 8).model_copy(update={"sampling": False}))
+    write_texts(both, [(7, 4), (2, 6)], seed=2)
+    assert both.compared > 3
+
+
 @pytest.mark.parametrize(
     ("layout", "tp", "drafted"),
-    [("qwen3_5_text", 1, True), ("qwen3_5_moe", 2, False), ("qwen3_5_text", 8, True)],
+    [("qwen3_5_text", 1, True), ("qwen3_5_moe", 2, False), ("qwen3_next", 8, True)],
     ids=["one rank", "two ranks", "eight ranks"],
 )
 def test_it_compiles_with_the_states_updated_in_place(tmp_path: Path, layout: str, tp: int, drafted: bool) -> None:

@@ -54,8 +54,8 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
     states = state_tensors(config)
     if states:
         inputs[STATE_LENGTH] = slots
-    for name, (shape, dtype) in states.items():
-        inputs[name] = outputs[name + PRESENT] = Binding((-1, *shape), dtype)
+    for name, (kept, dtype) in states.items():
+        inputs[name] = outputs[name + PRESENT] = Binding((-1, *kept), dtype)
     return IO(inputs, outputs)
 
 
