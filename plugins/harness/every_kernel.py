@@ -292,6 +292,8 @@ def append(dtype: torch.dtype) -> None:
                 for pieces in ((33, 70, 130), (1400,)):  # a head of a row each, and several
                     append_flat(run, heads, kv_heads, pieces)
         keys, values = make_caches((slots, kv_heads, length, size), dtype, None)
+        shared = qkv[..., : (heads + kv_heads) * size]  # keys as values, which are normed
+        kernels.Append(cos, sin, norm, norm, EPSILON, None, True, True)(keys, values, start, heads, shared)
         partial_cos, partial_sin = (table[:, : size // 4].contiguous() for table in (cos, sin))
         run = kernels.Append(partial_cos, partial_sin, norm.float(), norm.float(), EPSILON)
         run(keys, values, start, heads, qkv, context, committed)
@@ -347,6 +349,8 @@ def experts(dtype: torch.dtype) -> None:
     """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
     clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
     softmax = kernels.Routing(16, 0, 16, 4, False)
+    scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scale=normal(16, dtype=dtype))
+    mixture(dtype, "numbers", 3, 320, 96, scaled, biased=False)
     for weight in ("numbers", "mxfp4", "fp8", "fp8 blocks"):
         mixture(dtype, weight, 3, 320, 96, clamped)
         mixture(dtype, weight, 40, 320, 96, softmax, logits=torch.float32, biased=False)
