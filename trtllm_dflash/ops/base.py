@@ -396,8 +396,6 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
     def drop_first_row(self, x: T) -> T:
         """Drops row 0 of x [B, N, H]: [B, N - 1, H]."""
 
-    # -- drafts ----------------------------------------------------------------------------------------------------
-
     def for_drafts(self) -> "Ops[T]":
         """Operations for the drafter, on whose rounding no text depends: the same, or faster ones."""
         return self

@@ -89,12 +89,6 @@ class TensorRTDeltaNet(TensorRTLayers):
 
     # -- gates -----------------------------------------------------------------------------------------------------
 
-    def columns(self, x: ITensor, first: int, count: int) -> ITensor:
-        # Not sliced straight from a product: see `TensorRTOps.split_heads`.
-        unit = gcd(first, count, x.shape[2])
-        parts = self._reshape(x, (0, 0, x.shape[2] // unit, unit))
-        return self._reshape(self._slice(parts, 2, first // unit, count // unit), (0, 0, count))
-
     def gated(self, x: ITensor, gate: ITensor) -> ITensor:
         share = self._sigmoid(self._cast(gate, self.trt.float32))
         return self._cast(self._binary("PROD", self._cast(x, self.trt.float32), share, "gated"), x.dtype)
