@@ -94,7 +94,7 @@ def main() -> None:
                         )
                         results.append(row)
     if settings.output:
-        report = {"command": shlex.join(sys.argv), "gpu": gpu, "torch": torch.__version__}
+        report: dict[str, Any] = {"command": shlex.join(sys.argv), "gpu": gpu, "torch": torch.__version__}
         report |= {"copy_bytes_per_second": rates.copy, "gemm_flops_per_second": rates.gemm, "rows": results}
         settings.output.write_text(json.dumps(report, indent=1) + "\n")
 

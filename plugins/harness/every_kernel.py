@@ -444,13 +444,13 @@ def latents(dtype: torch.dtype) -> None:
     for heads, rows, lengths in (
         (8, 1, [700, 0, 64]),
         (8, 2, [3000] * 13),
-        (8, 4, [3000]),
+        (8, 4, [64 * 70]),
         (8, 16, [300, 16, 129]),
         (64, 16, [2000, 1990]),
         (5, 7, [130] * 2 * processors),
     ):
         cache = normal(len(lengths), 1, max(lengths), 576, dtype=dtype)
-        norm, cos, sin = (normal(*shape, dtype=dtype) for shape in ((512,), (4000, 32), (4000, 32)))
+        norm, cos, sin = (normal(*shape, dtype=dtype) for shape in ((512,), (5000, 32), (5000, 32)))
         append = kernels.LatentAppend(norm, cos, sin, 1e-6)
         projected = normal(len(lengths), rows, heads * 192, dtype=dtype), normal(len(lengths), rows, 576, dtype=dtype)
         q = append(*projected, ints(*lengths) - rows // 2, heads, cache).normal_()

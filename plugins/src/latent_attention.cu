@@ -17,6 +17,9 @@ namespace dflash
 namespace
 {
 
+// Of a slot, from which on a warp would go through their partial results for long.
+constexpr int kManyRanges = 64;
+
 struct LatentPlan
 {
     Work work;
@@ -95,7 +98,7 @@ cudaError_t launch(LatentPlan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    if (w.ranges < 16 * w.p.slots)
+    if (w.ranges < kManyRanges * w.p.slots)
     {
         return launch_combine<T, kLatentRank>(w, sm90::kRows, plan.sms, stream);
     }

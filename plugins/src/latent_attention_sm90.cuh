@@ -58,20 +58,11 @@ __device__ __forceinline__ void meet_pair()
     asm volatile("bar.sync %0, 64;" ::"r"(4 + static_cast<int>(threadIdx.x) / 32 % 4) : "memory");
 }
 
-// The same tile as `copy_tile`'s, into the L2 alone.
-__device__ __forceinline__ void prefetch_tile(CUtensorMap const& from, TilePlace const& at, int head)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %1, %3, %4}];" ::"l"(&from), "r"(0),
-        "r"(at.row), "r"(head), "r"(at.page)
-        : "memory");
-}
-
 // A ring of tiles in shared memory, and for each place a barrier that its tile has come and one that its readers are
 // done.
 struct LatentInputs
 {
     using S = LatentShared;
-    static constexpr int kPrefetched = 2; // tiles, the next one that waits for place included
 
     uint32_t at;
 
@@ -101,26 +92,12 @@ struct LatentInputs
         fence_barrier_inits();
     }
 
-    // Asks for all tiles of a range, each as soon as there is place; and before, for those that will come next, to come
-    // into the L2: two tiles on their way are too few for all of the memory's rate. By one thread.
+    // Asks for all tiles of a range, each as soon as there is place. By one thread.
     __device__ __forceinline__ void fill(Work const& w, Span const& span, CUtensorMap const& cache) const
     {
         Cursor ahead = span.at;
-        Cursor far = span.at;
-        int far_unit = blockIdx.y == 0 ? span.first : span.past; // other row blocks have the same tiles
         for (int unit = span.first; unit < span.past; ++unit)
         {
-            for (; far_unit < min(unit + kPrefetched, span.past); ++far_unit)
-            {
-                if (far_unit >= span.first + S::kStages)
-                {
-                    prefetch_tile(cache, TilePlace(w, far), far.head);
-                }
-                if (far_unit + 1 < span.past)
-                {
-                    far.advance(w.p);
-                }
-            }
             int const nth = unit - span.first;
             int const stage = nth % S::kStages;
             wait_for_phase(empty(stage), 1 ^ nth / S::kStages % 2);
