@@ -95,7 +95,7 @@ def main() -> None:
                         results.append(row)
     if settings.output:
         report: dict[str, Any] = {"command": shlex.join(sys.argv), "gpu": gpu, "torch": torch.__version__}
-        report |= {"copy_bytes_per_second": rates.copy, "gemm_flops_per_second": rates.gemm, "rows": results}
+        report.update(copy_bytes_per_second=rates.copy, gemm_flops_per_second=rates.gemm, rows=results)
         settings.output.write_text(json.dumps(report, indent=1) + "\n")
 
 

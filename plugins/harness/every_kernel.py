@@ -349,7 +349,7 @@ def experts(dtype: torch.dtype) -> None:
     """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
     clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
     softmax = kernels.Routing(16, 0, 16, 4, False)
-    scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scale=normal(16, dtype=dtype))
+    scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scales=normal(16, dtype=dtype))
     mixture(dtype, "numbers", 3, 320, 96, scaled, biased=False)
     for weight in ("numbers", "mxfp4", "fp8", "fp8 blocks"):
         mixture(dtype, weight, 3, 320, 96, clamped)
