@@ -24,7 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.drafter import PREFIX
-from trtllm_dflash.models.moe import MoEDecoder
+from trtllm_dflash.models.moe import describe_experts
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import takes_experts
@@ -109,17 +109,15 @@ class CudaSession(TorchSession):
         device = torch.cuda.get_device_name(self.device)
         if self._parts is None:
             return torch_choice(self.config, device, self._why)
-        ours, is_half, experts = str(self._parts), self.config.dtype in kernels.HALVES, "none"
+        ours, is_half = str(self._parts), self.config.dtype in kernels.HALVES
         has_products = is_half and torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
-        if isinstance(self._step.target, MoEDecoder):
-            experts = ours if self._has_experts(self._step.target) else TORCH
         return Choice(
             backend="torch, captured",
             device=device,
             precision=precision_of(self.config),
             attention=ours if self.library is not None else self._slots_attention(ours),
             products=ours if has_products else TORCH,
-            experts=experts,
+            experts=self._experts(ours),
             why=self._why,
             library=self._parts.path,
             exact=f"{self._parts}, {device}" if self._is_exact else "no",
@@ -132,10 +130,12 @@ class CudaSession(TorchSession):
         taken = {ops.attends(self._step.target.attention_layer(tp, i)) for i in layers} or {False}
         return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
-    def _has_experts(self, target: MoEDecoder) -> bool:
-        """Whether our kernels compute the target's experts; its layers are alike."""
-        layer = target.experts("model.layers.0.", self.communicator.size, self.communicator.rank)
-        return takes_experts(layer, self.weights, self.config.target.hidden_size, self.config.dtype)
+    def _experts(self, ours: str) -> str:
+        """Names what computes the target's experts; its layers are alike, but for those of Kimi, which torch computes."""
+        if (moe := self.config.target.moe) is None:
+            return "none"
+        layer = describe_experts("model.layers.0.", moe, self.communicator.size, self.communicator.rank)
+        return ours if takes_experts(layer, self.weights, self.config.target.hidden_size, self.config.dtype) else TORCH
 
     def _stream(self) -> torch.cuda.StreamContext:
         return torch.cuda.stream(self._own_stream)
