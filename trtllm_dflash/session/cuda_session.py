@@ -131,7 +131,7 @@ class CudaSession(TorchSession):
         return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
     def _experts(self, ours: str) -> str:
-        """Names what computes the target's experts; its layers are alike, but for those of Kimi, which torch computes."""
+        """Names what computes the target's experts; its layers are alike, or torch's (Kimi's first has none)."""
         if (moe := self.config.target.moe) is None:
             return "none"
         layer = describe_experts("model.layers.0.", moe, self.communicator.size, self.communicator.rank)
