@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.checkpoints import edit_tensors
+from tests.checkpoints import edit_tensors, make_drafter
 from tests.gpu.test_cuda import NEAR_TIE, tokens
 from tests.gpu.test_hybrids import PARAMS, PROMPTS, load
 from tests.gpu.test_kernels import why_not_hopper
@@ -43,8 +43,11 @@ def pair(tmp_path_factory):
     def make(kind, **shape):
         key = kind, tuple(shape.items())
         if key not in made:
-            made[key] = gemma_pair(tmp_path_factory.mktemp("pair"), **SHAPE, **KINDS[kind], **shape)
-            edit_tensors(made[key][0], soften)
+            folder = tmp_path_factory.mktemp("pair")
+            target, _ = gemma_pair(folder, **SHAPE, **KINDS[kind], **shape)
+            edit_tensors(target, soften)
+            heads = {"heads": 2, "kv_heads": 1, "head_size": 64, "intermediate": 128}
+            made[key] = target, make_drafter(folder / "ours", target, tap_layers=(0, 2, 5), seed=3, **heads)
         return made[key]
 
     return make
@@ -74,6 +77,7 @@ def test_logits_are_as_near_to_fp32_as_the_cpus(kind, precision, pair):
         expected = all_logits(exact, ids)
         of_cpu = Errors.of(all_logits(rounded, ids), expected)
     with load(folders, precision=precision) as gpu:
+        assert gpu.session.library is not None, "rows are flat, and all is computed by our kernels"
         choice, ours = gpu.session.choice, f"our CUDA kernels {kernels.ABI_VERSION}"
         assert (choice.attention, choice.products) == (ours, ours)
         assert choice.experts == ("none" if kind == "dense" else ours)

@@ -14,7 +14,7 @@ from trtllm_dflash.models import without_kernels
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.kimi_k25 import KimiK25
-from trtllm_dflash.models.moe import MoEDecoder
+from trtllm_dflash.models.moe import describe_experts
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import takes_experts
 from trtllm_dflash.ops.cuda_slots import CudaSlots
@@ -78,15 +78,14 @@ def slots_attention(target: Decoder, ops: CudaSlots, ours: str) -> str:
     return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
 
-def experts_of(
-    target: Decoder, weights: Mapping[str, torch.Tensor], communicator: Communicator, dtype: torch.dtype, ours: str
-) -> str:
+def experts_of(config: EngineConfig, weights: Mapping[str, torch.Tensor], communicator: Communicator, ours: str) -> str:
     """Names what computes a target's experts on a GPU; "none" where it has none."""
-    if not isinstance(target, MoEDecoder):
+    target = config.target
+    if target.moe is None:
         return "none"
-    last = f"model.layers.{target.config.layers - 1}."  # the first ones may have none; the others' are alike
-    layer = target.experts(last, communicator.size, communicator.rank)
-    return ours if takes_experts(layer, weights, target.config.hidden_size, dtype) else TORCH
+    last = f"model.layers.{target.layers - 1}."  # the first ones may have none; the others' are alike
+    layer = describe_experts(last, target.moe, communicator.size, communicator.rank)
+    return ours if takes_experts(layer, weights, target.hidden_size, config.dtype) else TORCH
 
 
 def precision_of(config: EngineConfig) -> str:

@@ -126,7 +126,7 @@ class CudaSession(TorchSession):
             precision=precision_of(self.config),
             attention=ours if self.library is not None else slots_attention(target, ops, ours),
             products=ours if has_products else TORCH,
-            experts=experts_of(target, self.weights, self.communicator, self.config.dtype, ours),
+            experts=experts_of(self.config, self.weights, self.communicator, ours),
             why=self._why,
             library=self._parts.path,
             exact=f"{self._parts}, {device}" if self._is_exact else "no",
