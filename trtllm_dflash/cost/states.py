@@ -24,7 +24,7 @@ def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], t
     target = build_target(config.target)
     if not isinstance(target, HybridDecoder):
         return {}
-    shapes = plan_part_shapes if config.backend == "tensorrt" and config.plugin is None else part_shapes
+    shapes = plan_part_shapes if copies_states(config) else part_shapes
     tensors = {}
     for i, is_net in enumerate(target.delta.layers):
         if is_net:
@@ -40,8 +40,17 @@ def checkpoint_count(config: EngineConfig) -> int:
 
 
 def states_bytes(config: EngineConfig) -> int:
-    """Bytes of all slots' states, and of those that are kept beside them, on one rank."""
-    return (config.max_batch + checkpoint_count(config)) * state_bytes(config)
+    """Bytes of all slots' states, and of those that are kept beside them, on one rank.
+
+    What a TensorRT plan's own layers make of the slots' states lies beside these until it is copied.
+    """
+    made = config.max_batch if copies_states(config) else 0
+    return (config.max_batch + checkpoint_count(config) + made) * state_bytes(config)
+
+
+def copies_states(config: EngineConfig) -> bool:
+    """Whether a step writes states elsewhere than it reads them: TensorRT's own layers do."""
+    return config.backend == "tensorrt" and config.plugin is None
 
 
 def state_bytes(config: EngineConfig) -> int:

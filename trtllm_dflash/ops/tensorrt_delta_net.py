@@ -1,4 +1,4 @@
-"""Gated delta nets in TensorRT's own layers, their states updated in place; and the other operations of hybrids.
+"""Gated delta nets in TensorRT's own layers, and the other operations of hybrids.
 
 A step's rows are computed together. With G the sums of the rows' logarithmic decays, of n rows behind a state S:
 
@@ -11,9 +11,10 @@ Only differences that are at most 0 are exponentiated. The inverse is made of bl
 where X inverts the blocks on the diagonal, X - X C X inverts those of two, C being what of A lies between the two. It
 is forward substitution by blocks, with none of the large numbers that powers of A have where keys are nearly parallel.
 
-Three tensors a net are inputs, and outputs at the same addresses: see `plan_part_shapes`. Separate updates of what is
-one tensor of pending rows here crash the builder of TensorRT-RTX 1.7.1. A slot that takes no part gets back what it
-had; a slot at 0 takes nothing from what an earlier sequence left.
+Three tensors a net are inputs, and outputs at addresses of their own, which a session copies back: see
+`plan_part_shapes`. (Updated in place, as caches are, the builder of TensorRT-RTX 1.7.1 crashes from four nets on, and
+were both bound to one address, nothing would order a state's reads before its write.) A slot that takes no part gets
+back what it had; a slot at 0 takes nothing from what an earlier sequence left.
 """
 
 from collections.abc import Mapping
@@ -61,7 +62,6 @@ class _Step:
     is_first: ITensor  # bool [B, 1, 1]: the slot's sequence begins
     accepted: ITensor  # [B, 1] pending rows that the step follows
     absorbed: ITensor  # [B, 1] own rows that the states absorb at once; the others are pending
-    zeros: ITensor  # [B] int32
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,6 @@ class TensorRTDeltaNet(TensorRTLayers):
             absorbed=self._once(
                 start, "absorbed", lambda: column(clamped(self._binary("SUB", row_count, self._ints(pending, 1))))
             ),
-            zeros=self._once(start, "zeros", lambda: self._binary("SUB", start, start)),
         )
 
     def _convolved_inputs(self, net: DeltaLayer, step: _Step, channels: ITensor) -> ITensor:
@@ -360,13 +359,11 @@ class TensorRTDeltaNet(TensorRTLayers):
         self._keep(net, "pending", step, self._reshape(kept, (0, 1, count, width)), 4)
 
     def _keep(self, net: DeltaLayer, part: str, step: _Step, new: ITensor, rank: int) -> None:
-        """Writes a part of a net's state in place; slots that take no part keep theirs."""
+        """Outputs a part of a net's state; slots that take no part keep theirs."""
         name = net.prefix + part
         cache = self.caches[name]
         takes_part = self._once(step.takes_part, "4d", lambda: self._reshape(step.takes_part, (0, 0, 0, 1)))
-        update = self._select(takes_part, new, cache)
-        mode = self.trt.KVCacheMode.LINEAR
-        present = self._layer(self.network.add_kv_cache_update(cache, update, step.zeros, mode), part)
+        present = self._select(takes_part, new, cache)
         present.name = name + PRESENT
         self.network.mark_output(present)
 

@@ -3,7 +3,7 @@
 import torch
 
 from trtllm_dflash.cost.gpus import gigabytes
-from trtllm_dflash.cost.states import checkpoint_count, state_tensors, states_bytes
+from trtllm_dflash.cost.states import checkpoint_count, copies_states, state_tensors, states_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 
@@ -30,17 +30,29 @@ def allocate_states(config: EngineConfig, device: torch.device) -> dict[str, Ten
 
 
 class PlanStates:
-    """The states that a plan updates in place; see `TensorRTDeltaNet`. Where they stand is noted beside it.
+    """The states that a plan updates; see `TensorRTDeltaNet`. Where they stand is noted beside it.
 
     Attributes:
         tensors: [slots and copies, ...] by the plan's names; none where the target has no nets.
+        made: [slots, ...] by the same names, which a step writes; with our plugin `tensors` themselves.
         lengths: [slots and copies] int32, the position in front of which a slot's states stand.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.tensors = allocate_states(config, device)
         self.lengths = torch.zeros(config.max_batch + checkpoint_count(config), dtype=torch.int32, device=device)
+        self._copied = copies_states(config)
+        self.made = self.tensors
+        if self._copied:
+            self.made = {name: torch.empty_like(tensor[: config.max_batch]) for name, tensor in self.tensors.items()}
         self._pending = config.block_size
+
+    def keep(self, first_slot: int, count: int) -> None:
+        """Copies what a step has made of the states of `count` slots from first_slot on, where it lies elsewhere."""
+        if self._copied:
+            for name, tensor in self.tensors.items():
+                here = slice(first_slot, first_slot + count)
+                tensor[here].copy_(self.made[name][here])
 
     def advance(self, first_slot: int, start: Tensor, row_count: Tensor) -> None:
         """Notes where the states of slots from first_slot on stand after a step: of row_count [B] rows at start [B]."""

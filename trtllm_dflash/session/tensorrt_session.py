@@ -91,11 +91,11 @@ class TensorRTSession(Session):
 
     @property
     def _updated(self) -> dict[str, Tensor]:
-        """Tensors that the plan updates in place: [slots, ...] by name."""
+        """Tensors that the plan updates: [slots, ...] by name."""
         return self.caches | self.states.tensors
 
     def _free(self) -> None:
-        self.states.tensors = {}
+        self.states.tensors = self.states.made = {}
         self._decode.clear()
         self._prefill = self._engine = self._communicator = None
         self._buffers = {}
@@ -130,18 +130,18 @@ class TensorRTSession(Session):
         if shapes["logit_rows"] != shapes["token_ids"]:  # its length and its slot change with every call: no graph
             self._prefill = self._prefill or self._context(PREFILL)
             self._bind(self._prefill, first_slot, shapes)
-            self._execute(self._prefill)
+            self._execute(self._prefill, first_slot, *shapes["start"])
             return
         key = (first_slot, *sorted(shapes.items()))
         if key in self._decode:
             context, graph = self._decode[key]
-            self._execute(context) if graph is None else graph.replay()
+            self._execute(context, first_slot, *shapes["start"]) if graph is None else graph.replay()
             return
         # A context of its own: a graph is lost once its context takes another shape or address.
         context = self._context(DECODE)
         self._bind(context, first_slot, shapes)
-        self._execute(context)
-        self._decode[key] = (context, self._capture(context))
+        self._execute(context, first_slot, *shapes["start"])
+        self._decode[key] = (context, self._capture(context, first_slot, *shapes["start"]))
 
     def _context(self, profile: int) -> Any:
         context = self._engine.create_execution_context(load_tensorrt().ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -160,22 +160,24 @@ class TensorRTSession(Session):
             # The cache's first row is the call's first slot.
             shapes = shapes | {name: (*slots, *cache.shape[1:])}
             context.set_tensor_address(name, cache[first_slot].data_ptr())
-            context.set_tensor_address(name + PRESENT, cache[first_slot].data_ptr())
+            made = self.states.made.get(name, cache)
+            context.set_tensor_address(name + PRESENT, made[first_slot].data_ptr())
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
                 raise EngineError(f"the engine takes no {name} of shape {shape}; build it with larger limits")
 
-    def _execute(self, context: Any) -> None:
+    def _execute(self, context: Any, first_slot: int, slots: int) -> None:
         if not context.execute_async_v3(self._handle()):
             raise EngineError("TensorRT could not run the step; its own lines above say why")
+        self.states.keep(first_slot, slots)
 
-    def _capture(self, context: Any) -> Any:
+    def _capture(self, context: Any, first_slot: int, slots: int) -> Any:
         """Captures the step as a CUDA graph; None without CUDA. Capturing runs nothing."""
         if self._own_stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._own_stream, capture_error_mode="thread_local"):
-            self._execute(context)
+            self._execute(context, first_slot, slots)
         return graph
 
     def _handle(self) -> int:
