@@ -137,7 +137,10 @@ class DeltaNet(nn.Module):
         taps = self.conv1d.weight[:, 0]  # [C, 4]
         count = taps.shape[1]
         padded = F.pad(x, (0, 0, count - 1, 0))
-        return F.silu(sum(padded[:, i : i + x.shape[1]] * taps[:, i] for i in range(count)))
+        mixed = x * taps[:, -1]
+        for i in range(count - 1):
+            mixed = mixed + padded[:, i : i + x.shape[1]] * taps[:, i]
+        return F.silu(mixed)
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, shares: Tensor, logs: Tensor) -> Tensor:

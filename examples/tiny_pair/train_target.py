@@ -53,7 +53,7 @@ def save(model: torch.nn.Module, config: dict[str, Any], folder: Path) -> None:
 class Step:
     """One step: losses of a batch, gradients, AdamW. On a GPU compiled and captured, for batches of known shapes."""
 
-    def __init__(self, model: torch.nn.Module, device: str, peak: float) -> None:
+    def __init__(self, model: Any, device: str, peak: float) -> None:
         self.model, self.device, is_gpu = model, device, device == "cuda"
         rate: Any = torch.tensor(peak, device=device) if is_gpu else peak  # a graph reads it from there
         self.optimizer = torch.optim.AdamW(groups(model), lr=rate, betas=(0.9, 0.95), fused=is_gpu, capturable=is_gpu)
