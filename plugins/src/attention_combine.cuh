@@ -309,9 +309,12 @@ cudaError_t launch_combine(Work const& w, int m, int sms, cudaStream_t stream)
     // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
     int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
     int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
-    if (w.p.is_exact)
+    if constexpr (D <= 128)
     {
-        return launch_combine<T, D, 1, 1, 1>(w, m, sms, owners, stream); // of sums in one order
+        if (w.p.is_exact)
+        {
+            return launch_combine<T, D, 1, 1, 1>(w, m, sms, owners, stream); // of sums in one order
+        }
     }
     return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, m, sms, owners, stream)
         : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, m, sms, owners, stream)
