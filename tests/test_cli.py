@@ -102,6 +102,7 @@ def test_models_as_json_says_the_same():
     assert (tiny["buildable"], tiny["block_size"], tiny["tap_layers"]) == (True, 16, [1, 3, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--json"]], ids=["table", "json"])
 def test_a_reader_that_goes_away_is_no_error(flags):
     """`trtllm-dflash models | head -1`, with the pipe closed before anything is written."""

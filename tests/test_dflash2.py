@@ -154,6 +154,7 @@ def test_two_ranks_draft_as_one(name, tmp_path):
 # -- windows of any drafter --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_drafter_is_given_windows_and_drafts_as_one_that_has_them(tmp_path):
     build_tiny(tmp_path / "engine", draft_window=64)
     shutil.copytree(TINY / "drafter", tmp_path / "drafter")

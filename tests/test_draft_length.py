@@ -107,6 +107,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_text_does_not_depend_on_the_length(llm, ahead):
     prompts = [[{"role": "user", "content": text}] for kind in read_prompts(2).values() for text in kind]

@@ -221,6 +221,7 @@ def test_log_probabilities_are_those_of_the_accepted_rows(tiny, prompts):
         assert mine.logprobs == plain.logprobs
 
 
+@pytest.mark.slow
 def test_rows_that_trees_have_moved_are_shared_and_survive_a_neighbour_s_cancellation(tiny, prompts):
     """The later requests begin with the earlier ones' prompts and replies."""
     llm = changed(tiny, draft_tree=31, page_size=16, max_batch=2)

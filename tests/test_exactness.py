@@ -67,6 +67,7 @@ def test_at_every_block_size_the_text_is_the_same(block_size, params, plain, wit
         assert sum(accepted) / len(accepted) > 0.35 * (block_size - 1), "acceptance collapsed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(params, tiny):
     """Mixed lengths, more prompts than slots, sequences that end inside a block and leave their slot to others."""
@@ -82,6 +83,7 @@ def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(params, tiny):
     assert tokens(together) == tokens(tiny.generate(prompts, each, draft=False))
 
 
+@pytest.mark.slow
 def test_a_chunked_prompt_gives_the_same_text_and_the_same_acceptance(tiny, tiny_engine, tmp_path):
     from tests.conftest import build_tiny
 

@@ -128,6 +128,7 @@ def test_a_stop_string_ends_the_text_before_itself(command, reply):
     assert succeeds(*command, "--prompt", PROMPT, "--ignore-eos", "--stop", stop) == row["text"]
 
 
+@pytest.mark.slow
 def test_a_stop_string_may_begin_in_one_step_and_end_in_another(tiny):
     """Seven characters from here and there in a reply: over several tokens, in a drafted block, over its end."""
     prompt = [{"role": "user", "content": PROMPT}]

@@ -270,6 +270,7 @@ def engine(folder, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_llm_speaks_harmony_in_conversations_and_not_in_raw_prompts(engine, codec):
     llm = LLM.load(engine, "cpu")
     assert llm.encode(CONVERSATION) == codec.encode_chat(CONVERSATION)

@@ -8,7 +8,7 @@ from trtllm_dflash.models import build_target, read_target_config
 
 
 def test_every_pair_of_the_catalog_has_a_published_shape_of_its_family():
-    shipped = {"tiny", "tiny-hybrid"}  # their checkpoints are in the package, and the shape called tiny is a smaller one
+    shipped = {"tiny", "tiny-hybrid"}  # as the package has them; the shape called tiny is a smaller one
     for name, entry in load_catalog().items():
         if name not in shipped:
             shape = PUBLISHED[name]

@@ -97,6 +97,7 @@ def same(sequence, completion):
 # -- nobody's reply depends on the others ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
     """Requests of all kinds come at random steps, some are cancelled: what finishes is what comes of it alone."""
@@ -177,6 +178,7 @@ def test_a_reply_may_fill_the_context(llm, ahead):
     assert sequences[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_preempted_reply_is_the_same_text(loaded, alone):
     """Caches for one and a half conversations: four at once, all of them with the text and drafts of their own."""
     tight = with_session(

@@ -356,6 +356,7 @@ def test_a_command_is_kept_without_the_machine_s_folders():
     assert shown == "trtllm-dflash sweep --output out --engine=mine --url localhost:8001"
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, tmp_path):
     folder, _ = swept
     text = succeeds("report", folder)
@@ -435,6 +436,7 @@ def test_a_target_in_fp8_is_swept_and_said_to_be(tmp_path):
     assert (engine["precision"], engine["target_matrices"], engine["drafter_matrices"]) == ("fp32", "fp8", "fp32")
 
 
+@pytest.mark.slow
 def test_open_loop_in_this_process(tmp_path):
     succeeds("sweep", *QUICK, "--rate", "40", "--arrival", "constant", "--output", tmp_path, "--json")
     (point,) = read_results(tmp_path).points

@@ -176,6 +176,7 @@ def test_a_server_that_goes_away_is_named_and_what_was_finished_is_kept(four, tm
     assert len(whole.rounds) == 16
 
 
+@pytest.mark.slow
 def test_metrics_that_go_away_are_named_too(four, tmp_path):
     four["dflash"].page = lambda replies: vllm_page(replies) if replies <= 5 else ""
     two = {arm: four[arm] for arm in ("plain", "dflash")}
@@ -244,6 +245,7 @@ def drawn_texts(monkeypatch, results, file):
     return said, legends
 
 
+@pytest.mark.slow
 def test_each_curve_is_named_where_it_ends_and_by_a_legend_where_there_is_no_room(tmp_path, monkeypatch):
     (tmp_path / "same").mkdir()
     said, legends = drawn_texts(monkeypatch, paced_sweep(tmp_path, list(PACES)), tmp_path / "a.png")

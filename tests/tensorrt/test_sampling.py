@@ -52,6 +52,7 @@ def reference(logits: Tensor, sampling: SamplingInputs[Tensor] | None) -> Tensor
     return ops.argmax(logits) if sampling is None else ops.sample(logits, sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("dtype", LOGITS, ids=str)
 def test_sample_draws_what_sorting_draws(builder: Any, dtype: torch.dtype, tp: int) -> None:

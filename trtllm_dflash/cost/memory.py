@@ -254,8 +254,8 @@ def _have_kernels(config: EngineConfig) -> bool:
 def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:
     """Counts the pages that layers with a window need, however long the sequences: the largest window, and pages.
 
-    A slot's are those that its rows see, and those that the steps under way and the next one write. As many more are
-    for prompts that begin with what others have left.
+    A slot's are those that its rows see, and those that the steps under way and the next one write. What others have
+    left is kept for prompts that begin so while slots are free, or short.
     """
     window = max((window for window in config.target.windows or () if window is not None), default=0)
     if not window:
@@ -263,7 +263,7 @@ def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:
     steps = 2  # under way, and the next one
     each = -(-(window + (steps + 1) * config.slot_rows) // rows) + 3  # begun at both ends, and one to copy from
     read = -(-steps * max(config.chunk, PAGE_ROWS) // rows)
-    return window, 2 * (config.max_batch * each + read)
+    return window, config.max_batch * each + read
 
 
 def cache_bytes(config: EngineConfig, paging: Paging) -> int:
