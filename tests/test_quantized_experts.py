@@ -160,7 +160,7 @@ def test_slices_that_cut_blocks_are_refused_and_may_be_dequantized(quantized):
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ("tensor", "target: experts stay in fp8, and those that rows choose are dequantized each time; with --prec"),
+        ("tensor", "target: experts stay in fp8, and those that rows choose are dequantized each time, but by our"),
         ("nvfp4", "target: nvfp4 is dequantized to fp32 at load by --backend torch; target: experts stay in nvfp4,"),
     ],
 )

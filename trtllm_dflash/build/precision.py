@@ -177,10 +177,10 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     if kind is not WeightPrecision.FP8 and not (weights and all(weight.stack is not None for weight in weights)):
         said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
     if any(weight.stack is not None for weight in weights):
-        more = "; with --precision bf16 they take more memory, and on a GPU our kernels"
-        more *= without_kernels(model) is None
-        if kind is WeightPrecision.INT4:
-            more = ", but by our kernels, on a GPU in BF16 and FP16"
+        more = ", but by our kernels, on a GPU in BF16 and FP16"
+        if kind is WeightPrecision.NVFP4:
+            more = "; with --precision bf16 they take more memory, and on a GPU our kernels"
+            more *= without_kernels(model) is None
         said.append(f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time{more}")
     return "; ".join(said) or None
 
