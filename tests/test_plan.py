@@ -17,7 +17,7 @@ from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.memory import cache_bytes, pages_on_gpu, plan_memory, plan_pages, weight_bytes
+from trtllm_dflash.cost.memory import cache_bytes, check_fits, pages_on_gpu, plan_memory, plan_pages, weight_bytes
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -28,9 +28,11 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.cost.states import checkpoint_count
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.foreign.shapes import published_drafter, published_target
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.session import choice
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -303,6 +305,26 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not():
         assert plan_memory(config(max_batch=batch, max_seq_len=length)).total <= room
     assert plan_memory(config(max_batch=plan.largest_batch + 1)).total > room
     assert plan_memory(config(max_batch=16, max_seq_len=plan.largest_seq_len + 1)).total > room
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-20b", "qwen3-8b"])
+def test_caches_are_counted_as_the_session_on_that_gpu_keeps_them(name, monkeypatch):
+    """Sessions of our kernels have short pages, and others a page a slot."""
+    monkeypatch.setattr(choice, "_load_for", lambda capability: "ours")
+    engine = config(name, max_batch=16, max_seq_len=32768)
+    for gpu in GPUS.values():
+        found, _ = choice.find_kernels(engine, "auto", divmod(gpu.capability, 10))
+        assert pages_on_gpu(engine, gpu) == plan_pages(engine, paged=found is not None), gpu.name
+
+
+def test_gemma_4_is_refused_where_its_whole_caches_do_not_fit():
+    engine = config("gemma-4-31b", max_batch=16, max_seq_len=32768)
+    kept = cache_bytes(engine, plan_pages(engine))
+    assert kept > 400e9  # 71 GB by our kernels, beside which all would fit
+    memory = plan_memory(engine, GPUS["b200"])
+    assert memory.target_cache + memory.drafter_cache == kept
+    with pytest.raises(EngineError, match=r"more than b200 has: use --max-batch \d "):
+        check_fits(engine, "b200")
 
 
 def test_a_plan_says_how_many_conversations_the_pages_hold():

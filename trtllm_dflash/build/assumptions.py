@@ -14,7 +14,7 @@ from trtllm_dflash.cost.prediction import (
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import HEAD_SIZES, HOPPER, MOE_ROWS
 from trtllm_dflash.models import target_weights, without_kernels
-from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
+from trtllm_dflash.models.decoder import MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import WeightPrecision
@@ -40,7 +40,7 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
         notes.append(f"States: {nets} of {target.layers} layers keep one in FP32, read and written once in a step.")
     if target.moe is not None:
         notes += _experts(config, target.moe)
-    notes += _caches(config, target)
+    notes += _caches(config, gpu)
     if target.linear_precision is not None:
         notes.append(_target(config, target.linear_precision))
     if drafter is not None:
@@ -140,11 +140,11 @@ def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
     return notes
 
 
-def _caches(config: EngineConfig, target: DecoderConfig) -> list[str]:
-    notes = []
+def _caches(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
+    target, notes = config.target, []
     sizes = [window for window in target.windows or () if window is not None]
     if sizes:
-        pages = pages_on_gpu(config).window_pages
+        pages = pages_on_gpu(config, gpu).window_pages
         held = (
             f": they have {pages:,} pages of their own, which sequences give back as they go on."
             if pages
