@@ -450,6 +450,32 @@ def test_gemmas_template_gets_results_in_the_message_that_called():
     ]
 
 
+def test_an_id_that_a_client_gives_again_stands_for_the_last_call_before_the_result():
+    def called(*names):
+        calls = [{"id": f"call_{at}", "function": {"name": name, "arguments": {}}} for at, name in enumerate(names)]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def result(content, at=0):
+        return {"role": "tool", "content": content, "tool_call_id": f"call_{at}"}
+
+    messages = [called("now"), result("noon"), called("write", "now"), result("done"), result("one", 1)]
+    responses = [message["tool_responses"] for message in with_responses(messages)]
+    assert [[each["name"] for each in some] for some in responses] == [["now"], ["write", "now"]]
+    own = [message["tool_call_id"] for message in with_own_ids(messages) if "tool_call_id" in message]
+    assert own == ["functions.now:0", "functions.write:1", "functions.now:2"]
+    divided = [message["content"] or message["tool_calls"][0]["id"] for message in one_call_each(messages)]
+    assert divided == ["call_0", "noon", "call_0", "done", "call_1", "one"]
+
+
+@pytest.mark.parametrize("rewrite", [with_responses, with_own_ids, one_call_each])
+def test_calls_without_ids_have_no_results_but_stay(rewrite):
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("now", "write")]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "noon"}]
+    written = rewrite(messages)
+    kept = [call["function"]["name"] for message in written for call in message.get("tool_calls", ())]
+    assert (kept, written[-1]) == (["now", "write"], messages[-1])
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [

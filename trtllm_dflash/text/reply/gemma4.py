@@ -281,9 +281,10 @@ class Gemma4Parser(TextParser):
 
 def with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Gives the results of calls to the message that made them: each version of the template looks there for them."""
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    names: dict[str, str] = {}  # so far: a client may give an id again
     joined: list[dict[str, Any]] = []
     for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
         name = names.get(message.get("tool_call_id", ""))
         if name is None or not joined or "tool_calls" not in joined[-1]:
             joined.append(message)

@@ -130,9 +130,7 @@ class _Arguments:
         Args:
             members: each one's rule, and whether it must be there.
         """
-        behind = [
-            ""
-        ]  # what may follow the last member, the one before it, and so on: a rule each, shared by all starts
+        behind = [""]  # what may follow each member, the last one first: rules, which all starts share
         for member, needed in reversed(members[1:]):
             rest = f'"," {member}' if needed else f'("," {member})?'
             behind.append(self._new_rule(f"{rest} {behind[-1]}".rstrip()))

@@ -144,8 +144,10 @@ def with_own_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         given = message.get("tool_call_id")
         if given is not None:
             return {**message, "tool_call_id": ids.get(given, given)}
-        calls = message.get("tool_calls", ())
-        ids.update({call["id"]: f"functions.{call['function']['name']}:{next(numbers)}" for call in calls})
-        return {**message, "tool_calls": [{**call, "id": ids[call["id"]]} for call in calls]} if calls else message
+        calls = [
+            (call, f"functions.{call['function']['name']}:{next(numbers)}") for call in message.get("tool_calls", ())
+        ]
+        ids.update({call["id"]: own for call, own in calls if "id" in call})
+        return {**message, "tool_calls": [{**call, "id": own} for call, own in calls]} if calls else message
 
     return [renamed(message) for message in messages]
