@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trtllm_dflash.text.reply.parts import TextParser, behind_closing, held
+from trtllm_dflash.text.reply.parts import TextParser, held, without_newlines
 
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 CALL, CALL_END = "<|tool_call>", "<tool_call|>"
@@ -21,19 +21,21 @@ QUOTE = '<|"|>'
 RESPONSES = "tool_responses"  # of a message, as templates know it
 
 _THOUGHT = "thought"  # the channel's name
-_HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,128})\{")
-_HEAD_BEGUN = re.compile(r"\s*(c|ca|cal|call|call:[a-zA-Z0-9_.-]{0,128})?")
+_HEAD = re.compile(r"\s{0,16}call:([a-zA-Z0-9_.-]{1,128})\{")
+_HEAD_BEGUN = re.compile(r"\s{0,16}(c|ca|cal|call|call:[a-zA-Z0-9_.-]{0,128})?")
 #: How the template's Jinja writes JSON's words, and how models do.
 _WORDS = {"True": "true", "False": "false", "None": "null", "none": "null", "nil": "null"}
 _BARE_END = re.compile(rf"[,}}\]]|{re.escape(CALL_END)}")
 _BLANKS = " \n\t\r"
+_LONGEST_NAME = 256  # characters of a member's name
 
 
 class Arguments:
     """Arguments that come in pieces, and become JSON as they come. Begins behind their first bracket.
 
     Attributes:
-        done: their last bracket has come, or what cannot stand where it does.
+        done: their last bracket has come, or what cannot stand where it does, before which their brackets are closed.
+        broken: the latter.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,10 @@ class Arguments:
         self._brackets = ["}"]  # that close what is open
         self._separator = ""  # before the next member or item
         self._state: Callable[[], bool] = self._member
+        self._name = ""  # of a member
+        self._looked = 0  # characters in which no end of a value stands
         self.done = False
+        self.broken = False
 
     def push(self, text: str) -> tuple[str, str]:
         """Adds a piece; returns JSON, and text that follows the arguments."""
@@ -55,10 +60,13 @@ class Arguments:
         return written, rest
 
     def end(self) -> str:
-        """Returns the rest of a text that is cut off."""
-        cut = self._buffer if self._state == self._in_text else ""
-        self._buffer = ""
-        return _inner(cut)
+        """Returns the rest of a value that is cut off."""
+        cut, self._buffer = self._buffer, ""
+        if self._state == self._in_text:
+            return _inner(cut)
+        cut = cut[: len(cut) - held(cut, CALL_END)].strip()
+        is_bare = self._state == self._value and not QUOTE.startswith(cut)
+        return self._separator + _scalar(cut) if is_bare else ""
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -69,23 +77,33 @@ class Arguments:
             return self._close()
         if self._buffer.startswith(QUOTE):
             name, end, rest = self._buffer.removeprefix(QUOTE).partition(QUOTE)
-            rest = rest.lstrip(_BLANKS)
-            if not end or not rest:
-                return False
-            if not rest.startswith(":"):
+            if len(name) - (0 if end else held(name, QUOTE)) > _LONGEST_NAME:
                 return self._break()
-            rest = rest[1:]
+            if not end:
+                return False
         elif QUOTE.startswith(self._buffer):
             return False
         else:
             name, end, rest = self._buffer.partition(":")
-            if any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
+            if len(name) > _LONGEST_NAME or any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
                 return self._break()
             if not end:
                 return False
-            name = name.rstrip(_BLANKS)
-        self._buffer = rest
-        self._write(self._separator + json.dumps(name, ensure_ascii=False) + ": ")
+            name, rest = name.rstrip(_BLANKS), end + rest
+            if len(name) > 1 and name[0] == name[-1] == '"':  # as in JSON
+                name = name[1:-1]
+        self._name, self._buffer = name, rest
+        self._state = self._colon
+        return True
+
+    def _colon(self) -> bool:
+        self._buffer = self._buffer.lstrip(_BLANKS)
+        if not self._buffer:
+            return False
+        if self._buffer[0] != ":":
+            return self._break()
+        self._buffer = self._buffer[1:]
+        self._write(self._separator + json.dumps(self._name, ensure_ascii=False) + ": ")
         self._separator = ""
         self._state = self._value
         return True
@@ -118,14 +136,13 @@ class Arguments:
         return True
 
     def _bare(self) -> bool:
-        found = _BARE_END.search(self._buffer)
+        found = _BARE_END.search(self._buffer, self._looked)
         if found is None:
+            self._looked = max(0, len(self._buffer) - len(CALL_END) + 1)
             return False
-        written = self._buffer[: found.start()].strip()
-        if not written:
-            return self._break()
+        written, self._looked = self._buffer[: found.start()].strip(), 0
         self._buffer = self._buffer[found.start() :]
-        self._write(self._separator + _scalar(written))
+        self._write(self._separator + (_scalar(written) if written else "null"))
         self._state = self._after
         return True
 
@@ -166,7 +183,8 @@ class Arguments:
 
     def _break(self) -> bool:
         """Ends at what cannot stand here, which is left to what follows."""
-        self.done = True
+        self._write("".join(reversed(self._brackets)))
+        self.done = self.broken = True
         return False
 
     def _write(self, text: str) -> None:
@@ -182,17 +200,19 @@ class Gemma4Parser(TextParser):
 
     def __init__(self, calls: bool) -> None:
         super().__init__()
-        self._markers = (CHANNEL, CALL) if calls else (CHANNEL,)
+        self._markers = (CHANNEL, CALL, CALL_END) if calls else (CHANNEL,)
         self._state: Callable[[], bool] = self._content
         self._opening = ""  # of the call that is being read, with the newlines before it
         self._arguments = Arguments()
         self._after_marker = False  # behind a call or a channel: newlines there are none of the content
+        self._is_owed = False  # the closing marker of what was taken for content; another in it is left out
+        self._looked = 0  # characters in which no marker stands
 
     def _advance(self) -> bool:
         return self._state()
 
     def _end(self) -> None:
-        if self._state == self._content:
+        if self._state in (self._content, self._broken):
             self._emit("content", self._buffer.lstrip("\n") if self._after_marker else self._buffer)
         elif self._state == self._named:
             self._emit("content", self._opening + self._buffer)
@@ -213,12 +233,23 @@ class Gemma4Parser(TextParser):
             self._after_marker = self._after_marker and not shown
             return False
         at, marker = min(found)
-        before = self._buffer[:at].rstrip("\n")
+        if marker == CALL_END:
+            return self._stray(at)
+        before = without_newlines(self._buffer[:at])
         self._emit("content", before)
         self._after_marker = self._after_marker and not before
         self._opening = self._buffer[len(before) : at] + marker
         self._buffer = self._buffer[at + len(marker) :]
         self._state = self._named if marker == CALL else self._channel
+        return True
+
+    def _stray(self, at: int) -> bool:
+        """Reads a call's closing marker in content: part of it behind an opening one that is, else left out."""
+        shown = self._buffer[:at] + (CALL_END if self._is_owed else "")
+        self._is_owed = False
+        self._emit("content", shown)
+        self._after_marker = self._after_marker and not shown
+        self._buffer = self._buffer[at + len(CALL_END) :]
         return True
 
     def _channel(self) -> bool:
@@ -241,7 +272,7 @@ class Gemma4Parser(TextParser):
         if at < 0:
             self._emit_before("thinking", CHANNEL_END)
             return False
-        self._emit("thinking", self._buffer[:at].rstrip("\n"))
+        self._emit("thinking", without_newlines(self._buffer[:at]))
         self._buffer = self._buffer[at + len(CHANNEL_END) :]
         self._after_marker = True
         self._state = self._content
@@ -253,7 +284,7 @@ class Gemma4Parser(TextParser):
             if _HEAD_BEGUN.fullmatch(self._buffer):
                 return False
             self._emit("content", self._opening)
-            self._after_marker = False
+            self._after_marker, self._is_owed = False, True
             self._state = self._content
             return True
         self._emit("call", head[1])
@@ -266,14 +297,26 @@ class Gemma4Parser(TextParser):
         written, self._buffer = self._arguments.push(self._buffer)
         self._emit("arguments", written)
         if self._arguments.done:
-            self._state = self._closing
+            self._state = self._broken if self._arguments.broken else self._closing
         return self._arguments.done
 
-    def _closing(self) -> bool:
-        rest = behind_closing(self._buffer, CALL_END)
-        if rest is None:
+    def _broken(self) -> bool:
+        """Leaves out the rest of a call that is broken, if its closing marker comes before another."""
+        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker, self._looked)) >= 0]
+        if not found:
+            self._looked = max(0, len(self._buffer) - max(map(len, self._markers)) + 1)
             return False
-        self._buffer = rest
+        at, marker = min(found)
+        self._looked = 0
+        if marker == CALL_END:
+            self._buffer = self._buffer[at + len(CALL_END) :]
+        self._after_marker = True
+        self._state = self._content
+        return True
+
+    def _closing(self) -> bool:
+        if not self._reads_closing(CALL_END):
+            return False
         self._after_marker = True
         self._state = self._content
         return True
