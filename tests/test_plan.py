@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoints import make_gpt_oss, make_target
 from tests.conftest import refusal, succeeds
 from tests.quantized import quantize_folder
+from trtllm_dflash.build.assumptions import assumptions
 from trtllm_dflash.build.plan import BuildPlan, Comparison, planned_engine
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.catalog import load_catalog
@@ -219,6 +220,10 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def _assumed(*arguments):
+    return BuildPlan.model_validate_json(succeeds("build", "--plan", *arguments, "--json")).assumptions
+
+
 PLANNED_FOR = ["qwen3.5-27b", "qwen3-coder-next", "gemma-4-26b-a4b", "kimi-k2.5"]
 
 
@@ -242,6 +247,8 @@ def test_targets_without_kernels_are_planned_from_their_published_shapes(name):
     )
     assert any(f"our kernels compute family {engine.target.family} in part" in note for note in plan.assumptions)
     assert all(point.seconds > point.floor_seconds > 0 for point in plan.points)
+    on_hopper = [note for note in _assumed("--model", name, "--gpu", "h200", "--tp", 8) if "in part" in note]
+    assert bool(on_hopper) == (name == "kimi-k2.5")  # the others are our kernels' there
     compiled = "build", "--plan", "--model", name, "--gpu", "b300", "--tp", 8, "--backend", "tensorrt"
     # Others than hybrids have experts of GELU, or in INT4.
     said = "States: " if engine.target.delta is not None else "A TensorRT plan for this GPU reads all"
@@ -256,6 +263,9 @@ def test_minimax_m2_is_planned_in_the_fp8_of_its_checkpoint_and_its_drafter_said
     assert weight_bytes(engine) == pytest.approx(published, rel=0.02)
     plan = ("build", "--plan", "--model", "minimax-m2.5", "--gpu", "h100")
     assert "Drafter: its config.json is behind a gate: layers, widths" in succeeds(*plan, "--tp", 4)
+    for precision, says in ("bf16", "without our kernels, "), ("fp32", ""):
+        notes = assumptions(engine.model_copy(update={"precision": precision}), GPUS["b300"], None)
+        assert f"Experts: {says}the torch backend unpacks their weights in memory: slower than this." in notes
     assert "no whole number of the checkpoint's FP8 blocks of 128" in refusal(*plan, "--tp", 8)
     assert "on 8 x h100" in succeeds(*plan, "--tp", 8, "--ep")
 
