@@ -317,7 +317,7 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not():
     assert plan_memory(config(max_batch=16, max_seq_len=plan.largest_seq_len + 1)).total > room
 
 
-@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-20b", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-20b", "qwen3-8b", "minimax-m2.5", "kimi-k2.5"])
 def test_caches_are_counted_as_the_session_on_that_gpu_keeps_them(name, monkeypatch):
     """Sessions of our kernels have short pages, and others a page a slot."""
     monkeypatch.setattr(choice, "_load_for", lambda capability: "ours")

@@ -130,8 +130,8 @@ class XmlCallParser(TextParser):
                 return True
         if any(tag.startswith(text) for tag in tags):
             return False
-        tag = text.find("<", 1)  # which all begin with; up to there stands nothing that could be an argument
-        self._buffer = text[tag:] if tag > 0 else ""
+        at = text.find("<", 1)  # which all tags begin with; up to there stands nothing that could be an argument
+        self._buffer = text[at:] if at > 0 else ""
         return True
 
     def _key(self) -> bool:
