@@ -272,6 +272,7 @@ KIMIS = "<|tool_calls_section_begin|><|tool_call_begin|>now:0<|tool_call_argumen
     [
         ("", {}),
         ('"a":"b", "c" : 1', {"a": "b", "c": 1}),
+        ('"a":"Rome, Italy","b":["}","\\"\\\\ \\u00e9\n"]', {"a": "Rome, Italy", "b": ["}", '"\\ é\n']}),
         ("a:,b:[,1]", {"a": None, "b": [None, 1]}),
         (" a : 1 , b : [ ] ", {"a": 1, "b": []}),
         ('<|"|>a b<|"|>:<|"|><|"|>', {"a b": ""}),
@@ -296,6 +297,7 @@ def test_gemmas_notation_becomes_json(notation, expected):
         ("a b}", {}),
         ("{", {}),
         ("a:Rome, Italy}", {"a": "Rome"}),
+        ('a:"Rome, b:2},', {"a": '"Rome', "b": 2}),
         ("a:[1,{b:2]}", {"a": [1, {"b": 2}]}),
         ('<|"|>a<|"|>}', {}),
         ("k" * 300 + ":1}", {}),
@@ -321,14 +323,14 @@ def test_what_follows_a_broken_call_that_is_not_closed_is_content():
     ("chat_format", "text", "content"),
     [
         ("gemma4", "<|tool_call>call:now{}<tool_call|><tool_call|>\nDone.<tool_call|>", "Done."),
-        ("gemma4", "<|tool_call>call:now{a:1}x<tool_call|>Done.", "xDone."),
+        ("gemma4", "<|tool_call>call:now{a:1}}<tool_call|>Done.", "Done."),
         ("gemma4", "<|tool_call>no<tool_call|> and <tool_call|>", "<|tool_call>no<tool_call|> and "),
         ("kimi-k2", f"{KIMIS}Done.<|tool_calls_section_end|> All.", "Done. All."),
         ("kimi-k2", f"{KIMIS}<|tool_call_end|><|tool_calls_section_end|>\n<|tool_calls_section_end|>Done.", "Done."),
         ("kimi-k2", "<|tool_calls_section_begin|>a<|tool_call_end|>b", "<|tool_calls_section_begin|>ab"),
     ],
 )
-def test_closing_markers_that_close_nothing_are_left_out(chat_format, text, content):
+def test_closings_that_close_nothing_are_left_out(chat_format, text, content):
     assert text_of(parsed(chat_format, list(text))) == content
 
 
@@ -339,6 +341,7 @@ def test_closing_markers_that_close_nothing_are_left_out(chat_format, text, cont
         ("gemma4", "<|tool_call>call:now{a:[1,tr", '{"a": [1, "tr"'),
         ("gemma4", "<|tool_call>call:now{a:12<tool_c", '{"a": 12'),
         ("gemma4", '<|tool_call>call:now{a:<|"', '{"a": '),
+        ("gemma4", '<|tool_call>call:now{"a":"Rome, It', '{"a": "Rome, It'),
         ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="count">12', '{"count": 12'),
         ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="count">12</par', '{"count": 12'),
         ("qwen3-coder", "<tool_call>\n<function=write>\n<parameter=count>\n", '{"count": '),
@@ -357,6 +360,7 @@ def test_a_value_that_is_cut_off_is_shown_as_far_as_it_went(chat_format, text, s
         ("gemma4", "<|tool_call>", "    "),
         ("gemma4", "<|tool_call>call:now{a:1}", "    "),
         ("gemma4", "<|tool_call>call:now{a b", "}   "),
+        ("gemma4", '<|tool_call>call:now{"a":"', "ab, "),
         ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="', "abcd"),
         ("minimax-m2", '<minimax:tool_call><invoke name="write">', "    "),
         ("kimi-k2", "<|tool_calls_section_begin|>", "    "),

@@ -26,6 +26,7 @@ _HEAD_BEGUN = re.compile(r"\s{0,16}(c|ca|cal|call|call:[a-zA-Z0-9_.-]{0,128})?")
 #: How the template's Jinja writes JSON's words, and how models do.
 _WORDS = {"True": "true", "False": "false", "None": "null", "none": "null", "nil": "null"}
 _BARE_END = re.compile(rf"[,}}\]]|{re.escape(CALL_END)}")
+_IN_JSON = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # a text in JSON, between its quotes
 _BLANKS = " \n\t\r"
 _LONGEST_NAME = 256  # characters of a member's name
 
@@ -35,7 +36,6 @@ class Arguments:
 
     Attributes:
         done: their last bracket has come, or what cannot stand where it does, before which their brackets are closed.
-        broken: the latter.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,6 @@ class Arguments:
         self._name = ""  # of a member
         self._looked = 0  # characters in which no end of a value stands
         self.done = False
-        self.broken = False
 
     def push(self, text: str) -> tuple[str, str]:
         """Adds a piece; returns JSON, and text that follows the arguments."""
@@ -65,6 +64,8 @@ class Arguments:
         if self._state == self._in_text:
             return _inner(cut)
         cut = cut[: len(cut) - held(cut, CALL_END)].strip()
+        if self._state == self._value and cut.startswith('"'):
+            return f'{self._separator}"{_inner(cut[1:])}'
         is_bare = self._state == self._value and not QUOTE.startswith(cut)
         return self._separator + _scalar(cut) if is_bare else ""
 
@@ -131,9 +132,28 @@ class Arguments:
             self._state = self._member if bracket == "{" else self._item
         elif QUOTE.startswith(self._buffer):
             return False
+        elif self._buffer[0] == '"':
+            return self._json_text()
         else:
             return self._bare()
         return True
+
+    def _json_text(self) -> bool:
+        """Reads a text as JSON writes it; one that the call's closing marker cuts off stands without marks."""
+        cut = self._buffer.find(CALL_END, max(0, self._looked - len(CALL_END)))
+        found = _IN_JSON.match(self._buffer, max(1, self._looked), cut if cut >= 0 else len(self._buffer))
+        assert found is not None  # it may be empty
+        end = found.end()
+        if self._buffer[end : end + 1] == '"':
+            written, self._buffer, self._looked = self._buffer[: end + 1], self._buffer[end + 1 :], 0
+            self._write(self._separator + _scalar(written))
+            self._state = self._after
+            return True
+        if cut >= 0:
+            self._looked = 0
+            return self._bare()
+        self._looked = end
+        return False
 
     def _bare(self) -> bool:
         found = _BARE_END.search(self._buffer, self._looked)
@@ -184,7 +204,7 @@ class Arguments:
     def _break(self) -> bool:
         """Ends at what cannot stand here, which is left to what follows."""
         self._write("".join(reversed(self._brackets)))
-        self.done = self.broken = True
+        self.done = True
         return False
 
     def _write(self, text: str) -> None:
@@ -212,12 +232,15 @@ class Gemma4Parser(TextParser):
         return self._state()
 
     def _end(self) -> None:
-        if self._state in (self._content, self._broken):
+        if self._state == self._content:
             self._emit("content", self._buffer.lstrip("\n") if self._after_marker else self._buffer)
         elif self._state == self._named:
             self._emit("content", self._opening + self._buffer)
         elif self._state == self._in_arguments:
             self._emit("arguments", self._arguments.end())
+        elif self._state == self._closing:
+            text = self._buffer.lstrip()
+            self._emit("content", "" if CALL_END.startswith(text) else text)
         elif self._state in (self._before_thinking, self._thinking):
             self._emit("thinking", self._buffer.strip("\n"))
         self._buffer = ""
@@ -297,26 +320,18 @@ class Gemma4Parser(TextParser):
         written, self._buffer = self._arguments.push(self._buffer)
         self._emit("arguments", written)
         if self._arguments.done:
-            self._state = self._broken if self._arguments.broken else self._closing
+            self._state = self._closing
         return self._arguments.done
 
-    def _broken(self) -> bool:
-        """Leaves out the rest of a call that is broken, if its closing marker comes before another."""
+    def _closing(self) -> bool:
+        """Reads a call's closing marker, and leaves out what stands before it; it is content if another comes first."""
         found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker, self._looked)) >= 0]
         if not found:
             self._looked = max(0, len(self._buffer) - max(map(len, self._markers)) + 1)
             return False
         at, marker = min(found)
         self._looked = 0
-        if marker == CALL_END:
-            self._buffer = self._buffer[at + len(CALL_END) :]
-        self._after_marker = True
-        self._state = self._content
-        return True
-
-    def _closing(self) -> bool:
-        if not self._reads_closing(CALL_END):
-            return False
+        self._buffer = self._buffer[at + len(CALL_END) :] if marker == CALL_END else self._buffer.lstrip()
         self._after_marker = True
         self._state = self._content
         return True
@@ -341,10 +356,10 @@ def _scalar(written: str) -> str:
     """Makes JSON of a value that stands without marks: the word or number that it is, else a text."""
     written = _WORDS.get(written, written)
     try:
-        json.loads(written, parse_constant=_refuse_constant)
+        value = json.loads(written, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(written, ensure_ascii=False)
-    return written
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else written
 
 
 def _refuse_constant(name: str) -> None:
