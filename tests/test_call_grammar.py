@@ -1,6 +1,7 @@
 """Grammars of calls: what they let through is read as calls whose arguments keep to the function's schema."""
 
 import random
+import time
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -229,6 +230,18 @@ def test_gemmas_grammar_grows_with_the_properties_and_no_faster(vocabulary):
         assert not words.allows(source(400), written("gemma4", "f", dict.fromkeys(names, "x")))
     swapped = written("gemma4", "f", {"p007": "x", "p008": "x"}).replace("p007", "p009")
     assert words.allows(source(400), swapped.replace("p009", "p007")) and not words.allows(source(400), swapped)
+
+
+def test_a_schema_of_many_parameters_takes_time_in_proportion():
+    def seconds(count):
+        names = [f"p{i}" for i in range(count)]
+        schema = {"properties": {name: {"type": "string"} for name in names}, "required": names}
+        start = time.process_time()
+        call_grammar("qwen3-coder", [Callee("f", schema, strict=True)], must=True)
+        return time.process_time() - start
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (4_000, 24_000))
+    assert many < 18 * few  # six times the parameters
 
 
 @pytest.mark.parametrize("repeated", [["object"] * 40, ["object", "object", "array"]])
