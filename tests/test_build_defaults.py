@@ -110,14 +110,15 @@ def test_gpt_oss_120b_on_eight_gpus_has_64_slots_of_16384_tokens():
 def test_slots_and_length_are_as_many_as_fit_and_no_more(gpu):
     name = "gpt-oss-20b"
     settings = BuildSettings(name=name, target="org/x", limits=ServingLimits(max_batch=64, max_seq_len=16384))
-    engine, room = planned_engine(settings, gpu), GPUS[gpu].usable_bytes
-    assert fits_in(room, engine)
+    engine, known = planned_engine(settings, gpu), GPUS[gpu]
+    room = known.usable_bytes
+    assert fits_in(room, engine, known)
     assert 8 <= engine.max_batch <= 64
     if engine.max_batch < 64:
-        assert not fits_in(room, engine.model_copy(update={"max_batch": engine.max_batch + 1}))
+        assert not fits_in(room, engine.model_copy(update={"max_batch": engine.max_batch + 1}), known)
     if engine.max_seq_len < 16384:
         longer = engine.model_copy(update={"max_batch": 8, "max_seq_len": 2 * engine.max_seq_len})
-        assert not fits_in(room, longer)
+        assert not fits_in(room, longer, known)
 
 
 def test_what_is_asked_for_is_kept_and_the_other_limit_fits_it():

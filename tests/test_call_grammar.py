@@ -1,6 +1,7 @@
 """Grammars of calls: what they let through is read as calls whose arguments keep to the function's schema."""
 
 import random
+import time
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -160,6 +161,16 @@ def keeps(name, given):
     )
 
 
+DEEP = "'f': its schema is nested too deeply"
+
+
+def nested(key, times=600):
+    schema = {}
+    for _ in range(times):
+        schema = {key: schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("chat_format", "schema", "says"),
     [
@@ -182,6 +193,15 @@ def keeps(name, given):
         ("gemma4", {"properties": {"a b": {}}}, "cannot write a parameter named 'a b'"),
         ("gemma4", {"required": ["a"]}, "'f': #/required cannot be held"),
         ("gemma4", {"properties": []}, "'f': #/properties is no JSON schema's"),
+        ("gemma4", {"additionalProperties": {"type": "integer"}}, "'f': #/additionalProperties cannot be held"),
+        ("gemma4", {"properties": {str(i): {} for i in range(501)}}, "'f': #/properties has 501; at most 500"),
+        ("gemma4", {"required": [{}]}, "'f': #/required is no JSON schema's"),
+        ("gemma4", {"properties": {"a": {"type": "array", "maxItems": "3"}}}, "'f': #/properties/a/maxItems is no"),
+        ("gemma4", {"properties": {"a": {"items": {}, "minItems": -1}}}, "'f': #/properties/a/minItems is no"),
+        ("gemma4", {"properties": {"a": {"type": [{}]}}}, "'f': #/properties/a/type is no JSON schema's"),
+        ("gemma4", {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(600)}}, DEEP),
+        ("gemma4", {"properties": {"a": nested("items")}}, DEEP),
+        ("gemma4", {"properties": {"a": {"const": nested("items")}}}, DEEP),
     ],
 )
 def test_what_cannot_be_held_is_refused(chat_format, schema, says):
@@ -194,6 +214,42 @@ def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     for chat_format in FORMATS:
         source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
         assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": "b", "n": 2}))
+
+
+def test_gemmas_grammar_grows_with_the_properties_and_no_faster(vocabulary):
+    words = vocabulary("gemma4", special=True)
+
+    def source(count):
+        schema = {"properties": {f"p{i:03}": {"type": "string"} for i in range(count)}, "required": ["p007"]}
+        return call_grammar("gemma4", [Callee("f", schema, strict=False)], must=True, special=words.special)
+
+    assert len(source(400)) < 4.5 * len(source(100))
+    for names in (["p000", "p007", "p399"], ["p007"], ["p001", "p002", "p007", "p200"]):
+        assert words.allows(source(400), written("gemma4", "f", dict.fromkeys(names, "x")))
+    for names in (["p000", "p399"], ["p008"], []):
+        assert not words.allows(source(400), written("gemma4", "f", dict.fromkeys(names, "x")))
+    swapped = written("gemma4", "f", {"p007": "x", "p008": "x"}).replace("p007", "p009")
+    assert words.allows(source(400), swapped.replace("p009", "p007")) and not words.allows(source(400), swapped)
+
+
+def test_a_schema_of_many_parameters_takes_time_in_proportion():
+    def seconds(count):
+        names = [f"p{i}" for i in range(count)]
+        schema = {"properties": {name: {"type": "string"} for name in names}, "required": names}
+        start = time.process_time()
+        call_grammar("qwen3-coder", [Callee("f", schema, strict=True)], must=True)
+        return time.process_time() - start
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (4_000, 24_000))
+    assert many < 18 * few  # six times the parameters
+
+
+@pytest.mark.parametrize("repeated", [["object"] * 40, ["object", "object", "array"]])
+def test_a_type_that_is_named_twice_is_written_once(repeated):
+    schema = {"type": "integer"}
+    for _ in range(20):
+        schema = {"type": repeated, "properties": {"a": schema}}
+    assert len(call_grammar("gemma4", [Callee("f", schema, strict=True)], must=True)) < 10_000
 
 
 def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.conftest import TINY
 from tests.test_reply_parsers import SCHEMAS, calls_of, text_of, together
+from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply.formats import ChatFormat, markers_of
 from trtllm_dflash.text.reply.parts import Part
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -192,6 +193,13 @@ def test_what_the_template_writes_of_a_call_is_read_as_that_call(chat_format, sp
     }
     assert shown[chat_format] in prompt
     assert chat_format != "kimi-k2" or "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}" in prompt
+
+
+@pytest.mark.parametrize(("chat_format", "special"), WAYS)
+def test_messages_that_are_no_conversation_are_refused(chat_format, special, codec_of):
+    nameless = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", "type": "function"}]}
+    with pytest.raises(RequestError, match="the chat template refuses these messages"):
+        codec_of(chat_format, special).chat_text([USER, nameless])
 
 
 def test_thinking_is_turned_off_by_each_template_s_own_variable(codec_of):

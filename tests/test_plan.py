@@ -11,13 +11,14 @@ import pytest
 from tests.checkpoints import make_gpt_oss, make_target
 from tests.conftest import refusal, succeeds
 from tests.quantized import quantize_folder
+from trtllm_dflash.build.assumptions import assumptions
 from trtllm_dflash.build.plan import BuildPlan, Comparison, planned_engine
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, step_work
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.memory import cache_bytes, pages_on_gpu, plan_memory, plan_pages, weight_bytes
+from trtllm_dflash.cost.memory import cache_bytes, check_fits, pages_on_gpu, plan_memory, plan_pages, weight_bytes
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -28,9 +29,11 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.cost.states import checkpoint_count
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.foreign.shapes import published_drafter, published_target
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.session import choice
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -217,6 +220,10 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def _assumed(*arguments):
+    return BuildPlan.model_validate_json(succeeds("build", "--plan", *arguments, "--json")).assumptions
+
+
 PLANNED_FOR = ["qwen3.5-27b", "qwen3-coder-next", "gemma-4-26b-a4b", "kimi-k2.5"]
 
 
@@ -240,6 +247,8 @@ def test_targets_without_kernels_are_planned_from_their_published_shapes(name):
     )
     assert any(f"our kernels compute family {engine.target.family} in part" in note for note in plan.assumptions)
     assert all(point.seconds > point.floor_seconds > 0 for point in plan.points)
+    on_hopper = [note for note in _assumed("--model", name, "--gpu", "h200", "--tp", 8) if "in part" in note]
+    assert bool(on_hopper) == (name == "kimi-k2.5")  # the others are our kernels' there
     compiled = "build", "--plan", "--model", name, "--gpu", "b300", "--tp", 8, "--backend", "tensorrt"
     # Others than hybrids have experts of GELU, or in INT4.
     said = "States: " if engine.target.delta is not None else "A TensorRT plan for this GPU reads all"
@@ -254,6 +263,9 @@ def test_minimax_m2_is_planned_in_the_fp8_of_its_checkpoint_and_its_drafter_said
     assert weight_bytes(engine) == pytest.approx(published, rel=0.02)
     plan = ("build", "--plan", "--model", "minimax-m2.5", "--gpu", "h100")
     assert "Drafter: its config.json is behind a gate: layers, widths" in succeeds(*plan, "--tp", 4)
+    for precision, says in ("bf16", "without our kernels, "), ("fp32", ""):
+        notes = assumptions(engine.model_copy(update={"precision": precision}), GPUS["b300"], None)
+        assert f"Experts: {says}the torch backend unpacks their weights in memory: slower than this." in notes
     assert "no whole number of the checkpoint's FP8 blocks of 128" in refusal(*plan, "--tp", 8)
     assert "on 8 x h100" in succeeds(*plan, "--tp", 8, "--ep")
 
@@ -303,6 +315,26 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not():
         assert plan_memory(config(max_batch=batch, max_seq_len=length)).total <= room
     assert plan_memory(config(max_batch=plan.largest_batch + 1)).total > room
     assert plan_memory(config(max_batch=16, max_seq_len=plan.largest_seq_len + 1)).total > room
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-20b", "qwen3-8b", "minimax-m2.5", "kimi-k2.5"])
+def test_caches_are_counted_as_the_session_on_that_gpu_keeps_them(name, monkeypatch):
+    """Sessions of our kernels have short pages, and others a page a slot."""
+    monkeypatch.setattr(choice, "_load_for", lambda capability: "ours")
+    engine = config(name, max_batch=16, max_seq_len=32768)
+    for gpu in GPUS.values():
+        found, _ = choice.find_kernels(engine, "auto", divmod(gpu.capability, 10))
+        assert pages_on_gpu(engine, gpu) == plan_pages(engine, paged=found is not None), gpu.name
+
+
+def test_gemma_4_is_refused_where_its_whole_caches_do_not_fit():
+    engine = config("gemma-4-31b", max_batch=16, max_seq_len=32768)
+    kept = cache_bytes(engine, plan_pages(engine))
+    assert kept > 400e9  # 71 GB by our kernels, beside which all would fit
+    memory = plan_memory(engine, GPUS["b200"])
+    assert memory.target_cache + memory.drafter_cache == kept
+    with pytest.raises(EngineError, match=r"more than b200 has: use --max-batch \d "):
+        check_fits(engine, "b200")
 
 
 def test_a_plan_says_how_many_conversations_the_pages_hold():

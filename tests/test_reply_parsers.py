@@ -1,6 +1,7 @@
 """Parsers of replies: calls as each format's chat template writes them, in pieces cut anywhere."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -122,6 +123,7 @@ MARKUP = [
     *("<|tool_call_begin|>", "functions.write:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call"),
     *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", "thought", "call:write{", "text:", '<|"|>', "<|"),
     *('{"name": "write"', '{"name": "write", "arguments": {', '"parameters": {', ",", ":", ";", "a", "é", "🦊", "1"),
+    *("\n" * 70, " " * 70, "k" * 260),  # more than is kept back
 ]
 soup = st.lists(st.sampled_from(MARKUP), max_size=14).map("".join)
 cuts = st.lists(st.integers(0, 400), max_size=8)
@@ -262,10 +264,16 @@ def test_arguments_in_other_notations_are_handed_on_as_json():
     assert pushed(reply_parser("minimax-m2", SCHEMAS), *pieces) == ['{"text": "a', "\\nb\\n", '"', "}"]
 
 
+KIMIS = "<|tool_calls_section_begin|><|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
 @pytest.mark.parametrize(
     ("notation", "expected"),
     [
         ("", {}),
+        ('"a":"b", "c" : 1', {"a": "b", "c": 1}),
+        ('"a":"Rome, Italy","b":["}","\\"\\\\ \\u00e9\n"]', {"a": "Rome, Italy", "b": ["}", '"\\ é\n']}),
+        ("a:,b:[,1]", {"a": None, "b": [None, 1]}),
         (" a : 1 , b : [ ] ", {"a": 1, "b": []}),
         ('<|"|>a b<|"|>:<|"|><|"|>', {"a b": ""}),
         ('a:<|"|>🦊 {x:[1]},"q"\\<|"|>', {"a": '🦊 {x:[1]},"q"\\'}),
@@ -280,10 +288,98 @@ def test_gemmas_notation_becomes_json(notation, expected):
     assert calls_of(parsed("gemma4", list(text))) == [("now", expected)]
 
 
-def test_gemmas_arguments_end_where_they_break():
-    for notation in ("a:1}x", "a:", "a", "a:]", "a b}", "{"):
-        parts = parsed("gemma4", list(f"<|tool_call>call:now{{{notation}<tool_call|>Sorry."))
-        assert parts[0] == Part("call", "now") and text_of(parts).endswith("Sorry."), notation
+@pytest.mark.parametrize(
+    ("notation", "expected"),
+    [
+        ("a:", {"a": None}),
+        ("a", {}),
+        ("a:]", {"a": None}),
+        ("a b}", {}),
+        ("{", {}),
+        ("a:Rome, Italy}", {"a": "Rome"}),
+        ('a:"Rome, b:2},', {"a": '"Rome', "b": 2}),
+        ("a:[1,{b:2]}", {"a": [1, {"b": 2}]}),
+        ('<|"|>a<|"|>}', {}),
+        ("k" * 300 + ":1}", {}),
+    ],
+)
+def test_gemmas_arguments_that_break_end_there_and_are_json_all_the_same(notation, expected):
+    call = f"<|tool_call>call:now{{{notation}<tool_call|>"
+    for text in (f"{call}Sorry.", f"{call}{written('gemma4', 'now', {})}Sorry."):
+        parts = parsed("gemma4", list(text))
+        assert calls_of(parts)[0] == ("now", expected)
+        assert text_of(parts) == "Sorry."
+
+
+def test_what_follows_a_broken_call_that_is_not_closed_is_content():
+    broken = "<|tool_call>call:now{a b} Sorry."
+    assert text_of(parsed("gemma4", list(broken))) == "a b} Sorry."
+    parts = parsed("gemma4", list(broken + written("gemma4", "write", {"text": "a"})))
+    assert text_of(parts) == "a b} Sorry."
+    assert calls_of(parts) == [("now", {}), ("write", {"text": "a"})]
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "text", "content"),
+    [
+        ("gemma4", "<|tool_call>call:now{}<tool_call|><tool_call|>\nDone.<tool_call|>", "Done."),
+        ("gemma4", "<|tool_call>call:now{a:1}}<tool_call|>Done.", "Done."),
+        ("gemma4", "<|tool_call>no<tool_call|> and <tool_call|>", "<|tool_call>no<tool_call|> and "),
+        ("kimi-k2", f"{KIMIS}Done.<|tool_calls_section_end|> All.", "Done. All."),
+        ("kimi-k2", f"{KIMIS}<|tool_call_end|><|tool_calls_section_end|>\n<|tool_calls_section_end|>Done.", "Done."),
+        ("kimi-k2", "<|tool_calls_section_begin|>a<|tool_call_end|>b", "<|tool_calls_section_begin|>ab"),
+    ],
+)
+def test_closings_that_close_nothing_are_left_out(chat_format, text, content):
+    assert text_of(parsed(chat_format, list(text))) == content
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "text", "shown"),
+    [
+        ("gemma4", "<|tool_call>call:now{a:12", '{"a": 12'),
+        ("gemma4", "<|tool_call>call:now{a:[1,tr", '{"a": [1, "tr"'),
+        ("gemma4", "<|tool_call>call:now{a:12<tool_c", '{"a": 12'),
+        ("gemma4", '<|tool_call>call:now{a:<|"', '{"a": '),
+        ("gemma4", '<|tool_call>call:now{"a":"Rome, It', '{"a": "Rome, It'),
+        ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="count">12', '{"count": 12'),
+        ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="count">12</par', '{"count": 12'),
+        ("qwen3-coder", "<tool_call>\n<function=write>\n<parameter=count>\n", '{"count": '),
+    ],
+)
+def test_a_value_that_is_cut_off_is_shown_as_far_as_it_went(chat_format, text, shown):
+    assert text_of(parsed(chat_format, list(text)), "arguments") == shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chat_format", "begun", "piece"),
+    [
+        ("gemma4", "<|tool_call>call:now{a:", "1234"),
+        ("gemma4", "<|tool_call>call:now{", "abcd"),
+        ("gemma4", "<|tool_call>", "    "),
+        ("gemma4", "<|tool_call>call:now{a:1}", "    "),
+        ("gemma4", "<|tool_call>call:now{a b", "}   "),
+        ("gemma4", '<|tool_call>call:now{"a":"', "ab, "),
+        ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="', "abcd"),
+        ("minimax-m2", '<minimax:tool_call><invoke name="write">', "    "),
+        ("kimi-k2", "<|tool_calls_section_begin|>", "    "),
+        ("qwen3", "a", "\n\n\n\n"),
+        ("qwen3", "", "    "),
+        ("gemma4", "<|channel>thought\na", "\n\n\n\n"),
+    ],
+)
+def test_a_reply_of_many_pieces_takes_time_in_proportion(chat_format, begun, piece):
+    def seconds(pieces):
+        parser = reply_parser(chat_format, SCHEMAS)
+        parser.push(begun)
+        start = time.process_time()
+        for _ in range(pieces):
+            parser.push(piece)
+        return time.process_time() - start
+
+    few, many = (min(seconds(pieces) for _ in range(2)) for pieces in (4_000, 24_000))
+    assert many < 18 * few  # six times the pieces; if each were looked at with all before it, 36 times as long
 
 
 @pytest.mark.parametrize(
@@ -448,6 +544,32 @@ def test_gemmas_template_gets_results_in_the_message_that_called():
     assert with_responses([user, called, *results, stray, user]) == [
         *(user, {**called, "tool_responses": responses}, stray, user)
     ]
+
+
+def test_an_id_that_a_client_gives_again_stands_for_the_last_call_before_the_result():
+    def called(*names):
+        calls = [{"id": f"call_{at}", "function": {"name": name, "arguments": {}}} for at, name in enumerate(names)]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def result(content, at=0):
+        return {"role": "tool", "content": content, "tool_call_id": f"call_{at}"}
+
+    messages = [called("now"), result("noon"), called("write", "now"), result("done"), result("one", 1)]
+    responses = [message["tool_responses"] for message in with_responses(messages)]
+    assert [[each["name"] for each in some] for some in responses] == [["now"], ["write", "now"]]
+    own = [message["tool_call_id"] for message in with_own_ids(messages) if "tool_call_id" in message]
+    assert own == ["functions.now:0", "functions.write:1", "functions.now:2"]
+    divided = [message["content"] or message["tool_calls"][0]["id"] for message in one_call_each(messages)]
+    assert divided == ["call_0", "noon", "call_0", "done", "call_1", "one"]
+
+
+@pytest.mark.parametrize("rewrite", [with_responses, with_own_ids, one_call_each])
+def test_calls_without_ids_have_no_results_but_stay(rewrite):
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("now", "write")]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "noon"}]
+    written = rewrite(messages)
+    kept = [call["function"]["name"] for message in written for call in message.get("tool_calls", ())]
+    assert (kept, written[-1]) == (["now", "write"], messages[-1])
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,13 @@ UNTHINKING = {"gemma4": "<|channel>thought\n<channel|>"}  # how a prompt ends wh
 
 @pytest.fixture(scope="module")
 def engine_of(tiny_engine, tmp_path_factory):
-    """The shipped pair's engine, with a chat template that asks for calls in a format."""
+    """The shipped pair's engine, with a chat template that asks for calls in a format, or always ends in one way."""
 
-    def make(chat_format):
+    def make(chat_format, end=""):
         engine = shutil.copytree(tiny_engine, tmp_path_factory.mktemp("engines") / chat_format)
         template = engine / "chat_template.jinja"
-        template.write_text(TEMPLATE.format(ask=ASKS[chat_format], unthinking=UNTHINKING.get(chat_format, "")))
+        written = TEMPLATE.format(ask=ASKS[chat_format], unthinking=UNTHINKING.get(chat_format, ""))
+        template.write_text(written.partition("{% if enable_thinking")[0] + end if end else written)
         config = json.loads((engine / "config.json").read_text())
         config["files"][template.name] = digest(template)
         (engine / "config.json").write_text(json.dumps(config))
@@ -208,7 +209,12 @@ def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}
     strict = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     named = {"type": "function", "function": {"name": "f"}}
-    with gateway(engine_of("qwen3-coder"), "127.0.0.1:1") as url, gateway(tiny_engine, "127.0.0.1:1") as unknown:
+    nowhere = "127.0.0.1:1"
+    with (
+        gateway(engine_of("qwen3-coder"), nowhere) as url,
+        gateway(tiny_engine, nowhere) as unknown,
+        gateway(engine_of("minimax-m2", "<think>\n"), nowhere) as thinking,
+    ):
         for at, param, more in (
             (url, "tools", {"tools": strict}),
             (url, "tool_choice", {"tool_choice": "required"}),
@@ -216,6 +222,8 @@ def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
             (url, "response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
             (unknown, "tools", {"tools": TOOLS}),
             (unknown, "reasoning_effort", {"reasoning_effort": "low"}),
+            (thinking, "reasoning_effort", {"reasoning_effort": "low"}),
+            (thinking, "reasoning_effort", {"reasoning_effort": "none"}),
         ):
             with pytest.raises(openai.BadRequestError) as refusal:
                 client(at).chat.completions.create(model="tiny", messages=ASKED, **more)

@@ -16,7 +16,7 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
-from trtllm_dflash.cost.gpus import RESERVED, gigabytes
+from trtllm_dflash.cost.gpus import RESERVED, gigabytes, present_gpu
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.rates import Rates, free_memory, measure_rates
 from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config
@@ -161,7 +161,7 @@ class StepReport:
             "computes": self.choice.labels,
             "copy_bytes_per_second": self.rates.copy,
             "gemm_flops_per_second": self.rates.gemm,
-            "memory": {"planned_bytes": plan_memory(config).total, "used_bytes": self.memory_used},
+            "memory": {"planned_bytes": plan_memory(config, present_gpu()).total, "used_bytes": self.memory_used},
             "steps_per_round": self.steps,
             "imposed_acceptance": None
             if acceptance is None
@@ -425,7 +425,7 @@ def check_room(config: EngineConfig, device: torch.device) -> None:
         EngineError: there is not enough.
     """
     cuda = device.type == "cuda"
-    plan = plan_memory(config)
+    plan = plan_memory(config, present_gpu() if cuda else None)
     need = plan.total if cuda else (plan.total - plan.graphs) * config.tp
     room = free_memory(device) - (RESERVED if cuda else 0)
     if need > room:

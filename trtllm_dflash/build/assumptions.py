@@ -12,9 +12,9 @@ from trtllm_dflash.cost.prediction import (
     MXFP4_SHARE,
 )
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import HEAD_SIZES, HOPPER, MOE_ROWS
+from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
 from trtllm_dflash.models import target_weights, without_kernels
-from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
+from trtllm_dflash.models.decoder import MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import WeightPrecision
@@ -37,10 +37,13 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
         )
     nets = sum(isinstance(mixer, DeltaNet) for mixer in mixers_of(target))
     if nets:
-        notes.append(f"States: {nets} of {target.layers} layers keep one in FP32, read and written once in a step.")
+        notes.append(
+            f"States: {nets} of {target.layers} layers keep one in FP32, read and written once in a step; "
+            "no step of such a target has been compared."
+        )
     if target.moe is not None:
         notes += _experts(config, target.moe)
-    notes += _caches(config, target)
+    notes += _caches(config, gpu)
     if target.linear_precision is not None:
         notes.append(_target(config, target.linear_precision))
     if drafter is not None:
@@ -56,7 +59,7 @@ def _unsupported(config: EngineConfig, gpu: PublishedGPU) -> str | None:
         return ""
     if config.backend != "torch":
         return None
-    if without_kernels(target) is not None:
+    if without_kernels(target) is not None and target.delta is None:  # gated delta nets are our kernels'
         return ""
     is_wide = not set(target.head_sizes) <= set(HEAD_SIZES)
     return f" on {gpu.name}" if is_wide and divmod(gpu.capability, 10) != HOPPER else None
@@ -134,17 +137,17 @@ def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
         return notes
     if stored == "MXFP4":
         notes.append(f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it.")
-    dequantized = stored in ("FP8", "FP8-BLOCKS", "NVFP4")
-    where = "" if dequantized else f"of more than {MOE_ROWS} rows, or without our kernels, "
+    dequantized = stored == "NVFP4" or (stored in ("FP8", "FP8-BLOCKS", "INT4") and config.precision == "fp32")
+    where = "" if dequantized else "without our kernels, "
     notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
     return notes
 
 
-def _caches(config: EngineConfig, target: DecoderConfig) -> list[str]:
-    notes = []
+def _caches(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
+    target, notes = config.target, []
     sizes = [window for window in target.windows or () if window is not None]
     if sizes:
-        pages = pages_on_gpu(config).window_pages
+        pages = pages_on_gpu(config, gpu).window_pages
         held = (
             f": they have {pages:,} pages of their own, which sequences give back as they go on."
             if pages
@@ -163,7 +166,7 @@ def _target(config: EngineConfig, kind: WeightPrecision) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if kind is WeightPrecision.INT4:
-        read = "dequantized each time" if config.backend == "torch" else "all of them dequantized each time"
+        read = "all of them dequantized each time"
         if config.backend == "torch":
             read = "those that rows choose dequantized each time" if config.precision == "fp32" else "read as they are"
         return f"Target: experts in INT4, {read}."

@@ -136,7 +136,7 @@ def _fitting_slots(config: EngineConfig, gpu: GPU, length: int, most: int, fixed
 
     def fits(slots: int) -> bool:
         sized = {"max_batch": slots, "max_seq_len": length, "chunk": min(config.chunk, length)}
-        return fits_in(gpu.usable_bytes, config.model_copy(update=sized))
+        return fits_in(gpu.usable_bytes, config.model_copy(update=sized), gpu)
 
     if fixed:
         return most if fits(most) else 0

@@ -271,7 +271,8 @@ class _Node:
     def _batches(self, engine: EngineConfig, besides: int) -> Iterator[int]:
         """Lists the numbers of slots to look at, up to the most that fit with so many bytes besides."""
         room = self._gpu.usable_bytes - besides
-        most = largest(0, self._most, lambda n: fits_in(room, engine.model_copy(update={"max_batch": n})))
+        gpu = self._gpu
+        most = largest(0, self._most, lambda n: fits_in(room, engine.model_copy(update={"max_batch": n}), gpu))
         yield from takewhile(lambda batch: batch < most, _batches())
         if most:
             yield most

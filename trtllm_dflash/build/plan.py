@@ -206,7 +206,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
     memory = check_fits(config, gpu.name)
 
     def fits(**changes: int) -> bool:
-        return fits_in(gpu.usable_bytes, config.model_copy(update=changes))
+        return fits_in(gpu.usable_bytes, config.model_copy(update=changes), gpu)
 
     most = largest(config.max_batch, _MOST_SLOTS, lambda n: fits(max_batch=n))
     longest = largest(config.max_seq_len, config.target.max_positions, lambda n: fits(max_seq_len=n))
@@ -229,7 +229,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         cache_length=length,
         acceptance=settings.acceptance,
         memory=_memory(config, memory),
-        pages=_pages(config),
+        pages=_pages(config, gpu),
         largest_batch=most,
         largest_seq_len=longest,
         error_bound=error_bound(config),
@@ -338,10 +338,10 @@ def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
     )
 
 
-def _pages(config: EngineConfig) -> Pages | None:
+def _pages(config: EngineConfig, gpu: PublishedGPU) -> Pages | None:
     if config.kv_memory is None:
         return None
-    paging = pages_on_gpu(config)
+    paging = pages_on_gpu(config, gpu)
     return Pages(count=paging.pages, rows=paging.rows)
 
 

@@ -1,4 +1,4 @@
-"""The error that NVFP4 would bring to experts in INT4, whose numbers it does not have."""
+"""The error that NVFP4 would bring to matrices in INT4, whose numbers it does not have."""
 
 import math
 from itertools import islice
@@ -10,19 +10,19 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.nvfp4 import rounded_to_nvfp4
 
-#: Matrices that are rounded to see what rounding costs: an expert's three, of so many experts.
+#: Matrices that are rounded to see what rounding costs; of a mixture, four experts'.
 _MATRICES = 12
 
 
 def check_transcoding(pair: Pair, settings: BuildSettings) -> None:
-    """Refuse NVFP4 of a target whose experts are in INT4, and say how far from them it would be.
+    """Refuse NVFP4 of a target with matrices in INT4, and say how far from them it would be.
 
     Raises:
         SettingsError: names the flag and the relative error.
     """
     if settings.precision == "nvfp4" and pair.target_config.linear_precision is WeightPrecision.INT4:
         raise SettingsError(
-            "--precision nvfp4: the target's experts are int4, whose numbers NVFP4 does not have: rounded, they would "
+            "--precision nvfp4: the target's matrices are int4, whose numbers NVFP4 does not have: rounded, they would "
             f"have a relative error of {nvfp4_error(pair):.1%} (root mean square, of the first {_MATRICES} matrices at "
             "most); leave it out"
         )

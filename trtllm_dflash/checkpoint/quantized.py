@@ -1,7 +1,8 @@
-"""Quantized checkpoints: the matrices that are stored in FP8 or NVFP4, their layout, and a rank's slice of one.
+"""Quantized checkpoints: the matrices that are stored in FP8, NVFP4 or INT4, their layout, and a rank's slice of one.
 
 Read are NVIDIA ModelOpt's unified exports (FP8, NVFP4) and FP8 as it is published: scaled as a whole or by output
 channel (`weight_scale`; compressed-tensors), or by blocks of 128 by 128 (`weight_scale_inv`, which multiplies as well).
+And INT4 as compressed-tensors packs it, with a scale for each 32 numbers of a row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

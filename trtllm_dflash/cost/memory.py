@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from trtllm_dflash.cost.gpus import capability, find_gpu, gigabytes
+from trtllm_dflash.cost.gpus import GPU, capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths, shaped_kinds, step_kinds
@@ -42,25 +42,29 @@ class MemoryPlan:
         return self.weights + self.target_cache + self.drafter_cache + self.states + self.scratch + self.graphs
 
 
-def plan_memory(config: EngineConfig) -> MemoryPlan:
-    """Counts the bytes that the first rank of an engine needs, which holds the most."""
+def plan_memory(config: EngineConfig, gpu: GPU | None = None) -> MemoryPlan:
+    """Counts the bytes that the first rank of an engine needs, which holds the most.
+
+    Args:
+        gpu: that it runs on, which decides on kernels; None: one that has all of ours.
+    """
     size = config.cache_dtype.itemsize
-    caches = {name: prod(shape) * size for name, shape in cache_shapes(config, pages_on_gpu(config)).items()}
+    caches = {name: prod(shape) * size for name, shape in cache_shapes(config, pages_on_gpu(config, gpu)).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
         weights=weight_bytes(config),
         target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
         states=states_bytes(config),
-        scratch=_scratch(config),
+        scratch=_scratch(config, gpu),
         graphs=_graphs(config),
     )
 
 
-def fits_in(room: int, config: EngineConfig) -> bool:
-    """Whether so many bytes hold an engine, and its pages one sequence."""
+def fits_in(room: int, config: EngineConfig, gpu: GPU | None) -> bool:
+    """Whether so many bytes of a GPU (as in `plan_memory`) hold an engine, and its pages one sequence."""
     try:
-        return plan_memory(config).total <= room
+        return plan_memory(config, gpu).total <= room
     except EngineError:  # the pages do not
         return False
 
@@ -72,8 +76,9 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
         SettingsError: the GPU is not known.
         EngineError: it does not fit; says by how much, and which knob helps.
     """
-    room = find_gpu(gpu).usable_bytes
-    plan = plan_memory(config)
+    known = find_gpu(gpu)
+    room = known.usable_bytes
+    plan = plan_memory(config, known)
     if plan.total > room:
         parts = {"weights": plan.weights, "caches": plan.target_cache + plan.drafter_cache, "scratch": plan.scratch}
         parts |= {"states": plan.states} if plan.states else {}
@@ -81,16 +86,16 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
         raise EngineError(
             f"the engine needs {gigabytes(plan.total)} on each GPU "
             f"({', '.join(f'{part} {gigabytes(count)}' for part, count in parts.items())}), "
-            f"{gigabytes(plan.total - room)} more than {gpu} has: {_advice(config, room)}"
+            f"{gigabytes(plan.total - room)} more than {gpu} has: {_advice(config, known)}"
         )
     return plan
 
 
-def _advice(config: EngineConfig, room: int) -> str:
-    """Names the knobs that would make an engine fit, each alone, with its largest value (lengths in tenths)."""
+def _advice(config: EngineConfig, gpu: GPU) -> str:
+    """Names the knobs that would make an engine fit a GPU, each alone, with its largest value (lengths in tenths)."""
 
     def fits(**changes: int) -> bool:
-        return fits_in(room, config.model_copy(update=changes))
+        return fits_in(gpu.usable_bytes, config.model_copy(update=changes), gpu)
 
     most = bisect_left(range(1, config.max_batch), True, key=lambda n: not fits(max_batch=n))
     tenth = -(-config.max_seq_len // 10)
@@ -233,13 +238,16 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
     return Paging(min(pages, most), rows, width, window, window_pages)
 
 
-def pages_on_gpu(config: EngineConfig) -> Paging:
-    """Chooses the pages of a rank's caches on a GPU: our kernels', where they compute it. Errors as `plan_pages`."""
-    return plan_pages(config, paged=_have_kernels(config))
+def pages_on_gpu(config: EngineConfig, gpu: GPU | None = None) -> Paging:
+    """Chooses the pages of a rank's caches on a GPU (as in `plan_memory`): our kernels', where they compute it.
+
+    Errors as `plan_pages`.
+    """
+    return plan_pages(config, paged=_have_kernels(config, gpu))
 
 
-def _have_kernels(config: EngineConfig) -> bool:
-    """Whether our kernels compute such an engine on a GPU."""
+def _have_kernels(config: EngineConfig, gpu: GPU | None) -> bool:
+    """Whether our kernels compute such an engine on a GPU, as `session.choice` finds when it is there."""
     # A target that is planned for is planned with kernels of ours.
     if without_kernels(config.target) is not None:
         return False
@@ -247,7 +255,8 @@ def _have_kernels(config: EngineConfig) -> bool:
         return False
     computed = None if isinstance(config.target, PlannedConfig) else config.target
     heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
-    reason = why_unsupported(config.dtype, heads, OLDEST_GPU, config.kv)
+    own = OLDEST_GPU if gpu is None else divmod(gpu.capability, 10)
+    reason = why_unsupported(config.dtype, heads, own, config.kv)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
 
 
@@ -271,7 +280,7 @@ def cache_bytes(config: EngineConfig, paging: Paging) -> int:
     return sum(map(prod, cache_shapes(config, paging).values())) * config.cache_dtype.itemsize
 
 
-def _scratch(config: EngineConfig) -> int:
+def _scratch(config: EngineConfig, gpu: GPU | None) -> int:
     """Bytes of activations in the larger of the two profiles: the widest layer's, the taps, and the logits in FP32."""
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
@@ -290,12 +299,12 @@ def _scratch(config: EngineConfig) -> int:
     # where our kernels do not compute, a step those of all slots.
     shapes = {shape for i in range(target.layers) for shape in target.caches(i).values()}
     cache = max(units_per_rank(heads, config.tp) * size for heads, size in shapes) * config.cache_length
-    slots = 1 if _have_kernels(config) else config.max_batch
+    slots = 1 if _have_kernels(config, gpu) else config.max_batch
     widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
     decomposed = config.backend == "tensorrt" and max(target.head_sizes) > MOST_FUSED
     # Of all heads, rows and keys, before and after the softmax.
     scores = 2 * rows * units_per_rank(target.heads, config.tp) * config.cache_length * size if decomposed else 0
-    parts = widened + scores + _nets(config, rows) + _shaping(config, logit_rows)
+    parts = widened + scores + _nets(config, rows) + _shaping(config, logit_rows, gpu)
     return rows * wide * size + logit_rows * logits * 4 + parts
 
 
@@ -313,7 +322,7 @@ def _nets(config: EngineConfig, rows: int) -> int:
     return 4 * (3 * states + 6 * pairs + 6 * rows * heads * (delta.key_size + delta.value_size))
 
 
-def _shaping(config: EngineConfig, logit_rows: int) -> int:
+def _shaping(config: EngineConfig, logit_rows: int, gpu: GPU | None) -> int:
     """Counts the bytes that captured steps keep of penalties and masks, and those that torch's operations make of them.
 
     TensorRT's steps have neither; a CPU makes the former with the first request that asks for them.
@@ -322,7 +331,7 @@ def _shaping(config: EngineConfig, logit_rows: int) -> int:
         return 0
     vocabulary = config.target.vocab_size
     kept = config.max_batch * vocabulary * 10 + logit_rows * vocabulary // 8
-    made = 0 if _have_kernels(config) else 4 * 3 * logit_rows * vocabulary // config.tp
+    made = 0 if _have_kernels(config, gpu) else 4 * 3 * logit_rows * vocabulary // config.tp
     return kept + made
 
 

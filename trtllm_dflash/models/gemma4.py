@@ -37,11 +37,6 @@ class Gemma4(Decoder):
     """Gemma4ForConditionalGeneration's text model, or Gemma4ForCausalLM."""
 
     head_norms = True
-    torch_only = "GELU and heads of 256 and 512"
-
-    @property
-    def without_kernels(self) -> str | None:
-        return None
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:

@@ -31,7 +31,7 @@ class KimiK25(MoEDecoder):
     router = "mlp.gate"
     shared = "mlp.shared_experts"
     has_shared_gate = False
-    torch_only = "latent attention"
+    without_kernels = "latent attention"
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

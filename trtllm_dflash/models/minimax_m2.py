@@ -25,7 +25,7 @@ class MiniMaxM2(MoEDecoder):
     """MiniMaxM2ForCausalLM."""
 
     router = "block_sparse_moe.gate"
-    torch_only = "norms over whole projections"
+    without_kernels = "norms over whole projections"
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:

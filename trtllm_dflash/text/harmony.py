@@ -249,7 +249,7 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif role == "user":
             written.append(Message.from_role_and_content(Role.USER, text))
         elif role == "assistant":
-            names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+            names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
             written += _reply(message)
         elif role == "tool":
             name = names.get(message.get("tool_call_id", ""), message.get("name"))

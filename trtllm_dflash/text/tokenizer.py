@@ -173,17 +173,17 @@ class TextCodec:
         if self._harmony is not None:
             ids = self.encode_chat(messages, arguments, tools=tools)
             return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        messages = messages_for(self.chat_format, self._template, messages)
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
         given = {**self._chat_arguments, **(arguments or {})}
         if tools and "tools_ts_str" in self._template:
             given = {"tools_ts_str": declared(tools), **given}
         try:
+            asked = messages_for(self.chat_format, self._template, messages)
             text: str = self._tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **given
+                asked, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **given
             )
-        except Exception as error:  # a template raises whatever it likes
+        except Exception as error:  # a template raises whatever it likes, of messages of any form
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return text
 

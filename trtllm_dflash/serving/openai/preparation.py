@@ -133,6 +133,7 @@ class Preparation:
         arguments = {**self._effort(asked.reasoning_effort, "reasoning_effort"), **asked.chat_template_kwargs}
         messages = [message.for_template() for message in asked.messages]
         ids = self._conversation(messages, "messages", arguments, offer.functions)
+        self._check_effort(asked.reasoning_effort, "reasoning_effort", ids)
         self._check_structured(asked, ids, offer.functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         more = _choice_values(asked, asked.top_logprobs if asked.logprobs else None)
@@ -152,6 +153,7 @@ class Preparation:
         offer = self._offer(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         arguments = {**self._effort(asked.reasoning.effort, "reasoning.effort"), **asked.chat_template_kwargs}
         ids = self._conversation(asked.messages(), "input", arguments, offer.functions)
+        self._check_effort(asked.reasoning.effort, "reasoning.effort", ids)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
         request = self._request(asked, ids, limit, request_id, {"structured": self._form_of_calls(offer, ids)})
         choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer.most_calls)
@@ -261,6 +263,12 @@ class Preparation:
             return {}
         message = f"{param}: only none; this engine's chat template has no variable for it"
         raise ApiError(400, message, param, "unsupported_value")
+
+    def _check_effort(self, effort: str | None, param: str, ids: list[int]) -> None:
+        """Refuses to think not at all where the prompt begins the thinking, and has no variable that says otherwise."""
+        if effort == "none" and not self._effort(effort, param) and self._codec.begins_with_thinking(ids):
+            message = f"{param}: this engine's model always thinks; its chat template has no variable for it"
+            raise ApiError(400, message, param, "unsupported_value")
 
     def _conversation(
         self,

@@ -226,7 +226,8 @@ class ChatRequest(CommonRequest):
 
     Attributes:
         parallel_tool_calls: False lets a reply make one call at most.
-        reasoning_effort: a variable of the chat template; where that can only think or not, "none" is not.
+        reasoning_effort: a variable of the chat template; where that can only think or not, "none" is not. A template
+            that has no variable and always thinks takes none.
     """
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]  # 4 MB can hold a million faulty ones

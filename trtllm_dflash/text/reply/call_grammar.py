@@ -131,14 +131,15 @@ def _xml_call(tags: Tags, rule: str, function: Callee, before: str, after: str) 
         raise RequestError(f"{function.name!r}: this format cannot write a parameter named {unwritable!r}", "tools")
     loose = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
     loose = [name for name in loose if name not in REMARKS and not name.startswith("$schema")]
-    if any(name not in properties for name in required if isinstance(name, str)):
+    needed = {name for name in required if isinstance(name, str)}
+    if not needed <= properties.keys():
         loose.append("required")
     if function.strict and loose:
         raise unheld(function, f"#/{loose[0]}")
     parameters, rules = [], []
     for number, (name, inner) in enumerate(properties.items()):
         parameter = f"{rule}_{number}"
-        parameters.append(parameter + ("" if name in required else "?"))
+        parameters.append(parameter + ("" if name in needed else "?"))
         rules += _parameter(tags, parameter, name, inner, function)
     head = f"{before}{tags.function}{function.name}{tags.name_end}\n"
     body = " ".join([text(head), *parameters, text(tags.function_end + after)])

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trtllm_dflash.text.reply.parts import TextParser, behind_closing, held
+from trtllm_dflash.text.reply.parts import TextParser, held, without_newlines
 
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 CALL, CALL_END = "<|tool_call>", "<tool_call|>"
@@ -21,19 +21,21 @@ QUOTE = '<|"|>'
 RESPONSES = "tool_responses"  # of a message, as templates know it
 
 _THOUGHT = "thought"  # the channel's name
-_HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,128})\{")
-_HEAD_BEGUN = re.compile(r"\s*(c|ca|cal|call|call:[a-zA-Z0-9_.-]{0,128})?")
+_HEAD = re.compile(r"\s{0,16}call:([a-zA-Z0-9_.-]{1,128})\{")
+_HEAD_BEGUN = re.compile(r"\s{0,16}(c|ca|cal|call|call:[a-zA-Z0-9_.-]{0,128})?")
 #: How the template's Jinja writes JSON's words, and how models do.
 _WORDS = {"True": "true", "False": "false", "None": "null", "none": "null", "nil": "null"}
 _BARE_END = re.compile(rf"[,}}\]]|{re.escape(CALL_END)}")
+_IN_JSON = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # a text in JSON, between its quotes
 _BLANKS = " \n\t\r"
+_LONGEST_NAME = 256  # characters of a member's name
 
 
 class Arguments:
     """Arguments that come in pieces, and become JSON as they come. Begins behind their first bracket.
 
     Attributes:
-        done: their last bracket has come, or what cannot stand where it does.
+        done: their last bracket has come, or what cannot stand where it does, before which their brackets are closed.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,8 @@ class Arguments:
         self._brackets = ["}"]  # that close what is open
         self._separator = ""  # before the next member or item
         self._state: Callable[[], bool] = self._member
+        self._name = ""  # of a member
+        self._looked = 0  # characters in which no end of a value stands
         self.done = False
 
     def push(self, text: str) -> tuple[str, str]:
@@ -55,10 +59,15 @@ class Arguments:
         return written, rest
 
     def end(self) -> str:
-        """Returns the rest of a text that is cut off."""
-        cut = self._buffer if self._state == self._in_text else ""
-        self._buffer = ""
-        return _inner(cut)
+        """Returns the rest of a value that is cut off."""
+        cut, self._buffer = self._buffer, ""
+        if self._state == self._in_text:
+            return _inner(cut)
+        cut = cut[: len(cut) - held(cut, CALL_END)].strip()
+        if self._state == self._value and cut.startswith('"'):
+            return f'{self._separator}"{_inner(cut[1:])}'
+        is_bare = self._state == self._value and not QUOTE.startswith(cut)
+        return self._separator + _scalar(cut) if is_bare else ""
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -69,23 +78,33 @@ class Arguments:
             return self._close()
         if self._buffer.startswith(QUOTE):
             name, end, rest = self._buffer.removeprefix(QUOTE).partition(QUOTE)
-            rest = rest.lstrip(_BLANKS)
-            if not end or not rest:
-                return False
-            if not rest.startswith(":"):
+            if len(name) - (0 if end else held(name, QUOTE)) > _LONGEST_NAME:
                 return self._break()
-            rest = rest[1:]
+            if not end:
+                return False
         elif QUOTE.startswith(self._buffer):
             return False
         else:
             name, end, rest = self._buffer.partition(":")
-            if any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
+            if len(name) > _LONGEST_NAME or any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
                 return self._break()
             if not end:
                 return False
-            name = name.rstrip(_BLANKS)
-        self._buffer = rest
-        self._write(self._separator + json.dumps(name, ensure_ascii=False) + ": ")
+            name, rest = name.rstrip(_BLANKS), end + rest
+            if len(name) > 1 and name[0] == name[-1] == '"':  # as in JSON
+                name = name[1:-1]
+        self._name, self._buffer = name, rest
+        self._state = self._colon
+        return True
+
+    def _colon(self) -> bool:
+        self._buffer = self._buffer.lstrip(_BLANKS)
+        if not self._buffer:
+            return False
+        if self._buffer[0] != ":":
+            return self._break()
+        self._buffer = self._buffer[1:]
+        self._write(self._separator + json.dumps(self._name, ensure_ascii=False) + ": ")
         self._separator = ""
         self._state = self._value
         return True
@@ -113,19 +132,37 @@ class Arguments:
             self._state = self._member if bracket == "{" else self._item
         elif QUOTE.startswith(self._buffer):
             return False
+        elif self._buffer[0] == '"':
+            return self._json_text()
         else:
             return self._bare()
         return True
 
+    def _json_text(self) -> bool:
+        """Reads a text as JSON writes it; one that the call's closing marker cuts off stands without marks."""
+        cut = self._buffer.find(CALL_END, max(0, self._looked - len(CALL_END)))
+        found = _IN_JSON.match(self._buffer, max(1, self._looked), cut if cut >= 0 else len(self._buffer))
+        assert found is not None  # it may be empty
+        end = found.end()
+        if self._buffer[end : end + 1] == '"':
+            written, self._buffer, self._looked = self._buffer[: end + 1], self._buffer[end + 1 :], 0
+            self._write(self._separator + _scalar(written))
+            self._state = self._after
+            return True
+        if cut >= 0:
+            self._looked = 0
+            return self._bare()
+        self._looked = end
+        return False
+
     def _bare(self) -> bool:
-        found = _BARE_END.search(self._buffer)
+        found = _BARE_END.search(self._buffer, self._looked)
         if found is None:
+            self._looked = max(0, len(self._buffer) - len(CALL_END) + 1)
             return False
-        written = self._buffer[: found.start()].strip()
-        if not written:
-            return self._break()
+        written, self._looked = self._buffer[: found.start()].strip(), 0
         self._buffer = self._buffer[found.start() :]
-        self._write(self._separator + _scalar(written))
+        self._write(self._separator + (_scalar(written) if written else "null"))
         self._state = self._after
         return True
 
@@ -166,6 +203,7 @@ class Arguments:
 
     def _break(self) -> bool:
         """Ends at what cannot stand here, which is left to what follows."""
+        self._write("".join(reversed(self._brackets)))
         self.done = True
         return False
 
@@ -182,11 +220,13 @@ class Gemma4Parser(TextParser):
 
     def __init__(self, calls: bool) -> None:
         super().__init__()
-        self._markers = (CHANNEL, CALL) if calls else (CHANNEL,)
+        self._markers = (CHANNEL, CALL, CALL_END) if calls else (CHANNEL,)
         self._state: Callable[[], bool] = self._content
         self._opening = ""  # of the call that is being read, with the newlines before it
         self._arguments = Arguments()
         self._after_marker = False  # behind a call or a channel: newlines there are none of the content
+        self._is_owed = False  # the closing marker of what was taken for content; another in it is left out
+        self._looked = 0  # characters in which no marker stands
 
     def _advance(self) -> bool:
         return self._state()
@@ -198,6 +238,9 @@ class Gemma4Parser(TextParser):
             self._emit("content", self._opening + self._buffer)
         elif self._state == self._in_arguments:
             self._emit("arguments", self._arguments.end())
+        elif self._state == self._closing:
+            text = self._buffer.lstrip()
+            self._emit("content", "" if CALL_END.startswith(text) else text)
         elif self._state in (self._before_thinking, self._thinking):
             self._emit("thinking", self._buffer.strip("\n"))
         self._buffer = ""
@@ -213,12 +256,23 @@ class Gemma4Parser(TextParser):
             self._after_marker = self._after_marker and not shown
             return False
         at, marker = min(found)
-        before = self._buffer[:at].rstrip("\n")
+        if marker == CALL_END:
+            return self._stray(at)
+        before = without_newlines(self._buffer[:at])
         self._emit("content", before)
         self._after_marker = self._after_marker and not before
         self._opening = self._buffer[len(before) : at] + marker
         self._buffer = self._buffer[at + len(marker) :]
         self._state = self._named if marker == CALL else self._channel
+        return True
+
+    def _stray(self, at: int) -> bool:
+        """Reads a call's closing marker in content: part of it behind an opening one that is, else left out."""
+        shown = self._buffer[:at] + (CALL_END if self._is_owed else "")
+        self._is_owed = False
+        self._emit("content", shown)
+        self._after_marker = self._after_marker and not shown
+        self._buffer = self._buffer[at + len(CALL_END) :]
         return True
 
     def _channel(self) -> bool:
@@ -241,7 +295,7 @@ class Gemma4Parser(TextParser):
         if at < 0:
             self._emit_before("thinking", CHANNEL_END)
             return False
-        self._emit("thinking", self._buffer[:at].rstrip("\n"))
+        self._emit("thinking", without_newlines(self._buffer[:at]))
         self._buffer = self._buffer[at + len(CHANNEL_END) :]
         self._after_marker = True
         self._state = self._content
@@ -253,7 +307,7 @@ class Gemma4Parser(TextParser):
             if _HEAD_BEGUN.fullmatch(self._buffer):
                 return False
             self._emit("content", self._opening)
-            self._after_marker = False
+            self._after_marker, self._is_owed = False, True
             self._state = self._content
             return True
         self._emit("call", head[1])
@@ -270,10 +324,14 @@ class Gemma4Parser(TextParser):
         return self._arguments.done
 
     def _closing(self) -> bool:
-        rest = behind_closing(self._buffer, CALL_END)
-        if rest is None:
+        """Reads a call's closing marker, and leaves out what stands before it; it is content if another comes first."""
+        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker, self._looked)) >= 0]
+        if not found:
+            self._looked = max(0, len(self._buffer) - max(map(len, self._markers)) + 1)
             return False
-        self._buffer = rest
+        at, marker = min(found)
+        self._looked = 0
+        self._buffer = self._buffer[at + len(CALL_END) :] if marker == CALL_END else self._buffer.lstrip()
         self._after_marker = True
         self._state = self._content
         return True
@@ -281,9 +339,10 @@ class Gemma4Parser(TextParser):
 
 def with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Gives the results of calls to the message that made them: each version of the template looks there for them."""
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    names: dict[str, str] = {}  # so far: a client may give an id again
     joined: list[dict[str, Any]] = []
     for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
         name = names.get(message.get("tool_call_id", ""))
         if name is None or not joined or "tool_calls" not in joined[-1]:
             joined.append(message)
@@ -297,10 +356,10 @@ def _scalar(written: str) -> str:
     """Makes JSON of a value that stands without marks: the word or number that it is, else a text."""
     written = _WORDS.get(written, written)
     try:
-        json.loads(written, parse_constant=_refuse_constant)
+        value = json.loads(written, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(written, ensure_ascii=False)
-    return written
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else written
 
 
 def _refuse_constant(name: str) -> None:

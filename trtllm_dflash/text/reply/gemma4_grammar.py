@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trtllm_dflash.errors import RequestError
@@ -13,6 +14,7 @@ _NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without ma
 _CHOICES = ("anyOf", "oneOf")
 _SHARED = ("$defs", "definitions")
 _SCALARS = ("number", "integer", "boolean", "null")
+_TYPES = ("object", "array", "string", *_SCALARS)
 #: Keywords by the type that they hold, besides those of every schema.
 _HELD: Mapping[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
@@ -20,7 +22,8 @@ _HELD: Mapping[str, frozenset[str]] = {
     "string": frozenset(),
 }
 _OF_ALL = REMARKS | {"type", "enum", "const", "$ref", *_CHOICES, *_SHARED}
-_DEEPEST = 64  # schemas inside one another
+_DEEPEST = 64  # schemas inside one another, or referred to from one another
+_MOST_PROPERTIES = 500  # of one object; with more, a grammar is too long anyway
 
 
 def gemma4_call(marks: Marks, rule: str, function: Callee) -> list[str]:
@@ -48,16 +51,19 @@ class _Arguments:
         self._function = function
         self._references: dict[str, str] = {}
         self._any = ""
+        self._depth = 0  # of the schema or value that is being written
         self.rules: list[str] = []
 
     def value(self, schema: Any, place: str) -> str:
         """Writes an expression: a value that keeps to a schema, which stands at that place in the function's."""
+        with self._inside():
+            return self._value(schema, place)
+
+    def _value(self, schema: Any, place: str) -> str:
         if schema is True or schema == {}:
             return self._any_value()
         if not isinstance(schema, Mapping):
-            raise RequestError(f"{self._function.name!r}: {place} is no JSON schema's", "tools")
-        if place.count("/") > 2 * _DEEPEST:
-            raise RequestError(f"{self._function.name!r}: its schema is nested too deeply", "tools")
+            raise self._wrong(f"{place} is no JSON schema's")
         if "$ref" in schema:
             return self._reference(schema["$ref"], place)
         if "const" in schema or "enum" in schema:
@@ -71,10 +77,16 @@ class _Arguments:
         named = schema.get("type")
         if named is None:
             named = next((kind for kind, keys in _HELD.items() if keys & schema.keys()), None)
-        kinds = named if isinstance(named, list) else [named]
+        if named is None:
+            self._check(schema, frozenset(), place)
+            return self._any_value()
+        named = named if isinstance(named, list) else [named]
+        if not named or not all(kind in _TYPES for kind in named):
+            raise self._wrong(f"{place}/type is no JSON schema's")
+        kinds = [kind for kind in _TYPES if kind in named]  # each once
         return self._one_of([self._of_type(kind, schema, place) for kind in kinds])
 
-    def _of_type(self, kind: object, schema: Mapping[str, Any], place: str) -> str:
+    def _of_type(self, kind: str, schema: Mapping[str, Any], place: str) -> str:
         if kind == "object":
             return self._object(schema, place)
         if kind == "array":
@@ -82,31 +94,34 @@ class _Arguments:
         if kind == "string":
             self._check(schema, _HELD["string"], place)
             return self._text()
-        if kind in _SCALARS:  # JSON's own notation
-            return self._new_rule(json_value({**schema, "type": kind}, self._function.strict))
-        if kind is not None:
-            raise RequestError(f"{self._function.name!r}: {place}/type is no JSON schema's", "tools")
-        self._check(schema, frozenset(), place)
-        return self._any_value()
+        # JSON's own notation.
+        return self._new_rule(json_value({**schema, "type": kind}, self._function.strict))
 
     def _object(self, schema: Mapping[str, Any], place: str) -> str:
         self._check(schema, _HELD["object"], place)
         properties, required = schema.get("properties", {}), self._list(schema.get("required", []), f"{place}/required")
         if not isinstance(properties, Mapping):
-            raise RequestError(f"{self._function.name!r}: {place}/properties is no JSON schema's", "tools")
-        if self._function.strict and not set(required) <= properties.keys():
+            raise self._wrong(f"{place}/properties is no JSON schema's")
+        if not all(isinstance(name, str) for name in required):
+            raise self._wrong(f"{place}/required is no JSON schema's")
+        needed = frozenset(required)
+        if len(properties) > _MOST_PROPERTIES:
+            raise self._wrong(f"{place}/properties has {len(properties)}; at most {_MOST_PROPERTIES} are taken")
+        if self._function.strict and not needed <= properties.keys():
             raise unheld(self._function, f"{place}/required")
-        if not properties and schema.get("additionalProperties", True) is not False:
+        more = schema.get("additionalProperties", True)
+        if self._function.strict and not properties and more not in (True, False, {}):
+            raise unheld(self._function, f"{place}/additionalProperties")
+        if not properties and more is not False:
             self._any_value()
             return f"{self._any}_object"
         # Sorted, as the template sorts what it declares and what was called.
         members = []
         for name in sorted(properties, key=str.lower):
             if not _NAME.fullmatch(name):
-                reason = f"{self._function.name!r}: this format cannot write a parameter named {name!r}"
-                raise RequestError(reason, "tools")
+                raise self._wrong(f"this format cannot write a parameter named {name!r}")
             member = self._new_rule(f"{text(name + ':')} {self.value(properties[name], f'{place}/properties/{name}')}")
-            members.append((member, name in required))
+            members.append((member, name in needed))
         return f'"{{" {self._members(members)} "}}"'
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
@@ -115,16 +130,22 @@ class _Arguments:
         Args:
             members: each one's rule, and whether it must be there.
         """
+        behind = [""]  # what may follow each member, the last one first: rules, which all starts share
+        for member, needed in reversed(members[1:]):
+            rest = f'"," {member}' if needed else f'("," {member})?'
+            behind.append(self._new_rule(f"{rest} {behind[-1]}".rstrip()))
         starts = []  # one for each member that may be the first
-        for at, (member, needed) in enumerate(members):
-            rest = [f'"," {other}' if must else f'("," {other})?' for other, must in members[at + 1 :]]
-            starts.append(" ".join([member, *rest]))
+        for member, needed in members:
+            starts.append(f"{member} {behind.pop()}".rstrip())
             if needed:
                 return self._one_of(starts)
-        return f"{self._one_of(starts)}?" if starts else ""
+        return f"({' | '.join(starts)})?" if starts else ""
 
     def _array(self, schema: Mapping[str, Any], place: str) -> str:
         self._check(schema, _HELD["array"], place)
+        for keyword in schema.keys() & {"minItems", "maxItems"}:
+            if type(schema[keyword]) is not int or schema[keyword] < 0:
+                raise self._wrong(f"{place}/{keyword} is no JSON schema's")
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[" "]"'
@@ -135,6 +156,10 @@ class _Arguments:
 
     def _exactly(self, value: Any) -> str:
         """Writes one value."""
+        with self._inside():
+            return self._exact(value)
+
+    def _exact(self, value: Any) -> str:
         if isinstance(value, str):
             return f"({self._marks.one(QUOTE)} {text(value)} {self._marks.one(QUOTE)})" if value else self._empty_text()
         if isinstance(value, Mapping):
@@ -176,7 +201,7 @@ class _Arguments:
         for part in parts:
             found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         if not parts or found is None:
-            raise RequestError(f"{self._function.name!r}: {place}/$ref is none that is in the schema", "tools")
+            raise self._wrong(f"{place}/$ref is none that is in the schema")
         if target not in self._references:
             self._references[target] = f"{self._rule}_ref_{len(self._references)}"
             self.rules.append(f"{self._references[target]}: {self.value(found, target)}")
@@ -192,8 +217,20 @@ class _Arguments:
 
     def _list(self, value: Any, place: str) -> list[Any]:
         if not isinstance(value, list):
-            raise RequestError(f"{self._function.name!r}: {place} is no JSON schema's", "tools")
+            raise self._wrong(f"{place} is no JSON schema's")
         return value
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Counts a schema or value inside others; refuses the one that is too deep, before the stack ends."""
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise self._wrong("its schema is nested too deeply")
+        yield
+        self._depth -= 1
+
+    def _wrong(self, what: str) -> RequestError:
+        return RequestError(f"{self._function.name!r}: {what}", "tools")
 
     def _check(self, schema: Mapping[str, Any], held: frozenset[str], place: str) -> None:
         """Refuses a strict function with a keyword that is not held, but for other types' own."""

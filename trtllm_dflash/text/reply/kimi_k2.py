@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import JsonObject
-from trtllm_dflash.text.reply.parts import TextParser, behind_closing, held
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, held, without_newlines
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -30,6 +30,7 @@ class KimiK2Parser(TextParser):
         self._markup = ""  # what was read of a section or call that has not begun
         self._arguments = JsonObject()
         self._after_call = False
+        self._owed: set[str] = set()  # closing markers of what was taken for content; others in it are left out
 
     def _advance(self) -> bool:
         return self._state()
@@ -48,13 +49,16 @@ class KimiK2Parser(TextParser):
         if self._after_call:
             self._buffer = self._buffer.lstrip("\n")
         # Quantized models leave the section's marker out at times.
-        found = [(at, marker) for marker in (SECTION, CALL) if (at := self._buffer.find(marker)) >= 0]
+        markers = SECTION, CALL, CALL_END, SECTION_END
+        found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
         if not found:
-            shown = self._emit_before("content", SECTION, CALL)
+            shown = self._emit_before("content", *markers)
             self._after_call = self._after_call and not shown
             return False
         at, marker = min(found)
-        before = self._buffer[:at].rstrip("\n")
+        if marker in (CALL_END, SECTION_END):
+            return self._stray(at, marker)
+        before = without_newlines(self._buffer[:at])
         self._emit("content", before)
         self._after_call = self._after_call and not before
         self._markup = self._buffer[len(before) : at]
@@ -67,6 +71,10 @@ class KimiK2Parser(TextParser):
     def _section(self) -> bool:
         """Reads what stands between two calls, or at a section's beginning or end."""
         text = self._buffer.lstrip()
+        if not self._markup:  # behind a call
+            self._buffer = text
+        elif len(self._buffer) - len(text) > MOST_BLANKS:
+            return self._refuse()
         if text.startswith(CALL):
             self._read(len(self._buffer) - len(text) + len(CALL))
             self._state = self._id
@@ -114,12 +122,19 @@ class KimiK2Parser(TextParser):
         return self._arguments.done
 
     def _closing(self) -> bool:
-        rest = behind_closing(self._buffer, CALL_END)
-        if rest is None:
+        if not self._reads_closing(CALL_END):
             return False
-        self._buffer = rest
         self._after_call = True
         self._state = self._section
+        return True
+
+    def _stray(self, at: int, marker: str) -> bool:
+        """Reads a closing marker in content: part of it behind its opening one that is, else left out."""
+        shown = self._buffer[:at] + (marker if marker in self._owed else "")
+        self._owed.discard(marker)
+        self._emit("content", shown)
+        self._after_call = self._after_call and not shown
+        self._buffer = self._buffer[at + len(marker) :]
         return True
 
     def _read(self, count: int) -> None:
@@ -128,6 +143,7 @@ class KimiK2Parser(TextParser):
 
     def _refuse(self) -> bool:
         """Takes what looked like a section or a call for content."""
+        self._owed |= {end for begin, end in ((SECTION, SECTION_END), (CALL, CALL_END)) if begin in self._markup}
         self._emit("content", self._markup)
         self._after_call = self._after_call and not self._markup
         self._markup = ""
@@ -144,8 +160,10 @@ def with_own_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         given = message.get("tool_call_id")
         if given is not None:
             return {**message, "tool_call_id": ids.get(given, given)}
-        calls = message.get("tool_calls", ())
-        ids.update({call["id"]: f"functions.{call['function']['name']}:{next(numbers)}" for call in calls})
-        return {**message, "tool_calls": [{**call, "id": ids[call["id"]]} for call in calls]} if calls else message
+        calls = [
+            (call, f"functions.{call['function']['name']}:{next(numbers)}") for call in message.get("tool_calls", ())
+        ]
+        ids.update({call["id"]: own for call, own in calls if "id" in call})
+        return {**message, "tool_calls": [{**call, "id": own} for call, own in calls]} if calls else message
 
     return [renamed(message) for message in messages]

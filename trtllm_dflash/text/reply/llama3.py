@@ -4,6 +4,7 @@ The token `<|python_tag|>`, which may come first, is a special one and no text.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import JsonCall
@@ -55,16 +56,20 @@ class Llama3Parser(TextParser):
 
 def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Divides messages with several calls, each followed by its result: the model's template takes one a message."""
-    results = {message["tool_call_id"]: message for message in messages if "tool_call_id" in message}
     divided: list[dict[str, Any]] = []
-    for message in messages:
+    placed: set[int] = set()  # results that stand behind their calls
+    for at, message in enumerate(messages):
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
-            if "tool_call_id" not in message or message["tool_call_id"] in results:
-                divided.append(message)
+            divided += [message] if at not in placed else []
             continue
+        # Up to the next calls: a client may give an id again.
+        later = takewhile(lambda place: not messages[place].get("tool_calls"), range(at + 1, len(messages)))
+        results = {messages[place]["tool_call_id"]: place for place in later if "tool_call_id" in messages[place]}
         for number, call in enumerate(calls):
             divided.append({**message, "content": message["content"] if number == 0 else "", "tool_calls": [call]})
-            if call["id"] in results:
-                divided.append(results.pop(call["id"]))
+            place = results.pop(call["id"], None) if "id" in call else None
+            if place is not None:
+                divided.append(messages[place])
+                placed.add(place)
     return divided

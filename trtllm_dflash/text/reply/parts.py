@@ -9,6 +9,10 @@ from trtllm_dflash.text.stream import StoppableText
 
 PartKind = Literal["thinking", "content", "call", "arguments"]
 
+#: Newlines before a marker that are none of the text, and blanks that may stand between two tags. Others are text, so
+#: that few are kept back.
+MOST_BLANKS = 64
+
 
 @dataclass(frozen=True)
 class Part:
@@ -78,10 +82,18 @@ class TextParser(Parser):
         """
         text = self._buffer
         end = len(text) - max(held(text, marker) for marker in markers)
-        end = len(text[:end].rstrip("\n"))
+        end = len(without_newlines(text[:end]))
         self._emit(kind, text[:end])
         self._buffer = text[end:]
         return end > 0
+
+    def _reads_closing(self, closing: str) -> bool:
+        """Reads blanks and a call's closing tag, which may be missing; returns False while it may still come."""
+        self._buffer = self._buffer.lstrip()
+        if self._buffer != closing and closing.startswith(self._buffer):
+            return False
+        self._buffer = self._buffer.removeprefix(closing)
+        return True
 
 
 class PlainParser(TextParser):
@@ -101,10 +113,9 @@ def held(text: str, marker: str) -> int:
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def behind_closing(text: str, closing: str) -> str | None:
-    """Returns the text behind a call's closing tag, which may be missing; None while the tag may still come."""
-    text = text.lstrip()
-    return None if closing.startswith(text) and text != closing else text.removeprefix(closing)
+def without_newlines(text: str) -> str:
+    """Takes newlines off a text's end, up to `MOST_BLANKS`."""
+    return text[: max(len(text.rstrip("\n")), len(text) - MOST_BLANKS)]
 
 
 class StoppedParts:

@@ -1,7 +1,7 @@
 """Qwen3's calls: JSON between `<tool_call>` and `</tool_call>`, as Hermes writes them, among other text."""
 
 from trtllm_dflash.text.reply.json_call import JsonCall
-from trtllm_dflash.text.reply.parts import TextParser, behind_closing
+from trtllm_dflash.text.reply.parts import TextParser, without_newlines
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -36,7 +36,7 @@ class Qwen3Parser(TextParser):
             shown = self._emit_before("content", OPENING)
             self._after_call = self._after_call and not shown
             return False
-        before = self._buffer[:at].rstrip("\n")
+        before = without_newlines(self._buffer[:at])
         self._emit("content", before)
         self._after_call = self._after_call and not before
         self._opening = self._buffer[len(before) : at] + OPENING
@@ -58,10 +58,8 @@ class Qwen3Parser(TextParser):
         return self._call.done
 
     def _closing(self) -> bool:
-        rest = behind_closing(self._buffer, CLOSING)
-        if rest is None:
+        if not self._reads_closing(CLOSING):
             return False
-        self._buffer = rest
         self._after_call = True
         self._state = self._content
         return True

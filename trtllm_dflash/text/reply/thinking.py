@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trtllm_dflash.text.reply.parts import TextParser
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, without_newlines
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -35,6 +35,9 @@ class ThinkingParser(TextParser):
 
     def _start(self) -> bool:
         text = self._buffer.lstrip()
+        if len(self._buffer) - len(text) > MOST_BLANKS:
+            self._state = self._answer
+            return True
         if text.startswith(OPENING):
             self._buffer = text.removeprefix(OPENING)
             self._state = self._before_thinking
@@ -53,7 +56,7 @@ class ThinkingParser(TextParser):
             self._emit_before("thinking", *self._ends)
             return False
         at = min(found)
-        self._emit("thinking", self._buffer[:at].rstrip("\n"))
+        self._emit("thinking", without_newlines(self._buffer[:at]))
         self._buffer = self._buffer[at:].removeprefix(CLOSING)
         self._state = self._before_answer
         return True

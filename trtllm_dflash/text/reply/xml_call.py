@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_dflash.text.reply.parts import TextParser, behind_closing, held
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, held, without_newlines
 
 _LONGEST_NAME = 256  # characters of a function's or a parameter's name
 
@@ -71,7 +71,7 @@ class XmlCallParser(TextParser):
             text = self._markup + self._buffer
             self._emit("content", text.lstrip("\n") if self._after_call else text)
         elif self._state == self._in_value:
-            self._add_to_value(self._buffer)  # cut off, and shown as far as it went
+            self._end_of_value()
         self._buffer = ""
 
     # -- states ------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class XmlCallParser(TextParser):
             self._after_call = self._after_call and not shown
             return False
         at, tag = min(found)
-        before = self._buffer[:at].rstrip("\n")
+        before = without_newlines(self._buffer[:at])
         self._emit("content", before)
         self._after_call = self._after_call and not before
         self._markup = self._buffer[len(before) : at]
@@ -98,6 +98,8 @@ class XmlCallParser(TextParser):
 
     def _opened(self) -> bool:
         text = self._buffer.lstrip()
+        if len(self._buffer) - len(text) > MOST_BLANKS:
+            return self._refuse()
         if text.startswith(self._tags.function):
             self._read(len(self._buffer) - len(text) + len(self._tags.function))
             self._state = self._named
@@ -117,7 +119,7 @@ class XmlCallParser(TextParser):
         return True
 
     def _between(self) -> bool:
-        text = self._buffer.lstrip()
+        text = self._buffer = self._buffer.lstrip()
         tags = {self._tags.parameter: self._key, self._tags.function_end: self._ended, self._tags.closing: self._ended}
         for tag, state in tags.items():
             if text.startswith(tag):
@@ -128,11 +130,16 @@ class XmlCallParser(TextParser):
                 return True
         if any(tag.startswith(text) for tag in tags):
             return False
-        self._buffer = text[1:]  # nothing that could be an argument
+        at = text.find("<", 1)  # which all tags begin with; up to there stands nothing that could be an argument
+        self._buffer = text[at:] if at > 0 else ""
         return True
 
     def _key(self) -> bool:
         key, end, rest = self._buffer.partition(self._tags.name_end)
+        begun = 0 if end else held(key, self._tags.name_end)
+        if len(key) - begun > _LONGEST_NAME:
+            self._state = self._between  # no argument: it is left out
+            return True
         if not end:
             return False
         self._buffer = rest
@@ -157,7 +164,7 @@ class XmlCallParser(TextParser):
         ending = self._tags.parameter_end
         at = self._buffer.find(ending)
         if at < 0:
-            end = len(self._buffer) - max(held(self._buffer, ending), held(self._buffer, self._tags.edge + ending))
+            end = self._end_of_known()
             self._add_to_value(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False
@@ -167,11 +174,22 @@ class XmlCallParser(TextParser):
         self._state = self._between
         return True
 
+    def _end_of_value(self) -> None:
+        """Hands on a value that is cut off, as far as it went."""
+        if self._is_text:
+            self._add_to_value(self._buffer)
+            return
+        cut = "".join([*self._value, self._buffer[: self._end_of_known()]])
+        self._emit("arguments", value_of(cut, self._types) if cut.strip() else "")
+
+    def _end_of_known(self) -> int:
+        """Finds what may be the beginning of the tag that ends a value."""
+        ending = self._tags.parameter_end
+        return len(self._buffer) - max(held(self._buffer, ending), held(self._buffer, self._tags.edge + ending))
+
     def _ended(self) -> bool:
-        rest = behind_closing(self._buffer, self._tags.closing)
-        if rest is None:
+        if not self._reads_closing(self._tags.closing):
             return False
-        self._buffer = rest
         self._after_call = True
         self._state = self._content
         return True
