@@ -119,7 +119,8 @@ def add_normed(
 
 def takes_cap(logits: Tensor) -> bool:
     """Whether `cap` takes such logits."""
-    return logits.dtype in DTYPES and logits.is_floating_point() and logits.is_contiguous() and logits.numel() % 8 == 0
+    is_whole = logits.is_contiguous() and logits.numel() % 8 == 0 and logits.data_ptr() % 16 == 0
+    return logits.dtype in DTYPES and logits.is_floating_point() and is_whole
 
 
 def cap(logits: Tensor, most: float) -> Tensor:

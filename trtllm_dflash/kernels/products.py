@@ -128,6 +128,9 @@ def _product(
     if residual is not None:
         is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
         check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
+    # More than 128 rows are added to in pieces of 16 bytes.
+    is_aligned = out.numel() // width <= 128 or not any(y is not None and y.data_ptr() % 16 for y in (bias, residual))
+    check(is_aligned, "a bias and a residual of so many rows must lie at a multiple of 16 bytes")
     params = SkinnyGemmParams(
         dtype=DTYPES[x.dtype],
         weight_dtype=DTYPES[weight.dtype],
