@@ -21,7 +21,7 @@ from kernels import copy_rate, normal, seconds
 
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.cuda_experts import moe_kernel
-from trtllm_dflash.ops.experts import Experts, in_tiles, route
+from trtllm_dflash.ops.experts import Experts, in_tiles
 
 Tensor = torch.Tensor
 
@@ -37,13 +37,14 @@ class Shape:
     top_k: int
     hidden: int
     columns: int
-    weight: Literal["bf16", "mxfp4", "fp8", "fp8 blocks"]  # FP8 has a scale a row, or a block of 128 by 128
+    weight: Literal["bf16", "mxfp4", "int4", "fp8", "fp8 blocks"]  # FP8 has a scale a row, or a block of 128 by 128
     clamp: ClampedSwiglu | None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
 
     @property
     def layer(self) -> MoELayer:
         """With no more to its name."""
-        return MoELayer("", self.experts, 0, self.experts, self.top_k, True, self.clamp)
+        return MoELayer("", self.experts, 0, self.experts, self.top_k, True, self.clamp, self.scores)
 
 
 SHAPES = {
@@ -51,6 +52,7 @@ SHAPES = {
     "gpt-oss-120b, a rank of 4": Shape(128, 4, 2880, 736, "mxfp4", CLAMP),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880, "mxfp4", CLAMP),
     "qwen3-coder-30b-a3b": Shape(128, 8, 2048, 768, "bf16", None),
+    "kimi-k2.5, a rank of 8": Shape(384, 8, 7168, 256, "int4", None, "sigmoid"),
     "qwen3-coder-30b-a3b, FP8 by row": Shape(128, 8, 2048, 768, "fp8", None),
     "qwen3-coder-30b-a3b, FP8 by block": Shape(128, 8, 2048, 768, "fp8 blocks", None),
 }
@@ -58,7 +60,7 @@ SHAPES = {
 
 def random_experts(shape: Shape) -> dict[str, Tensor]:
     """A layer's tensors. Scales differ; biases are gpt-oss's alone."""
-    tensors = {}
+    tensors = {"router.correction_bias": torch.zeros(shape.experts, device="cuda")} if shape.scores == "sigmoid" else {}
     for name, rows, inputs in (
         ("gate_up_proj", 2 * shape.columns, shape.hidden),
         ("down_proj", shape.hidden, shape.columns),
@@ -70,6 +72,10 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
             blocks = shape.experts, rows, inputs // 32
             tensors[key + "blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
             tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
+        elif shape.weight == "int4":
+            words = torch.randint(2**31, (shape.experts, rows, inputs // 8), dtype=torch.int32, device="cuda")
+            tensors[key + "weight"] = words
+            tensors[key + "scale"] = normal(shape.experts, rows, inputs // 32) * inputs**-0.5 / 4
         elif shape.weight == "bf16":
             tensors[key + "weight"] = normal(shape.experts, rows, inputs) * inputs**-0.5
         else:
@@ -84,7 +90,7 @@ def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: floa
     routing takes, and torch's where they are asked for."""
     experts = [Experts.of(tensors, shape.layer) for tensors in layers]
     inputs = [(normal(rows, shape.hidden), normal(rows, shape.experts)) for _ in range(CALLS)]
-    touched = sum(len(route(shape.layer, logits)[0].unique()) for _, logits in inputs) / CALLS
+    touched = sum(len(experts[0].route(shape.layer, logits)[0].unique()) for _, logits in inputs) / CALLS
     moved = touched * sum(tensor.nbytes for tensor in layers[0].values()) / shape.experts
 
     def calls(compute: Callable[[Experts, Tensor, Tensor], object]) -> list[Callable[[], object]]:

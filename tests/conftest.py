@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trtllm_dflash import LLM
 
 TINY = Path(trtllm_dflash.__file__).parent / "pairs" / "tiny"
+HYBRID = TINY.with_name("tiny-hybrid")
 
 # Examples are drawn slowly beside other work: no fault of theirs.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

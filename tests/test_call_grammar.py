@@ -3,15 +3,26 @@
 import random
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from tests.conftest import TINY
-from tests.test_reply_parsers import calls_of, parsed, text_of, written
+from tests.test_reply_parsers import calls_of, parsed, text_of, together, written
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.grammar import Grammars
-from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
+from trtllm_dflash.text.reply.call_grammar import call_grammar
+from trtllm_dflash.text.reply.formats import markers_of
+from trtllm_dflash.text.reply.grammar_terms import Callee
 
-FORMATS = ["qwen3", "qwen3-coder", "llama3"]
+FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
+#: Those whose markers are special tokens of some tokenizers; each with such a tokenizer too.
+MARKED = ["gemma4", "minimax-m2", "kimi-k2"]
+ALL = [(name, False) for name in FORMATS] + [(name, True) for name in MARKED]
+STOP = {
+    "type": "object",
+    "properties": {"at": {"enum": [1, 2]}},
+    "required": ["at"],
+    "additionalProperties": False,  # a name that ends the argument's tag would end the argument
+}
 SCHEMAS = {
     "book": {
         "type": "object",
@@ -24,7 +35,7 @@ SCHEMAS = {
         },
         "required": ["city", "class", "seats", "stops"],
         "additionalProperties": False,
-        "$defs": {"stop": {"type": "object", "properties": {"at": {"enum": [1, 2]}}, "required": ["at"]}},
+        "$defs": {"stop": STOP},
     },
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
@@ -32,37 +43,60 @@ CALLEES = [Callee(name, schema, strict=True) for name, schema in SCHEMAS.items()
 BOOKED = {"city": "Rome\n<b>", "class": "first", "seats": 3, "stops": [{"at": 1}, {"at": 2}]}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+class Vocabulary:
+    """A tokenizer, with or without special tokens for a format's markers, and grammars over its tokens."""
+
+    def __init__(self, chat_format=None, special=False):
+        self.tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+        self.special = {}
+        if special:
+            markers = markers_of(chat_format)
+            self.tokenizer.add_special_tokens(
+                [AddedToken(marker, special=True, normalized=False) for marker in markers]
+            )
+            self.special = {marker: self.tokenizer.token_to_id(marker) for marker in markers}
+        self.size = self.tokenizer.get_vocab_size()
+        self.grammars = Grammars(self.tokenizer, self.size, [2])
+
+    def ids(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def allows(self, source, text):
+        """Whether a grammar allows a text and no more."""
+        grammar = self.grammars.compile("grammar", source)
+        for token in [*self.ids(text), 2]:
+            if not grammar.plan([]).masks[token // 8] >> token % 8 & 1:
+                return False
+            if token != 2:
+                grammar.accept(token)
+        return True
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer):
-    return Grammars(tokenizer, tokenizer.get_vocab_size(), [2])
+def vocabulary():
+    made = {}
+
+    def of(chat_format, special=False):
+        key = (chat_format, special) if special else None
+        if key not in made:
+            made[key] = Vocabulary(chat_format, special)
+        return made[key]
+
+    return of
 
 
-def allows(grammars, tokenizer, source, text):
-    """Whether a grammar allows a text and no more."""
-    grammar = grammars.compile("grammar", source)
-    for token in [*tokenizer.encode(text, add_special_tokens=False).ids, 2]:
-        if not grammar.plan([]).masks[token // 8] >> token % 8 & 1:
-            return False
-        if token != 2:
-            grammar.accept(token)
-    return True
+@pytest.mark.parametrize(("chat_format", "special"), ALL)
+def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_format, special, vocabulary):
+    words = vocabulary(chat_format, special)
 
-
-@pytest.mark.parametrize("chat_format", FORMATS)
-def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_format, grammars, tokenizer):
     def ok(text, **how):
-        return allows(grammars, tokenizer, call_grammar(chat_format, CALLEES, **how), text)
+        return words.allows(call_grammar(chat_format, CALLEES, **how, special=words.special), text)
 
     booked, now = written(chat_format, "book", BOOKED), written(chat_format, "now", {})
-    separator = "; " if chat_format == "llama3" else "\n"
+    both = together(chat_format, [("book", BOOKED), ("now", {})])
     must = {"must": True}
-    assert ok(booked, **must) and ok(now, **must) and ok(booked + separator + now, **must)
-    assert not ok(booked + separator + now, must=True, parallel=False)
+    assert ok(booked, **must) and ok(now, **must) and ok(both, **must)
+    assert not ok(both, must=True, parallel=False)
     assert not ok("Hello.", **must) and not ok("", **must)
     for change in ({"class": "third"}, {"seats": 10}, {"stops": [{"at": 3}]}, {"more": 1}):
         assert not ok(written(chat_format, "book", {**BOOKED, **change}), **must)
@@ -70,21 +104,30 @@ def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_forma
     assert not ok(written(chat_format, "now", {"x": 1}), **must)
     assert not ok(written(chat_format, "never", {}), **must)
     may = {"must": False}
-    assert ok("Hello.\n", **may) and ok(booked, **may) and ok(booked + separator + now, **may)
-    if chat_format != "llama3":
+    assert ok("Hello.\n", **may) and ok(booked, **may) and ok(both, **may)
+    if chat_format == "gemma4":
+        thought = f"<|channel>thought\nHm.\n<channel|>{now}"
+        assert ok(thought, must=True, thinking=True) and not ok(thought, **must) and ok(now, must=True, thinking=True)
+        assert ok(f"<|channel>thought\nHm.\n<channel|>I book.\n{booked}{now}", **may)
+    elif chat_format != "llama3":
+        between = "\n" if chat_format.startswith("qwen") else ""
         assert ok(f"I book.\n{booked}\n{now}\nDone.", **may)
-        assert ok(f"Hm.\n</think>\n\n{now}", must=True, thinking=True)
+        assert ok(f"Hm.</think>I book.\n{booked}{between}{now}", must=False, thinking=True)
+        blank = "" if chat_format == "kimi-k2" else "\n\n"
+        assert ok(f"Hm.\n</think>{blank}{now}", must=True, thinking=True)
 
 
-@pytest.mark.parametrize("chat_format", FORMATS)
+@pytest.mark.parametrize(("chat_format", "special"), ALL)
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_allowed_is_read_as_calls_that_keep_to_their_schemas(chat_format, seed, grammars, tokenizer):
-    grammar = grammars.compile("grammar", call_grammar(chat_format, CALLEES, must=True))
+def test_whatever_is_allowed_is_read_as_calls_that_keep_to_their_schemas(chat_format, special, seed, vocabulary):
+    words = vocabulary(chat_format, special)
+    grammar = words.grammars.compile("grammar", call_grammar(chat_format, CALLEES, must=True, special=words.special))
     draw, tokens, planned = random.Random(seed), [], []
-    end = tokenizer.encode("\n</parameter>\n" if chat_format == "qwen3-coder" else '"', add_special_tokens=False).ids
+    endings = {"qwen3-coder": "\n</parameter>\n", "minimax-m2": "</parameter>\n", "gemma4": '<|"|>'}
+    end = words.ids(endings.get(chat_format, '"'))
     while True:
         mask = int.from_bytes(grammar.plan([]).masks, "little")
-        allowed = [token for token in range(tokenizer.get_vocab_size()) if mask >> token & 1]
+        allowed = [token for token in range(words.size) if mask >> token & 1]
         if 2 in allowed and (len(tokens) > 50 or allowed == [2]):
             break
         if not planned and len(allowed) > 100 and draw.random() < 0.3:
@@ -93,7 +136,7 @@ def test_whatever_is_allowed_is_read_as_calls_that_keep_to_their_schemas(chat_fo
         token = planned.pop(0) if planned else draw.choice([token for token in allowed if token != 2])
         grammar.accept(token)
         tokens.append(token)
-    parts = parsed(chat_format, list(tokenizer.decode(tokens)), SCHEMAS)
+    parts = parsed(chat_format, list(words.tokenizer.decode(tokens, skip_special_tokens=False)), SCHEMAS)
     calls = calls_of(parts)
     assert text_of(parts) == ""
     assert calls
@@ -132,6 +175,13 @@ def keeps(name, given):
         ("qwen3-coder", {"required": 5}, "'f': #/required is no JSON schema's"),
         ("qwen3-coder", {"properties": {"a>b": {}}}, "cannot write a parameter named 'a>b'"),
         ("qwen3-coder", {"anyOf": []}, "'f': #/anyOf cannot be held to in this format"),
+        ("minimax-m2", {"properties": {"a": {"type": "string", "minLength": 2}}}, "'f': #/properties/a cannot be"),
+        ("gemma4", {"properties": {"a": {"type": "string", "pattern": "b"}}}, "'f': #/properties/a/pattern cannot be"),
+        ("gemma4", {"properties": {"a": {"items": {"not": {}}}}}, "'f': #/properties/a/items/not cannot be"),
+        ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "'f': #/properties/a/.ref is none that is"),
+        ("gemma4", {"properties": {"a b": {}}}, "cannot write a parameter named 'a b'"),
+        ("gemma4", {"required": ["a"]}, "'f': #/required cannot be held"),
+        ("gemma4", {"properties": []}, "'f': #/properties is no JSON schema's"),
     ],
 )
 def test_what_cannot_be_held_is_refused(chat_format, schema, says):
@@ -139,8 +189,46 @@ def test_what_cannot_be_held_is_refused(chat_format, schema, says):
         call_grammar(chat_format, [Callee("f", schema, strict=True)], must=False)
 
 
-def test_what_is_not_strict_is_held_as_far_as_can_be(grammars, tokenizer):
+def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
     for chat_format in FORMATS:
         source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
-        assert allows(grammars, tokenizer, source, written(chat_format, "f", {"a": "b", "n": 2}))
+        assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": "b", "n": 2}))
+
+
+def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):
+    words = vocabulary("gemma4", special=True)
+    tree = {"type": "object", "properties": {"leaf": {"type": "number"}, "more": {"$ref": "#/$defs/tree"}}}
+    kinds = {
+        "any": {},
+        "boolean": {"type": "boolean"},
+        "choice": {"enum": ["x", 2, None, [1], {"k": "v"}]},
+        "either": {"type": ["integer", "array"], "items": {"type": "string"}, "minItems": 2},
+        "free": {"type": "object"},
+        "list": {"type": "array", "maxItems": 0},
+        "tree": {"$ref": "#/$defs/tree"},
+    }
+    schema = {"properties": kinds, "$defs": {"tree": tree}}
+    source = call_grammar("gemma4", [Callee("f", schema, strict=True)], must=True, special=words.special)
+
+    def ok(arguments):
+        return words.allows(source, written("gemma4", "f", arguments))
+
+    for arguments in (
+        {},
+        {"any": [{"a": "}"}, 1.5, False], "tree": {"more": {"leaf": -2, "more": {}}}},
+        {"boolean": True, "choice": {"k": "v"}, "either": ["a", "b", "c"], "free": {"q": ["r"]}, "list": []},
+        {"choice": "x", "either": 7},
+        {"choice": [1]},
+    ):
+        assert ok(arguments), arguments
+    for arguments in (
+        {"boolean": 1},
+        {"choice": "y"},
+        {"either": ["a"]},
+        {"either": "a"},
+        {"list": [1]},
+        {"tree": {"leaf": "a"}},
+        {"other": 1},
+    ):
+        assert not ok(arguments), arguments

@@ -33,8 +33,9 @@ def refusal(folder: Path, text: str) -> str:
 
 def test_every_published_drafter_is_in_the_catalog():
     catalog = load_catalog()
-    assert len(catalog) == 22
-    assert {"tiny", "qwen3-4b", "qwen3-8b", "llama-3.1-8b", "gpt-oss-20b", "gpt-oss-120b"} <= catalog.keys()
+    assert len(catalog) == 25
+    assert {"tiny", "tiny-hybrid"} <= catalog.keys()
+    assert {"qwen3-4b", "qwen3-8b", "llama-3.1-8b", "gpt-oss-20b", "gpt-oss-120b"} <= catalog.keys()
     drafters = [entry.drafter for entry in catalog.values()]
     assert len(set(drafters)) == len(drafters)
     assert all(drafter.startswith(("z-lab/", "deepseek-ai/", PACKAGE)) for drafter in drafters)
@@ -56,8 +57,9 @@ def test_qwen3_is_served_without_thinking():
     assert find_entry("qwen3-8b").mask_token_id == 151669
 
 
-def test_the_tiny_pair_is_what_its_entry_says():
-    entry = find_entry("tiny")
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_a_shipped_pair_is_what_its_entry_says(name):
+    entry = find_entry(name)
     assert entry.build.model_dump(exclude_none=True) == {"max_batch": 8, "max_seq_len": 2048}
     pair = open_pair(resolve(entry.target), resolve(entry.drafter))
     assert pair.drafter is not None

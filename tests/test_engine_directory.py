@@ -359,6 +359,9 @@ def test_a_build_configuration_that_is_not_true_of_its_checkpoints_is_refused(fa
     file.write_text(json.dumps({**entry, fact: value}))
     said = refusal("build", "--model", file, "--output", tmp_path / "other")
     assert f"mine: its build configuration says {fact}" in said and "but the checkpoints have" in said
+    if fact != "target_layers":  # what is deduced of a drafter is no reason not to build with it
+        file.write_text(json.dumps({**entry, fact: value, "deduced": True}))
+        succeeds("build", "--model", file, "--output", tmp_path / "deduced")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ from tests.family_checks import assert_drafting_changes_nothing, assert_equals, 
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.weights import read_engine_tensors
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.cost.memory import cache_shapes
+from trtllm_dflash.cost.memory import cache_bytes, cache_shapes, pages_on_gpu
+from trtllm_dflash.engine.paging import linear_paging
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import read_target_config
 from trtllm_dflash.session.choice import find_kernels
 from trtllm_dflash.session.torch_session import TorchSession
@@ -63,7 +66,8 @@ def make_gemma4(path: Path, *, experts: bool = False, published: bool = True, **
 
     def publish(raw: dict[str, Any]) -> None:
         raw["text_config"].pop("per_layer_config")
-        raw["text_config"].update(global_head_dim=32, num_global_key_value_heads=1)
+        own = {name: {**shape, **values}[name] for name in ("global_head_dim", "num_global_key_value_heads")}
+        raw["text_config"].update(own)
 
     return edit_config(path, publish) if published else path
 
@@ -200,7 +204,31 @@ def test_the_caches_of_gemma_4_31b_are_counted_by_layer(tmp_path):
     assert shapes["model.layers.5.value"][1:] == (4, 8192 + 32, 512)
     # By token, 10 layers of 2 * 4 * 512 numbers and 50 of 2 * 16 * 256.
     assert sum(a * b * c * d * 2 for a, b, c, d in shapes.values()) == (8192 + 32) * (81920 + 819200)
-    assert find_kernels(config, "auto", (9, 0))[0] is None
+    # On a GPU, layers with a window give pages back.
+    paging = pages_on_gpu(config)
+    paged = {shapes[:2] for shapes in cache_shapes(config, paging).values()}
+    assert paged == {(paging.window_pages, 16), (paging.pages, 4)}
+    assert cache_bytes(config, paging) < 0.6 * cache_bytes(config, linear_paging(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "why"),
+    [
+        ({}, (10, 0), "heads of 64 and 128 on SM100, of 256 on SM90 alone"),
+        ({"kv": "fp8"}, (9, 0), "fp8 caches for heads of 64 and 128, not of 256"),
+        ({"precision": "fp32"}, (9, 0), "in BF16 and FP16, not in float32"),
+    ],
+)
+def test_our_kernels_compute_gemma_on_hopper_alone(change, capability, why, tmp_path):
+    small = LLM.from_pretrained(make_gemma4(tmp_path), None, precision="fp32", device="cpu", max_seq_len=64).config
+    config = small.model_copy(update={"target": read_target_config(PUBLISHED), "precision": "bf16", "block_size": 16})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LIBRARY_VARIABLE, str(tmp_path / "nothing.so"))
+        with pytest.raises(EngineError, match="there is no such file"):
+            find_kernels(config, "auto", (9, 0))
+    found, said = find_kernels(config.model_copy(update=change), "auto", capability)
+    assert found is None
+    assert why in said
 
 
 @pytest.mark.parametrize(

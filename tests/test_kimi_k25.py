@@ -1,6 +1,7 @@
 """Kimi-K2.5: against Hugging Face transformers' DeepSeek-V3, drafted, in INT4, and divided among ranks."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.checkpoints import edit_config, edit_tensors, fill, make_drafter
 from tests.conftest import refusal, succeeds
 from tests.family_checks import assert_drafting_changes_nothing, assert_equals, assert_ranks_agree
 from trtllm_dflash import LLM
+from trtllm_dflash.build.transcoding import nvfp4_error
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.cost.memory import cache_shapes, plan_memory
@@ -21,6 +23,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.ops.base import LatentLayer
 from trtllm_dflash.ops.int4 import Int4Weight
+from trtllm_dflash.ops.nvfp4 import rounded_to_nvfp4
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.choice import find_kernels
 
@@ -158,6 +161,7 @@ def test_trees_of_drafts_are_refused(tmp_path):
 def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path):
     target, drafter = kimi_pair(tmp_path)
     assert_ranks_agree(target, drafter, 2)
+    assert_ranks_agree(*kimi_pair(tmp_path / "wide", moe_intermediate_size=128), 4)
     # Of 64 columns, four ranks would have half a block: they have whole experts.
     assert_ranks_agree(target, drafter, 4, ep=True)
     line = refusal("build", "--target", target, "--tp", "4", "--output", tmp_path / "engine")
@@ -202,7 +206,7 @@ def test_the_published_configuration_of_kimi_k2_5_is_read(tmp_path):
     assert shapes[attention + "latent_up"] == (8 * 256, 512)
     assert "model.layers.0.mlp.router.weight" not in shapes
     small = LLM.from_pretrained(make_kimi(tmp_path)[0], None, precision="bf16", device="cpu", max_seq_len=64).config
-    assert find_kernels(small, "auto", (9, 0)) == (None, "our CUDA kernels have no latent attention")
+    assert find_kernels(small, "auto", (9, 0)) == (None, "our CUDA kernels have no flat rows of latent attention")
     engine = small.model_copy(update={"target": config, "tp": 8, "max_batch": 1, "max_seq_len": 1000, "block_size": 8})
     caches = cache_shapes(engine)
     # On every rank: 576 numbers of 61 layers a token.
@@ -213,11 +217,25 @@ def test_the_published_configuration_of_kimi_k2_5_is_read(tmp_path):
 def test_what_becomes_of_int4_is_said_when_it_is_built_and_planned(tmp_path):
     target, drafter = kimi_pair(tmp_path)
     pair = ("--target", target, "--drafter", drafter)
-    said = "experts stay in int4, and those that rows choose are dequantized each time"
+    said = (
+        "experts stay in int4, and those that rows choose are dequantized each time, but by our kernels, on a GPU in "
+    )
     line = next(line for line in succeeds("build", *pair, "--output", tmp_path / "e").splitlines() if "int4" in line)
-    assert line == f"target: {said}"
+    assert line == f"target: {said}BF16 and FP16"
     plan = succeeds("build", "--plan", *pair, "--gpu", "h100", "--acceptance", 3)
-    assert "Target: experts in INT4, those that rows choose dequantized each time." in plan
+    assert "Target: experts in INT4, read as they are." in plan
+
+
+def test_nvfp4_of_int4_experts_is_refused_with_its_error(tmp_path):
+    target, model = make_kimi(tmp_path / "target")
+    assert 0.02 < nvfp4_error(open_pair(target)) < 0.2
+    for command in (("build", "--output", tmp_path / "e"), ("build", "--plan", "--gpu", "b300")):
+        line = refusal(*command, "--target", target, "--precision", "nvfp4")
+        assert re.search(r"--precision nvfp4: .* int4, .* a relative error of \d+\.\d%", line)
+    numbers = model.get_parameter("model.layers.1.mlp.experts.down_proj")
+    # What NVFP4 has stays what it is; the error is that of the numbers which it has not.
+    again = rounded_to_nvfp4(rounded_to_nvfp4(numbers))
+    assert torch.equal(again, rounded_to_nvfp4(numbers)) and not torch.equal(again, numbers)
 
 
 def test_the_memory_plan_counts_what_an_engine_holds(tmp_path):

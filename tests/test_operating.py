@@ -81,9 +81,11 @@ def test_eagle3s_drafter_weighs_what_published_ones_do():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(load_catalog().keys() - {"tiny"}))
+@pytest.mark.parametrize("name", sorted(load_catalog().keys() - {"tiny", "tiny-hybrid"}))
 def test_every_pair_is_planned_at_a_speed(name):
     command = ("build", "--plan", "--model", name, "--gpu", "b300", "--acceptance", 3, "--tp", 8, "--max-batch", 4)
+    if name.startswith("minimax"):
+        command += ("--ep",)  # an eighth of its columns is no whole number of FP8 blocks
     plan = planned("--at", "10", "--eagle3-acceptance", 2, command=command)
     (point,) = plan.points
     assert all(best is not None and best.batch == 4 for best in point.best.values())

@@ -25,6 +25,7 @@ from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
+from trtllm_dflash.ops.tensorrt_delta_plugin import DELTA_PLUGIN
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
@@ -125,6 +126,12 @@ def test_tensorrts_registry_makes_plugins_of_the_fields_that_python_gives(built,
     ):
         assert ops._plugin(layer, True, -1) is not None
         assert ops._plugin(layer, False, 3) is not None
+    for heads in (
+        {"key_heads": 16, "value_heads": 48, "head_size": 128},
+        {"key_heads": 2, "value_heads": 2, "head_size": 16},
+    ):
+        assert ops._create(DELTA_PLUGIN, "l.", heads, 1e-6) is not None
+    assert ops._create(DELTA_PLUGIN, "l.", {"key_heads": 2, "value_heads": 3, "head_size": 128}, 1e-6) is None
     with pytest.raises(EngineError, match="has no 8 heads of 80"):
         ops._plugin(AttentionLayer("l.", "rope", 8, 2, 80, None), True, -1)
 
@@ -135,7 +142,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     modules = [import_module(f"{kernels.__name__}.{found.name}") for found in iter_modules(kernels.__path__)]
     values = [value for module in modules for value in vars(module).values()]
     structures = {value for value in values if isinstance(value, type(ctypes.Structure))}
-    assert len(structures) == 26
+    assert len(structures) == 29
     lines = []
     for kind in structures:
         lines.append(f'printf("{kind.__name__} %zu\\n", sizeof({kind.__name__}));')
@@ -264,20 +271,21 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     weights["norm.weight"] = torch.rand(128, generator=torch.Generator().manual_seed(2)).bfloat16()
     calls = []
 
-    def skinny_gemm(x, values, scale, bias, swiglu, norm, residual):
+    def skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu):
         assert kernel == "skinny"
-        return product(x, values, scale, bias, swiglu, norm, residual)
+        return product(x, values, scale, bias, swiglu, norm, residual, gelu)
 
-    def wide_gemm(x, values, bias, swiglu, residual):
+    def wide_gemm(x, values, bias, swiglu, residual, gelu):
         assert kernel == "wide"
-        return product(x, values, None, bias, swiglu, None, residual)
+        return product(x, values, None, bias, swiglu, None, residual, gelu)
 
-    def product(x, values, scale, bias, swiglu, norm, residual):
-        calls.append((values, scale, swiglu, norm is not None, residual is not None))
+    def product(x, values, scale, bias, swiglu, norm, residual, gelu):
+        calls.append((values, scale, swiglu + gelu, norm is not None, residual is not None))
         if norm is not None:
             x = TorchOps({"norm.weight": norm.weight}, {}).rms_norm("norm", x, norm.eps)
         y = x.float() @ (values.float() * (1 if scale is None else scale[:, None])).t() + bias.float()
-        y = torch.nn.functional.silu(y[..., :128]) * y[..., 128:] if swiglu else y
+        activation = torch.nn.functional.gelu if gelu else torch.nn.functional.silu
+        y = activation(y[..., :128]) * y[..., 128:] if swiglu else y
         return (y if residual is None else y + residual).to(x.dtype)
 
     monkeypatch.setattr(kernels, "load", lambda: None)
@@ -287,7 +295,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     monkeypatch.setattr(products, "is_hopper", lambda device: True)
     monkeypatch.setattr(products, "processors", lambda device: 132)
     monkeypatch.setattr(products, "_wide_load", lambda *sizes: 1200 if kind == "uneven" else 1050)
-    monkeypatch.setattr(kernels, "swiglu", lambda x: TorchOps.swiglu(None, x))
+    gates = {False: TorchOps.swiglu, True: TorchOps.geglu}
+    monkeypatch.setattr(kernels, "swiglu", lambda x, gelu=False: gates[gelu](None, x))
     torch_ops = TorchOps(weights, {})
     for name in ("rms_norm", "add_rms_norm"):
         monkeypatch.setattr(CudaOps, name, lambda self, *args, name=name: getattr(torch_ops, name)(*args))
@@ -298,6 +307,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         "linear_swiglu": lambda ops: ops.linear_swiglu("a", x),
         "norm_linear": lambda ops: ops.norm_linear("norm", "a", Residual(x), 1e-6)[1],
         "norm_linear_swiglu": lambda ops: ops.norm_linear_swiglu("norm", "a", Residual(x), 1e-6)[1],
+        "norm_linear_geglu": lambda ops: ops.norm_linear_geglu("norm", "a", Residual(x), 1e-6)[1],
         "add_product": lambda ops: ops.add_pending(ops.add_product("a", wide, x)),
         "with something to add": lambda ops: ops.norm_linear("norm", "a", Residual(x, x), 1e-6)[1],
     }
@@ -305,8 +315,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         torch.testing.assert_close(way(rowless_ops(weights)), way(torch_ops), atol=0.1, rtol=0.05)
     if kernel is not None:
         norms = int(kernel == "skinny")
-        # swiglu, norm, residual
-        kinds = [(0, 0, 0), (1, 0, 0), (0, norms, 0), (1, norms, 0), (0, 0, 1), (0, 0, 0)]
+        # gated, by SiLU or GELU; norm, residual
+        kinds = [(0, 0, 0), (1, 0, 0), (0, norms, 0), (1, norms, 0), (2, norms, 0), (0, 0, 1), (0, 0, 0)]
         assert [tuple(map(int, call[2:])) for call in calls] == kinds
         assert all(call[0] is weights["a.weight"] and call[1] is weights.get("a.scale") for call in calls)
     else:
@@ -320,7 +330,7 @@ def test_under_tensor_parallelism_a_product_is_summed_over_the_ranks_before_the_
     monkeypatch.setattr(
         kernels,
         "skinny_gemm",
-        lambda x, values, scale, bias, swiglu, norm, residual: calls.append((norm, residual)) or x @ values.t(),
+        lambda x, values, scale, bias, swiglu, norm, residual, gelu: calls.append((norm, residual)) or x @ values.t(),
     )
     communicator = SimpleNamespace(size=2, rank=0, all_reduce=lambda x: 2 * x)
     x, weight = torch.ones(1, 4, 64).bfloat16(), torch.eye(64).bfloat16()

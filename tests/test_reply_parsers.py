@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_dflash.text.reply.formats import format_of_template, reply_parser
+from trtllm_dflash.text.reply.gemma4 import with_responses
+from trtllm_dflash.text.reply.kimi_k2 import with_own_ids
 from trtllm_dflash.text.reply.llama3 import one_call_each
 from trtllm_dflash.text.reply.parts import Part, StoppedParts
 
-TEXT_FORMATS = ["qwen3", "qwen3-coder", "llama3"]
+TEXT_FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
 SCHEMAS = {
     "write": {
         "type": "object",
@@ -55,11 +57,45 @@ def text_of(parts, kind="content"):
 
 def written(chat_format, name, arguments):
     """A call as the format's own chat template writes one of the conversation's past."""
+    return together(chat_format, [(name, arguments)])
+
+
+def together(chat_format, calls):
+    """Several calls of one message, likewise."""
+    each = [_written(chat_format, name, arguments) for name, arguments in calls]
+    if chat_format == "minimax-m2":
+        return f"<minimax:tool_call>\n{''.join(each)}</minimax:tool_call>" if each else ""
+    if chat_format == "kimi-k2":
+        numbered = "".join(call.replace(":0<", f":{number}<", 1) for number, call in enumerate(each))
+        return f"<|tool_calls_section_begin|>{numbered}<|tool_calls_section_end|>" if each else ""
+    return {"llama3": "; ", "gemma4": ""}.get(chat_format, "\n").join(each)
+
+
+def gemmas(value):
+    """A value in Gemma's notation, as its template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemmas(inner)}" for key, inner in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemmas, value)) + "]"
+    return str(value) if value is None else json.dumps(value)  # Jinja writes None, as Python does
+
+
+def _written(chat_format, name, arguments):
     if chat_format == "llama3":
         return json.dumps({"name": name, "parameters": arguments})
     if chat_format == "qwen3":
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+    if chat_format == "gemma4":
+        return f"<|tool_call>call:{name}{gemmas(arguments)}<tool_call|>"
+    if chat_format == "kimi-k2":
+        head = f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>"
+        return f"{head}{json.dumps(arguments, ensure_ascii=False)}<|tool_call_end|>"
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    if chat_format == "minimax-m2":
+        parameters = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+        return f'<invoke name="{name}">\n{parameters}</invoke>\n'
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
@@ -68,16 +104,36 @@ def written(chat_format, name, arguments):
 MARKUP = [
     *("<tool_call>", "</tool_call>", "<tool", "<function=", "<function=write>", "</function>", "<parameter=text>"),
     *("</parameter>", "</param", "<think>", "</think>", "<", ">", "\n", "\n\n", " ", '"', "\\", "{", "}", "[", "]"),
+    *(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        "<minimax:",
+        '<invoke name="',
+        '<invoke name="write">',
+        "</invoke>",
+    ),
+    *(
+        '<parameter name="text">',
+        '<parameter name="',
+        '">',
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    *("<|tool_call_begin|>", "functions.write:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call"),
+    *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", "thought", "call:write{", "text:", '<|"|>', "<|"),
     *('{"name": "write"', '{"name": "write", "arguments": {', '"parameters": {', ",", ":", ";", "a", "é", "🦊", "1"),
 ]
 soup = st.lists(st.sampled_from(MARKUP), max_size=14).map("".join)
 cuts = st.lists(st.integers(0, 400), max_size=8)
+#: What texts cannot have in them in one format or another.
+ENDINGS = ("</parameter>", '<|"|>')
+texts = soup.filter(lambda text: not any(ending in text for ending in ENDINGS))
 values = {
-    "text": soup.filter(lambda text: "</parameter>" not in text and not text.startswith("\n")),
+    "text": texts.filter(lambda text: not text.startswith("\n")),
     "count": st.integers(),
     "ratio": st.floats(allow_nan=False, allow_infinity=False),
     "sure": st.booleans(),
-    "items": st.lists(st.integers() | soup.filter(lambda text: "</parameter>" not in text), max_size=3),
+    "items": st.lists(st.integers() | texts, max_size=3),
     "options": st.dictionaries(st.sampled_from("abc"), st.none() | st.booleans(), max_size=2),
     "kind": st.sampled_from(["a", "1"]),
 }
@@ -103,17 +159,31 @@ def test_pieces_make_no_difference(chat_format, thinking, text, places):
 def test_calls_come_out_as_they_were_written(chat_format, before, asked, places):
     before = "" if chat_format == "llama3" else before
     names = ["now" if not each else "write" for each in asked]
-    calls = [written(chat_format, name, each) for name, each in zip(names, asked, strict=True)]
-    text = ("; " if chat_format == "llama3" else "\n").join([before, *calls] if before else calls)
+    calls = list(zip(names, asked, strict=True))
+    text = before + "\n" * bool(before) + together(chat_format, calls)
     parts = parsed(chat_format, cut(text, places))
-    assert calls_of(parts) == list(zip(names, asked, strict=True))
-    assert text_of(parts) == before
+    assert calls_of(parts) == calls
+    assert text_of(parts).rstrip("\n") == before  # where there is no call, the newline is of the text
+    assert text_of(parts) == before or not calls
+
+
+@pytest.mark.parametrize("chat_format", TEXT_FORMATS)
+@given(asked=arguments, gone=st.tuples(st.integers(0, 300), st.integers(1, 12)), after=soup, places=cuts)
+def test_pieces_of_a_broken_call_make_no_difference(chat_format, asked, gone, after, places):
+    """A call from which some characters are missing, and text behind it."""
+    call = together(chat_format, [("write", asked), ("now", {})])
+    at = gone[0] % len(call)
+    text = call[:at] + call[at + gone[1] :] + after
+    whole = parsed(chat_format, [text])
+    assert parsed(chat_format, cut(text, places)) == parsed(chat_format, list(text)) == whole
 
 
 @pytest.mark.parametrize("chat_format", TEXT_FORMATS)
 @given(text=soup, places=cuts)
 def test_without_tools_all_is_content(chat_format, text, places):
-    text = "x" + text
+    text = (
+        "x" + text if chat_format != "gemma4" else "x" + text.replace("<|channel>", "")
+    )  # its thinking stands anywhere
     assert text_of(parsed(chat_format, cut(text, places), None)) == text
 
 
@@ -131,6 +201,16 @@ def test_without_tools_all_is_content(chat_format, text, places):
         ("llama3", 'Here: {"name": "write", "parameters": {}}'),
         ("llama3", '{"answer": 42}'),
         ("llama3", "  { "),
+        ("gemma4", "a\n<|tool_call>no call<tool_call|>"),
+        ("gemma4", "<|tool_call>call:two words{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:write"),
+        ("gemma4", "the marker <|tool_"),
+        ("minimax-m2", '<minimax:tool_call>\n<invoke name="unknown">\n</invoke>\n</minimax:tool_call>'),
+        ("minimax-m2", "<minimax:tool_call>\nno function"),
+        ("minimax-m2", 'the tag <invoke name="'),
+        ("kimi-k2", "<|tool_calls_section_begin|>no call<|tool_calls_section_end|>"),
+        ("kimi-k2", "a\n<|tool_call_begin|>functions.write<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("kimi-k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.wri"),
     ],
 )
 def test_what_is_no_call_is_content_as_it_stands(chat_format, text):
@@ -153,6 +233,57 @@ def test_arguments_are_handed_on_as_they_are_written():
     parser = reply_parser("qwen3", SCHEMAS)
     parser.push('<tool_call>\n{"name": "write", "arguments": ')
     assert parser.push('{"text": "a') == [Part("call", "write"), Part("arguments", '{"text": "a')]
+
+
+def test_arguments_in_other_notations_are_handed_on_as_json():
+    def pushed(parser, *pieces):
+        return ["".join(part.text for part in parser.push(piece) if part.kind == "arguments") for piece in pieces]
+
+    pieces = (
+        '<|tool_call>call:write{text:<|"|>line ',
+        '"1"\nline 2<|',
+        '"|>,options:{b:tr',
+        "ue,c:[1,",
+        "-2.5]}}<tool_c",
+    )
+    assert pushed(reply_parser("gemma4", SCHEMAS), *pieces) == [
+        '{"text": "line ',
+        '\\"1\\"\\nline 2',
+        '", "options": {"b": ',
+        'true, "c": [1',
+        ", -2.5]}}",
+    ]
+    pieces = (
+        '<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">a',
+        "\nb\n",
+        "</parameter>\n</inv",
+        "oke>",
+    )
+    assert pushed(reply_parser("minimax-m2", SCHEMAS), *pieces) == ['{"text": "a', "\\nb\\n", '"', "}"]
+
+
+@pytest.mark.parametrize(
+    ("notation", "expected"),
+    [
+        ("", {}),
+        (" a : 1 , b : [ ] ", {"a": 1, "b": []}),
+        ('<|"|>a b<|"|>:<|"|><|"|>', {"a b": ""}),
+        ('a:<|"|>🦊 {x:[1]},"q"\\<|"|>', {"a": '🦊 {x:[1]},"q"\\'}),
+        ('a:[[1,[2,{b:<|"|>c<|"|>}]],{}],d:{e:{f:{}}}', {"a": [[1, [2, {"b": "c"}]], {}], "d": {"e": {"f": {}}}}),
+        ("a:True,b:None,c:false,d:null", {"a": True, "b": None, "c": False, "d": None}),
+        ('a:Rome,b:01,c:"x",d:NaN', {"a": "Rome", "b": "01", "c": "x", "d": "NaN"}),
+        ("a:-1.5e3,b:[1,],", {"a": -1500.0, "b": [1]}),
+    ],
+)
+def test_gemmas_notation_becomes_json(notation, expected):
+    text = f"<|tool_call>call:now{{{notation}}}<tool_call|>"
+    assert calls_of(parsed("gemma4", list(text))) == [("now", expected)]
+
+
+def test_gemmas_arguments_end_where_they_break():
+    for notation in ("a:1}x", "a:", "a", "a:]", "a b}", "{"):
+        parts = parsed("gemma4", list(f"<|tool_call>call:now{{{notation}<tool_call|>Sorry."))
+        assert parts[0] == Part("call", "now") and text_of(parts).endswith("Sorry."), notation
 
 
 @pytest.mark.parametrize(
@@ -194,9 +325,56 @@ def test_thinking_is_set_apart(begun, text, thinking, content):
     assert (text_of(parts, "thinking"), text_of(parts)) == (thinking, content)
 
 
-def test_a_call_follows_thinking():
-    text = "<think>\nA call.\n</think>\n\n" + written("qwen3", "now", {})
-    assert parsed("qwen3", list(text)) == [Part("thinking", "A call."), Part("call", "now"), Part("arguments", "{}")]
+@pytest.mark.parametrize("chat_format", [name for name in TEXT_FORMATS if name != "llama3"])
+def test_a_call_follows_thinking(chat_format):
+    thinking = ("<|channel>thought", "<channel|>") if chat_format == "gemma4" else ("<think>", "</think>")
+    text = f"{thinking[0]}\nA call.\n{thinking[1]}\n\n" + written(chat_format, "now", {})
+    assert parsed(chat_format, list(text)) == [
+        Part("thinking", "A call."),
+        Part("call", "now"),
+        Part("arguments", "{}"),
+    ]
+
+
+@pytest.mark.parametrize("chat_format", ["minimax-m2", "kimi-k2"])
+def test_a_call_ends_thinking_that_was_left_open(chat_format):
+    text = "A call." + written(chat_format, "now", {})
+    called = [Part("thinking", "A call."), Part("call", "now"), Part("arguments", "{}")]
+    assert parsed(chat_format, list(text), thinking=True) == called
+    assert parsed(chat_format, list(text), None, thinking=True) == [Part("thinking", text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "content"),
+    [
+        ("<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+        ("<|channel>thought\n<channel|>Yes.", "", "Yes."),
+        ("<|channel>thoughts\n<channel|>", "thoughts", ""),
+        ("<|channel>thought\ncut off", "cut off", ""),
+        ("Yes.\n<|channel>thought\nNo.<channel|>\n\nNo.", "No.", "Yes.No."),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_gemmas_channel_is_thinking_wherever_it_stands(text, thinking, content):
+    for schemas in (SCHEMAS, None):
+        parts = parsed("gemma4", list(text), schemas)
+        assert (text_of(parts, "thinking"), text_of(parts)) == (thinking, content)
+
+
+@pytest.mark.parametrize("chat_format", ["qwen3", "qwen3-coder", "gemma4", "minimax-m2", "kimi-k2"])
+def test_newlines_behind_a_call_are_no_content(chat_format):
+    call = written(chat_format, "now", {})
+    for pieces in ([call + "\n\nDone."], [call, "\n\nDone."], [call, "\n", "\n", "Done."]):
+        assert text_of(parsed(chat_format, pieces)) == "Done."
+
+
+def test_kimis_calls_come_with_and_without_their_section():
+    call = "<|tool_call_begin|>functions.now:0 <|tool_call_argument_begin|> {}<|tool_call_end|>"
+    empty = "<|tool_call_begin|>now:7<|tool_call_argument_begin|><|tool_call_end|>"
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    for text in (begin + call + empty + end, call + empty, f"{begin}\n{call}\n{empty}\n{end}\n", begin + call + empty):
+        assert parsed("kimi-k2", list(text)) == [Part("call", "now"), Part("arguments", "{}")] * 2
+    assert parsed("kimi-k2", list(f"None.{begin}{end}")) == [Part("content", "None.")]
 
 
 def test_a_call_that_is_cut_off_or_broken_ends_where_it_does():
@@ -240,12 +418,47 @@ def test_llamas_template_gets_one_call_a_message():
     ]
 
 
+def test_kimis_template_gets_the_ids_that_the_model_writes():
+    def said(role, **more):
+        return {"role": role, "content": "", **more}
+
+    calls = [{"id": f"call_{at}", "function": {"name": name}} for at, name in enumerate(("now", "now", "write"))]
+    ids = ("functions.now:0", "functions.now:1", "functions.write:2")
+    own = [{**call, "id": name} for call, name in zip(calls, ids, strict=True)]
+    before = [said("user"), said("assistant", tool_calls=calls[:2]), said("tool", tool_call_id="call_1")]
+    after = [
+        said("assistant", tool_calls=calls[2:]),
+        said("tool", tool_call_id="call_2"),
+        said("tool", tool_call_id="?"),
+    ]
+    assert with_own_ids(before + after) == [
+        *(said("user"), said("assistant", tool_calls=own[:2]), said("tool", tool_call_id="functions.now:1")),
+        said("assistant", tool_calls=own[2:]),
+        *(said("tool", tool_call_id="functions.write:2"), said("tool", tool_call_id="?")),
+    ]
+
+
+def test_gemmas_template_gets_results_in_the_message_that_called():
+    calls = [{"id": name, "function": {"name": f"f{name}", "arguments": {}}} for name in "ab"]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [{"role": "tool", "content": f"is {name}", "tool_call_id": name} for name in "ba"]
+    stray = {"role": "tool", "content": "?", "tool_call_id": "c"}
+    user = {"role": "user", "content": "Go."}
+    responses = [{"name": "fb", "response": "is b"}, {"name": "fa", "response": "is a"}]
+    assert with_responses([user, called, *results, stray, user]) == [
+        *(user, {**called, "tool_responses": responses}, stray, user)
+    ]
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
         ("{{ '<tool_call>\\n<function=' + tool_call.name + '>' }}", "qwen3-coder"),
         ('{{ \'<tool_call>\\n{"name": "\' }}', "qwen3"),
         ("{{ '<|start_header_id|>ipython<|end_header_id|>' }}", "llama3"),
+        ("{{- '<|tool_call>call:' + function['name'] + '{' -}}{{- '}<tool_call|>' -}}", "gemma4"),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax-m2"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi-k2"),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
     ],
 )

@@ -17,10 +17,11 @@ from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.sweep.load import Reply
-from trtllm_dflash.sweep.pareto import Measured, compare, frontier, rate_at
+from trtllm_dflash.sweep.pareto import Measured, compare, frontier, measured, rate_at
 from trtllm_dflash.sweep.report import read_plan
 from trtllm_dflash.sweep.results import read_results
 from trtllm_dflash.sweep.settings import SweepSettings
+from trtllm_dflash.sweep.summary import Requests, Round
 from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results, search_integer, search_real, tidy_command
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
@@ -50,6 +51,18 @@ def test_throughput_that_a_larger_load_does_not_raise_is_all_there_is():
     points = [(100.0, 10.0), (50.0, 40.0), (30.0, 35.0)]
     assert (rate_at(points, 40).value, rate_at(points, 40).bound) == (40, "")
     assert (rate_at(points, 20).value, rate_at(points, 20).bound) == (40, "at least")
+
+
+@pytest.mark.parametrize(("ends", "speed"), [([0.2, 0.2, 0.2], None), ([0.2, 0.2, 0.7], None), ([0.2, 0.7, 1.2], 20.0)])
+def test_a_load_has_no_speed_where_the_median_reply_came_at_once(ends, speed):
+    counts = [11] * len(ends)
+    requests = Requests(
+        sample=[0, 1, 2], turn=[0] * 3, ttft=[0.2] * 3, e2e=ends, tokens=counts, prompt_tokens=[8] * 3, steps=[1] * 3
+    )
+    load = measured(
+        [Round(arm="draft", load=1, round=0, seconds=2.0, tokens=sum(counts), requests=requests)], closed=True
+    )
+    assert (load and load.speed) == (speed and pytest.approx(speed))
 
 
 def made(load, tpot, spread, seed, tokens=100, count=200):

@@ -32,12 +32,14 @@ def folder(tmp_path) -> Path:
         tokens += [content[:end] for end in range(2, len(content) + 1) if content[:end] not in tokens]
     lines = (base64.b64encode(token).decode() + f" {rank}\n" for rank, token in enumerate(tokens))
     (tmp_path / "tiktoken.model").write_text("".join(lines))
-    named = {"[BOS]": len(tokens), "<|im_end|>": len(tokens) + 2}
+    named = {"[BOS]": len(tokens), "<|im_end|>": len(tokens) + 2, "<think>": len(tokens) + 5}
     config = {
         "tokenizer_class": "TikTokenTokenizer",
         "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
         "eos_token": "<|im_end|>",
-        "added_tokens_decoder": {str(token): {"content": name, "special": True} for name, token in named.items()},
+        "added_tokens_decoder": {
+            str(token): {"content": name, "special": name != "<think>"} for name, token in named.items()
+        },
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
@@ -78,6 +80,13 @@ def test_special_tokens_stand_behind_the_ranks_each_at_its_id(folder):
     assert len(vocabulary) == count + 256
     assert codec.end_id == count + 2
     assert codec.encode_chat([{"role": "user", "content": "the"}])[-1] == count + 2
+
+
+def test_added_tokens_that_are_not_special_are_text(folder):
+    codec, count = TextCodec.load(folder, {}), len(read_ranks(folder / "tiktoken.model"))
+    assert codec is not None
+    assert codec.encode_words("<think>the") == [count + 5, *codec.encode_words("the")]
+    assert codec.decode([count + 5, *codec.encode_words("the"), count + 2]) == "<think>the"
 
 
 @pytest.mark.parametrize("lines", ["AA== 0\n", "no base64 0\n", "AA== zero\n"])

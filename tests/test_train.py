@@ -221,6 +221,20 @@ def test_blocks_of_a_pack_are_what_the_served_drafter_computes(make, tmp_path):
     assert len(rows) == 7 and logits.std() > 1
 
 
+@pytest.mark.slow
+def test_gated_delta_nets_keep_their_fp32_under_autocast(tmp_path):
+    """As on a GPU, where a drafter is evaluated in BF16."""
+    LATER["qwen3.5"](tmp_path / "target")
+    ids = torch.randint(0, 127, (90,), generator=generator(1)).tolist()
+    pack = Pack.of([Document(ids[:70], 10), Document(ids[70:], 5)])
+    with LLM.from_pretrained(tmp_path / "target", None, device="cpu", max_seq_len=128) as llm:
+        target = FrozenTarget(llm, (0,))
+        exact = target.features(pack).hidden
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = target.features(pack).hidden.float()
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.05
+
+
 def test_a_chain_of_dflash_2_is_what_the_served_drafter_chooses(tmp_path):
     make_target(tmp_path / "target")
     make_dflash2(tmp_path / "drafter", tmp_path / "target", windows=[None, None])

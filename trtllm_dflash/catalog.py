@@ -38,7 +38,12 @@ class ServingLimits(BaseModel):
 
 
 class PairFacts(BaseModel):
-    """A catalog entry's facts on its checkpoints; None where it does not give one."""
+    """A catalog entry's facts on its checkpoints; None where it does not give one.
+
+    Attributes:
+        deduced: the drafter's config.json is behind a gate, and what is said of it here was deduced from its size and
+            from its publisher's other drafters. Builds go by what the file says.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,6 +53,7 @@ class PairFacts(BaseModel):
     kind: DrafterKind = "dflash"
     tap_layers: tuple[int, ...] | None = None
     mask_token_id: int | None = None
+    deduced: bool = False
 
 
 class CatalogEntry(BaseModel):
@@ -65,6 +71,7 @@ class CatalogEntry(BaseModel):
     tap_layers: tuple[NonNegativeInt, ...] | None = None  # None: not known here, read from the checkpoint
     mask_token_id: NonNegativeInt | None = None  # likewise
     drafter_layers: PositiveInt
+    deduced: bool = False  # likewise, of the drafter: see `PairFacts`
     chat: dict[str, bool | int | str] = Field(default_factory=dict)  # arguments of the chat template
     notes: list[str] = Field(default_factory=list)
     limits: ServingLimits | None = None

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from corpus import SYSTEM_PROMPTS, training_exchanges
+from corpus import SYSTEM_PROMPTS, Exchange
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -17,9 +17,8 @@ REPLY = 1  # what a token is: 0 for the prompt's side, 1 inside a reply
 
 
 class Conversations:
-    def __init__(self, tokenizer_file: Path, seed: int, exchanges: int, kind: str | None = None) -> None:
+    def __init__(self, tokenizer_file: Path, seed: int, found: list[Exchange]) -> None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        found = training_exchanges(seed, exchanges, kind)
         asks = tokenizer.encode_batch_fast(
             [f"<|im_start|>user\n{e.prompt}<|im_end|>\n<|im_start|>assistant\n" for e in found]
         )
@@ -61,4 +60,8 @@ class Conversations:
     def batch(self, rows: int, length: int, device: str) -> tuple[Tensor, Tensor]:
         """Token ids and what they are, both [rows, length]."""
         ids, parts = zip(*(self.row(length) for _ in range(rows)), strict=True)
-        return torch.from_numpy(np.stack(ids)).long().to(device), torch.from_numpy(np.stack(parts)).long().to(device)
+        both = (torch.from_numpy(np.stack(rows)).long() for rows in (ids, parts))
+        if device == "cuda":  # pinned, so that the copy waits for no step before it
+            both = (rows.pin_memory() for rows in both)
+        tokens, sides = (rows.to(device, non_blocking=True) for rows in both)
+        return tokens, sides

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -55,6 +57,21 @@ def training_exchanges(seed: int, count: int, kind: str | None = None) -> list[E
         made = exchange(kind or rng.choice(["arithmetic", *KINDS]), rng)
         found.setdefault(made.prompt, made)
     return list(found.values())
+
+
+class ExchangesInParts:
+    """Distinct training exchanges that processes make meanwhile, a part each, of a seed each."""
+
+    def __init__(self, seed: int, count: int, kind: str | None, parts: int) -> None:
+        self.pool = ProcessPoolExecutor(parts, get_context("fork"))
+        seeds = [seed + 1000 * part for part in range(parts)]
+        self.parts = [self.pool.submit(training_exchanges, own, count // parts, kind) for own in seeds]
+
+    def joined(self) -> list[Exchange]:
+        """Waits for them; what two parts have made counts once."""
+        found = {e.prompt: e for part in self.parts for e in part.result()}
+        self.pool.shutdown()
+        return list(found.values())
 
 
 def held_out_exchanges(seed: int, count: int) -> list[Exchange]:

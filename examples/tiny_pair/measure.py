@@ -1,6 +1,6 @@
 """Greedy draft-and-verify on the held-out prompts: acceptance of the drafter and quality of the target, by kind.
 
-Independent of the product and of the training code: the target is transformers' Qwen3ForCausalLM, the drafter a few
+Independent of the product and of the training code: the target is transformers' own model, the drafter a few
 functions over the checkpoint's tensors. Every reply is checked against the target alone.
 """
 
@@ -11,6 +11,7 @@ import ast
 import json
 import re
 from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -18,11 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from stories import asked_for, is_story
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 
 class Drafter:
-    def __init__(self, folder: Path, target: Qwen3ForCausalLM) -> None:
+    def __init__(self, folder: Path, target: PreTrainedModel) -> None:
         self.c = json.loads((folder / "config.json").read_text())
         self.w = {n: t.float().to(target.device) for n, t in load_file(folder / "model.safetensors").items()}
         self.taps, self.mask = self.c["dflash_config"]["target_layer_ids"], self.c["dflash_config"]["mask_token_id"]
@@ -70,33 +71,38 @@ class Drafter:
 
 
 def run(
-    target: Qwen3ForCausalLM, ids: list[int], cache: DynamicCache, hidden: bool
+    target: PreTrainedModel, ids: list[int], cache: DynamicCache, hidden: bool
 ) -> tuple[list[int], tuple[Tensor, ...]]:
     out = target(torch.tensor([ids], device=target.device), past_key_values=cache, output_hidden_states=hidden)
     return out.logits[0].argmax(-1).tolist(), out.hidden_states
 
 
-def is_greedy(target: Qwen3ForCausalLM, prompt: list[int], reply: list[int]) -> bool:
+def is_greedy(target: PreTrainedModel, prompt: list[int], reply: list[int]) -> bool:
     """Whether each token of the reply is the target's choice in one pass over the text, without drafts or cache."""
     choice = target(torch.tensor([prompt + reply], device=target.device)).logits[0].argmax(-1).tolist()
     return bool(choice[len(prompt) - 1 : -1] == reply)
 
 
 def drafted(
-    target: Qwen3ForCausalLM, drafter: Drafter, prompt: list[int], end: int, limit: int, count: int
+    target: PreTrainedModel, drafter: Drafter, prompt: list[int], end: int, limit: int, count: int
 ) -> tuple[list[int], list[int]]:
     """The reply, and how many tokens each verify pass committed (accepted drafts and the target's own next choice)."""
     cache = DynamicCache(config=target.config)
     choice, hidden = run(target, prompt, cache, True)
     context, reply, steps = drafter.context(hidden), [choice[-1]], []
+    recurs = "linear_attention" in target.config.layer_types  # whose state cannot be cropped
     while len(reply) < limit and end not in reply:
         drafts = drafter.draft(context, reply[-1], count)
-        choice, hidden = run(target, [reply[-1], *drafts], cache, True)
+        before, last = deepcopy(cache) if recurs else None, reply[-1]
+        choice, hidden = run(target, [last, *drafts], cache, True)
         accepted = 0
         while accepted < count and drafts[accepted] == choice[accepted]:
             accepted += 1
         context = torch.cat([context, drafter.context(hidden)[: accepted + 1]])
-        if accepted < count:
+        if before is not None:
+            cache = before
+            run(target, [last, *drafts[:accepted]], cache, False)
+        elif accepted < count:
             cache.crop(accepted - count)  # negative: that many rows fewer
         new = choice[: accepted + 1]
         reply += new[: new.index(end) + 1] if end in new else new
@@ -156,7 +162,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the replies that are wrong")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = Qwen3ForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(args.device).eval()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(args.device).eval()
     drafter = Drafter(args.drafter, target)
     steps: dict[str, list[int]] = defaultdict(list)
     lengths: dict[str, list[int]] = defaultdict(list)

@@ -13,6 +13,36 @@ from torch import Tensor, nn
 
 Rope = tuple[Tensor, Tensor]
 
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 100000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 8,
+    "layer_types": ["full_attention"] * 8,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
 
 def rope_of(positions: Tensor, head_dim: int, theta: float) -> Rope:
     """Cosines and sines [..., 1, S, D] of positions [..., S]: two equal halves, as in Qwen3."""
@@ -101,25 +131,27 @@ class Target(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> logits [B, S, V]."""
+        return F.linear(self.rows(ids), self.embed_tokens.weight)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [B, S] -> what the head reads, [B, S, H]."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         rope = rope_of(positions, self.config["head_dim"], self.config["rope_theta"])
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, rope)
-        return self.lm_head(self.norm(x))
-
-    def lm_head(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.embed_tokens.weight)
+        rows: Tensor = self.norm(x)
+        return rows
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """Small normal weights; what writes to the residual stream starts smaller, by the depth."""
+    """Draws small normal weights; what writes to the residual stream starts smaller, by the depth."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(
                 p,
                 std=0.05 / (2 * layers) ** 0.5
-                if "o_proj" in name or "down_proj" in name
+                if "o_proj" in name or "out_proj" in name or "down_proj" in name
                 else 0.02
                 if "embed" in name
                 else 0.05,

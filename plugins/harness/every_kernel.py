@@ -25,10 +25,12 @@ from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels.checks import HALVES
 from trtllm_dflash.kernels.delta_net import DELTA_ROWS, DELTA_SIZES, DELTA_TAPS
+from trtllm_dflash.kernels.library import is_hopper
 from trtllm_dflash.kernels.products import SKINNY_GPUS
 
 Tensor = torch.Tensor
 
+CUDA = torch.device("cuda")
 E4M3 = torch.float8_e4m3fn
 EPSILON = 1e-6
 #: With two stages: for GPUs whose blocks have less than half of an H200's shared memory.
@@ -211,16 +213,21 @@ def norms(dtype: torch.dtype) -> None:
             weight = normal(size, dtype=kind)
             kernels.rms_norm(x[:, 1:], weight, EPSILON)
             kernels.add_rms_norm(x, y, weight, EPSILON)
+            kernels.add_normed(x, weight, EPSILON, y, y.view(-1)[:1])
+            kernels.add_normed(x, weight, EPSILON, scale=0.5)
         kernels.quantize_rows(x.view(10, size))
     for size in (8, 1000, 12288):
         x = normal(1, 5, 2 * size, dtype=dtype)
         kernels.swiglu(x)
+        kernels.swiglu(x, gelu=True)
         for gates in (x[..., size:], x[..., :1]):
             rows = x[..., :size].contiguous()
             kernels.gate(rows, gates, rows)
 
 
 def choices(dtype: torch.dtype) -> None:
+    for kind in (dtype, torch.float32):
+        kernels.cap(normal(3, 5000, dtype=kind), 30.0)
     for size in (1, 7, 2048, 4097, 32000):
         kernels.argmax(normal(2, 3, size, dtype=dtype))
         kernels.argmax(normal(2, 3, size, dtype=torch.float32))
@@ -285,6 +292,8 @@ def append(dtype: torch.dtype) -> None:
                 for pieces in ((33, 70, 130), (1400,)):  # a head of a row each, and several
                     append_flat(run, heads, kv_heads, pieces)
         keys, values = make_caches((slots, kv_heads, length, size), dtype, None)
+        shared = qkv[..., : (heads + kv_heads) * size]  # keys as values, which are normed
+        kernels.Append(cos, sin, norm, norm, EPSILON, None, True, True)(keys, values, start, heads, shared)
         partial_cos, partial_sin = (table[:, : size // 4].contiguous() for table in (cos, sin))
         run = kernels.Append(partial_cos, partial_sin, norm.float(), norm.float(), EPSILON)
         run(keys, values, start, heads, qkv, context, committed)
@@ -340,6 +349,8 @@ def experts(dtype: torch.dtype) -> None:
     """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
     clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
     softmax = kernels.Routing(16, 0, 16, 4, False)
+    scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scales=normal(16, dtype=dtype))
+    mixture(dtype, "numbers", 3, 320, 96, scaled, biased=False)
     for weight in ("numbers", "mxfp4", "fp8", "fp8 blocks"):
         mixture(dtype, weight, 3, 320, 96, clamped)
         mixture(dtype, weight, 40, 320, 96, softmax, logits=torch.float32, biased=False)
@@ -347,6 +358,17 @@ def experts(dtype: torch.dtype) -> None:
         mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
         mixture(dtype, weight, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
     mixture(dtype, "mxfp4", 20, 320, 64, clamped, scales=(80, 131))
+    correction = normal(384, dtype=torch.float32)
+    for rows, logits in ((3, dtype), (40, torch.float32)):
+        mixture(
+            dtype,
+            "int4",
+            rows,
+            512,
+            256,
+            kernels.Routing(384, 8, 64, 8, True, correction=correction, scale=2.8),
+            logits,
+        )
 
 
 def mixture(
@@ -365,6 +387,9 @@ def mixture(
 
     def matrix(outputs: int, inputs: int) -> kernels.Matrix:
         bias = normal(routing.count, outputs, dtype=dtype) if biased else None
+        if weight == "int4":
+            words = torch.randint(2**31, (routing.count, outputs, inputs // 8), dtype=torch.int32, device="cuda")
+            return kernels.Matrix(words, normal(*words.shape[:2], inputs // 32, dtype=torch.bfloat16, by=0.01), bias)
         if weight != "mxfp4":
             numbers = normal(routing.count, outputs, inputs, dtype=dtype, by=0.05)
             if weight == "numbers":
@@ -408,9 +433,29 @@ def attention(dtype: torch.dtype) -> None:
             cuts = [(first, min(32, 300 - first)) for first in range(0, 300, 32)]
             attend_flat(dtype, size, scales, cuts, 32, 64, window=100, has_sinks=True)
             attend_flat(dtype, size, scales, cuts, 32, 371)  # a page holds all of a slot
-            if scales is None and size <= 128 and torch.cuda.get_device_capability() == (9, 0):
+            if scales is None and size <= 128 and is_hopper(CUDA):
                 many_cuts = [(1500, 5), (0, 0), (63, 1)] + [(600, 2)] * processors
                 attend_flat(dtype, size, scales, many_cuts, 16, 64, exact=True)
+
+
+def latents(dtype: torch.dtype) -> None:
+    """One row block and many, slots of length 0, and as many slots as each way of combining partial results takes."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for heads, rows, lengths in (
+        (8, 1, [700, 0, 64]),
+        (8, 2, [3000] * 13),
+        (8, 4, [64 * 70]),
+        (8, 16, [300, 16, 129]),
+        (64, 16, [2000, 1990]),
+        (5, 7, [130] * 2 * processors),
+    ):
+        cache = normal(len(lengths), 1, max(lengths), 576, dtype=dtype)
+        norm, cos, sin = (normal(*shape, dtype=dtype) for shape in ((512,), (5000, 32), (5000, 32)))
+        append = kernels.LatentAppend(norm, cos, sin, 1e-6)
+        projected = normal(len(lengths), rows, heads * 192, dtype=dtype), normal(len(lengths), rows, 576, dtype=dtype)
+        q = append(*projected, ints(*lengths) - rows // 2, heads, cache).normal_()
+        if kernels.takes_latent(cache, 512, 64):  # Hopper alone has attention
+            kernels.attend_latent(q.transpose(1, 2), cache, ints(*lengths), 0.1)
 
 
 def attend(
@@ -475,7 +520,7 @@ def attend_flat(
 
 def prompts(dtype: torch.dtype) -> None:
     """Few items and several a block; tiles in one page and in two; groups that do not fill an item; a window, sinks."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not is_hopper(CUDA):
         return
     for size in kernels.HEAD_SIZES:
         for page_rows in (64, 192, 128, 1100):
@@ -570,7 +615,7 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
 
 def wide_products(dtype: torch.dtype) -> None:
     """Products of tens and hundreds of rows, of each division of the outputs on 132 multiprocessors."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not is_hopper(CUDA):
         return
     for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 19008, 24576):
         weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
@@ -598,7 +643,8 @@ PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 
 #: By name. racecheck gets a process for each, and is slow with products: so theirs are several.
 RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
-    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts, attention)},
+    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts)},
+    **{group.__name__: group for group in (attention, latents)},
     "products-wide": wide_products,
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
 }

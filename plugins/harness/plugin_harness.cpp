@@ -1,30 +1,21 @@
-// Runs the plugin as TensorRT would, without TensorRT: loads the library, asks its creator for a plugin, serializes its
-// fields and makes it again from them, then calls the clone's own enqueue on the GPU. Everything is compared with a
+// Runs the plugins as TensorRT would, without TensorRT: loads the library, asks its creator for a plugin, serializes
+// its fields and makes it again from them, then calls the clone's own enqueue on the GPU. Everything is compared with a
 // float64 computation on the host.
 //
 //   plugin_harness build/libdflash_plugin.so
-#include <NvInferRuntime.h>
+#include "delta_net_cases.h"
+#include "plugin_host.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
 #include <numeric>
-#include <random>
-#include <string>
-#include <vector>
 
-using namespace nvinfer1;
+using namespace host;
 
 namespace
 {
+
+using host::compared;
 
 struct Case
 {
@@ -41,109 +32,6 @@ struct Case
     bool is_in_place;
     int page_rows = 0; // 0: linear caches
 };
-
-[[noreturn]] void fail(std::string const& what)
-{
-    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-    std::exit(1);
-}
-
-void require(bool is_met, std::string const& what)
-{
-    if (!is_met)
-    {
-        fail(what);
-    }
-}
-
-void check(cudaError_t error, char const* what)
-{
-    require(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
-}
-
-// -- 16-bit numbers on the host ---------------------------------------------------------------------------------------
-
-double decoded(uint16_t bits, DataType type)
-{
-    if (type == DataType::kHALF)
-    {
-        __half_raw raw;
-        raw.x = bits;
-        return static_cast<double>(__half2float(__half(raw)));
-    }
-    __nv_bfloat16_raw raw;
-    raw.x = bits;
-    return static_cast<double>(__bfloat162float(__nv_bfloat16(raw)));
-}
-
-uint16_t encoded(double value, DataType type)
-{
-    if (type == DataType::kHALF)
-    {
-        return static_cast<__half_raw>(__float2half(static_cast<float>(value))).x;
-    }
-    return static_cast<__nv_bfloat16_raw>(__float2bfloat16(static_cast<float>(value))).x;
-}
-
-using Bits = std::vector<uint16_t>;
-
-std::mt19937 generator{7};
-
-Bits random_bits(size_t count, DataType type)
-{
-    std::normal_distribution<double> normal;
-    Bits bits(count);
-    for (auto& each : bits)
-    {
-        each = encoded(normal(generator), type);
-    }
-    return bits;
-}
-
-std::vector<double> decoded(Bits const& bits, DataType type)
-{
-    std::vector<double> values(bits.size());
-    for (size_t i = 0; i < bits.size(); ++i)
-    {
-        values[i] = decoded(bits[i], type);
-    }
-    return values;
-}
-
-// -- device memory ----------------------------------------------------------------------------------------------------
-
-struct Free
-{
-    void operator()(void* at) const
-    {
-        cudaFree(at);
-    }
-};
-
-using Buffer = std::unique_ptr<void, Free>;
-
-Buffer poisoned(size_t bytes)
-{
-    void* at = nullptr;
-    check(cudaMalloc(&at, bytes), "cudaMalloc");
-    check(cudaMemset(at, 0xff, bytes), "cudaMemset"); // NaN
-    return Buffer(at);
-}
-
-template <typename T>
-Buffer on_device(std::vector<T> const& values)
-{
-    Buffer buffer = poisoned(values.size() * sizeof(T));
-    check(cudaMemcpy(buffer.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "copy");
-    return buffer;
-}
-
-Bits on_host(void const* at, size_t count)
-{
-    Bits bits(count);
-    check(cudaMemcpy(bits.data(), at, count * 2, cudaMemcpyDeviceToHost), "copy back");
-    return bits;
-}
 
 // -- float64 ----------------------------------------------------------------------------------------------------------
 
@@ -276,103 +164,6 @@ Expected computed(Case const& c, Inputs const& in)
     return e;
 }
 
-// Relative error, after direction and scale were found right.
-double compared(
-    std::vector<double> const& found, std::vector<double> const& expected, double tolerance, char const* what)
-{
-    double dot = 0, norm = 0, expected_norm = 0, error = 0;
-    for (size_t i = 0; i < found.size(); ++i)
-    {
-        require(std::isfinite(found[i]), std::string(what) + " has what is no number");
-        dot += found[i] * expected[i];
-        norm += found[i] * found[i];
-        expected_norm += expected[i] * expected[i];
-        error += (found[i] - expected[i]) * (found[i] - expected[i]);
-    }
-    double const cosine = dot / std::sqrt(norm * expected_norm);
-    double const ratio = std::sqrt(norm / expected_norm);
-    double const relative = std::sqrt(error / expected_norm);
-    require(cosine > 1 - tolerance * tolerance && std::abs(ratio - 1) < tolerance / 2 && relative < tolerance,
-        std::string(what) + ": cosine " + std::to_string(cosine) + ", norm ratio " + std::to_string(ratio) + ", error "
-            + std::to_string(relative));
-    return relative;
-}
-
-// -- TensorRT's part --------------------------------------------------------------------------------------------------
-
-// Sizes as a plugin sees them while a network is built; here all are numbers.
-class Size final : public IDimensionExpr
-{
-public:
-    explicit Size(int64_t value)
-        : number_(value)
-    {
-        mImpl = &number_;
-    }
-
-private:
-    struct Number final : apiv::VDimensionExpr
-    {
-        explicit Number(int64_t v)
-            : value(v)
-        {
-        }
-        bool isConstant() const override
-        {
-            return true;
-        }
-        int64_t getConstantValue() const override
-        {
-            return value;
-        }
-        bool isSizeTensor() const override
-        {
-            return false;
-        }
-        int64_t value;
-    };
-    Number number_;
-};
-
-class Sizes final : public IExprBuilder
-{
-public:
-    Sizes()
-    {
-        mImpl = &maker_;
-    }
-
-private:
-    struct Maker final : apiv::VExprBuilder
-    {
-        IDimensionExpr const* constant(int64_t value) override
-        {
-            made.push_back(std::make_unique<Size>(value));
-            return made.back().get();
-        }
-        IDimensionExpr const* operation(DimensionOperation, IDimensionExpr const&, IDimensionExpr const&) override
-        {
-            return nullptr;
-        }
-        IDimensionExpr const* declareSizeTensor(int32_t, IDimensionExpr const&, IDimensionExpr const&) override
-        {
-            return nullptr;
-        }
-        std::vector<std::unique_ptr<Size>> made;
-    };
-    Maker maker_;
-};
-
-PluginTensorDesc described(std::vector<int64_t> const& dims, DataType type)
-{
-    PluginTensorDesc desc{};
-    desc.dims.nbDims = static_cast<int32_t>(dims.size());
-    std::copy(dims.begin(), dims.end(), desc.dims.d);
-    desc.type = type;
-    desc.format = TensorFormat::kLINEAR;
-    return desc;
-}
-
 IPluginV3* created(IPluginCreatorV3One& creator, Case const& c, int index)
 {
     int32_t const numbers[] = {c.heads, c.kv_heads, c.size, c.context_rows == 0, c.window, c.has_norms, c.has_sinks,
@@ -503,20 +294,6 @@ Bits placed(Case const& c, Inputs const& in, Layout const& layout, Bits const& l
     return cache;
 }
 
-// An input of the plugin.
-struct Tensor
-{
-    PluginTensorDesc desc;
-    std::vector<uint8_t> bytes;
-};
-
-template <typename T>
-Tensor tensor(std::vector<T> const& values, std::vector<int64_t> const& dims, DataType type)
-{
-    auto const* bytes = reinterpret_cast<uint8_t const*>(values.data());
-    return {described(dims, type), {bytes, bytes + values.size() * sizeof(T)}};
-}
-
 std::vector<Tensor> tensors_of(Case const& c, Inputs const& in, Layout const& layout)
 {
     std::vector<int64_t> const cache{layout.count, c.kv_heads, layout.rows, c.size};
@@ -544,12 +321,6 @@ std::vector<Tensor> tensors_of(Case const& c, Inputs const& in, Layout const& la
         tensors.push_back(tensor(layout.table, {in.slots, layout.width}, DataType::kINT32));
     }
     return tensors;
-}
-
-template <typename Capability>
-Capability& capability_of(IPluginV3& plugin, PluginCapabilityType type)
-{
-    return *static_cast<Capability*>(plugin.getCapabilityInterface(type));
 }
 
 // All that a case gives the plugin.
@@ -638,17 +409,6 @@ void check_shapes(IPluginV3& attached, Call const& call)
             require(!takes(other), "input " + std::to_string(i) + " of another shape is accepted");
         }
     }
-}
-
-// Makes a plugin of what another serializes, and its clone in an execution context, as TensorRT does of a plan.
-std::unique_ptr<IPluginV3> loaded(IPluginCreatorV3One& creator, IPluginV3& built)
-{
-    auto& saved = capability_of<IPluginV3OneRuntime>(built, PluginCapabilityType::kRUNTIME);
-    std::unique_ptr<IPluginV3> const plugin(
-        creator.createPlugin("layer", saved.getFieldsToSerialize(), TensorRTPhase::kRUNTIME));
-    require(plugin != nullptr, "what was serialized makes no plugin");
-    auto& prototype = capability_of<IPluginV3OneRuntime>(*plugin, PluginCapabilityType::kRUNTIME);
-    return std::unique_ptr<IPluginV3>(prototype.attachToContext(nullptr));
 }
 
 // -- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -774,9 +534,10 @@ int main(int count, char** arguments)
     using GetCreators = IPluginCreatorInterface* const* (*)(int32_t&);
     auto const get_creators = reinterpret_cast<GetCreators>(dlsym(library, "getCreators"));
     require(get_creators != nullptr && dlsym(library, "setLoggerFinder") != nullptr, "the library has no creators");
-    int32_t creators = 0;
-    auto* const creator = static_cast<IPluginCreatorV3One*>(get_creators(creators)[0]);
-    require(creators == 1 && std::string(creator->getPluginName()) == "DFlashBlockAttention"
+    int32_t count_of_creators = 0;
+    IPluginCreatorInterface* const* const creators = get_creators(count_of_creators);
+    auto* const creator = static_cast<IPluginCreatorV3One*>(creators[0]);
+    require(count_of_creators == 2 && std::string(creator->getPluginName()) == "DFlashBlockAttention"
             && std::string(creator->getPluginVersion()) == "1" && std::string(creator->getPluginNamespace()) == "dflash"
             && creator->getFieldNames()->nbFields == 10,
         "the creator is another");
@@ -813,11 +574,12 @@ int main(int count, char** arguments)
     {
         check_case(*creator, each, has_gpu);
     }
+    size_t const all = std::size(cases) + check_delta_nets(*static_cast<IPluginCreatorV3One*>(creators[1]), has_gpu);
     if (!has_gpu)
     {
-        std::printf("no GPU: %zu plugins were created, not run\n", std::size(cases));
+        std::printf("no GPU: %zu plugins were created, not run\n", all);
         return 0;
     }
-    std::printf("all %zu cases equal float64\n", std::size(cases));
+    std::printf("all %zu cases equal float64\n", all);
     return 0;
 }

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 19
+#define DFLASH_ABI_VERSION 20
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -69,7 +69,7 @@ typedef struct
     int32_t rows; /* Q; with segments the most that one has here, or block */
     int32_t heads;
     int32_t kv_heads;
-    int32_t head_size; /* 64 or 128; on Hopper 256 too, of caches without scales */
+    int32_t head_size; /* 64 or 128; on Hopper 256 and 512 too, of caches without scales */
     int32_t cache_rows; /* S */
     int32_t causal; /* 1: row i sees the keys up to its own position; 0: all */
     int32_t window; /* a row at position p sees keys > p - window; 0: no window */
@@ -114,6 +114,42 @@ DFLASH_API cudaError_t dflash_attention(
 /* The same of many rows of prompts, on Hopper (elsewhere cudaErrorNotSupported): causal, of segments of any number of
  * rows over pages without scales. `rows` is N here, the flat rows of q; `added` and `block` are not taken. */
 DFLASH_API cudaError_t dflash_attend_prompts(const dflash_attention_params* params, cudaStream_t stream);
+
+/* Latent attention (MLA), absorbed, on Hopper (elsewhere cudaErrorNotSupported): a cache row is the key of all heads,
+ * and its first 512 numbers are the value. kv_heads is 1, head_size 576, causal 1, out [B, Q, Hq * 512]; `values` is
+ * not read. Of a run of rows a slot, without segments, page table, window, sinks or scales. */
+DFLASH_API cudaError_t dflash_latent_attention_workspace(const dflash_attention_params* params, size_t* bytes);
+
+DFLASH_API cudaError_t dflash_latent_attention(
+    const dflash_attention_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
+
+/* Latent attention's cache rows, and the rotated parts of its queries. Row i of slot b stands at start[b] + i: 512
+ * numbers that are normed and 64 that RoPE rotates, number j and j + 32 together. Rows outside of the cache are
+ * dropped. */
+typedef struct
+{
+    int32_t dtype; /* FP16 or BF16 */
+    int32_t slots; /* B */
+    int32_t rows; /* N */
+    int32_t heads;
+    int32_t plain_size; /* P: numbers of a head's projected query that are not rotated, its first */
+    int32_t cache_rows;
+    int32_t positions; /* rows of the RoPE tables */
+    float norm_eps;
+    const void* q; /* [B, N, Hq, P + 64] contiguous */
+    const void* kv; /* [B, N, 576] by strides */
+    const void* norm; /* [512] */
+    const void* cos; /* [positions, 32] */
+    const void* sin;
+    const int32_t* start; /* [B] */
+    void* cache; /* [B, 1, S, 576] by stride */
+    void* queries; /* [B, N, Hq, 576] contiguous: the last 64 numbers of each are written */
+    int64_t kv_slot_stride;
+    int64_t kv_row_stride;
+    int64_t cache_slot_stride;
+} dflash_latent_append_params;
+
+DFLASH_API cudaError_t dflash_latent_append(const dflash_latent_append_params* params, cudaStream_t stream);
 
 /* From projected rows to the caches: norm of heads, RoPE, append; and normed, rotated queries.
  *
@@ -164,9 +200,11 @@ typedef struct
     int32_t page_rows; /* with a page table */
     int32_t block; /* with segments only */
     const int32_t* row_position; /* [N]: the positions that flat rows are rotated by, or null: those where they lie */
-    int32_t rotary_size; /* numbers of a head that RoPE rotates, its first: a multiple of 16; 0: D. The tables' width,
-                            twice */
+    int32_t rotary_size; /* numbers of a head that RoPE rotates, its first: a multiple of 16, of heads of 512 of 32; 0:
+                            D. The tables' width, twice */
     int32_t is_norm_wide; /* 1: q_norm and k_norm are FP32, and rows are rounded once, behind them */
+    int32_t keys_as_values; /* 1: qkv has no values, [B, rows, (Hq + Hkv) * D]: they are its keys, as projected */
+    int32_t norms_values; /* 1: values are normed, without weights */
 } dflash_append_params;
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
@@ -199,6 +237,7 @@ typedef struct
     const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
+    int32_t gelu; /* 1: with swiglu, gates go through GELU by its form with tanh, not through SiLU */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
@@ -231,12 +270,43 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_rms_norm(const dflash_rms_norm_params* params, cudaStream_t stream);
 
-/* silu(gate) * up; F is a multiple of 8. */
+/* (residual + the RMSNorm of x) * factor * scale, of which each may be left out. H as in dflash_rms_norm. */
+typedef struct
+{
+    int32_t dtype;
+    int32_t rows;
+    int32_t size; /* H */
+    int32_t is_weight_wide; /* as in dflash_rms_norm */
+    float eps;
+    float scale; /* 1: none */
+    const void* x; /* [rows, H] contiguous, as all of these */
+    const void* weight; /* [H] */
+    const void* residual; /* [rows, H], or null */
+    const void* factor; /* [1] of dtype, or null */
+    void* out; /* [rows, H] */
+} dflash_add_normed_params;
+
+DFLASH_API cudaError_t dflash_add_normed(const dflash_add_normed_params* params, cudaStream_t stream);
+
+/* cap * tanh(x / cap) */
+typedef struct
+{
+    int32_t dtype; /* any */
+    float cap;
+    int64_t count; /* of numbers, a multiple of 8 */
+    const void* x; /* contiguous */
+    void* out; /* may be x */
+} dflash_cap_params;
+
+DFLASH_API cudaError_t dflash_cap(const dflash_cap_params* params, cudaStream_t stream);
+
+/* silu(gate) * up, or gelu(gate) * up; F is a multiple of 8. */
 typedef struct
 {
     int32_t dtype;
     int32_t rows;
     int32_t size; /* F */
+    int32_t gelu; /* 1: GELU by its form with tanh; 0: SiLU */
     const void* x; /* [rows, 2 F] contiguous: gate, then up */
     void* out; /* [rows, F] contiguous */
 } dflash_swiglu_params;
@@ -276,13 +346,19 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * those that a row chose are read, once for up to 16 rows.
  *
  * A row's experts are those of its top_k largest logits, the lowest ids among equals; its shares are the softmax over
- * those, or over all, in FP32. Each computes act(x gate_up^T + bias) down^T + bias, rounded to the type before the
- * activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The experts that
- * this rank has are first..first + count - 1.
+ * those, or over all, in FP32, times the expert's scale. With a correction, scores are the logits' sigmoids: chosen by
+ * their sums with it, a row's shares are the scores alone, normalized divided by their sum and 1e-20. Shares are
+ * multiplied by share_scale, last. Each expert computes act(x gate_up^T + bias) down^T + bias, rounded to the type
+ * before the activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The
+ * experts that this rank has are first..first + count - 1.
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
  * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to
  * hold 16 rows of the wider of them, or 8, which then share the reading of an expert.
+ *
+ * In INT4 a weight is [E, O, I / 8] int32, eight numbers from -8 to 7 each, the first in the lowest bits, stored as
+ * themselves and 8, with BF16 scales [E, O, I / 32]. A number times its scale is rounded to the type, and in FP16 the
+ * scale too. H and F are multiples of 256.
  *
  * In FP8 a weight is E4M3 [E, O, I] with FP32 scales, [E, O] or [E, ceil(O / 128), ceil(I / 128)]; sums are scaled, not
  * weights. Its codes that are not numbers (0x7f, 0xff) are not told apart: they count as 480. */
@@ -293,7 +369,8 @@ typedef enum
     DFLASH_MOE_NUMBERS = 0, /* of dtype */
     DFLASH_MOE_MXFP4 = 1,
     DFLASH_MOE_FP8_ROWS = 2, /* a scale for each row */
-    DFLASH_MOE_FP8_BLOCKS = 3 /* a scale for each block of 128 by 128 */
+    DFLASH_MOE_FP8_BLOCKS = 3, /* a scale for each block of 128 by 128 */
+    DFLASH_MOE_INT4 = 4 /* a scale for each 32 of a row; not for many rows */
 } dflash_moe_format;
 
 typedef struct
@@ -304,7 +381,7 @@ typedef struct
     int32_t rows; /* N, at most DFLASH_MOE_MOST_ROWS */
     int32_t hidden; /* H */
     int32_t columns; /* F, of each expert, that this rank has */
-    int32_t experts; /* on all ranks, at most 256 */
+    int32_t experts; /* on all ranks, at most 384 */
     int32_t first;
     int32_t count;
     int32_t top_k; /* at most 32 */
@@ -315,12 +392,16 @@ typedef struct
     const void* x; /* [N, H] contiguous, as all of these */
     const void* logits; /* [N, experts] */
     const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or blocks */
-    const void* gate_up_scales; /* MXFP4 and FP8 only */
+    const void* gate_up_scales; /* not of numbers */
     const void* gate_up_bias; /* [count, 2 F], or null */
     const void* down; /* [count, H, F] */
     const void* down_scales;
     const void* down_bias; /* [count, H], or null */
     void* out; /* [N, H] */
+    const void* expert_scale; /* [experts] of dtype, by which shares are multiplied in the end, or null */
+    const float* correction; /* [experts]: scores are sigmoids, chosen by their sums with these; or null: softmax */
+    int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; not with clamped */
+    float share_scale;
 } dflash_moe_params;
 
 /* Bytes of scratch that dflash_moe needs. */

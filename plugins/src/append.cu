@@ -12,15 +12,18 @@ namespace
 {
 
 constexpr int kThreads = 128;
-constexpr int kVector = 8; // numbers of one 16-byte access
+// Neighbours that a lane has: of heads of 512 twice as many, that a warp has one.
+template <int D>
+constexpr int kNeighbours = D > 256 ? 16 : 8;
 
-// A head of a row by D / 8 neighbouring lanes, each with 8 neighbours; what RoPE pairs them with, half a head away, is
-// half of the lanes away. Rounds where the separate operations would: after the norm, its weight, each product and
-// their sum. Products and sums of two numbers of 16 bits are computed as such, two at a time: to compute them in FP32
-// and round them then gives the same.
+// A head of a row by D / 8 neighbouring lanes, each with 8 neighbours, or 32 with 16; what RoPE pairs them with, half a
+// head away, is half of the lanes away. Rounds where the separate operations would: after the norm, its weight, each
+// product and their sum. Products and sums of two numbers of 16 bits are computed as such, two at a time: to compute
+// them in FP32 and round them then gives the same.
 template <typename T, int D>
 struct Head
 {
+    static constexpr int kVector = kNeighbours<D>;
     static constexpr int kLanes = D / kVector;
     static constexpr int kPairs = kVector / 2;
     using P = typename Pair<T>::type;
@@ -48,16 +51,33 @@ struct Head
         return static_cast<unsigned>((uint64_t{1} << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
     }
 
+    // A lane's numbers, from its own on: in accesses of 16 bytes.
+    static __device__ __forceinline__ Numbers load_own(T const* from)
+    {
+        Numbers numbers;
+#pragma unroll
+        for (int first = 0; first < kPairs; first += 4)
+        {
+            auto const part = load_vector<uint32_t, 4>(reinterpret_cast<uint32_t const*>(from) + first);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                numbers.at[first + i] = part.at[i];
+            }
+        }
+        return numbers;
+    }
+
     static __device__ __forceinline__ Numbers load(T const* head)
     {
-        return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(head) + lane() * kPairs);
+        return load_own(head + lane() * kVector);
     }
 
     // A row of a RoPE table, for both halves of what is rotated; other lanes get what they do not use.
     static __device__ __forceinline__ Numbers load_half(T const* half, int rotary_lanes)
     {
         int const own = lane() < rotary_lanes / 2 ? lane() : lane() < rotary_lanes ? lane() - rotary_lanes / 2 : 0;
-        return load_vector<uint32_t, kPairs>(reinterpret_cast<uint32_t const*>(half) + own * kPairs);
+        return load_own(half + own * kVector);
     }
 
     static __device__ __forceinline__ void store_zeros(T* head)
@@ -127,6 +147,18 @@ struct Head
         }
     }
 
+    // Without weights.
+    __device__ __forceinline__ void norm(float eps)
+    {
+        float const root = rsqrtf(squares() / D + eps);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+        {
+            P& two = pair(x.at[i]);
+            two = pair_of<T>(to_float(two.x) * root, to_float(two.y) * root);
+        }
+    }
+
     // cos, sin: the position's, of these lanes' numbers. The first rotary_lanes of the head's lanes are rotated.
     __device__ __forceinline__ void rotate(Numbers const& cos, Numbers const& sin, int rotary_lanes)
     {
@@ -146,7 +178,12 @@ struct Head
 
     __device__ __forceinline__ void store(T* head) const
     {
-        store_vector(reinterpret_cast<uint32_t*>(head) + lane() * kPairs, x);
+#pragma unroll
+        for (int first = 0; first < kPairs; first += 4)
+        {
+            Vector<uint32_t, 4> const part{x.at[first], x.at[first + 1], x.at[first + 2], x.at[first + 3]};
+            store_vector(reinterpret_cast<uint32_t*>(head) + lane() * kPairs + first, part);
+        }
     }
 
     // Divides numbers that were rounded to T, as a composition of operations would.
@@ -257,7 +294,8 @@ struct Source
         {
             int const nth = p.block > 0 ? heads.row / p.block : slot;
             int const of_block = heads.row - (p.block > 0 ? nth * p.block : 0);
-            row = values = static_cast<T const*>(p.qkv) + nth * p.qkv_slot_stride + of_block * p.qkv_row_stride;
+            row = static_cast<T const*>(p.qkv) + nth * p.qkv_slot_stride + of_block * p.qkv_row_stride;
+            values = row - (p.keys_as_values ? p.kv_heads * p.head_size : 0);
         }
         else
         {
@@ -307,7 +345,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
     }
 
     int const rotary_size = p.rotary_size > 0 ? p.rotary_size : D;
-    int const rotary_lanes = rotary_size / kVector;
+    int const rotary_lanes = rotary_size / H::kVector;
     int64_t const table_row = int64_t{min(max(to.rotation, 0), p.positions - 1)} * (rotary_size / 2);
     int64_t const place = past > p.heads ? place_of(p, to) : 0;
 #pragma unroll 1
@@ -334,6 +372,10 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
                 x.norm(static_cast<T const*>(weight), p.norm_eps);
             }
             x.rotate(cos, sin, rotary_lanes);
+        }
+        else if (p.norms_values)
+        {
+            x.norm(p.norm_eps);
         }
         if (is_query)
         {
@@ -377,6 +419,7 @@ cudaError_t launch_size(dflash_append_params const& p, cudaStream_t stream)
     case 64: return launch<T, C, 64>(p, stream);
     case 128: return launch<T, C, 128>(p, stream);
     case 256: return launch<T, C, 256>(p, stream);
+    case 512: return launch<T, C, 512>(p, stream);
     default: return cudaErrorInvalidValue;
     }
 }
@@ -393,8 +436,9 @@ cudaError_t launch_caches(dflash_append_params const& p, cudaStream_t stream)
 extern "C" cudaError_t dflash_append(dflash_append_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
+    int const rotated = 2 * (p->head_size > 256 ? kNeighbours<512> : kNeighbours<256>); // by two lanes
     bool const is_known = p->slots <= 65535 && p->positions > 0 && !p->key_scale == !p->value_scale
-        && p->rotary_size >= 0 && p->rotary_size <= p->head_size && p->rotary_size % (2 * kVector) == 0;
+        && p->rotary_size >= 0 && p->rotary_size <= p->head_size && p->rotary_size % rotated == 0;
     bool const has_flat_rows = p->segments && (p->context_rows || (p->rows && !p->block));
     bool const is_placed = (!has_flat_rows || p->row_segment) && (!p->page_table || p->page_rows > 0)
         && (p->segments ? p->block == 0 || p->block == p->rows : p->block == 0)

@@ -10,6 +10,7 @@
 #include "attention_combine.cuh"
 #include "attention_mma.cuh"
 #include "attention_sm90.cuh"
+#include "attention_wide_sm90.cuh"
 #include "attention_work.cuh"
 #include "dflash_kernels.h"
 #include "element.cuh"
@@ -41,9 +42,9 @@ struct Plan
 
 cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 {
-    bool const is_known = (p.head_size == 64 || p.head_size == 128 || p.head_size == 256) && p.rows > 0
-        && p.kv_heads > 0 && p.slots >= 0 && p.heads % p.kv_heads == 0 && p.cache_rows > 0
-        && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && !p.key_scale == !p.value_scale;
+    bool const has_size = p.head_size == 64 || p.head_size == 128 || p.head_size == 256 || p.head_size == 512;
+    bool const is_known = has_size && p.rows > 0 && p.kv_heads > 0 && p.slots >= 0 && p.heads % p.kv_heads == 0
+        && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && !p.key_scale == !p.value_scale;
     // A tile lies within a page: of several they hold whole tiles.
     bool const has_pages = p.page_table
         ? p.pages > 0 && p.page_rows > 0 && (p.page_rows % kTile == 0 || p.page_rows >= p.cache_rows)
@@ -85,7 +86,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     plan.is_sm90 = false;
 #endif
     bool const is_missing = p.is_exact && (!plan.is_sm90 || p.window > 0 || p.head_size > 128);
-    if ((p.head_size == 256 && !plan.is_sm90) || is_missing)
+    if ((p.head_size > 128 && !plan.is_sm90) || is_missing)
     {
         return cudaErrorNotSupported;
     }
@@ -94,9 +95,11 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     {
         plan.m = sm90::kRows;
         w.row_blocks = (w.packed_rows + plan.m - 1) / plan.m;
+        bool const is_wide = p.head_size == sm90::kWideHead; // a block has one row block, not two
         // Exact, a row's tiles go to both warpgroups by turns, whatever rows are beside it.
-        plan.shares_tiles = w.row_blocks > 1 && !p.is_exact;
-        blocks = std::max(sms / (plan.shares_tiles ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
+        plan.shares_tiles = is_wide || (w.row_blocks > 1 && !p.is_exact);
+        bool const by_two = plan.shares_tiles && !is_wide;
+        blocks = std::max(sms / (by_two ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
         w.least_units = plan.shares_tiles ? 1 : 2; // one a warpgroup
     }
     else
@@ -149,6 +152,7 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 cudaError_t map_cache(dflash_attention_params const& p, void const* cache, CUtensorMap& map)
 {
     auto const size = static_cast<cuuint64_t>(p.head_size);
+    auto const columns = std::min(p.head_size, sm90::WideShared::kColumns); // of a box
     auto const rows = static_cast<cuuint64_t>(p.page_table ? p.page_rows : p.cache_rows);
     int const pages = p.page_table || p.segments ? p.pages : p.slots;
     // The stride of the only page, or head, may be any number.
@@ -157,32 +161,45 @@ cudaError_t map_cache(dflash_attention_params const& p, void const* cache, CUten
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
         {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(pages)},
         {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(pages, p.cache_slot_stride)},
-        {sm90::kAtom, kTile, static_cast<cuuint32_t>(p.head_size) / sm90::kAtom, 1, 1}, map);
+        {sm90::kAtom, kTile, static_cast<cuuint32_t>(columns / sm90::kAtom), 1, 1}, map);
+}
+
+template <auto kKernel>
+cudaError_t launch_sm90(Plan const& plan, int threads, int bytes, dim3 grid, cudaStream_t stream)
+{
+    Work const& w = plan.work;
+    CUtensorMap keys;
+    CUtensorMap values;
+    cudaError_t error = map_cache(w.p, w.p.keys, keys);
+    error = error == cudaSuccess ? map_cache(w.p, w.p.values, values) : error;
+    error = error == cudaSuccess ? allow_shared_bytes<kKernel>(bytes) : error;
+    return error == cudaSuccess ? launch_kernel(kKernel, grid, threads, bytes, stream, w, keys, values) : error;
 }
 
 template <typename T, int D, bool kSharedTiles, bool kHasMany>
 cudaError_t launch_attend_sm90(Plan const& plan, cudaStream_t stream)
 {
-    Work const& w = plan.work;
     constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
     constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles, kHasMany>;
-    CUtensorMap keys;
-    CUtensorMap values;
-    cudaError_t error = map_cache(w.p, w.p.keys, keys);
-    error = error == cudaSuccess ? map_cache(w.p, w.p.values, values) : error;
-    error = error == cudaSuccess ? allow_shared_bytes<kernel>(kBytes) : error;
-    if (error != cudaSuccess)
-    {
-        return error;
-    }
-    dim3 const grid(plan.blocks, kSharedTiles ? (w.row_blocks + 1) / 2 : w.row_blocks);
-    return launch_kernel(kernel, grid, sm90::kThreads<D, kHasMany>, kBytes, stream, w, keys, values);
+    dim3 const grid(plan.blocks, kSharedTiles ? (plan.work.row_blocks + 1) / 2 : plan.work.row_blocks);
+    return launch_sm90<kernel>(plan, sm90::kThreads<D, kHasMany>, kBytes, grid, stream);
+}
+
+template <typename T>
+cudaError_t launch_attend_wide(Plan const& plan, cudaStream_t stream)
+{
+    dim3 const grid(plan.blocks, plan.work.row_blocks);
+    return launch_sm90<sm90::attend_wide_kernel<T>>(plan, sm90::kMostThreads, sm90::WideShared::kBytes, grid, stream);
 }
 
 template <typename T, typename C, int D>
 cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 {
-    if constexpr (std::is_same_v<T, C>)
+    if constexpr (D == sm90::kWideHead)
+    {
+        return std::is_same_v<T, C> && plan.is_sm90 ? launch_attend_wide<T>(plan, stream) : cudaErrorNotSupported;
+    }
+    else if constexpr (std::is_same_v<T, C>)
     {
         if (plan.is_sm90)
         {
@@ -197,7 +214,7 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
                                      : launch_attend_sm90<T, D, false, false>(plan, stream);
         }
     }
-    if constexpr (D == 256)
+    if constexpr (D > 128)
     {
         return cudaErrorNotSupported;
     }
@@ -207,17 +224,6 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
             : plan.warps_m == 2  ? launch_attend<T, C, D, 2>(plan, stream)
                                  : launch_attend<T, C, D, 4>(plan, stream);
     }
-}
-
-// owners: blocks' first dimension, each with a (slot, head) or a range of its own.
-template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
-cudaError_t launch_combine(Plan const& plan, int owners, cudaStream_t stream)
-{
-    Work const& w = plan.work;
-    int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
-    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(plan.sms / owners, 1));
-    auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
-    return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, plan.m);
 }
 
 template <typename T, int D>
@@ -230,16 +236,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
-    int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
-    int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
-    if (w.p.is_exact)
-    {
-        return launch_combine<T, D, 1, 1, 1>(plan, owners, stream); // of sums in one order
-    }
-    return fragments <= 4 * plan.sms ? launch_combine<T, D, 2, 1>(plan, owners, stream)
-        : fragments <= 8 * plan.sms  ? launch_combine<T, D, 1, 1>(plan, owners, stream)
-                                     : launch_combine<T, D, 1, 4>(plan, owners, stream);
+    return launch_combine<T, D>(w, plan.m, plan.sms, stream);
 }
 
 template <typename T>
@@ -249,7 +246,8 @@ cudaError_t launch_size(Plan const& plan, cudaStream_t stream)
     {
     case 64: return launch<T, 64>(plan, stream);
     case 128: return launch<T, 128>(plan, stream);
-    default: return launch<T, 256>(plan, stream);
+    case 256: return launch<T, 256>(plan, stream);
+    default: return launch<T, 512>(plan, stream);
     }
 }
 

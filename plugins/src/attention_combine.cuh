@@ -6,6 +6,8 @@
 #include "attention_work.cuh"
 #include "launch.cuh"
 
+#include <algorithm>
+
 namespace dflash
 {
 
@@ -180,29 +182,39 @@ struct Combination
         }
     }
 
-    // Gives what a warp has to another, or joins what it was given. By all threads of the block; is_giver by warp.
-    __device__ __forceinline__ void merge(float4 (&box)[2][32], bool is_giver)
+    // Gives what a warp has to the first of those that share, or joins what it was given. By all threads of the block;
+    // share by warp.
+    template <int kSharing>
+    __device__ __forceinline__ void merge(float4 (&boxes)[kSharing - 1][2][32], int share)
     {
         static_assert(kFragments == 1);
         int const lane = threadIdx.x % 32;
-        if (is_giver)
+        if constexpr (kSharing > 2)
         {
-            box[0][lane] = {total[0][0], total[0][1], total[0][2], total[0][3]};
-            box[1][lane] = {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]};
+            __syncthreads(); // the boxes of the job before have been read
+        }
+        if (share > 0)
+        {
+            boxes[share - 1][0][lane] = {total[0][0], total[0][1], total[0][2], total[0][3]};
+            boxes[share - 1][1][lane] = {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]};
         }
         __syncthreads();
-        if (is_giver)
+        if (share > 0)
         {
             return;
         }
-        float4 const x = box[0][lane];
-        float4 const y = box[1][lane];
-        float const maxima[2] = {y.x, y.y};
-        float const sums[2] = {y.z, y.w};
-        float mine[2];
-        float theirs[2];
-        softmax.merge(maxima, sums, mine, theirs);
-        merge_rows(total[0], x, mine, theirs);
+#pragma unroll
+        for (auto const& box : boxes)
+        {
+            float4 const x = box[0][lane];
+            float4 const y = box[1][lane];
+            float const maxima[2] = {y.x, y.y};
+            float const sums[2] = {y.z, y.w};
+            float mine[2];
+            float theirs[2];
+            softmax.merge(maxima, sums, mine, theirs);
+            merge_rows(total[0], x, mine, theirs);
+        }
     }
 };
 
@@ -218,7 +230,8 @@ constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 #endif
 }
 
-// Combines kFragments fragments of 16 rows, which kSharing warps share. By all threads of the block where they are two.
+// Combines kFragments fragments of 16 rows, which kSharing warps share. By all threads of the block where they are more
+// than one.
 template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __device__ __forceinline__ void combine(Work const& w, int m, Divided const& divided, int job)
 {
@@ -237,9 +250,9 @@ __device__ __forceinline__ void combine(Work const& w, int m, Divided const& div
     }
     if constexpr (kSharing > 1)
     {
-        __shared__ float4 boxes[kCombineWarps / 2][2][32];
-        combination.merge(boxes[warp / 2], share == 1);
-        if (share == 1)
+        __shared__ float4 boxes[kCombineWarps / kSharing][kSharing - 1][2][32];
+        combination.template merge<kSharing>(boxes[warp / kSharing], share);
+        if (share > 0)
         {
             return;
         }
@@ -273,14 +286,14 @@ __device__ __forceinline__ void write_zeros(Work const& w, Segments const& segme
     }
 }
 
-// kSharing warps share the partial results of kFragments fragments: two have one where a (slot, head) is divided among
-// many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in place when the
-// last range ends: what precedes the wait then costs nothing.
+// kSharing warps share the partial results of kFragments fragments: two, or eight, have one where a (slot, head) is
+// divided among many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in
+// place when the last range ends: what precedes the wait then costs nothing. kPartials: of a range.
 template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments))
     combine_kernel(Work const w, int const m)
 {
-    static_assert(kSharing == 1 || kSharing == 2);
+    static_assert(kSharing == 1 || kSharing == 2 || kSharing == 8);
     Segments const segments(w.p);
     Division const division(w, segments);
     Divided const divided(w, segments, division);
@@ -302,6 +315,37 @@ __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFra
     {
         combine<T, D, kSharing, kFragments, kPartials>(w, m, divided, job);
     }
+}
+
+// -- the launch -------------------------------------------------------------------------------------------------------
+
+// owners: blocks' first dimension, each with a (slot, head) or a range of its own. sms: of the device.
+template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
+cudaError_t launch_combine(Work const& w, int m, int sms, int owners, cudaStream_t stream)
+{
+    int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
+    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(sms / owners, 1));
+    auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
+    return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, m);
+}
+
+// m: packed rows of a row block.
+template <typename T, int D>
+cudaError_t launch_combine(Work const& w, int m, int sms, cudaStream_t stream)
+{
+    // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
+    int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
+    int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
+    if constexpr (D <= 128)
+    {
+        if (w.p.is_exact)
+        {
+            return launch_combine<T, D, 1, 1, 1>(w, m, sms, owners, stream); // of sums in one order
+        }
+    }
+    return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, m, sms, owners, stream)
+        : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, m, sms, owners, stream)
+                                : launch_combine<T, D, 1, 4>(w, m, sms, owners, stream);
 }
 
 } // namespace dflash

@@ -158,6 +158,22 @@ struct Inputs
 
 // -- main loop --------------------------------------------------------------------------------------------------------
 
+// Eight numbers of a packed row's query; zeros where the segment has no such row.
+template <typename T>
+__device__ __forceinline__ int4 query_chunk(Work const& w, Cursor const& at, int packed_row, int chunk)
+{
+    dflash_attention_params const& p = w.p;
+    int const group_head = head_of(w, packed_row);
+    int const row = packed_row - group_head * p.rows;
+    if (packed_row >= w.packed_rows || row >= at.segment.rows)
+    {
+        return {};
+    }
+    T const* from = static_cast<T const*>(p.q) + at.first_query(p) + row * p.q_row_stride
+        + (at.head * w.group + group_head) * p.q_head_stride;
+    return *reinterpret_cast<int4 const*>(from + chunk * 8);
+}
+
 // Attention of a warpgroup's 64 packed rows: all tiles of a (slot, head), or every other one.
 template <typename T, int D, bool kSharedTiles>
 struct Mainloop
@@ -236,7 +252,7 @@ struct Mainloop
             for (int i = 0; i < kTogether; ++i)
             {
                 int const chunk = first + i * kSharing;
-                x[i] = query_chunk(at, row_block * kRows + chunk / (D / 8), chunk % (D / 8));
+                x[i] = query_chunk<T>(w, at, row_block * kRows + chunk / (D / 8), chunk % (D / 8));
             }
 #pragma unroll
             for (int i = 0; i < kTogether; ++i)
@@ -247,21 +263,6 @@ struct Mainloop
         }
         show_to_products();
         meet();
-    }
-
-    // Eight numbers of a packed row's query; zeros where the segment has no such row.
-    __device__ __forceinline__ int4 query_chunk(Cursor const& at, int packed_row, int chunk) const
-    {
-        dflash_attention_params const& p = w.p;
-        int const group_head = head_of(w, packed_row);
-        int const row = packed_row - group_head * p.rows;
-        if (packed_row >= w.packed_rows || row >= at.segment.rows)
-        {
-            return {};
-        }
-        T const* from = static_cast<T const*>(p.q) + at.first_query(p) + row * p.q_row_stride
-            + (at.head * w.group + group_head) * p.q_head_stride;
-        return *reinterpret_cast<int4 const*>(from + chunk * 8);
     }
 
     // Takes in the tile from first_key on, the nth of the range.

@@ -90,6 +90,14 @@ __device__ __forceinline__ float silu(float x)
     return __fdividef(x, 1.f + __expf(-x));
 }
 
+// By its form with tanh: (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+__device__ __forceinline__ float gelu(float x)
+{
+    constexpr float kTwice = 2.f * 0.7978845608028654f; // sqrt(2 / pi)
+    float const inner = kTwice * x * fmaf(0.044715f * x, x, 1.f);
+    return __fdividef(x, 1.f + __expf(-inner));
+}
+
 // Two floats as one register of two T, the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t packed(float low, float high)

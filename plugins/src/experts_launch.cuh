@@ -68,11 +68,11 @@ struct Device
 
 inline bool is_routed(dflash_moe_params const& p)
 {
-    int const multiple = p.format == DFLASH_MOE_MXFP4 ? 32 : 16;
+    int const multiple = p.format == DFLASH_MOE_MXFP4 ? 32 : p.format == DFLASH_MOE_INT4 ? kInt4Inputs : 16;
     return p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1 && p.top_k <= std::min(kMostTopK, p.experts)
         && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts && p.hidden >= multiple
         && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
-        && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_FP8_BLOCKS
+        && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_INT4
         && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
         && p.logits_dtype <= DFLASH_FP32;
 }
@@ -140,6 +140,7 @@ inline Product gate_up_product(dflash_moe_params const& p, Route const& route, v
     product.outputs = 2 * p.columns;
     product.is_by_block = p.format == DFLASH_MOE_FP8_BLOCKS;
     product.is_clamped = p.clamped != 0;
+    product.has_gelu = p.gelu != 0;
     product.alpha = p.alpha;
     product.limit = p.limit;
     return product;

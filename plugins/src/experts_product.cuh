@@ -6,6 +6,7 @@
 #include "experts_work.cuh"
 #include "fp8.cuh"
 #include "instructions.cuh"
+#include "int4.cuh"
 #include "launch.cuh"
 #include "mxfp4.cuh"
 
@@ -26,15 +27,17 @@ __device__ __forceinline__ void copy_async_8(uint32_t to, void const* from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 
-// Loads a warp's granules into its ring: units of 16 rows of 128 bytes, each second row's halves swapped. A lane
-// copies 16 bytes of every fourth row.
+// Loads a warp's granules into its ring: units of 16 rows of 128 bytes, each second row's halves swapped, and of INT4
+// their scales behind them. A lane copies 16 bytes of every fourth row.
 template <Weight kWeight, bool kGateUp>
 struct Weights
 {
+    static constexpr int kUnitBytes = unit_bytes(kWeight);
+
     Product const& p;
     Layout const& layout;
     int const lane;
-    int const blocks; // of MXFP4 in a row
+    int const blocks; // of MXFP4 or INT4 in a row
     int64_t const gap;
     uint32_t const ring;
     uint32_t const at; // this lane's of a unit
@@ -43,6 +46,7 @@ struct Weights
     int slot = 0;
     int scale_buffer = 0;
     char const* from = nullptr; // this lane's first of the granule
+    char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
 
     __device__ __forceinline__ Weights(
         Product const& p_, Layout const& layout_, Share const& share, int lane_, unsigned char const* ring_)
@@ -71,8 +75,13 @@ struct Weights
 #pragma unroll
             for (int i = 0; i < kGranule / 4; ++i)
             {
-                copy_async_16(at + slot * kUnit + i * 4 * kLine,
+                copy_async_16(at + slot * kUnitBytes + i * 4 * kLine,
                     unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
+            }
+            if (kWeight == Weight::kInt4 && lane < kGranule)
+            {
+                copy_async_16(ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine,
+                    scales_from + unit * kInt4ScaleLine, true);
             }
             slot = slot + 1 == kUnits ? 0 : slot + 1;
             if (++unit == layout.units)
@@ -88,6 +97,11 @@ struct Weights
     {
         int64_t const row = static_cast<int64_t>(cursor.expert) * p.outputs + cursor.granule * Rows<kGateUp>::kFirst;
         from = static_cast<char const*>(p.weight) + (row + lane / 8) * layout.row_bytes + lane % 8 * 16;
+        if constexpr (kWeight == Weight::kInt4)
+        {
+            int64_t const own = row + lane + (lane < 8 ? 0 : gap);
+            scales_from = static_cast<char const*>(p.scales) + own * blocks * 2;
+        }
         if constexpr (kWeight == Weight::kMxfp4)
         {
             uint8_t const* const scales = static_cast<uint8_t const*>(p.scales) + row * blocks;
@@ -106,9 +120,7 @@ struct Weights
 template <Weight kWeight>
 struct Order
 {
-    static constexpr int kWords = kWeight == Weight::kMxfp4 ? 4
-        : kWeight == Weight::kFp8                           ? 2
-                                                            : 1; // of a part of a step
+    static constexpr int kWords = is_packed(kWeight) ? 4 : kWeight == Weight::kFp8 ? 2 : 1; // of a part of a step
     static constexpr int kStepBytes = 64 * kWords; // of a token's inputs, that half of a unit meets
 
     static __device__ __forceinline__ int place(int chunk)
@@ -119,7 +131,7 @@ struct Order
 
     static __device__ __forceinline__ uint4 ordered(uint4 const& x)
     {
-        if constexpr (kWeight == Weight::kMxfp4)
+        if constexpr (is_packed(kWeight))
         {
             return paired(x);
         }
@@ -244,7 +256,7 @@ struct Mainloop
     unsigned char const* const inputs;
     int const quad;
     int const part;
-    int const blocks; // of MXFP4 in a row
+    int const blocks; // of MXFP4 or INT4 in a row
     uint32_t const at; // this lane's of a unit
     int slot = 0;
     int scale_buffer = 0;
@@ -272,7 +284,7 @@ struct Mainloop
         {
             wait_for_copies<kUnits - 1>();
             __syncwarp();
-            Fragment const a = load(ring + slot * kUnit, scales, unit);
+            Fragment const a = load(ring + slot * unit_bytes(kWeight), scales, unit);
             slot = slot + 1 == kUnits ? 0 : slot + 1;
             __syncwarp();
             weights.load_next();
@@ -289,6 +301,10 @@ struct Mainloop
                 if constexpr (kWeight == Weight::kMxfp4)
                 {
                     multiply_mxfp4(c, tiles, a, half, b);
+                }
+                else if constexpr (kWeight == Weight::kInt4)
+                {
+                    multiply_int4(c, tiles, a, half, b);
                 }
                 else if constexpr (kWeight == Weight::kFp8)
                 {
@@ -319,6 +335,13 @@ struct Mainloop
                 int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
                 a.upper_scale[half] = scales[block];
                 a.lower_scale[half] = scales[block + 8 * blocks];
+            }
+            if constexpr (kWeight == Weight::kInt4)
+            {
+                uint16_t const* const own
+                    = reinterpret_cast<uint16_t const*>(loaded + kUnit + quad * kInt4ScaleLine) + half * 4 + part;
+                a.upper_scale[half] = own[0];
+                a.lower_scale[half] = own[8 * kInt4ScaleLine / 2];
             }
             a.upper[half] = *reinterpret_cast<uint4 const*>(loaded + (at ^ half * 64));
             a.lower[half] = *reinterpret_cast<uint4 const*>(loaded + (at ^ half * 64) + 8 * kLine);
@@ -365,6 +388,32 @@ struct Mainloop
                     uint4 const b = *reinterpret_cast<uint4 const*>(b_from + tile * 8 * layout.pitch + word * 32);
                     multiply_add<T>(c[tile], {u[0][0], l[0][0], u[0][1], l[0][1]}, b.x, b.y);
                     multiply_add<T>(c[tile], {u[1][0], l[1][0], u[1][1], l[1][1]}, b.z, b.w);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply_int4(
+        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+    {
+        uint32_t const upper[4] = {a.upper[half].x, a.upper[half].y, a.upper[half].z, a.upper[half].w};
+        uint32_t const lower[4] = {a.lower[half].x, a.lower[half].y, a.lower[half].z, a.lower[half].w};
+        uint32_t const upper_factor = Int4<T>::factor(a.upper_scale[half]);
+        uint32_t const lower_factor = Int4<T>::factor(a.lower_scale[half]);
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+        {
+            uint32_t u[4], l[4];
+            Int4<T>::spread(upper[word], upper_factor, u);
+            Int4<T>::spread(lower[word], lower_factor, l);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                if (tile < tiles)
+                {
+                    uint4 const b = *reinterpret_cast<uint4 const*>(b_from + tile * 8 * layout.pitch + word * 64);
+                    multiply_add<T>(c[tile], {u[0], l[0], u[1], l[1]}, b.x, b.y);
+                    multiply_add<T>(c[tile], {u[2], l[2], u[3], l[3]}, b.z, b.w);
                 }
             }
         }

@@ -11,7 +11,7 @@ namespace moe
 {
 
 constexpr int kMostRows = DFLASH_MOE_MOST_ROWS;
-constexpr int kMostExperts = 256;
+constexpr int kMostExperts = 384;
 constexpr int kMostTopK = 32; // a lane each
 constexpr unsigned kAll = 0xffffffffu;
 
@@ -119,7 +119,13 @@ struct Members
     }
 };
 
-// Finds the largest of a row's logits, one after the other. They are spread over a warp, whose lanes call together.
+__device__ __forceinline__ float sigmoid(float x)
+{
+    return 1.f / (1.f + expf(-x));
+}
+
+// Finds the largest of a row's logits, or of its corrected scores, one after the other. They are spread over a warp,
+// whose lanes call together.
 struct Logits
 {
     static constexpr int kOwn = kMostExperts / 32;
@@ -128,15 +134,17 @@ struct Logits
     uint32_t keys[kOwn]; // the logits, ordered; 0: chosen already, or none
     float largest = -INFINITY;
 
+    // correction: of sigmoids; null: logits are compared themselves.
     template <typename L>
-    __device__ __forceinline__ Logits(L const* logits, int experts)
+    __device__ __forceinline__ Logits(L const* logits, int experts, float const* correction)
         : lane(threadIdx.x % 32)
     {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
         {
             int const expert = lane + i * 32;
-            float const logit = expert < experts ? to_float(logits[expert]) : -INFINITY;
+            float logit = expert < experts ? to_float(logits[expert]) : -INFINITY;
+            logit = correction && expert < experts ? sigmoid(logit) + correction[expert] : logit;
             keys[i] = expert < experts ? ordered(logit) : 0;
             largest = fmaxf(largest, logit);
         }
@@ -187,12 +195,21 @@ struct Logits
     }
 };
 
+// What the share of one of all ranks' experts is multiplied by.
+__device__ __forceinline__ float scale_of(dflash_moe_params const& p, int expert)
+{
+    return p.dtype == DFLASH_FP16 ? to_float(static_cast<__half const*>(p.expert_scale)[expert])
+                                  : to_float(static_cast<__nv_bfloat16 const*>(p.expert_scale)[expert]);
+}
+
 // Chooses a row's experts, by a warp: the index of a lane's among this rank's, or -1.
 template <typename L>
 __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
 {
-    Logits logits(static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts, p.experts);
-    float sum = p.normalized ? 0.f : logits.sum_of_shares(); // that shares are divided by
+    L const* const of_row = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts;
+    Logits logits(of_row, p.experts, p.correction);
+    // That shares are divided by.
+    float sum = p.normalized ? (p.correction ? 1e-20f : 0.f) : p.correction ? 1.f : logits.sum_of_shares();
     int const lane = threadIdx.x % 32;
     int own_expert = 0; // the lane-th of those chosen
     float own_share = 0.f;
@@ -200,6 +217,7 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     {
         float share;
         int const expert = logits.take_best(share);
+        share = p.correction ? sigmoid(to_float(of_row[expert])) : share;
         sum += p.normalized ? share : 0.f;
         if (lane == k)
         {
@@ -211,7 +229,8 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     bool const is_own = lane < p.top_k && expert >= 0 && expert < p.count;
     if (lane < p.top_k)
     {
-        route.shares[row * p.top_k + lane] = own_share / sum;
+        float const share = own_share / sum * p.share_scale;
+        route.shares[row * p.top_k + lane] = p.expert_scale ? share * scale_of(p, own_expert) : share;
         route.experts[row * p.top_k + lane] = is_own ? expert : -1;
     }
     return is_own ? expert : -1;

@@ -15,6 +15,8 @@ constexpr int kGranule = 16; // rows of a weight that one product instruction ta
 constexpr int kLine = 128; // bytes of a row in one unit
 constexpr int kUnit = kGranule * kLine; // bytes that a warp loads at a time
 constexpr int kUnits = 4; // of a warp's ring
+constexpr int kInt4Inputs = 2 * kLine; // of a row in one unit
+constexpr int kInt4ScaleLine = kInt4Inputs / 32 * 2; // bytes of their scales
 constexpr int kFp8Block = 128; // rows and inputs that share a scale
 
 // The type of a weight's numbers.
@@ -22,21 +24,35 @@ enum class Weight
 {
     kNumbers, // of the rows' type
     kMxfp4,
-    kFp8
+    kFp8,
+    kInt4
 };
+
+// Eight numbers a word, with scales of 32.
+__host__ __device__ constexpr bool is_packed(Weight weight)
+{
+    return weight == Weight::kMxfp4 || weight == Weight::kInt4;
+}
+
+// Bytes that a warp loads at a time: of INT4 the scales with the numbers.
+__host__ __device__ constexpr int unit_bytes(Weight weight)
+{
+    return kUnit + (weight == Weight::kInt4 ? kGranule * kInt4ScaleLine : 0);
+}
 
 inline Weight weight_of(dflash_moe_params const& p)
 {
     return p.format == DFLASH_MOE_NUMBERS ? Weight::kNumbers
         : p.format == DFLASH_MOE_MXFP4    ? Weight::kMxfp4
+        : p.format == DFLASH_MOE_INT4     ? Weight::kInt4
                                           : Weight::kFp8;
 }
 
 struct Product
 {
     Route route;
-    void const* weight; // [E, outputs, inputs]: numbers, MXFP4's blocks, or E4M3
-    void const* scales; // MXFP4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; or null
+    void const* weight; // [E, outputs, inputs]: numbers, MXFP4's blocks, INT4's words, or E4M3
+    void const* scales; // MXFP4's, INT4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; or null
     void const* bias; // [E, outputs], or null
     void const* x; // of gate and up [N, inputs]; of down [pairs, inputs]
     void* out; // of gate and up [pairs, outputs / 2]; of down [pairs, outputs]
@@ -44,6 +60,7 @@ struct Product
     int outputs;
     bool is_by_block; // FP8's scales are of blocks of 128 by 128
     bool is_clamped;
+    bool has_gelu;
     float alpha;
     float limit;
 
@@ -52,7 +69,7 @@ struct Product
         gate = is_clamped ? fminf(gate, limit) : gate;
         up = is_clamped ? fminf(fmaxf(up, -limit), limit) + 1.f : up;
         float const slope = is_clamped ? alpha : 1.f;
-        return gate / (1.f + expf(-slope * gate)) * up;
+        return has_gelu ? gelu(gate) * up : gate / (1.f + expf(-slope * gate)) * up;
     }
 };
 
@@ -62,23 +79,23 @@ struct Layout
     int row_bytes; // of the weight
     int units; // of a row, the last one's end past the row's perhaps
     int steps; // halves of units that have inputs
-    int scale_bytes; // of a granule
+    int scale_bytes; // of a granule, of MXFP4
     int scale_buffers; // granules that a warp's ring can reach into, and the one that it is at
     int warp_bytes;
     int token_bytes; // inputs, zeros up to the last step's end
     int pitch; // from one token's inputs to the next one's: no two meet in one bank
 
     __host__ __device__ Layout(int inputs, Weight weight)
-        : row_bytes(weight == Weight::kMxfp4 ? inputs / 2
-                  : weight == Weight::kFp8   ? inputs
-                                             : inputs * 2)
+        : row_bytes(is_packed(weight)      ? inputs / 2
+                  : weight == Weight::kFp8 ? inputs
+                                           : inputs * 2)
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
         , scale_bytes(weight == Weight::kMxfp4 ? kGranule * (inputs / 32) : 0)
         , scale_buffers((kUnits + units - 1) / units + 1)
-        , warp_bytes(kUnits * kUnit + scale_buffers * scale_bytes)
+        , warp_bytes(kUnits * unit_bytes(weight) + scale_buffers * scale_bytes)
         , token_bytes(steps * (kLine / 2)
-              * (weight == Weight::kMxfp4      ? 4
+              * (is_packed(weight)             ? 4
                       : weight == Weight::kFp8 ? 2
                                                : 1))
         , pitch((token_bytes + 127) / 128 * 128 + 64)

@@ -1,4 +1,4 @@
-// RMSNorm, alone or after a residual addition, and SwiGLU.
+// RMSNorm, alone, after a residual addition or before one, and gating by SiLU or GELU.
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
@@ -31,6 +31,35 @@ __device__ __forceinline__ Vector<W, kVector> load_weights(W const* from)
         }
     }
     return weights;
+}
+
+// The sum of x over the block's threads, which are whole warps.
+__device__ __forceinline__ float block_sum(float x)
+{
+    __shared__ float sums[kMaxThreads / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0)
+    {
+        sums[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
+}
+
+// Eight numbers normed. With weights of 16 bits they are rounded before them too.
+template <typename T, typename W>
+__device__ __forceinline__ Vector<T, kVector> normed(
+    Vector<T, kVector> const& x, float root, Vector<W, kVector> const& by)
+{
+    Vector<T, kVector> y;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+    {
+        float const value = to_float(x.at[i]) * root;
+        float const once = std::is_same_v<W, float> ? value : rounded<T>(value);
+        y.at[i] = from_float<T>(once * to_float(by.at[i]));
+    }
+    return y;
 }
 
 // One block a row. A row stays in registers between the sum of its squares and its scaling. W: the weight's type.
@@ -89,15 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_p
         }
     }
 
-    __shared__ float sums[kMaxThreads / 32];
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0)
-    {
-        sums[threadIdx.x / 32] = squares;
-    }
-    __syncthreads();
-    float total = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f;
-    float const root = rsqrtf(warp_sum(total) / static_cast<float>(p.size) + p.eps);
+    float const root = rsqrtf(block_sum(squares) / static_cast<float>(p.size) + p.eps);
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
@@ -107,16 +128,79 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_p
         {
             continue;
         }
-        Row normed;
+        store_vector(out + at, normed(held[i], root, scale[i]));
+    }
+}
+
+// One block a row: its norm, then what is added to it and what that is multiplied by, each rounded.
+template <typename T, typename W, int kVectors>
+__global__ void __launch_bounds__(kMaxThreads) add_normed_kernel(dflash_add_normed_params const p)
+{
+    trigger();
+    W const* weight = static_cast<W const*>(p.weight); // a constant, as the factor is
+    Vector<W, kVector> by[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        int const at = (threadIdx.x + i * blockDim.x) * kVector;
+        if (at < p.size)
+        {
+            by[i] = load_weights<W>(weight + at);
+        }
+    }
+    float const factor = p.factor ? to_float(*static_cast<T const*>(p.factor)) : 1.f;
+    wait();
+    int64_t const row = int64_t{blockIdx.x} * p.size;
+    Vector<T, kVector> x[kVectors];
+    Vector<T, kVector> residual[kVectors] = {};
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        int const at = (threadIdx.x + i * blockDim.x) * kVector;
+        if (at >= p.size)
+        {
+            continue;
+        }
+        x[i] = load_vector<T, kVector>(static_cast<T const*>(p.x) + row + at);
+        if (p.residual)
+        {
+            residual[i] = load_vector<T, kVector>(static_cast<T const*>(p.residual) + row + at);
+        }
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
         {
-            float const value = to_float(held[i].at[j]) * root;
-            float const once = std::is_same_v<W, float> ? value : rounded<T>(value);
-            normed.at[j] = from_float<T>(once * to_float(scale[i].at[j]));
+            float const value = to_float(x[i].at[j]);
+            squares += value * value;
         }
-        store_vector(out + at, normed);
     }
+    float const root = rsqrtf(block_sum(squares) / static_cast<float>(p.size) + p.eps);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        int const at = (threadIdx.x + i * blockDim.x) * kVector;
+        if (at >= p.size)
+        {
+            continue;
+        }
+        auto y = normed(x[i], root, by[i]);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+        {
+            float const sum = rounded<T>(to_float(y.at[j]) + to_float(residual[i].at[j]));
+            y.at[j] = from_float<T>(rounded<T>(sum * factor) * p.scale);
+        }
+        store_vector(static_cast<T*>(p.out) + row + at, y);
+    }
+}
+
+template <typename T, typename W>
+cudaError_t launch_add_normed(dflash_add_normed_params const& p, cudaStream_t stream)
+{
+    int const vectors = p.size / kVector;
+    int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
+    auto const kernel = vectors <= threads ? add_normed_kernel<T, W, 1> : add_normed_kernel<T, W, kMaxVectors>;
+    return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
 }
 
 template <typename T, typename W, bool kResidual>
@@ -155,7 +239,7 @@ __global__ void swiglu_kernel(dflash_swiglu_params const p)
     for (int j = 0; j < kVector; ++j)
     {
         float const value = to_float(gate.at[j]);
-        out.at[j] = from_float<T>(rounded<T>(silu(value)) * to_float(up.at[j]));
+        out.at[j] = from_float<T>(rounded<T>(p.gelu ? gelu(value) : silu(value)) * to_float(up.at[j]));
     }
     store_vector(static_cast<T*>(p.out) + row * p.size + at, out);
 }
@@ -191,6 +275,29 @@ extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStre
     case DFLASH_BF16:
         return p->residual ? launch_norm_of<__nv_bfloat16, true>(*p, stream)
                            : launch_norm_of<__nv_bfloat16, false>(*p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+extern "C" cudaError_t dflash_add_normed(dflash_add_normed_params const* p, cudaStream_t stream)
+{
+    using namespace dflash;
+    if (p->size < kVector || p->size % kVector || p->size > kVector * kMaxThreads * kMaxVectors)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (p->rows == 0)
+    {
+        return cudaSuccess;
+    }
+    switch (p->dtype)
+    {
+    case DFLASH_FP16:
+        return p->is_weight_wide ? launch_add_normed<__half, float>(*p, stream)
+                                 : launch_add_normed<__half, __half>(*p, stream);
+    case DFLASH_BF16:
+        return p->is_weight_wide ? launch_add_normed<__nv_bfloat16, float>(*p, stream)
+                                 : launch_add_normed<__nv_bfloat16, __nv_bfloat16>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

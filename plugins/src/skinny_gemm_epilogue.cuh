@@ -127,7 +127,7 @@ struct Epilogue
             {
                 T* const to = static_cast<T*>(p.out) + static_cast<int64_t>(token + i) * width + output_at(pass);
                 float const gate = y.at[i], up = y.at[i + 2];
-                *to = from_float<T>(p.swiglu ? rounded<T>(silu(gate)) * up : gate);
+                *to = from_float<T>(p.swiglu ? rounded<T>(p.gelu ? gelu(gate) : silu(gate)) * up : gate);
                 if (!p.swiglu)
                 {
                     to[to_second] = from_float<T>(up);

@@ -374,7 +374,7 @@ struct Epilogue
                 gate = rounded<T>(gate + to_float(bias[0]));
                 up = rounded<T>(up + to_float(bias[p.outputs / 2]));
             }
-            y[i] = rounded<T>(silu(gate)) * up;
+            y[i] = rounded<T>(p.gelu ? gelu(gate) : silu(gate)) * up;
         }
         return packed<T>(y[0], y[1]);
     }

@@ -408,6 +408,11 @@ struct Epilogue
         y[1] = rounded<T>(y[1] + to_float(two[1]));
     }
 
+    __device__ __forceinline__ float activated(float gate) const
+    {
+        return rounded<T>(p.gelu ? gelu(gate) : silu(gate));
+    }
+
     __device__ __forceinline__ void store_gated(int at_row, int granule_row, float const* gates, float const* ups) const
     {
         if (granule_row >= p.outputs)
@@ -423,7 +428,7 @@ struct Epilogue
             add(static_cast<T const*>(p.bias) + p.outputs / 2 + output, up);
         }
         *reinterpret_cast<typename Pair<T>::type*>(static_cast<T*>(p.out) + int64_t{at_row} * width + output)
-            = pair_of<T>(rounded<T>(silu(gate[0])) * up[0], rounded<T>(silu(gate[1])) * up[1]);
+            = pair_of<T>(activated(gate[0]) * up[0], activated(gate[1]) * up[1]);
     }
 };
 

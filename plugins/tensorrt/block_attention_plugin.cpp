@@ -469,16 +469,3 @@ AsciiChar const* BlockAttentionCreator::getPluginNamespace() const noexcept
 }
 
 } // namespace dflash
-
-// What TensorRT's plugin registry asks a library for.
-extern "C" DFLASH_API void setLoggerFinder(nvinfer1::ILoggerFinder*)
-{
-}
-
-extern "C" DFLASH_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count)
-{
-    static dflash::BlockAttentionCreator creator;
-    static nvinfer1::IPluginCreatorInterface* const creators[] = {&creator};
-    count = 1;
-    return creators;
-}

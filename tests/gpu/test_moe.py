@@ -69,21 +69,27 @@ class Case:
     whole: bool = False
     logits_dtype: torch.dtype | None = None
     scales: tuple[int, int] = (118, 122)
+    gelu: bool = False  # as in Gemma, with a scale of each expert's shares
 
     def __str__(self) -> str:
         kind = "mxfp4" if self.packed else "numbers"
         own = f"{self.first}+{self.count}of{self.experts}top{self.top_k}"
+        kind += "-gelu" * self.gelu
         return f"{self.rows}x{self.hidden}x{self.columns}-{kind}-{str(self.dtype)[6:]}-{own}-{self.spread}"
 
     @property
     def layer(self) -> MoELayer:
-        return MoELayer("mlp.", self.experts, self.first, self.count, self.top_k, self.normalized, self.clamp)
+        own = self.experts, self.first, self.count, self.top_k, self.normalized, self.clamp
+        return MoELayer("mlp.", *own, activation="gelu" if self.gelu else "silu")
 
 
 QWEN3_MOE = Case(
     1, packed=False, experts=128, count=128, top_k=8, hidden=1024, columns=384, clamp=None, bias=False, spread=0.5
 )
+GEMMA = replace(QWEN3_MOE, hidden=2816, columns=704, gelu=True)
 CASES = [
+    *(replace(GEMMA, rows=rows, dtype=dtype) for rows in (1, 16, 100) for dtype in HALVES),
+    replace(GEMMA, rows=10, first=32, count=64),
     *(Case(rows, dtype) for rows in (1, 2, 8, 9, 80) for dtype in HALVES),
     *(Case(rows, packed=False) for rows in (1, 8, 33, 256)),
     *(replace(QWEN3_MOE, rows=rows) for rows in (1, 16, 100)),
@@ -115,6 +121,8 @@ def make_kernel_inputs(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tenso
             weights[name] = torch.randint(*case.scales, shape, generator=generator, dtype=torch.uint8)
         elif name.endswith("bias") and not case.bias:
             del weights[name]
+    if case.gelu:
+        weights["mlp.router.expert_scale"] = torch.rand(case.experts, generator=generator) + 0.5
     kept = {
         name: tensor.cuda() if tensor.dtype == torch.uint8 else tensor.to("cuda", case.dtype)
         for name, tensor in weights.items()
@@ -136,7 +144,7 @@ def moe_in_float64(
 ) -> torch.Tensor:
     """[rows, H], expert by expert. Weights are rounded to the rows' type, or as given."""
     experts, layer = Experts.of(weights, case.layer), case.layer
-    ids, shares = route(layer, logits)
+    ids, shares = experts.route(layer, logits)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for own in range(layer.count):
         rows, slots = torch.where(ids == layer.first + own)
@@ -171,6 +179,7 @@ def test_moe_equals_float64(case, many, poisoned):
 
 
 RAGGED = [
+    replace(GEMMA, rows=300, experts=32, count=32),
     Case(512, packed=False, hidden=128, columns=64, experts=4, count=4),  # every row chose every expert
     Case(512, hidden=256, columns=64, experts=4, count=4),
     Case(512, packed=False, spread=0.0, top_k=1, hidden=256, columns=80),  # all chose the first

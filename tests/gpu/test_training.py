@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import TINY
+from tests.conftest import HYBRID, TINY
 from trtllm_dflash import LLM
 from trtllm_dflash.checkpoint.drafter import open_drafter
 from trtllm_dflash.train.anchors import pick_anchors
@@ -87,12 +87,13 @@ def tiny_trainer(llm: LLM, rows: list[Document], folder: Path, **values: object)
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("attention", [MASKED, Flexible(4096, 16)], ids=["masked", "flex"])
-def test_features_of_a_pack_are_those_of_the_cpu(attention, precision):
+@pytest.mark.parametrize(("pair", "kernels"), [(TINY, "torch"), (HYBRID, "auto")], ids=["tiny", "tiny-hybrid"])
+def test_features_of_a_pack_are_those_of_the_cpu(pair, kernels, attention, precision):
     pack = Pack.of(texts())
     both = []
     for device, dtype in (("cpu", "fp32"), ("cuda", precision)):
         with LLM.from_pretrained(
-            TINY / "target", None, dtype, device, max_seq_len=512, kernels="torch", prepare=False
+            pair / "target", None, dtype, device, max_seq_len=512, kernels=kernels, prepare=False
         ) as llm:
             features = FrozenTarget(llm, (1, 3, 5)).features(
                 pack.to(torch.device(device)), MASKED if device == "cpu" else attention
@@ -128,6 +129,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_cpu(objective, attention, tm
 
 
 def test_no_step_waits_for_the_device(tmp_path):
+    torch._dynamo.reset()  # earlier compilations count against a limit, past which steps run uncompiled and wait
     with LLM.from_pretrained(
         TINY / "target", None, device="cuda", max_seq_len=512, kernels="torch", prepare=False
     ) as llm:

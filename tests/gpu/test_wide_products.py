@@ -50,7 +50,7 @@ def test_a_product_equals_float64_and_a_row_s_bits_depend_on_no_other(shape, dty
 @pytest.mark.parametrize("rows", [5, 32, 50, 128, 200, 400])
 @pytest.mark.parametrize("shape", [(4096, 4096), (6144, 512), (12288, 1024), (2080, 192)], ids=str)
 def test_what_goes_with_a_product_equals_float64(shape, rows):
-    """Bias, residual and SwiGLU; each row's bits are those of another number of rows."""
+    """Bias, residual, SwiGLU and GELU; each row's bits are those of another number of rows."""
     x, weight = operands(shape, BF16)
     x, outputs = x[:rows], shape[0]
     bias, residual = numbers(outputs, dtype=BF16), numbers(rows, outputs, dtype=BF16)
@@ -60,12 +60,13 @@ def test_what_goes_with_a_product_equals_float64(shape, rows):
         {"bias": bias, "residual": residual},
         {"swiglu": True},
         {"swiglu": True, "bias": bias},
+        {"swiglu": True, "gelu": True},
     ]
     for options in kinds:
         y = x.double() @ weight.double().t() + (bias.double() if "bias" in options else 0)
         if "swiglu" in options:
             gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
+            y = (F.gelu(gate, approximate="tanh") if "gelu" in options else F.silu(gate)) * up
         y = y + (residual.double() if "residual" in options else 0)
         found = kernels.wide_gemm(x, weight, **options)
         assert_close(found, y, BF16, roundings=4)

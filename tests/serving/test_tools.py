@@ -21,9 +21,23 @@ TEMPLATE = """{{%- if tools %}}{{% for tool in tools %}}tool {{{{ tool | tojson 
 {{%- if message.reasoning_content is defined %}} (thought {{{{ message.reasoning_content }}}}){{% endif %}}
 {{%- for call in message.tool_calls or [] %}} calls {{{{ call.function.name }}}} {{{{ call.function.arguments.x }}}}
 {{%- endfor %}};
+{{%- for result in message.tool_responses or [] %}}
+
+tool: {{{{ result.response }}}};
+{{%- endfor %}}
+
 {{% endfor %}}{{% if enable_thinking is defined and enable_thinking %}}<think>
-{{% endif %}}"""
-ASKS = {"qwen3": "<tool_call>", "qwen3-coder": "<tool_call><function=", "llama3": "Environment: ipython"}
+{{% else %}}{unthinking}{{% endif %}}"""
+ASKS = {
+    "qwen3": "<tool_call>",
+    "qwen3-coder": "<tool_call><function=",
+    "llama3": "Environment: ipython",
+    "gemma4": "<|tool_call>call:",
+    "minimax-m2": "<minimax:tool_call>",
+    "kimi-k2": "<|tool_calls_section_begin|>",
+}
+
+UNTHINKING = {"gemma4": "<|channel>thought\n<channel|>"}  # how a prompt ends where the reply is not to think
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +47,7 @@ def engine_of(tiny_engine, tmp_path_factory):
     def make(chat_format):
         engine = shutil.copytree(tiny_engine, tmp_path_factory.mktemp("engines") / chat_format)
         template = engine / "chat_template.jinja"
-        template.write_text(TEMPLATE.format(ask=ASKS[chat_format]))
+        template.write_text(TEMPLATE.format(ask=ASKS[chat_format], unthinking=UNTHINKING.get(chat_format, "")))
         config = json.loads((engine / "config.json").read_text())
         config["files"][template.name] = digest(template)
         (engine / "config.json").write_text(json.dumps(config))
@@ -162,7 +176,7 @@ BOOKING = {"type": "function", "function": {"name": "book", "parameters": BOOK, 
 @pytest.mark.parametrize("chat_format", ASKS)
 def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_of, chat_format):
     """A real engine, which cannot call tools of itself."""
-    arguments = dict(model="tiny", messages=ASKED, max_tokens=120, temperature=1, seed=3, parallel_tool_calls=False)
+    arguments = dict(model="tiny", messages=ASKED, max_tokens=250, temperature=1, seed=3, parallel_tool_calls=False)
     named = {"type": "function", "function": {"name": "book"}}
     flat = {"type": "function", **BOOKING["function"]}
     with gateway(engine_of(chat_format), server.grpc_url) as url:

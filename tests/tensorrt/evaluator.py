@@ -2,8 +2,8 @@
 
 Nothing is taken from `TensorRTOps`: only the `INetworkDefinition` is read. Every tensor is checked against the type and
 the shape that TensorRT itself inferred for it. What the bindings do not show is assumed: that a collective that keeps
-its shape is an all-reduce by sum, and one that grows its first dimension an all-gather. FP4 tensors are their codes,
-one a byte.
+its shape is an all-reduce by sum, and one that grows its first dimension an all-gather. FP4 and INT4 tensors
+are their codes, one a byte.
 """
 
 import ctypes
@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from trtllm_dflash.ops.base import DeltaLayer
+from trtllm_dflash.ops.delta_rule import gated_delta
+from trtllm_dflash.ops.delta_states import PARTS, DeltaStates, Run, part_shapes
 from trtllm_dflash.ops.mxfp4 import E2M1
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
@@ -29,6 +32,7 @@ TYPES = {
     trt.int64: torch.int64,
     trt.bool: torch.bool,
     trt.fp4: torch.uint8,
+    trt.int4: torch.uint8,
     trt.fp8: torch.float8_e4m3fn,
     trt.e8m0: torch.float8_e8m0fnu,
 }
@@ -145,9 +149,10 @@ def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
     assert address is not None
     raw = _Weights.from_address(address)
     assert (raw.type, raw.count) == (dtype.value, weights.size) and raw.count == math.prod(layer.shape)
-    size = raw.count // 2 if dtype == trt.fp4 else raw.count * TYPES[dtype].itemsize
+    is_half = dtype in (trt.fp4, trt.int4)
+    size = raw.count // 2 if is_half else raw.count * TYPES[dtype].itemsize
     data = torch.frombuffer((ctypes.c_char * size).from_address(raw.values), dtype=torch.uint8).clone()
-    if dtype == trt.fp4:
+    if is_half:
         return torch.stack([data & 15, data >> 4], dim=-1).reshape(tuple(layer.shape))
     return data.view(TYPES[dtype]).reshape(tuple(layer.shape))
 
@@ -193,7 +198,10 @@ def _dequantize(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IDequantizeLayer")
     x, scale = inputs[0], inputs[1].float()
     kind = TYPES[layer.to_type]
-    values = _E2M1[x.int()] if x.dtype == torch.uint8 else x.float()
+    if layer.get_input(0).dtype == trt.int4:
+        values = ((x.int() ^ 8) - 8).float()  # two's complement
+    else:
+        values = _E2M1[x.int()] if x.dtype == torch.uint8 else x.float()
     if scale.dim() == 0:
         return (values * scale).to(kind)
     if scale.dim() == 1:
@@ -234,13 +242,20 @@ def _unary(layer: Any, inputs: list[Tensor]) -> Tensor:
     operations: dict[str, Callable[[Tensor], Tensor]] = {
         "SQRT": torch.sqrt,
         "EXP": torch.exp,
+        "LOG": torch.log,
+        "ABS": torch.abs,
+        "NEG": torch.neg,
         "NOT": torch.logical_not,
     }
     return operations[_as(layer, "IUnaryLayer").op.name](inputs[0])
 
 
 def _activation(layer: Any, inputs: list[Tensor]) -> Tensor:
-    operations = {"SIGMOID": torch.sigmoid, "TANH": torch.tanh}
+    operations: dict[str, Callable[[Tensor], Tensor]] = {
+        "GELU_TANH": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "SIGMOID": torch.sigmoid,
+        "TANH": torch.tanh,
+    }
     return operations[_as(layer, "IActivationLayer").type.name](inputs[0])
 
 
@@ -276,8 +291,10 @@ def _matrix_multiply(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IMatrixMultiplyLayer")
     x, y = inputs
     assert x.dim() == y.dim()
-    assert (layer.op0.name, layer.op1.name) == ("NONE", "TRANSPOSE")
-    return x @ y.mT
+    x, y = (
+        matrix.mT if operation.name == "TRANSPOSE" else matrix for matrix, operation in ((x, layer.op0), (y, layer.op1))
+    )
+    return x @ y
 
 
 def _gather(layer: Any, inputs: list[Tensor]) -> Tensor:
@@ -340,18 +357,21 @@ def _fill(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _rotary_embedding(layer: Any, inputs: list[Tensor]) -> Tensor:
     layer = _as(layer, "IRotaryEmbeddingLayer")
     x, cos, sin, positions = inputs
-    assert not layer.interleaved and layer.rotary_embedding_dim == x.shape[3] == 2 * cos.shape[1]
+    assert not layer.interleaved and layer.rotary_embedding_dim == 2 * cos.shape[1] <= x.shape[3]
     assert x.dtype == cos.dtype == sin.dtype and positions.dtype == torch.int64
     assert ((positions >= 0) & (positions < len(cos))).all(), f"{layer.name}: a position is outside the table"
     cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, Q, D/2]
-    a, b = x.chunk(2, dim=3)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=3)
+    rotated, rest = x[..., : layer.rotary_embedding_dim], x[..., layer.rotary_embedding_dim :]
+    a, b = rotated.chunk(2, dim=3)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=3)
 
 
 def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
     assert _as(layer, "IKVCacheUpdateLayer").cache_mode.name == "LINEAR"
     cache, update, indices = inputs
-    assert update.shape[2] < cache.shape[2] and len(cache) == len(update) == len(indices)
+    # As long as the cache where that is known when the network is compiled.
+    longest = cache.shape[2] - (layer.get_input(1).shape[2] == -1)
+    assert update.shape[2] <= longest and len(cache) == len(update) == len(indices)
     for slot, first in enumerate(indices.tolist()):
         room = cache[slot, :, first : first + update.shape[2]]  # rows out of range are dropped
         room.copy_(update[slot, :, : room.shape[1]])
@@ -360,9 +380,10 @@ def _kv_cache_update(layer: Any, inputs: list[Tensor]) -> Tensor:
 
 def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
     attention = _as(layer, "IAttentionInputLayer").attention
-    assert attention.norm_op.name == "SOFTMAX" and not attention.decomposable
+    assert attention.norm_op.name == "SOFTMAX"
     assert attention.query_form.name == attention.key_value_form.name == "PADDED_BHND"
     q, keys, values, *_ = inputs
+    assert attention.decomposable == (q.shape[3] > 256), "fused wherever there are such kernels"
     assert q.dtype == keys.dtype == values.dtype and keys.shape == values.shape and keys.shape[3] == q.shape[3]
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
@@ -386,6 +407,8 @@ def _attention(layer: Any, inputs: list[Tensor]) -> Tensor:
 def _plugin(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     """`DFlashBlockAttention`, from the contract in plugins/tensorrt/block_attention_plugin.h; in FP32 besides."""
     at: dict[str, Any] = layer.plugin
+    if "value_heads" in at:
+        return _delta_plugin(at, inputs)
     heads, kv_heads, size = (at[name] for name in ("heads", "kv_heads", "head_size"))
     qkv, start, keys, values, cos, sin, *rest = inputs
     q_norm, k_norm = (rest.pop(0), rest.pop(0)) if at["has_norms"] else (None, None)
@@ -435,6 +458,25 @@ def _plugin(layer: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         shares = scores.softmax(dim=-1)[..., :end]
         out[slot] = (shares @ past[1]).transpose(0, 1).to(qkv.dtype)
     return out.flatten(2), keys, values
+
+
+def _delta_plugin(at: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """`DFlashDeltaNet`, from the contract in plugins/tensorrt/delta_net_plugin.h, by the recurrence row after row."""
+    x, gates, start, row_count, length, conv, a_log, dt_bias, norm, *kept = inputs
+    sizes = at["key_heads"], at["value_heads"], at["head_size"], at["head_size"]
+    net = DeltaLayer("", *sizes, conv.shape[1], at["norm_eps"])
+    pending = kept[1].shape[1]
+    assert {part: kept[i].shape[1:] for i, part in enumerate(PARTS)} == part_shapes(net, pending)
+    assert all(kept[i].dtype == torch.float32 for i in range(4)) and kept[4].dtype == x.dtype == conv.dtype
+    state = kept[0].mT.contiguous()  # of each value its keys
+    states = DeltaStates(dict(zip(PARTS, (state, *kept[1:]), strict=True)), pending)
+    states.length, states.rows = length.tolist(), [pending] * len(length)
+    slots = enumerate(zip(start.tolist(), row_count.tolist(), strict=True))
+    runs = [Run(slot, first, count, entry=slot, first=0) for slot, (first, count) in slots if count]
+    weights = {"conv1d.weight": conv[:, None], "A_log": a_log, "dt_bias": dt_bias, "norm.weight": norm}
+    out = gated_delta(net, weights, states, runs, x, gates)
+    kept[0].copy_(state.mT)
+    return (out, *kept)
 
 
 _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] = {

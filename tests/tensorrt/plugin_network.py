@@ -1,7 +1,8 @@
 """The datacenter edition's plugin layers, where TensorRT-RTX is what is installed: a network that takes them.
 
 What a plugin layer gives are inputs of the real network, so that all layers after it are TensorRT's own, with the types
-and shapes that it infers. The evaluator computes the layer from the contract in `block_attention_plugin.h`.
+and shapes that it infers. The evaluator computes the layer from the contract in `block_attention_plugin.h`
+or `delta_net_plugin.h`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trtllm_dflash.ops.tensorrt_delta_plugin import DELTA_PLUGIN
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import PLUGIN
 
@@ -56,9 +58,9 @@ class PluginNetwork:
 
     def add_plugin_v3(self, inputs: list[Any], shape_inputs: list[Any], plugin: dict[str, float]) -> PluginLayer:
         assert not shape_inputs
-        qkv, _, keys, values = inputs[:4]
-        width = int(plugin["heads"] * plugin["head_size"])
-        shapes = [(qkv.dtype, (*qkv.shape[:2], width)), *((cache.dtype, cache.shape) for cache in (keys, values))]
+        rows, kept = inputs[0], inputs[9:] if "value_heads" in plugin else inputs[2:4]
+        width = int(plugin["value_heads" if "value_heads" in plugin else "heads"] * plugin["head_size"])
+        shapes = [(rows.dtype, (*rows.shape[:2], width)), *((cache.dtype, cache.shape) for cache in kept)]
         stem = f"plugin{len(self.plugins)}"
         outputs = [self._network.add_input(f"{stem}.{i}", *shape) for i, shape in enumerate(shapes)]
         self.plugins.append((self._network.num_layers, PluginLayer(inputs, outputs, plugin)))
@@ -126,11 +128,14 @@ class PluginTensorRT:
 
     @property
     def all_creators(self) -> list[Any]:
-        name, version, namespace = PLUGIN
-        creator = SimpleNamespace(
-            name=name, plugin_version=version, plugin_namespace=namespace, create_plugin=self.create_plugin
-        )
-        return [creator] if self.libraries else []
+        creators = [
+            SimpleNamespace(name=name, plugin_version=version, plugin_namespace=namespace, create_plugin=create)
+            for (name, version, namespace), create in (
+                (PLUGIN, self.create_plugin),
+                (DELTA_PLUGIN, self.create_delta_plugin),
+            )
+        ]
+        return creators if self.libraries else []
 
     def load_library(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -139,13 +144,24 @@ class PluginTensorRT:
 
     def create_plugin(self, name: str, fields: Any, phase: Any) -> dict[str, float] | None:
         """As `block_attention_plugin.cpp` reads the fields."""
+        values = self._settings(fields, phase)
+        assert len(values) == 9
+        return values if values["head_size"] in (16, 64, 128) else None  # 16: of the smallest checkpoints
+
+    def create_delta_plugin(self, name: str, fields: Any, phase: Any) -> dict[str, float] | None:
+        """As `delta_net_plugin.cpp` reads the fields."""
+        values = self._settings(fields, phase)
+        assert len(values) == 4
+        return values if values["head_size"] in (16, 32, 64, 128) else None
+
+    def _settings(self, fields: Any, phase: Any) -> dict[str, float]:
         kinds = self._module.PluginFieldType
         values = {}
         for field in fields:
             assert field.type == (kinds.FLOAT32 if field.name == "norm_eps" else kinds.INT32)
             (values[field.name],) = field.data.tolist()
-        assert phase == self._module.TensorRTPhase.BUILD and len(values) == 9
-        return values if values["head_size"] in (16, 64, 128) else None  # 16: of the smallest checkpoints
+        assert phase == self._module.TensorRTPhase.BUILD
+        return values
 
 
 def use_plugins(monkeypatch: pytest.MonkeyPatch) -> PluginTensorRT:

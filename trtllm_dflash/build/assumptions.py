@@ -12,8 +12,8 @@ from trtllm_dflash.cost.prediction import (
     MXFP4_SHARE,
 )
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import MOE_ROWS
-from trtllm_dflash.models import target_weights, torch_only
+from trtllm_dflash.kernels import HEAD_SIZES, HOPPER, MOE_ROWS
+from trtllm_dflash.models import target_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
@@ -29,10 +29,11 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
     """
     target, drafter = config.target, config.drafter
     notes = [*_steps(config), *_ranks(config, gpu)]
-    if isinstance(target, PlannedConfig) or torch_only(target) is not None:
+    where = _unsupported(config, gpu)
+    if where is not None:
         notes.append(
-            f"Target: no kernels of ours compute family {target.family} yet: matrices, caches and states are counted, "
-            "and steps predicted as if there were some; none has been compared."
+            f"Target: our kernels compute family {target.family} in part{where}, and torch the rest: matrices, caches "
+            "and states are counted, and steps predicted as if our kernels did all of it; none has been compared."
         )
     nets = sum(isinstance(mixer, DeltaNet) for mixer in mixers_of(target))
     if nets:
@@ -46,6 +47,19 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
         notes += _drafter(drafter, acceptance)
     notes.append("Tokens/s: of decoding alone, with all slots at work; prompts and the queue are not in it.")
     return notes
+
+
+def _unsupported(config: EngineConfig, gpu: PublishedGPU) -> str | None:
+    """Says where our kernels do not compute all of a target: anywhere (nothing is said), or on this GPU; else None."""
+    target = config.target
+    if isinstance(target, PlannedConfig):
+        return ""
+    if config.backend != "torch":
+        return None
+    if without_kernels(target) is not None:
+        return ""
+    is_wide = not set(target.head_sizes) <= set(HEAD_SIZES)
+    return f" on {gpu.name}" if is_wide and divmod(gpu.capability, 10) != HOPPER else None
 
 
 def error_bound(config: EngineConfig) -> float:
@@ -149,7 +163,10 @@ def _target(config: EngineConfig, kind: WeightPrecision) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if kind is WeightPrecision.INT4:
-        return "Target: experts in INT4, those that rows choose dequantized each time."
+        read = "dequantized each time" if config.backend == "torch" else "all of them dequantized each time"
+        if config.backend == "torch":
+            read = "those that rows choose dequantized each time" if config.precision == "fp32" else "read as they are"
+        return f"Target: experts in INT4, {read}."
     if config.backend == "torch" and kind is not WeightPrecision.FP8:
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."

@@ -11,7 +11,6 @@ from trtllm_dflash.cost.gpus import GPU, GPUS, capability, present_gpu
 from trtllm_dflash.cost.memory import fits_in
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.models import torch_only
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
@@ -57,9 +56,8 @@ def _compiled_for(settings: BuildSettings, target: DecoderConfig) -> tuple[str |
     asked = _asked_of_torch(settings)
     if asked is not None:
         return None, f"{asked} is torch's"
-    lacking = torch_only(target)
-    if lacking is not None:
-        return None, f"TensorRT does not compute {target.family} yet"
+    if target.delta is not None:
+        return None, "gated delta nets have kernels of ours there"
     present = present_gpu()
     if wanted is None and present is None:
         return None, "there is no GPU here, and --gpu names none"

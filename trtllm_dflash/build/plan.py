@@ -12,6 +12,7 @@ from trtllm_dflash.build.caches import page_limits
 from trtllm_dflash.build.defaults import choose_limits, memory_of
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
 from trtllm_dflash.build.settings import DEFAULT_MAX_BATCH, DEFAULTS_OF_TENSORRT, BuildSettings
+from trtllm_dflash.build.transcoding import check_transcoding
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
@@ -27,13 +28,12 @@ from trtllm_dflash.cost.memory import (
 )
 from trtllm_dflash.cost.prediction import Limit, predict_step, sum_bytes
 from trtllm_dflash.cost.published import PUBLISHED
-from trtllm_dflash.cost.shapes import planned_models
+from trtllm_dflash.cost.shapes import planned_models, shape_models
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.drafter import Drafter
-from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import Weight
 from trtllm_dflash.step import Drafting
 
@@ -233,9 +233,16 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         largest_batch=most,
         largest_seq_len=longest,
         error_bound=error_bound(config),
-        assumptions=assumptions(config, gpu, settings.acceptance),
+        assumptions=[*assumptions(config, gpu, settings.acceptance), *_of_drafter(config)],
         points=_points(config, gpu, settings.acceptance, sorted({min(batch, most) for batch in batches}), length),
     )
+
+
+def _of_drafter(config: EngineConfig) -> list[str]:
+    shape = PUBLISHED.get(config.name)
+    if config.drafter is None or shape is None or not shape.facts.deduced:
+        return []
+    return ["Drafter: its config.json is behind a gate: layers, widths, block and taps are deduced, not read."]
 
 
 def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
@@ -254,6 +261,7 @@ def planned_engine(build: BuildSettings, gpu: str) -> EngineConfig:
 
 def _engine_of_checkpoint(build: BuildSettings, gpu: str) -> EngineConfig:
     pair = open_checkpoints(build)
+    check_transcoding(pair, build)
     choice = build_precision(pair.target_config, pair.drafter_config, build, gpu)
     # For torch: no compiler is asked what it can compile here.
     kv = "engine" if build.backend == "tensorrt" else build.kv
@@ -265,9 +273,8 @@ def _engine_of_shape(build: BuildSettings, gpu: str) -> EngineConfig:
     if build.name not in PUBLISHED:
         known = ", ".join(PUBLISHED)
         raise SettingsError(f"--plan: the shape of {build.target} is not known without its checkpoint; known: {known}")
-    target, drafter = planned_models(build.name)
-    if isinstance(target, PlannedConfig) and build.backend == "tensorrt":
-        raise SettingsError(f"--backend tensorrt: family {target.family} cannot be built yet; plan it for torch")
+    # A TensorRT plan holds what it does, and not what our kernels will.
+    target, drafter = (shape_models if build.backend == "tensorrt" else planned_models)(build.name)
     choice = build_precision(target, drafter, build, gpu)
     models = plan_models(target, drafter, build, choice)
     return EngineConfig(

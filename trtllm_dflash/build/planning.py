@@ -19,6 +19,7 @@ from trtllm_dflash.build.settings import (
     BuildSettings,
 )
 from trtllm_dflash.build.tensorrt_compiler import compile_target
+from trtllm_dflash.build.transcoding import check_transcoding
 from trtllm_dflash.catalog import chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
@@ -30,11 +31,11 @@ from trtllm_dflash.cost.memory import check_fits
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
-from trtllm_dflash.kernels import HEAD_SIZES
-from trtllm_dflash.models import torch_only
+from trtllm_dflash.kernels import HEAD_SIZES, why_no_delta_net
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.tensorrt_delta_net import NET_CHUNK
 from trtllm_dflash.ops.tensorrt_drafting import MOST_DRAFTS
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
@@ -85,6 +86,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
     """
     target, drafter = pair.target_config, pair.drafter_config
     _check_facts(settings, target, drafter)
+    check_transcoding(pair, settings)
     room = memory_of(settings.gpu)
     backend = None if settings.backend is not None else choose_backend(settings, target)
     if backend is not None:
@@ -151,9 +153,8 @@ def plan_models(
         raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
     if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:
         raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
-    return PlannedModels(
-        target, drafter, max_seq_len, min(settings.chunk, max_seq_len), _block_size(settings.block_size, drafter)
-    )
+    chunk = min(_chunk(settings, target), max_seq_len)
+    return PlannedModels(target, drafter, max_seq_len, chunk, _block_size(settings.block_size, drafter))
 
 
 def build_precision(
@@ -165,10 +166,7 @@ def build_precision(
         SettingsError: as `choose_precision`, or no such caches can be kept.
     """
     check_caches(settings.kv, settings.backend or "torch")
-    lacking = torch_only(target)
     backend = settings.backend or "torch"
-    if backend == "tensorrt" and lacking is not None:
-        raise SettingsError(f"--backend tensorrt: {target.family} needs {lacking}, which only --backend torch has yet")
     asked = settings.precision, settings.drafter_precision
     return choose_precision(target, drafter, backend, *asked, gpu or settings.gpu)
 
@@ -253,6 +251,13 @@ def _check_draft_vocab(size: int, settings: BuildSettings, drafter: DrafterConfi
         raise SettingsError(f"--draft-vocab {size}: with {why} it must be a multiple of {unit}, such as {fitting}")
 
 
+def _chunk(settings: BuildSettings, target: DecoderConfig) -> int:
+    """Choose the prompt tokens of a step: as set, but fewer for a plan's gated delta nets unless the user says so."""
+    if settings.backend == "tensorrt" and target.delta is not None and "chunk" not in settings.model_fields_set:
+        return min(settings.chunk, NET_CHUNK)
+    return settings.chunk
+
+
 def _block_size(asked: int | None, drafter: DrafterConfig | None) -> int:
     """Choose the rows of a drafting step: as set, else the drafter's whole block; 1 where nothing is drafted."""
     if drafter is None:
@@ -318,6 +323,8 @@ def _check_facts(settings: BuildSettings, target: DecoderConfig, drafter: Drafte
         "drafter_layers": drafter.layers,
     }
     for name, value in found.items():
+        if settings.facts.deduced and name != "target_layers":
+            continue
         stated = getattr(settings.facts, name)
         if stated is not None and stated != value:
             raise SettingsError(
@@ -349,15 +356,30 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "TensorRT-RTX has no plugin layers"
         )
     lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
+    delta, attending = models.target.delta, [models.target, models.drafter]
+    if delta is None:
+        lacking = _lacking_in_plugin(models.target) or lacking
+    else:  # its attention is TensorRT's own
+        sizes = delta.key_size, delta.value_size, delta.kernel, models.block_size
+        lacking, attending = why_no_delta_net(*sizes) or lacking, [models.drafter]
     if lacking is not None:
         raise SettingsError(f"--plugin: it has no {lacking}; leave it out")
-    for model in (models.target, models.drafter):
+    for model in attending:
         if model is not None and model.head_size not in HEAD_SIZES:
             known = " and ".join(map(str, HEAD_SIZES))
             raise SettingsError(f"--plugin: it has head sizes {known}, not {model.head_size}; leave it out")
     if not Path(settings.plugin).is_file():
         raise SettingsError(f"--plugin {settings.plugin}: is not a file; `make plugin` builds libdflash_plugin.so")
     return digest(Path(settings.plugin))
+
+
+def _lacking_in_plugin(target: DecoderConfig) -> str | None:
+    """Name what the plugin's attention does not compute of a target; None: nothing but heads of some sizes."""
+    if target.latent_attention is not None:
+        return "latent attention"
+    if target.full_attention is not None:
+        return "keys as values"
+    return "RoPE of a part of a head" if target.rope.rotary_size is not None else None
 
 
 def _versions(backend: Backend) -> dict[str, str]:

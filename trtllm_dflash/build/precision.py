@@ -8,7 +8,7 @@ import torch
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import pair_weights, target_weights, torch_only
+from trtllm_dflash.models import pair_weights, target_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
@@ -104,7 +104,8 @@ def _format(
     """Choose the format of a model's matrices; None: the engine's own type."""
     held = None if model.linear_precision is None else _FORMATS[model.linear_precision]
     if asked is None:
-        if held is not None and place.backend == "tensorrt" and held not in place.has:
+        # INT4 is multiplied by no GPU, and dequantized by all.
+        if held in CAPABILITY and place.backend == "tensorrt" and held not in place.has:
             hint = "--precision bf16 dequantizes it" if role == "target" else "give the drafter that is not quantized"
             raise SettingsError(f"the {role}'s checkpoint is {held}, and sm{place.gpu} has {_list(place.has)}: {hint}")
         return held
@@ -176,11 +177,11 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     if kind is not WeightPrecision.FP8 and not (weights and all(weight.stack is not None for weight in weights)):
         said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
     if any(weight.stack is not None for weight in weights):
-        faster = "; with --precision bf16 they take more memory, and on a GPU our kernels"
-        said.append(
-            f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time"
-            + (faster if torch_only(model) is None else "")
-        )
+        more = "; with --precision bf16 they take more memory, and on a GPU our kernels"
+        more *= without_kernels(model) is None
+        if kind is WeightPrecision.INT4:
+            more = ", but by our kernels, on a GPU in BF16 and FP16"
+        said.append(f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time{more}")
     return "; ".join(said) or None
 
 

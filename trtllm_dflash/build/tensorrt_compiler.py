@@ -18,6 +18,8 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.ops.nvfp4 import Transcoded
+from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED
+from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.signals import is_heard
 
@@ -124,6 +126,8 @@ def _options(trt: Any, builder: Any, step: StepNetwork, settings: CompileSetting
     options.builder_optimization_level = settings.optimization_level
     if settings.workspace is not None:
         options.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace * MIB)
+    if STATE_LENGTH in step.io.inputs:
+        options.clear_flag(trt.BuilderFlag.TF32)  # states are sums of products in FP32, over thousands of rows
     if target is not None:
         options.num_compute_capabilities = 1
         options.set_compute_capability(getattr(trt.ComputeCapability, target), 0)
@@ -249,7 +253,7 @@ def _knob(config: EngineConfig, said: str) -> str:
         heads = min(units_per_rank(model.heads, config.tp) for model in models)
         if heads == 1:
             return f"there is no fused attention for one query head a rank, use --tp below {config.tp}"
-        sizes = " and ".join(sorted({str(model.head_size) for model in models}))
+        sizes = " and ".join(map(str, (size for size in config.head_sizes if size <= MOST_FUSED)))
         return f"there is no fused attention for head size {sizes} on this GPU, use another --gpu or --precision"
     if "memory" in said.lower() or "workspace" in said.lower():
         return "a kernel needs more scratch, raise --workspace"

@@ -61,7 +61,7 @@ def build_network(
     io = step_io(config, config.sampling)
     tensors = {name: _add_input(trt, network, name, binding) for name, binding in io.inputs.items()}
     kind = TensorRTOps if config.plugin is None else TensorRTPluginOps
-    ops = kind(network, weights, tensors, config.tp, rank, capability)
+    ops = kind(network, weights, tensors, config.tp, rank, capability, max(config.chunk, config.block_size))
     drafter = Drafter(config.drafter) if config.drafter else None
     step = DraftVerifyStep(build_target(config.target), drafter)
     out = step(ops, _step_inputs(tensors), Drafting.BLOCK if drafter else Drafting.OFF)

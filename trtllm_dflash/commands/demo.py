@@ -42,6 +42,7 @@ def demo(
     from trtllm_dflash.build import builder
     from trtllm_dflash.demo import run_demo
     from trtllm_dflash.engine.directory import read_config
+    from trtllm_dflash.models import torch_only
     from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
     settings = build_settings(model, (), {"precision": "fp32"})
@@ -53,7 +54,11 @@ def demo(
     )
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
-    elif find_spec("tensorrt_rtx") and load_tensorrt().__name__ == "tensorrt_rtx":
+    elif (
+        torch_only(read_config(engine).target) is None
+        and find_spec("tensorrt_rtx")
+        and load_tensorrt().__name__ == "tensorrt_rtx"
+    ):
         plan = engine.with_name(f"{engine.name}-{_GPU}")
         compiled = build_settings(model, (), {"backend": "tensorrt", "gpu": _GPU})
         with progress_bar() as progress:

@@ -22,7 +22,7 @@ def models(as_json: bool) -> None:
     table = Table("name", "family", "target", "drafter", "block", "tap layers / target layers", "builds today")
     for entry in entries.values():
         taps = ",".join(map(str, entry.tap_layers)) if entry.tap_layers else "from checkpoint"
-        layers = f"{taps} / {entry.target_layers}"
+        layers = f"{taps} / {entry.target_layers}" + (", deduced" if entry.deduced else "")
         block = str(entry.block_size) if entry.block_size else "?"
         built = "yes" if entry.buildable else "no"
         table.add_row(entry.name, entry.family, entry.target, entry.drafter, block, layers, built)

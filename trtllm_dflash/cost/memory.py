@@ -12,13 +12,13 @@ from trtllm_dflash.engine.ladder import draft_lengths, shaped_kinds, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
-from trtllm_dflash.models import build_target, pair_weights, torch_only
+from trtllm_dflash.models import build_target, pair_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
-from trtllm_dflash.ops.tensorrt_attention import SINK_SIZE
-from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
+from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED, SINK_SIZE
+from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, has_mixture_layer, multiplies_fp4
 
 #: Bytes that CUDA keeps of one layer in one captured step, its kernels' launches and arguments: an H200 kept 29 KiB of
 #: Qwen3-8B's shape, on average of 36 steps, and less of gpt-oss-20b's.
@@ -241,13 +241,13 @@ def pages_on_gpu(config: EngineConfig) -> Paging:
 def _have_kernels(config: EngineConfig) -> bool:
     """Whether our kernels compute such an engine on a GPU."""
     # A target that is planned for is planned with kernels of ours.
-    if torch_only(config.target) is not None:
+    if without_kernels(config.target) is not None:
         return False
     if config.drafter is not None and Drafter(config.drafter).without_kernels is not None:
         return False
     computed = None if isinstance(config.target, PlannedConfig) else config.target
     heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
-    reason = why_unsupported(config.dtype, heads, OLDEST_GPU)
+    reason = why_unsupported(config.dtype, heads, OLDEST_GPU, config.kv)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
 
 
@@ -292,7 +292,25 @@ def _scratch(config: EngineConfig) -> int:
     cache = max(units_per_rank(heads, config.tp) * size for heads, size in shapes) * config.cache_length
     slots = 1 if _have_kernels(config) else config.max_batch
     widened = cache * (2 * size + 4) * slots if config.kv == "fp8" else 0
-    return rows * wide * size + logit_rows * logits * 4 + widened + _shaping(config, logit_rows)
+    decomposed = config.backend == "tensorrt" and max(target.head_sizes) > MOST_FUSED
+    # Of all heads, rows and keys, before and after the softmax.
+    scores = 2 * rows * units_per_rank(target.heads, config.tp) * config.cache_length * size if decomposed else 0
+    parts = widened + scores + _nets(config, rows) + _shaping(config, logit_rows)
+    return rows * wide * size + logit_rows * logits * 4 + parts
+
+
+def _nets(config: EngineConfig, rows: int) -> int:
+    """Counts the bytes that TensorRT's layers make in FP32 of a gated delta net; see `ops.tensorrt_delta_net`.
+
+    Of all slots' states thrice, of each pair of a slot's rows, and of what the rows themselves are.
+    """
+    delta = config.target.delta
+    if config.backend != "tensorrt" or config.plugin is not None or delta is None:
+        return 0
+    heads = units_per_rank(delta.value_heads, config.tp)
+    states = config.max_batch * heads * delta.key_size * delta.value_size
+    pairs = heads * max(config.chunk**2, config.max_batch * config.block_size**2)
+    return 4 * (3 * states + 6 * pairs + 6 * rows * heads * (delta.key_size + delta.value_size))
 
 
 def _shaping(config: EngineConfig, logit_rows: int) -> int:
@@ -321,5 +339,9 @@ def _graphs(config: EngineConfig) -> int:
 
 def computes_all_experts(config: EngineConfig) -> bool:
     """Whether every row goes through every expert; see `ops.tensorrt_moe`."""
+    moe = config.target.moe
+    if config.backend == "torch" or moe is None:
+        return False
+    in_int4 = config.target.linear_precision is WeightPrecision.INT4
     gpu = capability(config.gpu) if config.gpu is not None else None
-    return config.backend == "tensorrt" and gpu not in MOE_LAYER_CAPABILITIES
+    return not has_mixture_layer(gpu, moe.activation, in_int4)

@@ -216,6 +216,26 @@ def _gemma4(**widths: Any) -> dict[str, Any]:
 
 _GEMMA4_KINDS = (_SLIDING, _SLIDING, _SLIDING, _SLIDING, _SLIDING, _FULL)
 
+_MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "intermediate_size": 1536,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 196608,
+    "rope_theta": 5e6,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+# Deduced: with five layers and six taps these have the sizes of z-lab's gated files, 1.04 and (with a head) 3.33 GiB.
+_MINIMAX_M2_DRAFTER = DrafterWidths(48, 8, 128, 6144, 4, 2048)
+
 _KIMI: dict[str, Any] = {
     "model_type": "kimi_k25",
     "tie_word_embeddings": False,
@@ -445,6 +465,8 @@ PUBLISHED = {
             DrafterWidths(32, 8, 128, 5632, 4, 2048),
             kinds=_GEMMA4_KINDS,
         ),
+        Shape("minimax-m2.5", _MINIMAX_M2, _MINIMAX_M2_DRAFTER, checkpoint_bytes=230_200_000_000),
+        Shape("minimax-m2.7", _MINIMAX_M2, _MINIMAX_M2_DRAFTER, checkpoint_bytes=230_200_000_000),
         Shape("kimi-k2.5", _KIMI, DrafterWidths(64, 8, 128, 18432), checkpoint_bytes=554 * 2**30),
         Shape(  # for a try on a CPU; not the pair that ships, which is in the catalog by the same name
             "tiny",

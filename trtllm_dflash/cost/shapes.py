@@ -12,6 +12,7 @@ from trtllm_dflash.models import FAMILIES, build_target, read_planned_config, re
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 
@@ -90,18 +91,20 @@ def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, D
     """
     shape = find_shape(name)
     raw = shape.target_of(layers or shape.facts.target_layers)
-    target = read_target_config(raw)
-    if _packs_experts(raw):
-        weights = build_target(target).weights()
-        plain = tuple(weight.linear for weight in weights if weight.is_matrix and weight.stack is None)
-        packed = {"linear_precision": WeightPrecision.INT4, "plain_linears": plain}
-        target = target.model_copy(update=packed)
+    target = _as_stored(raw, read_target_config(raw))
     return target, drafter_of(shape, target)
 
 
-def _packs_experts(raw: dict[str, Any]) -> bool:
-    """Whether a published target's experts are in INT4 (Kimi-K2.5's)."""
-    return "config_groups" in (raw.get("text_config") or {}).get("quantization_config", {})
+def _as_stored(raw: dict[str, Any], target: DecoderConfig) -> DecoderConfig:
+    """Gives a target the precision of its published checkpoint, where that is not the engine's own."""
+    matrices = [weight for weight in build_target(target).weights() if weight.is_matrix]
+    if "config_groups" in (raw.get("text_config") or {}).get("quantization_config", {}):  # Kimi-K2.5's experts
+        plain = tuple(weight.linear for weight in matrices if weight.stack is None)
+        return target.model_copy(update={"linear_precision": WeightPrecision.INT4, "plain_linears": plain})
+    if "weight_block_size" in raw.get("quantization_config", {}):  # all projections of MiniMax-M2.x
+        plain = tuple(weight.linear for weight in matrices if not weight.linear.endswith("_proj"))
+        return target.model_copy(update={"linear_precision": WeightPrecision.FP8_BLOCKS, "plain_linears": plain})
+    return target
 
 
 def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:
@@ -112,6 +115,8 @@ def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:
     """
     shape = published_shape(name)
     target = read_planned_config(shape.target)
+    if not isinstance(target, PlannedConfig):
+        target = _as_stored(shape.target, target)
     return target, drafter_of(shape, target)
 
 

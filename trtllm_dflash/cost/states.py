@@ -11,20 +11,25 @@ from trtllm_dflash.models.hybrid import HybridDecoder
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig
 from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.ops.delta_states import part_shapes
+from trtllm_dflash.ops.tensorrt_delta_net import plan_part_shapes
 
 
 def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of what one slot keeps of each net, by name; nothing where the target has none."""
+    """Shape and type of what one slot keeps of each net, by name; nothing where the target has none.
+
+    A TensorRT plan without our plugin has the same numbers in fewer tensors.
+    """
     if isinstance(config.target, PlannedConfig):
         return {}
     target = build_target(config.target)
     if not isinstance(target, HybridDecoder):
         return {}
+    shapes = plan_part_shapes if copies_states(config) else part_shapes
     tensors = {}
     for i, is_net in enumerate(target.delta.layers):
         if is_net:
             layer = target.delta_layer(f"model.layers.{i}.linear_attn.", config.tp)
-            for part, shape in part_shapes(layer, config.block_size).items():
+            for part, shape in shapes(layer, config.block_size).items():
                 tensors[layer.prefix + part] = shape, config.dtype if part == "window" else torch.float32
     return tensors
 
@@ -35,8 +40,17 @@ def checkpoint_count(config: EngineConfig) -> int:
 
 
 def states_bytes(config: EngineConfig) -> int:
-    """Bytes of all slots' states, and of those that are kept beside them, on one rank."""
-    return (config.max_batch + checkpoint_count(config)) * state_bytes(config)
+    """Bytes of all slots' states, and of those that are kept beside them, on one rank.
+
+    What a TensorRT plan's own layers make of the slots' states lies beside these until it is copied.
+    """
+    made = config.max_batch if copies_states(config) else 0
+    return (config.max_batch + checkpoint_count(config) + made) * state_bytes(config)
+
+
+def copies_states(config: EngineConfig) -> bool:
+    """Whether a step writes states elsewhere than it reads them: TensorRT's own layers do."""
+    return config.backend == "tensorrt" and config.plugin is None
 
 
 def state_bytes(config: EngineConfig) -> int:

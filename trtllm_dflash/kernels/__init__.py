@@ -31,6 +31,7 @@ from trtllm_dflash.kernels.draft_tree import (
 from trtllm_dflash.kernels.embed import embed
 from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
 from trtllm_dflash.kernels.gate import gate, takes_gate
+from trtllm_dflash.kernels.latent_attention import LatentAppend, attend_latent, takes_latent
 from trtllm_dflash.kernels.library import (
     ABI_VERSION,
     LIBRARY_VARIABLE,
@@ -41,7 +42,7 @@ from trtllm_dflash.kernels.library import (
     load_for,
     remedy,
 )
-from trtllm_dflash.kernels.norm import add_rms_norm, rms_norm, swiglu, takes_norm
+from trtllm_dflash.kernels.norm import add_normed, add_rms_norm, cap, rms_norm, swiglu, takes_cap, takes_norm
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import (
     SKINNY_GPUS,
@@ -63,7 +64,7 @@ from trtllm_dflash.kernels.shape import (
     shape_changed_logits,
     shape_logits,
 )
-from trtllm_dflash.kernels.support import OLDEST_GPU, gpu_name, why_unsupported
+from trtllm_dflash.kernels.support import HOPPER, OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
     "ABI_VERSION",
@@ -73,6 +74,7 @@ __all__ = [
     "ALL_REDUCE_SHARED",
     "HALVES",
     "HEAD_SIZES",
+    "HOPPER",
     "LIBRARY_VARIABLE",
     "MAX_ROWS",
     "MOE_ROWS",
@@ -88,6 +90,7 @@ __all__ = [
     "Append",
     "DeltaNet",
     "KeptPenalties",
+    "LatentAppend",
     "Library",
     "Matrix",
     "MoE",
@@ -101,13 +104,16 @@ __all__ = [
     "Scales",
     "accept_paths",
     "accept_rows",
+    "add_normed",
     "add_rms_norm",
     "advance_states",
     "argmax",
+    "attend_latent",
     "attend_prompts",
     "attend_rows",
     "attention",
     "begin_rows",
+    "cap",
     "embed",
     "end_rows",
     "find",
@@ -128,8 +134,10 @@ __all__ = [
     "skinny_gemm",
     "suits_wide",
     "swiglu",
+    "takes_cap",
     "takes_gate",
     "takes_heads",
+    "takes_latent",
     "takes_norm",
     "takes_prompts",
     "takes_quantize",

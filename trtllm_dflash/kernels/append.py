@@ -24,13 +24,13 @@ AppendParams = structure(
     pointers__="out",
     ints_="page_rows block",
     pointers___="row_position",
-    ints__="rotary_size is_norm_wide",
+    ints__="rotary_size is_norm_wide keys_as_values norms_values",
 )
 
 
 def takes_rotary(rotary: int, size: int) -> bool:
     """Whether `Append` rotates the first numbers, so many, of heads of that size."""
-    return rotary % 16 == 0 and 0 < rotary <= size
+    return rotary % (16 if size <= 256 else 32) == 0 and 0 < rotary <= size
 
 
 class Append:
@@ -40,6 +40,8 @@ class Append:
         cos, sin: the RoPE tables [P, R/2]; the first R numbers of a head are rotated, the others stay.
         q_norm, k_norm: weights [D] of the norms of heads, where there are any; of the tables' type or both in FP32.
         scales: of caches in E4M3, keys' and values': FP32 [] each; None: caches have the tables' type.
+        keys_as_values: rows have no values of their own: they are the keys, as projected.
+        norms_values: values are normed too, without weights.
     """
 
     def __init__(
@@ -50,12 +52,15 @@ class Append:
         k_norm: Tensor | None = None,
         norm_eps: float = 0.0,
         scales: Scales = None,
+        keys_as_values: bool = False,
+        norms_values: bool = False,
     ) -> None:
         check(cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape, "RoPE tables must be contiguous")
         self.cos, self.sin = cos, sin
         self.q_norm, self.k_norm = q_norm, k_norm
         self.norm_eps = norm_eps
         self.scales = scales
+        self.keys_as_values, self.norms_values = keys_as_values, norms_values
 
     def __call__(
         self,
@@ -170,6 +175,8 @@ class Append:
             cache_head_stride=keys.stride(1),
             rotary_size=rotary,
             is_norm_wide=int(all(wide)),
+            keys_as_values=int(self.keys_as_values),
+            norms_values=int(self.norms_values),
             **scale_addresses(self.scales),
         )
 
@@ -188,7 +195,8 @@ class Append:
     def _set_qkv(self, params: ctypes.Structure, qkv: Tensor, slots: int) -> Tensor:
         """Sets projected rows [slots, N, (Hq + 2 Hkv)*D]; returns their queries to be, [slots, N, Hq, D]."""
         heads, size = params.heads, params.head_size
-        check_rows(qkv, slots, (heads + 2 * params.kv_heads) * size, self.cos.dtype)
+        kinds = 1 if self.keys_as_values else 2
+        check_rows(qkv, slots, (heads + kinds * params.kv_heads) * size, self.cos.dtype)
         q = torch.empty(slots, qkv.shape[1], heads, size, dtype=qkv.dtype, device=qkv.device)
         params.rows, params.qkv, params.q_out = qkv.shape[1], qkv.data_ptr(), q.data_ptr()
         params.qkv_slot_stride, params.qkv_row_stride = qkv.stride(0), qkv.stride(1)

@@ -9,7 +9,7 @@ DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4
 HALVES = (torch.float16, torch.bfloat16)
 #: Sizes of heads that all of attention's kernels take, and those that some of them take.
 HEAD_SIZES = (64, 128)
-ALL_HEAD_SIZES = (*HEAD_SIZES, 256)
+ALL_HEAD_SIZES = (*HEAD_SIZES, 256, 512)
 
 
 def check(is_met: bool, what: str) -> None:

@@ -17,14 +17,16 @@ MOE_ROWS = 512
 _MANY_ROWS, _MANY_PACKED_ROWS = 8, 14
 
 # Members of `dflash_moe_format`.
-_NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS = range(4)
+_NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4 = range(5)
 
 
 MoEParams = structure(
     "dflash_moe_params",
     ints="dtype logits_dtype format rows hidden columns experts first count top_k normalized clamped",
     floats="alpha limit",
-    pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out",
+    pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out expert_scale correction",
+    ints_="gelu",
+    floats_="share_scale",
 )
 
 
@@ -38,14 +40,18 @@ class Routing:
     top_k: int
     normalized: bool  # a row's top_k weights add up to 1
     clamp: tuple[float, float] | None = None  # alpha and limit of a clamped SwiGLU; None: a plain one
+    gelu: bool = False  # gates go through GELU by its form with tanh, not through SiLU
+    scales: Tensor | None = None  # [experts] of the rows' type, by which their shares are multiplied in the end
+    correction: Tensor | None = None  # FP32 [experts], of scores that are sigmoids; None: softmax
+    scale: float = 1.0  # that a row's shares are multiplied by, last
 
 
 @dataclass(frozen=True)
 class Matrix:
     """One projection [O, I] of each of E experts."""
 
-    values: Tensor  # [E, O, I] of the rows' type, or E4M3; or MXFP4's blocks, [E, O, I / 32, 16] uint8
-    scales: Tensor | None = None  # MXFP4's uint8 [E, O, I / 32]; E4M3's FP32, [E, O] or a block's of 128 by 128
+    values: Tensor  # [E, O, I] of the rows' type, or E4M3; MXFP4's [E, O, I / 32, 16] uint8; INT4's [E, O, I / 8] int32
+    scales: Tensor | None = None  # MXFP4's uint8, INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128
     bias: Tensor | None = None  # [E, O]
 
     @property
@@ -53,13 +59,19 @@ class Matrix:
         """The `dflash_moe_format` of its numbers."""
         if self.scales is None:
             return _NUMBERS
+        if self.values.dtype == torch.int32:
+            return _INT4
         if self.values.dtype != torch.float8_e4m3fn:
             return _MXFP4
         return _FP8_ROWS if self.scales.ndim == 2 else _FP8_BLOCKS
 
     def suits(self, dtype: torch.dtype) -> bool:
         """Whether its tensors are of the types that go with rows of a type."""
-        types = {_NUMBERS: (dtype, None), _MXFP4: (torch.uint8, torch.uint8)}
+        types = {
+            _NUMBERS: (dtype, None),
+            _MXFP4: (torch.uint8, torch.uint8),
+            _INT4: (torch.int32, torch.bfloat16),
+        }
         expected = types.get(self.format, (torch.float8_e4m3fn, torch.float32))
         found = self.values.dtype, None if self.scales is None else self.scales.dtype
         return found == expected and (self.bias is None or self.bias.dtype == dtype)
@@ -87,6 +99,11 @@ class MoE:
         if not (0 < len(x) <= MOE_ROWS and x.dtype in HALVES and logits.dtype in DTYPES):
             return False
         tensors = [x, logits]
+        for numbers, dtype in ((self._routing.scales, x.dtype), (self._routing.correction, torch.float32)):
+            if numbers is not None:
+                if numbers.dtype != dtype or numbers.shape != (self._routing.experts,):
+                    return False
+                tensors.append(numbers)
         for matrix in (self._gate_up, self._down):
             if not matrix.suits(x.dtype) or matrix.format != self._gate_up.format:
                 return False
@@ -146,4 +163,8 @@ class MoE:
             down=down.values.data_ptr(),
             down_scales=address(down.scales),
             down_bias=address(down.bias),
+            expert_scale=address(routing.scales),
+            correction=address(routing.correction),
+            gelu=int(routing.gelu),
+            share_scale=routing.scale,
         )

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU of rows."""
+"""RMSNorm of rows, gates of rows by SiLU or GELU, and caps of logits."""
 
 import torch
 
@@ -17,7 +17,18 @@ RmsNormParams = structure(
 )
 
 
-SwigluParams = structure("dflash_swiglu_params", ints="dtype rows size", pointers="x out")
+AddNormedParams = structure(
+    "dflash_add_normed_params",
+    ints="dtype rows size is_weight_wide",
+    floats="eps scale",
+    pointers="x weight residual factor out",
+)
+
+
+SwigluParams = structure("dflash_swiglu_params", ints="dtype rows size gelu", pointers="x out")
+
+
+CapParams = structure("dflash_cap_params", ints="dtype", floats="cap", longs="count", pointers="x out")
 
 
 def takes_norm(x: Tensor) -> bool:
@@ -66,12 +77,74 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
     return total, out
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Computes silu(gate) * up [..., F] of x [..., 2F], which holds gate, then up. F is a multiple of 8."""
+def add_normed(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    factor: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Computes (residual + RMSNorm of x) * factor * scale of rows [..., H], rounded after each; H as in `rms_norm`.
+
+    Args:
+        weight: as in `rms_norm`.
+        residual: of x's shape; None: nothing is added.
+        factor: [1]; None: 1.
+    """
+    size = x.shape[-1]
+    is_right = x.dtype in HALVES and x.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
+    check(is_right and size % 8 == 0 and size <= 1 << 15 and weight.shape == (size,), f"norm of {size} {x.dtype}")
+    if residual is not None:
+        fits = residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
+        check(fits, f"a residual {tuple(residual.shape)} {residual.dtype}")
+    check(factor is None or (factor.numel() == 1 and factor.dtype == x.dtype), "a factor is one number of x's type")
+    out = torch.empty_like(x)
+    params = AddNormedParams(
+        dtype=DTYPES[x.dtype],
+        rows=x.numel() // size,
+        size=size,
+        is_weight_wide=weight.dtype == torch.float32,
+        eps=eps,
+        scale=scale,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        residual=address(residual),
+        factor=address(factor),
+        out=out.data_ptr(),
+    )
+    run("dflash_add_normed", params, stream())
+    return out
+
+
+def takes_cap(logits: Tensor) -> bool:
+    """Whether `cap` takes such logits."""
+    return logits.dtype in DTYPES and logits.is_floating_point() and logits.is_contiguous() and logits.numel() % 8 == 0
+
+
+def cap(logits: Tensor, most: float) -> Tensor:
+    """Computes most * tanh(logits / most), in FP32 inside; see `takes_cap`."""
+    check(takes_cap(logits), f"logits {tuple(logits.shape)} {logits.dtype}")
+    out = torch.empty_like(logits)
+    params = CapParams(
+        dtype=DTYPES[logits.dtype], cap=most, count=logits.numel(), x=logits.data_ptr(), out=out.data_ptr()
+    )
+    run("dflash_cap", params, stream())
+    return out
+
+
+def swiglu(x: Tensor, gelu: bool = False) -> Tensor:
+    """Computes silu(gate) * up [..., F] of x [..., 2F], which holds gate, then up. F is a multiple of 8.
+
+    Args:
+        gelu: gates go through GELU by its form with tanh, not through SiLU.
+    """
     size = x.shape[-1] // 2
-    check(x.dtype in HALVES and x.is_contiguous() and size % 8 == 0, "SwiGLU of contiguous 16-bit rows, F by 8")
+    check(x.dtype in HALVES and x.is_contiguous() and size % 8 == 0, "gates of contiguous 16-bit rows, F by 8")
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     rows = x.numel() // x.shape[-1]
-    params = SwigluParams(dtype=DTYPES[x.dtype], rows=rows, size=size, x=x.data_ptr(), out=out.data_ptr())
+    params = SwigluParams(
+        dtype=DTYPES[x.dtype], rows=rows, size=size, gelu=int(gelu), x=x.data_ptr(), out=out.data_ptr()
+    )
     run("dflash_swiglu", params, stream())
     return out

@@ -25,7 +25,7 @@ SkinnyGemmParams = structure(
     ints="dtype weight_dtype rows inputs outputs swiglu",
     floats="eps",
     pointers="x norm_weight weight scale bias residual out",
-    ints_="norm_adds_one",
+    ints_="norm_adds_one gelu",
 )
 
 
@@ -54,6 +54,7 @@ def skinny_gemm(
     swiglu: bool = False,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """Multiplies few rows x [..., I] by weight [O, I], transposed, plus bias [O]: [..., O]. No row depends on others.
 
@@ -62,9 +63,10 @@ def skinny_gemm(
         swiglu: its rows are gate, then up: returns silu(gate) * up, [..., O/2].
         norm: norms x first. No less precise than the normed rows, rounded, times the weight.
         residual: [..., O], added at the end; not with swiglu.
+        gelu: with swiglu, gates go through GELU by its form with tanh, not through SiLU.
     """
     check(takes_skinny(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
-    return _product("dflash_skinny_gemm", x, weight, scale, bias, swiglu, norm, residual)
+    return _product("dflash_skinny_gemm", x, weight, scale, bias, swiglu, norm, residual, gelu)
 
 
 def takes_wide(x: Tensor, weight: Tensor) -> bool:
@@ -89,11 +91,16 @@ def _wide_load(outputs: int, inputs: int, swiglu: bool, count: int) -> int:
 
 
 def wide_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, swiglu: bool = False, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are."""
     check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
-    return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual)
+    return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual, gelu)
 
 
 def _product(
@@ -105,6 +112,7 @@ def _product(
     swiglu: bool,
     norm: Norm | None,
     residual: Tensor | None,
+    gelu: bool,
 ) -> Tensor:
     outputs, inputs = weight.shape
     check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
@@ -136,6 +144,7 @@ def _product(
         residual=address(residual),
         out=out.data_ptr(),
         norm_adds_one=int(norm is not None and norm.adds_one),
+        gelu=int(gelu),
     )
     run(function, params, stream())
     return out

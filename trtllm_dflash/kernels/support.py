@@ -4,19 +4,33 @@ from collections.abc import Iterable
 
 import torch
 
-from trtllm_dflash.kernels.checks import HALVES, HEAD_SIZES
+from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, HALVES, HEAD_SIZES
 
 #: Compute capability of the oldest GPUs that they are for: they wait for each other by instructions of Hopper's.
 OLDEST_GPU = (9, 0)
+#: Of those that compute attention from heads of all sizes, by instructions that no other GPUs have.
+HOPPER = (9, 0)
 
 
-def why_unsupported(dtype: torch.dtype, head_sizes: Iterable[int], capability: tuple[int, int]) -> str | None:
-    """Explains why a model of this type and head sizes is left to torch on a GPU; None: the kernels compute it."""
+def why_unsupported(
+    dtype: torch.dtype, head_sizes: Iterable[int], capability: tuple[int, int], kv: str | None = None
+) -> str | None:
+    """Explains why a model of this type and head sizes is left to torch on a GPU; None: the kernels compute it.
+
+    Args:
+        kv: the caches' type, where that is another.
+    """
     if dtype not in HALVES:
         return f"our CUDA kernels compute in BF16 and FP16, not in {str(dtype).removeprefix('torch.')}"
+    known = " and ".join(map(str, HEAD_SIZES))
     for size in head_sizes:
-        if size not in HEAD_SIZES:
-            return f"our CUDA kernels have heads of {' and '.join(map(str, HEAD_SIZES))}, not of {size}"
+        if size not in ALL_HEAD_SIZES:
+            return f"our CUDA kernels have heads of {known}, not of {size}"
+        if size not in HEAD_SIZES and capability != HOPPER:
+            own = gpu_name(capability)
+            return f"our CUDA kernels have heads of {known} on {own}, of {size} on {gpu_name(HOPPER)} alone"
+        if size not in HEAD_SIZES and kv is not None:
+            return f"our CUDA kernels have {kv} caches for heads of {known}, not of {size}"
     if capability < OLDEST_GPU:
         return f"our CUDA kernels are for {gpu_name(OLDEST_GPU)} and later, not for {gpu_name(capability)}"
     return None

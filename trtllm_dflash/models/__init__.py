@@ -84,8 +84,13 @@ def build_target(config: DecoderConfig) -> Decoder:
 
 
 def torch_only(config: DecoderConfig) -> str | None:
-    """Names what torch alone computes of a target so far; None: our kernels do all of it, or are planned to."""
+    """Names what TensorRT's layers lack of a target so far; None: they compute all of it, or are planned to."""
     return None if isinstance(config, PlannedConfig) else build_target(config).torch_only
+
+
+def without_kernels(config: DecoderConfig) -> str | None:
+    """Names what our CUDA kernels lack of a target so far; None: they compute all of it, or are planned to."""
+    return None if isinstance(config, PlannedConfig) else build_target(config).without_kernels
 
 
 def target_weights(target: DecoderConfig) -> list[Weight]:

@@ -188,11 +188,16 @@ class Decoder:
     #: Whether each query and key head is normed before RoPE.
     head_norms = False
 
-    #: What it has that torch alone computes so far; None: our CUDA kernels and TensorRT's layers do too.
+    #: What it has that none of our CUDA kernels computes so far; None: they compute all of it.
     torch_only: str | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
+
+    @property
+    def without_kernels(self) -> str | None:
+        """Names what it has that our CUDA kernels lack; None: they compute all of it."""
+        return self.torch_only
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

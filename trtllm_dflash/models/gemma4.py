@@ -39,6 +39,10 @@ class Gemma4(Decoder):
     head_norms = True
     torch_only = "GELU and heads of 256 and 512"
 
+    @property
+    def without_kernels(self) -> str | None:
+        return None
+
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
         """Reads the configuration from Hugging Face's config.json: the text model's own, or one that holds it."""
@@ -108,9 +112,10 @@ class Gemma4(Decoder):
         prefix, eps = f"model.layers.{i}.", self.config.norm_eps
         stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, eps)
         h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", self.attention(ops, i, qkv, start)))
-        y = ops.add(stream, ops.rms_norm(prefix + "post_attention_layernorm", h, eps))
-        h = ops.rms_norm(prefix + "post_feedforward_layernorm", self._feed_forward(ops, prefix, y), eps)
-        return stream, Residual(ops.multiply(prefix + "layer_scalar", ops.add(y, h)))
+        y = ops.add_normed(prefix + "post_attention_layernorm", stream, h, eps)
+        h = self._feed_forward(ops, prefix, y)
+        y = ops.add_normed(prefix + "post_feedforward_layernorm", y, h, eps, prefix + "layer_scalar")
+        return stream, Residual(y)
 
     def attention_layer(self, tp: int, i: int) -> AttentionLayer:
         c = self.config
@@ -134,22 +139,20 @@ class Gemma4(Decoder):
     def _feed_forward(self, ops: Ops[T], prefix: str, x: T) -> T:
         """Computes the feed-forward of the stream x [B, N, H], and the experts beside it where there are any."""
         eps = self.config.norm_eps
-        h = ops.rms_norm(prefix + "pre_feedforward_layernorm", x, eps)
-        h = ops.geglu(ops.linear(prefix + "mlp.gate_up_proj", h))
+        names = prefix + "pre_feedforward_layernorm", prefix + "mlp.gate_up_proj"
+        _, h = ops.norm_linear_geglu(*names, Residual(x), eps)
         y = ops.all_reduce(ops.linear(prefix + "mlp.down_proj", h))
         moe = self.config.moe
         if moe is None:
             return y
         # The router reads the stream by a norm of its own.
-        h = ops.scale(ops.rms_norm(prefix + "mlp.router_norm", x, eps), self.config.hidden_size**-0.5)
+        h = ops.scaled_norm(prefix + "mlp.router_norm", x, eps, self.config.hidden_size**-0.5)
         logits = ops.linear(prefix + "mlp.router", h)
         layer = describe_experts(prefix, moe, ops.tp, ops.rank)
         h = ops.rms_norm(prefix + "pre_feedforward_layernorm_2", x, eps)
         experts = ops.all_reduce(ops.moe(layer, h, logits))
-        return ops.add(
-            ops.rms_norm(prefix + "post_feedforward_layernorm_1", y, eps),
-            ops.rms_norm(prefix + "post_feedforward_layernorm_2", experts, eps),
-        )
+        y = ops.rms_norm(prefix + "post_feedforward_layernorm_1", y, eps)
+        return ops.add_normed(prefix + "post_feedforward_layernorm_2", y, experts, eps)
 
 
 def _read(text: dict[str, Any]) -> DecoderConfig:

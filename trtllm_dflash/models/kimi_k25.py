@@ -132,20 +132,24 @@ class KimiK25(MoEDecoder):
     def attention(self, ops: Ops[T], i: int, qkv: T, start: T) -> T:
         """Computes the latent attention of layer i; qkv [B, N, query rank + row] goes down alone, on every rank."""
         latent, attention, eps = self.latent, f"model.layers.{i}.self_attn.", self.config.norm_eps
-        layer = LatentLayer(
+        q = ops.rms_norm(attention + "q_a_layernorm", ops.columns(qkv, 0, latent.query_rank), eps)
+        kv = ops.columns(qkv, latent.query_rank, latent.rank + latent.rotary_size)
+        return ops.latent_attention(self.latent_layer(ops.tp, i), ops.linear(attention + "q_b_proj", q), kv, start)
+
+    def latent_layer(self, tp: int, i: int) -> LatentLayer:
+        """The attention of layer i on one rank."""
+        latent = self.latent
+        return LatentLayer(
             prefix=f"model.layers.{i}.",
             rope="rope",
-            heads=units_per_rank(self.config.heads, ops.tp),
+            heads=units_per_rank(self.config.heads, tp),
             rank=latent.rank,
             plain_size=latent.plain_size,
             rotary_size=latent.rotary_size,
             value_size=latent.value_size,
-            norm_eps=eps,
+            norm_eps=self.config.norm_eps,
             scale=latent.scale,
         )
-        q = ops.rms_norm(attention + "q_a_layernorm", ops.columns(qkv, 0, latent.query_rank), eps)
-        kv = ops.columns(qkv, latent.query_rank, latent.rank + latent.rotary_size)
-        return ops.latent_attention(layer, ops.linear(attention + "q_b_proj", q), kv, start)
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         if self._is_dense(prefix):

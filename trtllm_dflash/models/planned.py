@@ -1,7 +1,7 @@
 """Targets that are planned for as if our kernels computed them: the matrices that they hold, and the rows they keep.
 
-Gemma 4 and Kimi-K2.5. `build --plan` counts with these, and the other runtimes' scripts do. Vectors (norms but for the
-two of a layer, biases) are left out: they weigh nothing.
+Kimi-K2.5. `build --plan` counts with these, and the other runtimes' scripts do. Vectors (norms but for the two of a
+layer, biases) are left out: they weigh nothing.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.rope import RopeConfig
 from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPrecision, in_precision
 
-_SLIDING = "sliding_attention"
 _PACKED = 32  # numbers of INT4 that share a scale
 
 
@@ -129,28 +128,6 @@ def _mixer_of(config: DecoderConfig, i: int) -> Attends | DeltaNet:
 # -- families --------------------------------------------------------------------------------------------------------
 
 
-def _read_gemma4(raw: dict[str, Any]) -> PlannedConfig:
-    """Reads Gemma 4: full layers have larger heads, fewer of them, and values that are made of their keys."""
-    text = raw["text_config"]
-    hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    sliding = Attends(heads, text["num_key_value_heads"], text["head_dim"], text["head_dim"], text["sliding_window"])
-    full_size = text["global_head_dim"]
-    full = Attends(heads, text["num_global_key_value_heads"], full_size, full_size)
-    mixers = tuple(sliding if kind == _SLIDING else full for kind in text["layer_types"])
-    matrices: list[Matrix] = []
-    for i, mixer in enumerate(mixers):
-        layer, size = f"model.layers.{i}.", mixer.key_size
-        heads_of = {"q": (heads, size), "k": (mixer.kv_heads, size)}
-        if mixer.window is not None:
-            heads_of["v"] = (mixer.kv_heads, size)
-        matrices += _attention(layer, hidden, heads_of)
-        matrices.append(_columns(layer + "self_attn.o_proj", hidden, heads * size, heads))
-        matrices += _feed_forward(layer + "mlp.", hidden, text["intermediate_size"])
-        if text.get("enable_moe_block"):
-            matrices += _experts(layer, hidden, text["num_experts"], text["moe_intermediate_size"])
-    return _planned(raw, text, mixers, matrices, "num_experts", "top_k_experts")
-
-
 def _read_kimi(raw: dict[str, Any]) -> PlannedConfig:
     """Reads Kimi-K2.5: latent attention, absorbed, and experts in INT4 in all layers but the first."""
     text = raw["text_config"]
@@ -180,7 +157,6 @@ def _read_kimi(raw: dict[str, Any]) -> PlannedConfig:
 
 #: `model_type` in config.json -> the reader of what is planned for.
 PLANNED: dict[str, Callable[[dict[str, Any]], PlannedConfig]] = {
-    "gemma4": _read_gemma4,
     "kimi_k25": _read_kimi,
 }
 
@@ -220,13 +196,6 @@ def _planned(
         mixers=mixers,
         matrices=tuple(matrices),
     )
-
-
-def _attention(layer: str, hidden: int, heads: dict[str, tuple[int, int]]) -> list[Matrix]:
-    """Lists the projections of heads, by name: their number and size."""
-    return [
-        _rows(f"{layer}self_attn.{name}_proj", count * size, hidden, count) for name, (count, size) in heads.items()
-    ]
 
 
 def _feed_forward(prefix: str, hidden: int, size: int) -> list[Matrix]:

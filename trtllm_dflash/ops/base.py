@@ -309,7 +309,7 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """
         raise NotImplementedError
 
-    # -- some families' own: a backend that lacks them refuses those before it begins; see `Decoder.torch_only` --------
+    # -- some families' own: a backend that lacks them refuses those before it begins; see `Decoder` -------------------
 
     def norm_projections(self, layer: AttentionLayer, qkv: T, eps: float) -> T:
         """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
@@ -347,6 +347,20 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """Computes gelu(gate) * up [B, N, F] of x [B, N, 2F], which holds gate, then up; GELU by its form with tanh."""
         raise NotImplementedError
 
+    def norm_linear_geglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
+        """Returns the whole stream, and `geglu` of `name`'s product of that normed by `norm`."""
+        total, h = self.norm_linear(norm, name, x, eps)
+        return total, self.geglu(h)
+
+    def add_normed(self, norm: str, x: T, y: T, eps: float, factor: str | None = None) -> T:
+        """Computes x plus y normed by `norm`; times the one number `factor` [1], where there is one."""
+        total = self.add(x, self.rms_norm(norm, y, eps))
+        return total if factor is None else self.multiply(factor, total)
+
+    def scaled_norm(self, norm: str, x: T, eps: float, scale: float) -> T:
+        """Computes x normed by `norm`, times a number."""
+        return self.scale(self.rms_norm(norm, x, eps), scale)
+
     def cap(self, logits: T, cap: float) -> T:
         """Computes cap * tanh(logits / cap)."""
         raise NotImplementedError
@@ -381,8 +395,6 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
     @abstractmethod
     def drop_first_row(self, x: T) -> T:
         """Drops row 0 of x [B, N, H]: [B, N - 1, H]."""
-
-    # -- drafts ----------------------------------------------------------------------------------------------------
 
     def for_drafts(self) -> "Ops[T]":
         """Operations for the drafter, on whose rounding no text depends: the same, or faster ones."""

@@ -25,10 +25,11 @@ class CudaCaches(TorchOps):
     def _append_of(self, layer: AttentionLayer) -> kernels.Append:
         """Makes the kernels' append of a layer's rows."""
         cos, sin, scales = self.weights[layer.rope + ".cos"], self.weights[layer.rope + ".sin"], self._scales(layer)
+        of_values = layer.keys_as_values, layer.norms_values
         if layer.norm_eps is None:
-            return kernels.Append(cos, sin, scales=scales)
+            return kernels.Append(cos, sin, None, None, 0.0, scales, *of_values)
         q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
-        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales)
+        return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales, *of_values)
 
     def _projected(self, layer: AttentionLayer, kv: Tensor, index: int) -> Context[Tensor]:
         """Takes a layer's context rows as projected: they are normed and rotated on their way into the cache."""

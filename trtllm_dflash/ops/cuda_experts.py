@@ -8,6 +8,7 @@ from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -33,7 +34,18 @@ class CudaExperts(TorchOps):
 def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:
     """Makes the kernels' feed-forward of a layer's experts; `many` as in `kernels.MoE`."""
     clamp = (layer.clamp.alpha, layer.clamp.limit) if layer.clamp else None
-    routing = kernels.Routing(layer.experts, layer.first, layer.count, layer.top_k, layer.normalized, clamp)
+    routing = kernels.Routing(
+        layer.experts,
+        layer.first,
+        layer.count,
+        layer.top_k,
+        layer.normalized,
+        clamp,
+        gelu=layer.activation == "gelu",
+        scales=experts.scales,
+        correction=experts.correction if layer.scores == "sigmoid" else None,
+        scale=layer.scale,
+    )
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
@@ -46,12 +58,12 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
 
 
 def _is_known(layer: MoELayer, experts: Experts) -> bool:
-    """Whether the kernels have a layer's routing and activation: softmax and SwiGLU, with no factor besides."""
-    return (layer.scores, layer.activation, layer.scale) == ("softmax", "silu", 1) and experts.scales is None
+    """Whether the kernels have a layer's routing: by softmax, or by sigmoids with a correction."""
+    return layer.scores == "softmax" or experts.correction is not None
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
-    if isinstance(matrix.quantized, Fp8Weight):
+    if isinstance(matrix.quantized, Fp8Weight | Int4Weight):
         return kernels.Matrix(matrix.quantized.values, matrix.quantized.scale, matrix.bias)
     values = matrix.blocks if matrix.weight is None else matrix.weight
     assert values is not None

@@ -84,7 +84,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         """Fills `out` with the attention of pieces of prompts: in cuts, where they are too few for whole items."""
         keys, values = self._caches(layer)
         slots = len(self._decoding)
-        if not kernels.takes_prompts(q, keys, len(q) - slots * self._most):
+        if layer.scale is not None or not kernels.takes_prompts(q, keys, len(q) - slots * self._most):
             self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
             return
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
@@ -127,7 +127,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         keys, values = self._caches(layer)
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
         pages, scales = self._pages_of(layer), self._scales(layer)
-        more = causal, window, sinks, scales, added, block, row_path, self._is_exact
+        more = causal, window, sinks, scales, added, block, row_path, self._is_exact, layer.scale
         kernels.attend_rows(q, keys, values, pages, segments, rows, out, *more)
 
     def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:

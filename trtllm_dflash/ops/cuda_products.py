@@ -76,7 +76,7 @@ class CudaProducts(TorchOps):
         return super().norm_linear_swiglu(norm, name, x, eps) if y is None else (x.x, y)
 
     def _normed_product(
-        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
+        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
     ) -> Tensor | None:
         """Computes `_product` of rows that it norms itself, where nothing is pending on the stream; else None."""
         weight = self.weights[norm + ".weight"]
@@ -85,7 +85,7 @@ class CudaProducts(TorchOps):
         weight = self.weights[norm + ".less_one"] if adds_one else weight
         if x.pending is not None or not x.x.is_contiguous() or weight.dtype != x.x.dtype:
             return None
-        return self._product(name, x.x, swiglu, kernels.Norm(weight, eps, adds_one))
+        return self._product(name, x.x, swiglu, kernels.Norm(weight, eps, adds_one), gelu=gelu)
 
     def _product(
         self,
@@ -94,6 +94,7 @@ class CudaProducts(TorchOps):
         swiglu: bool = False,
         norm: kernels.Norm | None = None,
         residual: Tensor | None = None,
+        gelu: bool = False,
     ) -> Tensor | None:
         """Multiplies by our kernel, or returns None where it cannot; x is not rounded for an FP8 weight."""
         weight = linear_weight(self.weights, name)
@@ -108,9 +109,9 @@ class CudaProducts(TorchOps):
             return None
         bias = self.weights.get(name + ".bias")
         if kernels.takes_skinny(x, values):
-            return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual)
+            return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu)
         if scale is None and norm is None and kernels.suits_wide(x, values, swiglu):
-            return kernels.wide_gemm(x, values, bias, swiglu, residual)
+            return kernels.wide_gemm(x, values, bias, swiglu, residual, gelu)
         return None
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,6 +136,36 @@ class CudaProducts(TorchOps):
 
     def swiglu(self, x: Tensor) -> Tensor:
         return kernels.swiglu(x) if x.dtype in kernels.HALVES else super().swiglu(x)
+
+    # -- Gemma's -----------------------------------------------------------------------------------------------------
+
+    def geglu(self, x: Tensor) -> Tensor:
+        is_taken = x.dtype in kernels.HALVES and x.is_contiguous() and x.shape[-1] % 16 == 0
+        return kernels.swiglu(x, gelu=True) if is_taken else super().geglu(x)
+
+    def norm_linear_geglu(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+        y = self._normed_product(norm, name, x, eps, swiglu=True, gelu=True)
+        if y is not None:
+            return x.x, y
+        stream, h = self.norm(norm, x, eps)
+        y = self._product(name, h, swiglu=True, gelu=True)
+        return stream, self.geglu(self.linear(name, h)) if y is None else y
+
+    def add_normed(self, norm: str, x: Tensor, y: Tensor, eps: float, factor: str | None = None) -> Tensor:
+        if not (kernels.takes_norm(y) and y.is_contiguous() and x.is_contiguous()):
+            return super().add_normed(norm, x, y, eps, factor)
+        number = None if factor is None else self.weights[factor]
+        return kernels.add_normed(y, self.weights[norm + ".weight"], eps, x, number)
+
+    def scaled_norm(self, norm: str, x: Tensor, eps: float, scale: float) -> Tensor:
+        if not (kernels.takes_norm(x) and x.is_contiguous()):
+            return super().scaled_norm(norm, x, eps, scale)
+        return kernels.add_normed(x, self.weights[norm + ".weight"], eps, scale=scale)
+
+    def cap(self, logits: Tensor, cap: float) -> Tensor:
+        return kernels.cap(logits, cap) if kernels.takes_cap(logits) else super().cap(logits, cap)
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
 
     def argmax(self, logits: Tensor) -> Tensor:
         if not logits.is_contiguous():

@@ -3,11 +3,12 @@
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.ops.base import AttentionLayer, Context
+from trtllm_dflash.ops.base import AttentionLayer, Context, LatentLayer
 from trtllm_dflash.ops.cuda_caches import CudaCaches
 from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows
+from trtllm_dflash.ops.latent_attention import MOST_ABSORBED, key_up, value_up
 
 Tensor = torch.Tensor
 
@@ -45,6 +46,31 @@ class CudaSlots(CudaCaches):
         k, v = context.tensors
         return self._append_and_attend(layer, start, qkv, layer.causal_block, (k, v), committed)
 
+    def latent_attention(self, layer: LatentLayer, q: Tensor, kv: Tensor, start: Tensor) -> Tensor:
+        """Attends absorbed, by our kernels and products of each head; many rows of a prompt are torch's."""
+        if q.shape[1] > MOST_ABSORBED or not self.attends_latent(layer) or not q.is_contiguous():
+            return super().latent_attention(layer, q, kv, start)
+        norm = self.weights[layer.prefix + "self_attn.kv_a_layernorm.weight"]
+        cos, sin = (self.weights[f"{layer.rope}.{table}"] for table in ("cos", "sin"))
+        append, cache = kernels.LatentAppend(norm, cos, sin, layer.norm_eps), self.caches[layer.prefix + "latent"]
+        (slots, rows), up = q.shape[:2], self.weights[layer.prefix + "self_attn.latent_up"]
+        plain = q.view(slots * rows, layer.heads, -1)[..., : layer.plain_size]
+        queries = append(q, kv, start, layer.heads, cache)  # [B, N, heads, D], of which products make the rest
+        absorbed = queries.flatten(0, 1)[..., : layer.rank]
+        torch.bmm(plain.transpose(0, 1), key_up(layer, up), out=absorbed.transpose(0, 1))
+        seen = kernels.attend_latent(queries.transpose(1, 2), cache, self.key_lengths(start, q), layer.scale)
+        out = torch.empty(slots * rows, layer.heads, layer.value_size, dtype=q.dtype, device=q.device)
+        by_heads = seen.view(slots * rows, layer.heads, layer.rank).transpose(0, 1)
+        torch.bmm(by_heads, value_up(layer, up).mT, out=out.transpose(0, 1))
+        return out.view(slots, rows, -1)
+
+    def attends_latent(self, layer: LatentLayer) -> bool:
+        """Whether our kernels compute a layer's latent attention."""
+        norm, cos = self.weights[layer.prefix + "self_attn.kv_a_layernorm.weight"], self.weights[layer.rope + ".cos"]
+        cache = self.caches[layer.prefix + "latent"]
+        sizes = layer.rank, layer.rotary_size
+        return norm.dtype == cos.dtype == cache.dtype and kernels.takes_latent(cache, *sizes)
+
     def _append_and_attend(
         self,
         layer: AttentionLayer,
@@ -59,22 +85,24 @@ class CudaSlots(CudaCaches):
         [B, N, heads*D]. Arguments as in `kernels.Append`.
         """
         (keys, values), scales, rows = self._caches(layer), self._scales(layer), qkv.shape[1]
-        qkv = qkv[..., : (layer.heads + 2 * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
+        kinds = 1 if layer.keys_as_values else 2
+        qkv = qkv[..., : (layer.heads + kinds * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
         q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
         if self._takes(q, keys, values, scales):
             sinks, window = None if layer.sinks is None else self.weights[layer.sinks], layer.window or 0
             if rows <= kernels.MAX_ROWS:
-                return kernels.attention(q, keys, values, start, causal, window, sinks, committed, rows, scales)
+                more = window, sinks, committed, rows, scales, layer.scale
+                return kernels.attention(q, keys, values, start, causal, *more)
             assert causal and committed is None, "a drafted block has not so many rows"
             cuts = self._once(("cuts", rows), start, lambda: _cuts(start, rows))
-            return _attend_cuts(q, keys, values, cuts, window, sinks, scales)
+            return _attend_cuts(q, keys, values, cuts, window, sinks, scales, layer.scale)
         if scales is not None:
             pairs = zip((keys, values), scales, strict=True)
             keys, values = (dequantize_cache_rows(cache, scale, q.dtype) for cache, scale in pairs)
         first = start if committed is None else self.block_start(start, committed)
         lengths = self.key_lengths(first, qkv)
-        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks)
+        return self.attention(q, keys, values, lengths, causal, layer.window, layer.sinks, layer.scale)
 
     def attention(
         self,
@@ -112,9 +140,8 @@ class CudaSlots(CudaCaches):
     def _appends(self, layer: AttentionLayer) -> bool:
         """Whether our kernel appends a layer's rows, whatever computes their attention."""
         cos = self.weights[layer.rope + ".cos"]
-        is_plain = layer.scale is None and not layer.keys_as_values and not layer.norms_values
         is_known = layer.head_size in kernels.ALL_HEAD_SIZES and cos.dtype in kernels.HALVES
-        return is_plain and is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
+        return is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
 
 
 class CudaSlotOps(CudaSlots, CudaExperts, CudaProducts):

@@ -32,7 +32,7 @@ class ExactOps(CudaOps):
         return CudaOps(*shared, self._most, self._window_pages, self._moves, self._reports)
 
     def _normed_product(
-        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False
+        self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
     ) -> Tensor | None:
         return None
 
@@ -43,12 +43,13 @@ class ExactOps(CudaOps):
         swiglu: bool = False,
         norm: kernels.Norm | None = None,
         residual: Tensor | None = None,
+        gelu: bool = False,
     ) -> Tensor:
         """Multiplies any number of rows, each in one order."""
         weight, x = linear_weight(self.weights, name), x.contiguous()
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
-        return kernels.wide_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, residual)
+        return kernels.wide_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, residual, gelu)
 
     def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         for cuts in self._layout.cuts.split(_CUTS_AT_ONCE):

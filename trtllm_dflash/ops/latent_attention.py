@@ -30,10 +30,12 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
     On the CPU a row's bits depend on no other row; see `cpu_products`.
     """
-    if x.is_cuda:
-        return x @ matrices.mT
-    products = (cpu_products.product(x[:, head], matrix) for head, matrix in enumerate(matrices))
-    return torch.stack(list(products), dim=1)
+    if x.is_cuda:  # each matrix read once for all slots
+        slots, heads, rows, size = x.shape
+        products = torch.bmm(x.transpose(0, 1).reshape(heads, slots * rows, size), matrices.mT)
+        return products.view(heads, slots, rows, -1).transpose(0, 1)
+    by_heads = (cpu_products.product(x[:, head], matrix) for head, matrix in enumerate(matrices))
+    return torch.stack(list(by_heads), dim=1)
 
 
 def absorb(layer: LatentLayer, up: Tensor, plain: Tensor, rotated: Tensor) -> Tensor:
@@ -43,7 +45,8 @@ def absorb(layer: LatentLayer, up: Tensor, plain: Tensor, rotated: Tensor) -> Te
         plain: [B, heads, N, plain size], without a position.
         rotated: [B, heads, N, rotary size].
     """
-    return torch.cat([by_head(plain, key_up(layer, up).mT.contiguous()), rotated], dim=-1)
+    down = key_up(layer, up).mT
+    return torch.cat([by_head(plain, down if down.is_cuda else down.contiguous()), rotated], dim=-1)
 
 
 def expand(layer: LatentLayer, up: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ Tensor = torch.Tensor
 
 #: The powers of two that E4M3 holds.
 LEAST, MOST = -9, 8
+#: Numbers that share a scale.
+_BLOCK = 16
 #: The tensor's scale is an FP32 number that is not subnormal.
 _FP32_POWERS = (-126, 127)
 
@@ -73,6 +75,24 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
     block_scales = torch.exp2(held.float()).to(torch.float8_e4m3fn).repeat_interleave(2, dim=-1)
     converted = NVFP4(packed.flatten(-2), block_scales, torch.tensor(2.0**power))
     return converted, Transcoded(exponents.numel(), rounded, largest_error)
+
+
+def rounded_to_nvfp4(numbers: Tensor) -> Tensor:
+    """Rounds a tensor [..., I] to NVFP4, without calibration: FP32 [..., I].
+
+    The tensor's scale lets the largest number be 6 times the largest E4M3 scale; a block's lets its own largest be 6,
+    but for the scale's rounding.
+    """
+    blocks = numbers.float().unflatten(-1, (-1, _BLOCK))
+    largest = blocks.abs().amax(dim=-1, keepdim=True) / E2M1[7]
+    e4m3 = torch.finfo(torch.float8_e4m3fn)
+    scale = (largest.amax() / e4m3.max).clamp(min=torch.finfo(torch.float32).tiny)
+    by = (largest / scale).clamp(max=e4m3.max).to(torch.float8_e4m3fn).float() * scale
+    magnitudes = torch.tensor(E2M1[:8], device=blocks.device)
+    ratios = torch.where(by > 0, blocks.abs() / by, 0)
+    index = torch.bucketize(ratios, (magnitudes[1:] + magnitudes[:-1]) / 2)  # of two as near, the one nearer to zero
+    rounded: Tensor = magnitudes[index] * by * blocks.sign()
+    return rounded.flatten(-2)
 
 
 def _tensor_power(exponents: Tensor) -> int:

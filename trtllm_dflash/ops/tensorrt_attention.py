@@ -18,6 +18,9 @@ import torch
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
 
+#: The widest heads that TensorRT has fused kernels for, as far as is known: of TensorRT-RTX 1.7.1, SM89 and SM120.
+MOST_FUSED = 256
+
 #: Suffix of the output that updates a cache in place.
 PRESENT = ".present"
 
@@ -91,6 +94,8 @@ class TensorRTAttention(TensorRTLayers):
         if layer is None:
             raise EngineError(f"{self._scope}: TensorRT accepts no attention of {q.dtype} here; choose another dtype")
         layer.name = self._unique("attention")
+        # Into two products and a softmax, whose scores of every row and key then pass through memory.
+        layer.decomposable = q.shape[3] > MOST_FUSED
         return layer
 
     def _window(

@@ -62,10 +62,10 @@ class TensorRTLayers:
         return self._layer(self.network.add_constant(shape, values), "constant")
 
     def _packed(self, tensor: torch.Tensor, dtype: ITensor, label: str) -> ITensor:
-        """Emits bytes [..., n] as a constant of a type that torch or the bindings lack; FP4 is two numbers a byte."""
+        """Emits bytes [..., n] as a constant of a type that torch or the bindings lack; of 4 bits, two a byte."""
         tensor = tensor.contiguous()
         shape = list(tensor.shape)
-        if dtype == self.trt.fp4:
+        if dtype in (self.trt.fp4, self.trt.int4):
             shape[-1] *= 2
         self._kept.append(tensor)
         count = torch.Size(shape).numel()

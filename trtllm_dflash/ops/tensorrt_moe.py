@@ -16,8 +16,9 @@ step of those could not be captured into a CUDA graph), and costs this:
 MXFP4 experts stay MXFP4 where the GPU multiplies FP4 (SM100 and later): 4.25 bits a number in the plan, dequantized in
 the product. Elsewhere they are constants of the engine's own type. The mixture layer takes NVFP4 (see `ops.nvfp4`).
 
-FP8 and NVFP4 experts stay that. What goes into gate and up is rounded where a calibration found how, as into any
-linear; what goes into down is not, since its rows bear their experts' weights by then.
+FP8, NVFP4 and INT4 experts stay that. The mixture layer has SiLU alone: experts of GELU, and those in INT4, which were
+never tried in it, go through the wide feed-forward everywhere. What goes into gate and up is rounded where a
+calibration found how, as into any linear; what goes into down is not, since its rows bear their experts' weights then.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,13 @@ import torch
 
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.fp8 import Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
 from trtllm_dflash.ops.nvfp4 import Transcoded, from_mxfp4
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_quantized import TensorRTQuantized
+from trtllm_dflash.ops.tensorrt_routing import TensorRTRouting
 
 Tensor = torch.Tensor
 
@@ -43,7 +46,12 @@ def multiplies_fp4(capability: int | None) -> bool:
     return capability is not None and capability >= 100
 
 
-class TensorRTMoE(TensorRTQuantized):
+def has_mixture_layer(capability: int | None, activation: str, in_int4: bool = False) -> bool:
+    """Whether TensorRT's mixture layer computes experts of this activation on such a GPU; None: one not known."""
+    return capability in MOE_LAYER_CAPABILITIES and activation == "silu" and not in_int4
+
+
+class TensorRTMoE(TensorRTRouting, TensorRTQuantized):
     """Emits the mixture of experts of `Ops`.
 
     Attributes:
@@ -56,30 +64,10 @@ class TensorRTMoE(TensorRTQuantized):
     def moe(self, mixture: MoELayer, x: ITensor, logits: ITensor) -> ITensor:
         self._scope = mixture.prefix + "experts"
         chosen, shares = self._route(mixture, logits)
-        if self.capability in MOE_LAYER_CAPABILITIES:
+        in_int4 = isinstance(self._quantized(mixture.prefix + "experts.down_proj"), Int4Weight)
+        if has_mixture_layer(self.capability, mixture.activation, in_int4):
             return self._mixture(mixture, x, chosen, shares)
         return self._wide_feed_forward(mixture, x, shares)
-
-    def _route(self, mixture: MoELayer, logits: ITensor) -> tuple[ITensor, ITensor]:
-        """Chooses each row's experts, as a bool mask and FP32 weights, 0 for the others: [B, N, experts] each."""
-        logits = self._cast(logits, self.trt.float32)
-        top = self.network.add_topk(logits, self.trt.TopKOperation.MAX, mixture.top_k, 1 << 2)
-        least = self._reduce("MIN", self._layer(top, "top_k"), 2)  # [B, N, 1]
-        # TopK does not say which of equals it returns: of those that equal the least, the first ones.
-        above = self._binary("GREATER", logits, least)
-        equal = self._binary("EQUAL", logits, least)
-        taken = self._reduce("SUM", self._cast(above, self.trt.int32), 2)
-        axis = self._constant(torch.tensor(2, dtype=torch.int32))
-        ones = self._cast(equal, self.trt.int32)
-        run = self._layer(
-            self.network.add_cumulative(ones, axis, self.trt.CumulativeOperation.SUM, False, False), "run"
-        )
-        fits = self._not(self._binary("GREATER", self._binary("SUM", run, taken), self._ints(mixture.top_k, 3)))
-        chosen = self._binary("OR", above, self._binary("AND", equal, fits))
-        mass = self._unary("EXP", self._binary("SUB", logits, self._reduce("MAX", logits, 2)))
-        own = self._select(chosen, mass, self._fill(0.0, 3))
-        total = self._reduce("SUM", own if mixture.normalized else mass, 2)
-        return chosen, self._binary("DIV", own, total, "shares")
 
     # -- one wide feed-forward -------------------------------------------------------------------------------------
 
@@ -111,7 +99,7 @@ class TensorRTMoE(TensorRTQuantized):
         return y
 
     def _activate(self, mixture: MoELayer, gate: ITensor, up: ITensor) -> ITensor:
-        """Emits SwiGLU of gate and up, [B, N, E, 1, F] each."""
+        """Emits SwiGLU, or GELU's gate, of gate and up, [B, N, E, 1, F] each."""
         slope = gate
         if mixture.clamp is not None:
             limit, alpha = (self._fill(x, 5, gate.dtype) for x in (mixture.clamp.limit, mixture.clamp.alpha))
@@ -119,6 +107,9 @@ class TensorRTMoE(TensorRTQuantized):
             up = self._binary("MAX", self._binary("MIN", up, limit), self._fill(-mixture.clamp.limit, 5, up.dtype))
             up = self._binary("SUM", up, self._fill(1.0, 5, up.dtype))
             slope = self._binary("PROD", gate, alpha)
+        if mixture.activation == "gelu":
+            gelu = self._layer(self.network.add_activation(gate, self.trt.ActivationType.GELU_TANH), "gelu")
+            return self._binary("PROD", gelu, up, "geglu")
         sigmoid = self._layer(self.network.add_activation(slope, self.trt.ActivationType.SIGMOID), "sigmoid")
         return self._binary("PROD", self._binary("PROD", gate, sigmoid, "silu"), up, "swiglu")
 
@@ -153,6 +144,8 @@ class TensorRTMoE(TensorRTQuantized):
             numbers = self._nvfp4_numbers(name, values, stored.scale.transpose(0, 1).flatten(1), largest, dtype)
         elif isinstance(stored, Fp8Weight) and stored.by_block:
             numbers = self._fp8_numbers(name, Fp8Weight(values, stored.scale.transpose(0, 1).flatten(1)), dtype)
+        elif isinstance(stored, Int4Weight):
+            numbers = self._int4_numbers(name, values, stored.scale.transpose(0, 1).flatten(1), dtype)
         else:
             constants = self._named(name + ".weight", values), self._named(name + ".scale", stored.scale.t())
             layer = self.network.add_dequantize(*constants, dtype)
@@ -242,7 +235,7 @@ class TensorRTMoE(TensorRTQuantized):
         if isinstance(stored, Fp8Weight):
             flat = Fp8Weight(values.flatten(0, 1), part(stored.scale).flatten(0, 1))
             return self._reshape(self._fp8_numbers(name, flat, dtype), (count, outputs, inputs))
-        assert isinstance(stored, Nvfp4Weight)  # INT4 is refused before
+        assert isinstance(stored, Nvfp4Weight)  # INT4 goes another way
         # An expert's scale of scales, along the first dimension.
         numbers = self._packed(values, self.trt.fp4, "values")
         scales, own = self._named(name + ".scale", part(stored.scale)), self._constant(part(stored.global_scale)[:, 0])
@@ -256,5 +249,6 @@ def _joined_rows(stored: QuantizedWeight) -> QuantizedWeight:
     values, scale = stored.values.flatten(0, 1), stored.scale.flatten(0, 1)
     if isinstance(stored, Fp8Weight):
         return Fp8Weight(values, scale, stored.input_scale)
-    assert isinstance(stored, Nvfp4Weight)
+    if isinstance(stored, Int4Weight):
+        return Int4Weight(values, scale)
     return Nvfp4Weight(values, scale, stored.global_scale.flatten(), stored.input_scale)

@@ -14,7 +14,10 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
+from trtllm_dflash.ops.tensorrt_delta_net import TensorRTDeltaNet
 from trtllm_dflash.ops.tensorrt_drafting import TensorRTDrafting
+from trtllm_dflash.ops.tensorrt_family_ops import TensorRTFamilyOps
+from trtllm_dflash.ops.tensorrt_latent import TensorRTLatent
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_moe import TensorRTMoE
 
@@ -35,7 +38,15 @@ def load_tensorrt() -> Any:
     raise EngineError("TensorRT is not installed: pip install 'trtllm-dflash[tensorrt]'")
 
 
-class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]):
+class TensorRTOps(
+    TensorRTAttention,
+    TensorRTDeltaNet,
+    TensorRTMoE,
+    TensorRTDrafting,
+    TensorRTFamilyOps,
+    TensorRTLatent,
+    Ops[ITensor],
+):
     """Emits layers; nothing is computed until the network is compiled and run.
 
     Args:
@@ -46,6 +57,8 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]
             the network's output `NAME.present`.
         capability: of the GPU that the network is for, such as 120. It decides how a mixture's experts are emitted;
             None: as every GPU takes them.
+        most_rows: of a slot in a call, where the target has gated delta nets; then `caches` has their states and the
+            inputs that say which rows those absorb (see `TensorRTDeltaNet`).
     """
 
     def __init__(
@@ -56,12 +69,14 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]
         tp: int = 1,
         rank: int = 0,
         capability: int | None = None,
+        most_rows: int = 1,
     ) -> None:
         super().__init__(load_tensorrt(), network, weights)
         self.caches = caches
         self.tp = tp
         self.rank = rank
         self.capability = capability
+        self.most_rows = most_rows
         self._rotated: dict[str, tuple[str, ITensor, ITensor]] = {}  # table, what was rotated, by which positions
 
     # -- the network -----------------------------------------------------------------------------------------------
@@ -74,6 +89,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]
         self._scope = name
         stored = linear_weight(self.weights, name)
         if isinstance(stored, torch.Tensor):
+            x = self._cast(x, self._types[stored.dtype])  # a router's may be FP32 in any engine
             y = self._product(x, self._weight(name + ".weight", (1, *stored.shape)))
         else:
             y = self._quantized_product(name, x, stored)
@@ -84,14 +100,11 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]
 
     def rms_norm(self, name: str, x: ITensor, eps: float) -> ITensor:
         self._scope = name
-        last = len(x.shape) - 1
-        ones = (1,) * last
-        wide = self._cast(x, self.trt.float32)
-        mean = self._reduce("AVG", self._binary("PROD", wide, wide), last)
-        root = self._unary("SQRT", self._binary("SUM", mean, self._fill(eps, len(x.shape))))
-        normed = self._cast(self._binary("DIV", wide, root), x.dtype)
+        ones = (1,) * (len(x.shape) - 1)
         weight = self._weight(name + ".weight", (*ones, self.weights[name + ".weight"].shape[0]))
-        return self._binary("PROD", normed, weight, "scale")
+        # In the weight's type: a norm's may be FP32 in any engine.
+        normed = self._cast(self._normed(x, eps), weight.dtype)
+        return self._cast(self._binary("PROD", normed, weight, "scale"), x.dtype)
 
     def add(self, x: ITensor, y: ITensor) -> ITensor:
         return self._binary("SUM", x, y, "add")
@@ -108,7 +121,7 @@ class TensorRTOps(TensorRTAttention, TensorRTMoE, TensorRTDrafting, Ops[ITensor]
     def rope(self, name: str, x: ITensor, positions: ITensor) -> ITensor:
         cos, sin = self._weight(name + ".cos"), self._weight(name + ".sin")
         index = self._once(positions, "int64", lambda: self._cast(positions, self.trt.int64))
-        layer = self.network.add_rotary_embedding(x, cos, sin, False, x.shape[3])
+        layer = self.network.add_rotary_embedding(x, cos, sin, False, 2 * cos.shape[1])
         layer.set_input(3, index)
         rotated = self._layer(layer, "rope")
         self._rotated[rotated.name] = (name, x, positions)

@@ -10,6 +10,7 @@ import torch
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import AttentionLayer, Context
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
+from trtllm_dflash.ops.tensorrt_delta_plugin import TensorRTDeltaPlugin
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 
@@ -31,27 +32,28 @@ def load_plugin(library: Path) -> None:
         EngineError: the library has not the plugin, or not in this version.
     """
     registry = load_tensorrt().get_plugin_registry()
-    if _find_creator(registry) is None:
+    if _find_creator(registry, PLUGIN) is None:
         registry.load_library(str(library))
-    if _find_creator(registry) is None:
+    if _find_creator(registry, PLUGIN) is None:
         name, version, _ = PLUGIN
         raise EngineError(f"{library}: has no plugin {name} of version {version}; build it with `make plugin`")
 
 
-def _find_creator(registry: Any) -> Any:
+def _find_creator(registry: Any, plugin: tuple[str, str, str]) -> Any:
     # Not by get_creator, which logs an error where there is none.
     for creator in registry.all_creators:
-        if (creator.name, creator.plugin_version, creator.plugin_namespace) == PLUGIN:
+        if (creator.name, creator.plugin_version, creator.plugin_namespace) == plugin:
             return creator
     return None
 
 
-class TensorRTPluginOps(TensorRTOps):
+class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
     """Emits one plugin layer for norm of heads, RoPE, append and attention; all else as TensorRTOps.
 
     A call's rows may be any number: a block, or a prompt's chunk. The caches' inputs and outputs are not aliased in the
     plan: a session binds each `NAME.present` to its input's address, and loads the same library before it deserializes
-    the plan. Windows and sinks are the plugin's too: caches have the model's own shapes.
+    the plan. Windows and sinks are the plugin's too: caches have the model's own shapes. A target with gated delta nets
+    has them as plugins; its attention, of whose heads RoPE rotates a part alone, is of TensorRT's own layers.
 
     Args: as TensorRTOps.
 
@@ -67,14 +69,21 @@ class TensorRTPluginOps(TensorRTOps):
         tp: int = 1,
         rank: int = 0,
         capability: int | None = None,
+        most_rows: int = 1,
     ) -> None:
-        super().__init__(network, weights, caches, tp, rank, capability)
-        self._creator = _find_creator(self.trt.get_plugin_registry())
-        if self._creator is None:
-            raise EngineError(f"the plugin {PLUGIN[0]} is not loaded")
+        super().__init__(network, weights, caches, tp, rank, capability, most_rows)
+        self._creator_of(PLUGIN)
 
-    def self_attention(self, layer: AttentionLayer, qkv: ITensor, start: ITensor) -> ITensor:
-        return self._emit(layer, qkv, start, causal=True, context_index=-1, context=[])
+    def _creator_of(self, plugin: tuple[str, str, str]) -> Any:
+        creator = _find_creator(self.trt.get_plugin_registry(), plugin)
+        if creator is None:
+            raise EngineError(f"the plugin {plugin[0]} is not loaded")
+        return creator
+
+    def self_attention(self, attention: AttentionLayer, qkv: ITensor, start: ITensor) -> ITensor:
+        if 2 * self.weights[attention.rope + ".cos"].shape[1] != attention.head_size:
+            return TensorRTOps.self_attention(self, attention, qkv, start)  # the plugin rotates whole heads
+        return self._emit(attention, qkv, start, causal=True, context_index=-1, context=[])
 
     def context_rows(self, layer: AttentionLayer, kv: ITensor, index: int, start: ITensor) -> Context[ITensor]:
         return Context((kv,), index)  # as projected, of all layers: the plugin takes its layer's part
@@ -128,11 +137,15 @@ class TensorRTPluginOps(TensorRTOps):
             "has_sinks": int(attention.has_sinks),
             "context_index": context_index,
         }
-        integer, real = self.trt.PluginFieldType.INT32, self.trt.PluginFieldType.FLOAT32
-        fields = [self.trt.PluginField(name, array.array("i", [n]), integer) for name, n in numbers.items()]
-        fields.append(self.trt.PluginField("norm_eps", array.array("f", [attention.norm_eps or 0.0]), real))
-        collection = self.trt.PluginFieldCollection(fields)
-        plugin = self._creator.create_plugin(attention.prefix, collection, self.trt.TensorRTPhase.BUILD)
+        plugin = self._create(PLUGIN, attention.prefix, numbers, attention.norm_eps or 0.0)
         if plugin is None:
             raise EngineError(f"{attention.prefix}: the plugin has no {attention.heads} heads of {attention.head_size}")
         return plugin
+
+    def _create(self, plugin: tuple[str, str, str], layer_name: str, numbers: dict[str, int], eps: float) -> ITensor:
+        integer, real = self.trt.PluginFieldType.INT32, self.trt.PluginFieldType.FLOAT32
+        fields = [self.trt.PluginField(name, array.array("i", [n]), integer) for name, n in numbers.items()]
+        fields.append(self.trt.PluginField("norm_eps", array.array("f", [eps]), real))
+        collection = self.trt.PluginFieldCollection(fields)
+        creator = self._creator_of(plugin)
+        return creator.create_plugin(layer_name, collection, self.trt.TensorRTPhase.BUILD)

@@ -1,20 +1,23 @@
-"""Products of FP8 and NVFP4 weights as TensorRT's quantize and dequantize layers."""
+"""Products of FP8, NVFP4 and INT4 weights as TensorRT's quantize and dequantize layers."""
 
 import torch
 
 from trtllm_dflash.ops.fp8 import FP8_BLOCK, Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
 from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
 
 
 class TensorRTQuantized(TensorRTLayers):
-    """Emits products by FP8 and NVFP4 weights."""
+    """Emits products by FP8, NVFP4 and INT4 weights."""
 
     def _quantized_product(self, name: str, x: ITensor, stored: QuantizedWeight) -> ITensor:
         """Multiplies x [B, N, I] by the weight `name` [O, I]: [B, N, O] in x's type."""
         if isinstance(stored, Fp8Weight):
             return self._fp8_product(name, x, stored)
-        assert isinstance(stored, Nvfp4Weight)  # INT4 is refused before
+        if isinstance(stored, Int4Weight):
+            numbers = self._int4_numbers(name, stored.values, stored.scale, x.dtype)
+            return self._product(x, self._reshape(numbers, (1, *numbers.shape)))
         return self._nvfp4_product(name, x, stored)
 
     def _fp8_product(self, name: str, x: ITensor, stored: Fp8Weight) -> ITensor:
@@ -67,6 +70,16 @@ class TensorRTQuantized(TensorRTLayers):
         # The scales' type must be that of what they scale.
         scales = self._named(name + ".scale", scale)
         scales = self._layer(self.network.add_dequantize(scales, self._constant(global_scale), dtype), "scales")
+        return self._layer(self.network.add_dequantize(numbers, scales, dtype), "scale")
+
+    def _int4_numbers(self, name: str, values: torch.Tensor, scale: torch.Tensor, dtype: ITensor) -> ITensor:
+        """Emits the numbers [O, I] of INT4 values [O, I / 8], as `ops.int4` packs them, and scales [O, I / 32]."""
+        # Here a number is stored as itself and 8, there as two's complement: the highest bit is the other one.
+        codes = values.contiguous().view(torch.uint8) ^ 0x88
+        numbers = self._packed(codes, self.trt.int4, "constant")
+        numbers.name = self._unique_name(name + ".weight")
+        scales = self._named(name + ".scale", scale.to(self._torch_type(dtype)))
+        # Blocks are told by the shapes: TensorRT-RTX 1.7.1 refuses INT4 where `block_shape` is set.
         return self._layer(self.network.add_dequantize(numbers, scales, dtype), "scale")
 
     def _named(self, name: str, tensor: torch.Tensor) -> ITensor:

@@ -1,4 +1,4 @@
-"""The prompts that the shipped pair was held out from: 64 of each of four kinds, as JSON lines."""
+"""The prompts that the shipped pairs were held out from: 64 of each of four kinds, as JSON lines."""
 
 import json
 from pathlib import Path

@@ -216,7 +216,7 @@ class Intake:
     def _reply(self, prompt: Prompt, stop: tuple[str, ...]) -> TextStream | None:
         if self._codec is None:
             return None
-        return self._codec.reply(stop) if _is_chat(prompt) else TextStream(self._codec.backend, stop)
+        return self._codec.reply(stop) if _is_chat(prompt) else self._codec.text(stop)
 
 
 def _is_chat(prompt: Prompt) -> bool:

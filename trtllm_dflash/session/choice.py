@@ -1,5 +1,6 @@
 """The choice of what computes an engine's steps: our CUDA kernels wherever they can, or torch's, with the reason."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,8 +10,14 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.models import torch_only
+from trtllm_dflash.models import without_kernels
+from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.models.kimi_k25 import KimiK25
+from trtllm_dflash.models.moe import describe_experts
+from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_experts import takes_experts
+from trtllm_dflash.ops.cuda_slots import CudaSlots
 
 #: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), those that give a row the same bits
 #: whatever else is in the batch ("exact"), or torch's alone.
@@ -61,6 +68,26 @@ def torch_choice(config: EngineConfig, device: str, why: str, inexact: str | Non
     return Choice("torch", device, precision_of(config), TORCH, TORCH, experts, why, exact=exact)
 
 
+def slots_attention(target: Decoder, ops: CudaSlots, ours: str) -> str:
+    """Names what computes the attention of a target's layers on [slots, rows]."""
+    layers = target.config.attention_layers
+    if isinstance(target, KimiK25):
+        taken = {ops.attends_latent(target.latent_layer(ops.tp, i)) for i in layers}
+    else:
+        taken = {ops.attends(target.attention_layer(ops.tp, i)) for i in layers}
+    return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
+
+
+def experts_of(config: EngineConfig, weights: Mapping[str, torch.Tensor], communicator: Communicator, ours: str) -> str:
+    """Names what computes a target's experts on a GPU; "none" where it has none."""
+    target = config.target
+    if target.moe is None:
+        return "none"
+    last = f"model.layers.{target.layers - 1}."  # the first ones may have none; the others' are alike
+    layer = describe_experts(last, target.moe, communicator.size, communicator.rank)
+    return ours if takes_experts(layer, weights, target.hidden_size, config.dtype) else TORCH
+
+
 def precision_of(config: EngineConfig) -> str:
     """Names the engine's type, and its caches' where that is another."""
     return config.precision if config.kv is None else f"{config.precision} with {config.kv} caches"
@@ -87,9 +114,10 @@ def find_kernels(
     if asked == "torch":
         return None, "as --kernels torch says"
     drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
-    lacking = torch_only(config.target) or drafter
+    family = without_kernels(config.target)
+    lacking = drafter if family is None else f"flat rows of {family}"
     reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
-    reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability)
+    reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv)
     if reason is not None and asked == "exact":
         raise EngineError(f"--kernels exact: {reason}; leave it out")
     if reason is not None:

@@ -24,19 +24,27 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.drafter import PREFIX
-from trtllm_dflash.models.moe import MoEDecoder
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_experts import takes_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
-from trtllm_dflash.ops.cuda_slots import CudaSlotOps, CudaSlots
+from trtllm_dflash.ops.cuda_slots import CudaSlotOps
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
 from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step
-from trtllm_dflash.session.choice import TORCH, Choice, Kernels, find_kernels, find_parts, precision_of, torch_choice
+from trtllm_dflash.session.choice import (
+    TORCH,
+    Choice,
+    Kernels,
+    experts_of,
+    find_kernels,
+    find_parts,
+    precision_of,
+    slots_attention,
+    torch_choice,
+)
 from trtllm_dflash.session.graphs import StepGraphs, words_of
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
@@ -109,33 +117,20 @@ class CudaSession(TorchSession):
         device = torch.cuda.get_device_name(self.device)
         if self._parts is None:
             return torch_choice(self.config, device, self._why)
-        ours, is_half, experts = str(self._parts), self.config.dtype in kernels.HALVES, "none"
+        ours, is_half = str(self._parts), self.config.dtype in kernels.HALVES
         has_products = is_half and torch.cuda.get_device_capability(self.device)[0] in kernels.SKINNY_GPUS
-        if isinstance(self._step.target, MoEDecoder):
-            experts = ours if self._has_experts(self._step.target) else TORCH
+        target, ops = self._step.target, CudaSlotOps(self.weights, self.caches, self.communicator)
         return Choice(
             backend="torch, captured",
             device=device,
             precision=precision_of(self.config),
-            attention=ours if self.library is not None else self._slots_attention(ours),
+            attention=ours if self.library is not None else slots_attention(target, ops, ours),
             products=ours if has_products else TORCH,
-            experts=experts,
+            experts=experts_of(self.config, self.weights, self.communicator, ours),
             why=self._why,
             library=self._parts.path,
             exact=f"{self._parts}, {device}" if self._is_exact else "no",
         )
-
-    def _slots_attention(self, ours: str) -> str:
-        """Names what computes the attention of a target's layers on [slots, rows]."""
-        target, ops, tp = self.config.target, CudaSlots(self.weights, self.caches), self.communicator.size
-        layers = target.attention_layers if target.latent_attention is None else []
-        taken = {ops.attends(self._step.target.attention_layer(tp, i)) for i in layers} or {False}
-        return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
-
-    def _has_experts(self, target: MoEDecoder) -> bool:
-        """Whether our kernels compute the target's experts; its layers are alike."""
-        layer = target.experts("model.layers.0.", self.communicator.size, self.communicator.rank)
-        return takes_experts(layer, self.weights, self.config.target.hidden_size, self.config.dtype)
 
     def _stream(self) -> torch.cuda.StreamContext:
         return torch.cuda.stream(self._own_stream)

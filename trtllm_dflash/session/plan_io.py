@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from trtllm_dflash.cost.memory import cache_shapes
+from trtllm_dflash.cost.states import state_tensors
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
+from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
 Shape = tuple[int, ...]
@@ -49,6 +51,11 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
     outputs["next_tokens"] = rows if config.drafter is not None else Binding((-1, 1), torch.int32)
     for name, (_, *shape) in cache_shapes(config).items():
         inputs[name] = outputs[name + PRESENT] = Binding((-1, *shape), config.cache_dtype)
+    states = state_tensors(config)
+    if states:
+        inputs[STATE_LENGTH] = slots
+    for name, (kept, dtype) in states.items():
+        inputs[name] = outputs[name + PRESENT] = Binding((-1, *kept), dtype)
     return IO(inputs, outputs)
 
 

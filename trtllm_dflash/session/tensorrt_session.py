@@ -2,21 +2,27 @@
 
 import ctypes
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trtllm_dflash.cost.states import checkpoint_count
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import PLUGIN_FILE, check_file
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
+from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
+from trtllm_dflash.session.calls import CopyStates, Place
 from trtllm_dflash.session.choice import Choice, precision_of
+from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, check_engine
 from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.states import PlanStates
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
@@ -41,13 +47,14 @@ class TensorRTSession(Session):
         for name, cache in self.caches.items():
             if config.has_sink_keys and name.startswith("model.") and name.endswith("key"):
                 write_sink_key(cache)
+        self.states = PlanStates(config, device)
         self.io = check_engine(engine, config)
         self._engine = engine
         largest = max(config.chunk, config.max_batch * config.block_size)
         self._buffers = {
             name: torch.zeros(largest, dtype=binding.dtype, device=device)
             for name, binding in (self.io.inputs | self.io.outputs).items()
-            if name.removesuffix(PRESENT) not in self.caches
+            if name.removesuffix(PRESENT) not in self._updated
         }
         sizes = [engine.get_device_memory_size_for_profile_v2(profile) for profile in (PREFILL, DECODE)]
         self._scratch = torch.empty(max(*sizes, 1), dtype=torch.uint8, device=device)  # one: steps never overlap
@@ -67,7 +74,28 @@ class TensorRTSession(Session):
         experts = "TensorRT" if built.target.moe is not None else "none"
         return Choice("tensorrt", device, precision_of(built), attention, "TensorRT", experts, "as the plan was built")
 
+    @property
+    def limits(self) -> StepLimits:
+        # Rows of K/V caches alone do not go on: a state has to stand behind them.
+        return replace(super().limits, checkpoints=checkpoint_count(self.config) if self.states.tensors else None)
+
+    @torch.inference_mode()
+    def _place(self, call: Place) -> None:
+        with self._stream():
+            self.states.place(call.slot, call.position)
+
+    @torch.inference_mode()
+    def _copy_states(self, call: CopyStates) -> None:
+        with self._stream():
+            self.states.copy(call.source, call.target)
+
+    @property
+    def _updated(self) -> dict[str, Tensor]:
+        """Tensors that the plan updates: [slots, ...] by name."""
+        return self.caches | self.states.tensors
+
     def _free(self) -> None:
+        self.states.tensors = self.states.made = {}
         self._decode.clear()
         self._prefill = self._engine = self._communicator = None
         self._buffers = {}
@@ -75,11 +103,14 @@ class TensorRTSession(Session):
 
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
         given = bound_inputs(self.config, self.io, inputs, drafting)
+        if STATE_LENGTH in self.io.inputs:
+            given[STATE_LENGTH] = self.states.lengths[first_slot : first_slot + len(inputs.start)]
         shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
         drafted = shapes["block_offsets"][1] if "block_offsets" in shapes else 1
         for name, tensor in given.items():
             self._view(name, shapes[name]).copy_(tensor)
         self._enqueue(first_slot, shapes)
+        self.states.advance(first_slot, inputs.start, inputs.row_count)
         slots = shapes["start"]
         next_tokens = self._view("next_tokens", (*slots, drafted))
         return StepOutputs(  # copies: the next step writes over the buffers
@@ -99,18 +130,18 @@ class TensorRTSession(Session):
         if shapes["logit_rows"] != shapes["token_ids"]:  # its length and its slot change with every call: no graph
             self._prefill = self._prefill or self._context(PREFILL)
             self._bind(self._prefill, first_slot, shapes)
-            self._execute(self._prefill)
+            self._execute(self._prefill, first_slot, *shapes["start"])
             return
         key = (first_slot, *sorted(shapes.items()))
         if key in self._decode:
             context, graph = self._decode[key]
-            self._execute(context) if graph is None else graph.replay()
+            self._execute(context, first_slot, *shapes["start"]) if graph is None else graph.replay()
             return
         # A context of its own: a graph is lost once its context takes another shape or address.
         context = self._context(DECODE)
         self._bind(context, first_slot, shapes)
-        self._execute(context)
-        self._decode[key] = (context, self._capture(context))
+        self._execute(context, first_slot, *shapes["start"])
+        self._decode[key] = (context, self._capture(context, first_slot, *shapes["start"]))
 
     def _context(self, profile: int) -> Any:
         context = self._engine.create_execution_context(load_tensorrt().ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -125,26 +156,28 @@ class TensorRTSession(Session):
         slots = shapes["start"]
         for name, buffer in self._buffers.items():
             context.set_tensor_address(name, buffer.data_ptr())
-        for name, cache in self.caches.items():
+        for name, cache in self._updated.items():
             # The cache's first row is the call's first slot.
             shapes = shapes | {name: (*slots, *cache.shape[1:])}
             context.set_tensor_address(name, cache[first_slot].data_ptr())
-            context.set_tensor_address(name + PRESENT, cache[first_slot].data_ptr())
+            made = self.states.made.get(name, cache)
+            context.set_tensor_address(name + PRESENT, made[first_slot].data_ptr())
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
                 raise EngineError(f"the engine takes no {name} of shape {shape}; build it with larger limits")
 
-    def _execute(self, context: Any) -> None:
+    def _execute(self, context: Any, first_slot: int, slots: int) -> None:
         if not context.execute_async_v3(self._handle()):
             raise EngineError("TensorRT could not run the step; its own lines above say why")
+        self.states.keep(first_slot, slots)
 
-    def _capture(self, context: Any) -> Any:
+    def _capture(self, context: Any, first_slot: int, slots: int) -> Any:
         """Captures the step as a CUDA graph; None without CUDA. Capturing runs nothing."""
         if self._own_stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._own_stream, capture_error_mode="thread_local"):
-            self._execute(context)
+            self._execute(context, first_slot, slots)
         return graph
 
     def _handle(self) -> int:

@@ -7,12 +7,10 @@ from typing import TypeAlias
 
 import torch
 
-from trtllm_dflash.cost.gpus import gigabytes
 from trtllm_dflash.cost.memory import plan_pages, windowed_caches
-from trtllm_dflash.cost.states import checkpoint_count, state_tensors, states_bytes
+from trtllm_dflash.cost.states import checkpoint_count
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES
-from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
@@ -32,6 +30,7 @@ from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.shares import Shares
 from trtllm_dflash.session.slots import SlotTensors
+from trtllm_dflash.session.states import allocate_states
 from trtllm_dflash.session.weights import (
     add_norms_less_one,
     complete_weights,
@@ -296,17 +295,7 @@ def _allocate_states(config: EngineConfig, device: torch.device) -> DeltaStates 
     Raises:
         EngineError: there is no memory for it.
     """
-    tensors = state_tensors(config)
-    if not tensors:
+    states = allocate_states(config, device)
+    if not states:
         return None
-    slots = config.max_batch + checkpoint_count(config)
-    try:
-        states = {
-            name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()
-        }
-    except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
-        raise EngineError(
-            f"there is no memory for {gigabytes(states_bytes(config))} of states of {config.max_batch} slots; build "
-            "with a smaller --max-batch"
-        ) from error
     return (CudaStates if device.type == "cuda" else DeltaStates)(states, config.block_size)

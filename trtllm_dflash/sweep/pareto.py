@@ -70,7 +70,8 @@ class Measured:
         So many clients get tokens in proportion to a request's mean tokens over its mean seconds (Little's law); at a
         fixed rate of arrivals, in proportion to its mean tokens.
         """
-        speed = 1 / np.nanmedian(self.tpot[draws], axis=1)
+        with np.errstate(divide="ignore"):  # a replicate of replies that came at once: faster than any speed asked
+            speed = 1 / np.nanmedian(self.tpot[draws], axis=1)
         weight = self.tokens[draws].mean(axis=1) / self.tokens.mean()
         if self.closed:
             weight /= self.seconds[draws].mean(axis=1) / self.seconds.mean()
@@ -78,7 +79,7 @@ class Measured:
 
 
 def measured(rounds: list[Round], closed: bool) -> Measured | None:
-    """Joins a load's rounds on one arm for the bootstrap; None where no reply has a TPOT."""
+    """Joins a load's rounds on one arm for the bootstrap; None where the median reply has no TPOT: all came at once."""
     rows = sorted(
         (round_.round, sample, turn, tokens, ttft, e2e)
         for round_ in rounds
@@ -91,10 +92,10 @@ def measured(rounds: list[Round], closed: bool) -> Measured | None:
             strict=True,
         )
     )
-    if not any(row[3] > 1 for row in rows):
-        return None
     tokens, ttft, e2e = (np.array([row[i] for row in rows], float) for i in (3, 4, 5))
     tpot = np.where(tokens > 1, (e2e - ttft) / np.maximum(tokens - 1, 1), np.nan)
+    if not (tpot > 0).any() or not np.nanmedian(tpot) > 0:
+        return None
     rate = sum(round_.tokens for round_ in rounds) / sum(round_.seconds for round_ in rounds)
     return Measured(rounds[0].load, rate, [row[:3] for row in rows], tokens, e2e, tpot, closed)
 

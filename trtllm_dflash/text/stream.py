@@ -59,17 +59,19 @@ class TextStream(StoppableText):
     Args:
         tokenizer: the engine's tokenizer.
         stop: texts that end the sequence; the text ends before the first of them.
+        hidden: tokens that are no text; None: the tokenizer's special ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), hidden: frozenset[int] | None = None) -> None:
         super().__init__(stop)
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=hidden is None)
         self._ids: list[int] = []
 
     def push(self, token: int) -> None:
         """Adds a token."""
-        if self.stopped:
+        if self.stopped or (self._hidden is not None and token in self._hidden):
             return
         self._ids.append(token)
         piece = self._stream.step(self._tokenizer, token)
@@ -79,6 +81,6 @@ class TextStream(StoppableText):
     def finish(self) -> None:
         """Ends the sequence: an unfinished character at the end is shown as the decoder shows it."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._hidden is None)
             self.append(whole[len(self._text) :])
             self.flush()

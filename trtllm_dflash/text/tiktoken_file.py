@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def convert(source: Path, folder: Path) -> None:
         EngineError: the file cannot be read, or is another class's.
     """
     config = _read_config(source / "tokenizer_config.json")
-    tokenizer = make_tokenizer(read_ranks(source / RANKS_FILE), _added_tokens(config))
+    tokenizer = make_tokenizer(read_ranks(source / RANKS_FILE), _added_tokens(config), _texts(config))
     tokenizer.save(str(folder / "tokenizer.json"))
     kept = {key: value for key, value in config.items() if key not in ("auto_map", "added_tokens_decoder")}
     kept["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -78,11 +79,12 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def make_tokenizer(ranks: dict[bytes, int], added: dict[int, str]) -> Tokenizer:
+def make_tokenizer(ranks: dict[bytes, int], added: dict[int, str], texts: Set[int] = frozenset()) -> Tokenizer:
     """Makes a byte-level BPE of these ranks, with special tokens behind them.
 
     Args:
         added: the names of those that have one, by id.
+        texts: those that are text where a reply has them, as the markers of calls and thinking are.
     """
     characters = {byte: character for character, byte in bytes_of_characters().items()}
 
@@ -101,8 +103,10 @@ def make_tokenizer(ranks: dict[bytes, int], added: dict[int, str]) -> Tokenizer:
     words = Split(Regex(_WORDS), behavior="isolated")
     tokenizer.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = ByteLevelDecoder()
-    names = (added.get(token, f"<|reserved_token_{token}|>") for token in range(len(ranks), len(ranks) + _ADDED))
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    names = {token: added.get(token, f"<|reserved_token_{token}|>") for token in range(len(ranks), len(ranks) + _ADDED)}
+    tokenizer.add_tokens(
+        [AddedToken(name, special=token not in texts, normalized=False) for token, name in names.items()]
+    )
     return tokenizer
 
 
@@ -118,3 +122,9 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _added_tokens(config: dict[str, Any]) -> dict[int, str]:
     return {int(token): entry["content"] for token, entry in (config.get("added_tokens_decoder") or {}).items()}
+
+
+def _texts(config: dict[str, Any]) -> set[int]:
+    """Lists the added tokens that the configuration does not call special."""
+    entries = (config.get("added_tokens_decoder") or {}).items()
+    return {int(token) for token, entry in entries if entry.get("special", True) is False}

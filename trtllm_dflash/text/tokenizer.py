@@ -1,5 +1,6 @@
 """The engine's tokenizer and chat format, through Hugging Face transformers; files only, never remote code."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,10 +11,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
-from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, reply_parser
-from trtllm_dflash.text.reply.llama3 import one_call_each
+from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, markers_of, messages_for, reply_parser
+from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
+from trtllm_dflash.text.reply.typescript import declared
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
 
@@ -34,6 +36,9 @@ _PIECE = 1 << 16  # characters that are counted at a time
 _SEAM = 256  # tokens that a cut between two pieces may add
 _OPENING_TOKENS = 8  # that the opening of a reply's thinking, and the newline behind it, have at most
 _VARIABLES = ("enable_thinking", "reasoning_effort")  # of chat templates, that clients set by fields of their own
+_THINKING = re.compile(
+    r"{%[-+]? *(el)?if [^%]*(?<![\w.'\"])thinking(?![\w'\"(])"
+)  # Kimi-K2.5's variable, a common word
 _COMPOSED = 4  # bytes that a normalizer may make one of: composing, at most 9 become 3
 
 
@@ -50,6 +55,11 @@ class TextCodec:
         self._harmony = Harmony.of(self.backend)
         self._template = str(tokenizer.chat_template or "")
         self._token_bytes = _most_bytes_of_a_token(self.backend)
+        special = {token: its.content for token, its in self.backend.get_added_tokens_decoder().items() if its.special}
+        shown = {token for token, content in special.items() if content in markers_of(self.chat_format)}
+        #: Special tokens that mark the parts of a reply, by their text: what is written in them is text here.
+        self.marker_ids = {special[token]: token for token in shown}
+        self._hidden = frozenset(special) - shown if shown else None  # tokens that are no text, where not all special
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
@@ -91,7 +101,8 @@ class TextCodec:
         """Names of variables that the chat template takes besides messages and tools."""
         if self._harmony is not None:
             return frozenset(ARGUMENTS)
-        return frozenset(name for name in _VARIABLES if name in self._template)
+        named = frozenset(name for name in _VARIABLES if name in self._template)
+        return named | {"thinking"} if _THINKING.search(self._template) else named
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Encodes a raw text, with the special tokens that the tokenizer adds itself.
@@ -162,17 +173,15 @@ class TextCodec:
         if self._harmony is not None:
             ids = self.encode_chat(messages, arguments, tools=tools)
             return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        if self.chat_format == "llama3":
-            messages = one_call_each(messages)
+        messages = messages_for(self.chat_format, self._template, messages)
         if not self._tokenizer.chat_template:
             raise RequestError("this engine has no chat template; give the prompt raw (--raw)")
+        given = {**self._chat_arguments, **(arguments or {})}
+        if tools and "tools_ts_str" in self._template:
+            given = {"tools_ts_str": declared(tools), **given}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**self._chat_arguments, **(arguments or {})},
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **given
             )
         except Exception as error:  # a template raises whatever it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
@@ -180,7 +189,11 @@ class TextCodec:
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Starts the text of a reply, which grows as tokens arrive, without any thinking that the chat format marks."""
-        return TextStream(self.backend, stop) if self._harmony is None else self._harmony.reply(stop)
+        return self.text(stop) if self._harmony is None else self._harmony.reply(stop)
+
+    def text(self, stop: tuple[str, ...] = ()) -> TextStream:
+        """Starts a text that grows as tokens arrive, without special tokens but for those that mark a reply's parts."""
+        return TextStream(self.backend, stop, self._hidden)
 
     def parser(self, prompt_ids: Sequence[int], schemas: Mapping[str, Mapping[str, Any]] | None) -> Parser:
         """Starts taking a reply apart.
@@ -197,7 +210,16 @@ class TextCodec:
         """Whether the reply to that prompt begins inside its thinking."""
         if self._harmony is not None:
             return True
-        return self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip().endswith(OPENING)
+        return self._ending(prompt_ids).endswith(OPENING)
+
+    def thinks_first(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the reply to that prompt begins inside its thinking, or may begin with it."""
+        if self.chat_format == "gemma4":  # whose prompt ends with an empty channel where it is not to think
+            return not self._ending(prompt_ids).endswith(CHANNEL_END)
+        return self.begins_with_thinking(prompt_ids)
+
+    def _ending(self, prompt_ids: Sequence[int]) -> str:
+        return self.decode(list(prompt_ids[-_OPENING_TOKENS:])).rstrip()
 
     def _encode(self, text: str, special: bool, most: int | None = None) -> list[int]:
         try:
@@ -222,8 +244,10 @@ class TextCodec:
                     raise LongPromptError(f"it has more than {most} tokens")
 
     def decode(self, ids: list[int]) -> str:
-        """Decodes token ids, without special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        """Decodes token ids, without special tokens but for those that mark a reply's parts."""
+        if self._hidden is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode([token for token in ids if token not in self._hidden]))
 
 
 def _most_bytes_of_a_token(tokenizer: Tokenizer) -> int | None:

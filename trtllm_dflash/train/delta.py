@@ -55,7 +55,9 @@ def gated_delta_over_documents(
         gates: [1, S, 2 Hv].
     """
     rows = _document_rows(layer, weights, chunks, x[0, :, : layer.channels], gates[0])
-    out = _Net(layer, chunks, rows).read()
+    # A drafter is evaluated under autocast, which would round these products to BF16.
+    with torch.autocast(x.device.type, enabled=False):
+        out = _Net(layer, chunks, rows).read()
     return gated_output(layer, weights, out, x[0, :, layer.channels :])[None].to(x.dtype)
 
 

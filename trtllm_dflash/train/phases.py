@@ -104,7 +104,7 @@ def follow(connect: Callable[[], Ranks], settings: TrainSettings, output: Path, 
     """Trains as one of the ranks that rank 0 starts; see `ranks.joined`."""
     state = State(output, Manifest(target=""))  # rank 0 has opened it, and alone writes
     training = Training(settings, "", *_opened(settings), state, lambda *_: None, lambda _: None)
-    with training.engine(None, 1, kernels="torch") as llm:
+    with training.idle_engine() as llm:
         training.trainer(llm).run(steps, training.progress, connect())
 
 
@@ -212,7 +212,7 @@ class Training:
         began = time.perf_counter()
         earlier = self.state.facts("train").get("seconds", 0.0)
         try:
-            with self.engine(None, 1, kernels="torch") as llm:
+            with self.idle_engine() as llm:
                 trainer = self.trainer(llm)
                 steps = self._plan(trainer)
                 others = joined(
@@ -300,7 +300,7 @@ class Training:
         block = self.config.block_size
         grows = self.config.selector is None
         sizes = [nodes for nodes in TREE_SIZES if grows and listed_nodes(nodes, block) >= nodes]
-        with self.engine(None, 1, kernels="torch") as llm:
+        with self.idle_engine() as llm:
             target = FrozenTarget(llm, self.config.tap_layers)
             drafter = self._drafter(target)
             drafter.load(load_file(self.state.folder / BEST))
@@ -337,7 +337,7 @@ class Training:
             self.say("report: no picture without matplotlib: pip install 'trtllm-dflash[plots]'")
         self.state.finish("report", REPORT)  # the cards are for others to write in
 
-    def engine(self, drafter: str | None, slots: int, kernels: Any = "auto") -> LLM:
+    def engine(self, drafter: str | None, slots: int, kernels: Any = "auto", prepare: bool = True) -> LLM:
         """Loads an engine of the target, with a drafter or alone."""
         return LLM.from_pretrained(
             self.settings.target,
@@ -346,9 +346,14 @@ class Training:
             max_batch=slots,
             max_seq_len=self.max_seq_len,
             kernels=kernels,
-            prepare=kernels == "auto",
+            prepare=prepare,
             draft_tree="off",
         )
+
+    def idle_engine(self) -> LLM:
+        """Loads an engine of the target that takes no step: features are computed from its weights."""
+        # On a GPU an engine with gated delta nets refuses torch's kernels: its nets are ours alone.
+        return self.engine(None, 1, "torch" if self.pair.target_config.delta is None else "auto", prepare=False)
 
 
 def _raw_config(settings: TrainSettings, pair: Pair) -> dict[str, Any]:

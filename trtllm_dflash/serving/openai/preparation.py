@@ -31,7 +31,8 @@ from trtllm_dflash.serving.openai.response_form import ResponseForm
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.calls import MOST_BAD_RUNS
-from trtllm_dflash.text.reply.call_grammar import Callee, call_grammar
+from trtllm_dflash.text.reply.call_grammar import call_grammar
+from trtllm_dflash.text.reply.grammar_terms import Callee
 from trtllm_dflash.text.reply.harmony_form import harmony_form
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
@@ -218,9 +219,9 @@ class Preparation:
         if not offer.held or chat_format is None:
             return None
         callees = [Callee(each.name, each.parameters or {}, each.strict is True) for each in offer.functions]
-        thinking = self._codec.begins_with_thinking(ids)
+        thinking = self._codec.thinks_first(ids)
         try:
-            source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking)
+            source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking, self._codec.marker_ids)
         except RequestError as error:
             raise ApiError(400, str(error), error.field, "unsupported_value") from None
         return Structured(kind="grammar", value=source)
@@ -253,8 +254,9 @@ class Preparation:
             return {}
         if "reasoning_effort" in variables:
             return {"reasoning_effort": effort}
-        if "enable_thinking" in variables:
-            return {"enable_thinking": effort != "none"}
+        for variable in ("enable_thinking", "thinking"):
+            if variable in variables:
+                return {variable: effort != "none"}
         if effort == "none":
             return {}
         message = f"{param}: only none; this engine's chat template has no variable for it"

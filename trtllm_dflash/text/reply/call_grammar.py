@@ -2,139 +2,170 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_coder
 from trtllm_dflash.text.reply.formats import ChatFormat
-from trtllm_dflash.text.reply.qwen3_coder import types_of
-from trtllm_dflash.text.reply.thinking import CLOSING
+from trtllm_dflash.text.reply.gemma4_grammar import gemma4_call
+from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, Marks, json_value, text, unheld
+from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
+from trtllm_dflash.text.reply.xml_call import Tags, types_of
 
-#: Keywords of a schema that hold a value to nothing.
-_REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 _SCALARS = frozenset({"string", "null", "boolean", "integer", "number"})
 
 
-@dataclass(frozen=True)
-class Callee:
-    """A function that a reply may call.
-
-    Attributes:
-        schema: of its arguments.
-        strict: they are held to all of it; else to what of it can be held.
-    """
-
-    name: str
-    schema: Mapping[str, Any]
-    strict: bool
-
-
 def call_grammar(
-    chat_format: ChatFormat, functions: Sequence[Callee], must: bool, parallel: bool = True, thinking: bool = False
+    chat_format: ChatFormat,
+    functions: Sequence[Callee],
+    must: bool,
+    parallel: bool = True,
+    thinking: bool = False,
+    special: Mapping[str, int] | None = None,
 ) -> str:
     """Writes the grammar of a reply that may call these functions.
 
     Args:
         must: the reply is calls and nothing else; else calls may stand wherever the format has them.
         parallel: it may have several calls.
-        thinking: the reply begins inside its thinking.
+        thinking: the reply begins inside its thinking; Gemma's may begin with it.
+        special: the tokens of those of the format's markers that are special ones of the tokenizer.
 
     Raises:
         RequestError: the format has no grammar here, or cannot hold a function's arguments to its schema.
     """
     if chat_format == "harmony":
         raise RequestError("calls of gpt-oss cannot be held to a form yet", "tools")
-    rules = [_start(chat_format, must, parallel, thinking)]
+    marks = Marks(special or {})
+    rules = _start(chat_format, marks, must, parallel, thinking)
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
-        write = _xml_call if chat_format == "qwen3-coder" else _json_call
-        rules += write(chat_format, f"call_{number}", function, opened=not must)
-    return "\n".join(["%llguidance {}", *rules, r"TEXT: /(.|\n)*/", ""])
+        rules += _call(chat_format, marks, f"call_{number}", function)
+    return "\n".join(["%llguidance {}", *rules, TERMINALS, ""])
 
 
-def _start(chat_format: ChatFormat, must: bool, parallel: bool, thinking: bool) -> str:
-    several = "*" if parallel else "?"
+def _start(chat_format: ChatFormat, marks: Marks, must: bool, parallel: bool, thinking: bool) -> list[str]:
     if chat_format == "llama3":  # calls stand at the beginning, or nowhere
-        calls = f'call ("; " call){several}' if parallel else "call"
-        return f"start: {calls}" if must else f"start: {calls} | OTHER\nOTHER: /[ \\n]*[^{{ \\n](.|\\n)*/"
+        calls = 'call ("; " call)*' if parallel else "call"
+        return [f"start: {calls}"] if must else [f"start: {calls} | OTHER", r"OTHER: /[ \n]*[^{ \n](.|\n)*/"]
+    if chat_format == "gemma4":
+        return _start_of_gemma4(marks, must, parallel, thinking)
+    if chat_format == "minimax-m2":
+        tags, blank = minimax_m2.TAGS, r"/\n{0,3}/"
+        section = [f"section: {text(chr(10))} call{'+' if parallel else ''} {marks.one(tags.closing)}"]
+        return section + _start_with(marks, tags.opening, "section", blank, "", must, parallel, thinking)
+    if chat_format == "kimi-k2":
+        section = [f"section: call{'+' if parallel else ''} {marks.one(kimi_k2.SECTION_END)}"]
+        return section + _start_with(marks, kimi_k2.SECTION, "section", "", "", must, parallel, thinking)
+    return _start_with(marks, qwen3.OPENING, "call", text("\n\n"), text("\n"), must, parallel, thinking)
+
+
+def _start_with(
+    marks: Marks, opening: str, calls: str, blank: str, between: str, must: bool, parallel: bool, thinking: bool
+) -> list[str]:
+    """Writes the start of a format whose calls begin with a marker.
+
+    Args:
+        calls: the rule of what the marker opens; where calls must be and there may be several, `between` parts them.
+        blank: between thinking and calls.
+    """
     if not must:
-        # A lazy terminal ends where it first can: each opening tag begins a call.
-        return f"start: (opened call){several} rest\nopened[lazy]: TEXT {_text('<tool_call>')}\nrest: TEXT"
-    calls = f'call ("\\n" call){several}' if parallel else "call"
+        return _among_text(marks, opening, calls, parallel, (OPENING, CLOSING))
+    first = f"{marks.one(opening)} {calls}"
+    if between and parallel:
+        first += f" ({between} {first})*"
     if not thinking:
-        return f"start: {calls}"
-    return f'start: thought "\\n\\n" {calls}\nthought[lazy]: TEXT {_text(CLOSING)}'
+        return [f"start: {first}"]
+    return [f"start: thought {blank} {first}", marks.text_up_to("thought", CLOSING)]
 
 
-def _json_call(chat_format: ChatFormat, rule: str, function: Callee, opened: bool) -> list[str]:
-    key = "parameters" if chat_format == "llama3" else "arguments"
-    before, after = ("", "") if chat_format == "llama3" else ("<tool_call>\n", "\n</tool_call>")
-    before = before.removeprefix("<tool_call>") if opened else before
-    head = f'{before}{{"name": {json.dumps(function.name)}, "{key}": '
-    arguments = _json_rule({"type": "object", **function.schema}, function.strict)
-    return [f"{rule}: {_text(head)} {rule}_arguments {_text('}' + after)}", f"{rule}_arguments: {arguments}"]
+def _start_of_gemma4(marks: Marks, must: bool, parallel: bool, thinking: bool) -> list[str]:
+    """Writes the start of Gemma's replies: thinking, if any, is in them as a whole."""
+    if not must:
+        return _among_text(marks, gemma4.CALL, "call", parallel, (gemma4.CHANNEL, gemma4.CHANNEL_END))
+    first = f"{marks.one(gemma4.CALL)} call"
+    calls = f"({first})+" if parallel else first
+    if not thinking:
+        return [f"start: {calls}"]
+    channel = marks.one(gemma4.CHANNEL)
+    return [f"start: ({channel} thought)? {calls}", marks.text_up_to("thought", gemma4.CHANNEL_END)]
 
 
-def _xml_call(chat_format: ChatFormat, rule: str, function: Callee, opened: bool) -> list[str]:
+def _among_text(marks: Marks, opening: str, calls: str, parallel: bool, others: tuple[str, ...]) -> list[str]:
+    """Writes the start of a reply that may have calls among other text, in which the markers `others` may stand."""
+    special = [marks.one(marker) for marker in others if marker in marks.special]
+    before = f"(TEXT ({' | '.join(special)}))* " if special else ""
+    several = "*" if parallel else "?"
+    return [f"start: ({before}opened {calls}){several} {before}rest", marks.text_up_to("opened", opening), "rest: TEXT"]
+
+
+def _call(chat_format: ChatFormat, marks: Marks, rule: str, function: Callee) -> list[str]:
+    """Writes the rule of a call, behind the marker that opens it."""
+    name = json.dumps(function.name)
+    if chat_format == "llama3":
+        return _json_call(rule, function, text(f'{{"name": {name}, "parameters": '), text("}"))
+    if chat_format == "qwen3":
+        return _json_call(rule, function, text(f'\n{{"name": {name}, "arguments": '), text("}\n" + qwen3.CLOSING))
+    if chat_format == "qwen3-coder":
+        return _xml_call(qwen3_coder.TAGS, rule, function, before="\n", after="\n" + qwen3.CLOSING)
+    if chat_format == "minimax-m2":
+        return _xml_call(minimax_m2.TAGS, rule, function, before="", after="\n")
+    if chat_format == "kimi-k2":
+        head = f"{marks.one(kimi_k2.CALL)} {text(f'functions.{function.name}:')} /[0-9]{{1,3}}/"
+        return _json_call(rule, function, f"{head} {marks.one(kimi_k2.CALL_ARGUMENTS)}", marks.one(kimi_k2.CALL_END))
+    return gemma4_call(marks, rule, function)
+
+
+def _json_call(rule: str, function: Callee, head: str, tail: str) -> list[str]:
+    arguments = json_value({"type": "object", **function.schema}, function.strict)
+    return [f"{rule}: {head} {rule}_arguments {tail}", f"{rule}_arguments: {arguments}"]
+
+
+def _xml_call(tags: Tags, rule: str, function: Callee, before: str, after: str) -> list[str]:
     schema = function.schema
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for keyword, given, kind in (("properties", properties, Mapping), ("required", required, list)):
         if not isinstance(given, kind):
             raise RequestError(f"{function.name!r}: #/{keyword} is no JSON schema's", "tools")
-    unwritable = next((name for name in properties if ">" in name or "\n" in name), None)
+    unwritable = next((name for name in properties if tags.name_end in name or "\n" in name), None)
     if unwritable is not None:
         raise RequestError(f"{function.name!r}: this format cannot write a parameter named {unwritable!r}", "tools")
-    unheld = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
-    unheld = [name for name in unheld if name not in _REMARKS and not name.startswith("$schema")]
+    loose = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+    loose = [name for name in loose if name not in REMARKS and not name.startswith("$schema")]
     if any(name not in properties for name in required if isinstance(name, str)):
-        unheld.append("required")
-    if function.strict and unheld:
-        raise _unheld(function, f"#/{unheld[0]}")
+        loose.append("required")
+    if function.strict and loose:
+        raise unheld(function, f"#/{loose[0]}")
     parameters, rules = [], []
     for number, (name, inner) in enumerate(properties.items()):
         parameter = f"{rule}_{number}"
         parameters.append(parameter + ("" if name in required else "?"))
-        rules += _parameter(parameter, name, inner, function)
-    head = f"{'' if opened else '<tool_call>'}\n<function={function.name}>\n"
-    body = " ".join([_text(head), *parameters, _text("</function>\n</tool_call>")])
+        rules += _parameter(tags, parameter, name, inner, function)
+    head = f"{before}{tags.function}{function.name}{tags.name_end}\n"
+    body = " ".join([text(head), *parameters, text(tags.function_end + after)])
     return [f"{rule}: {body}", *rules]
 
 
-def _parameter(rule: str, name: str, schema: object, function: Callee) -> list[str]:
-    head, end = _text(f"<parameter={name}>\n"), "\n</parameter>\n"
+def _parameter(tags: Tags, rule: str, name: str, schema: object, function: Callee) -> list[str]:
+    head = text(f"{tags.parameter}{name}{tags.name_end}{tags.edge}")
+    end = f"{tags.edge}{tags.parameter_end}\n"
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-        return [f"{rule}: {head} ({' | '.join(_text(choice + end) for choice in choices)})"]
+        return [f"{rule}: {head} ({' | '.join(text(choice + end) for choice in choices)})"]
     if "string" in types_of(schema):
         if function.strict and not _is_any_scalar(schema):
-            raise _unheld(function, f"#/properties/{name}")
-        return [f"{rule}: {head} {rule}_text", f"{rule}_text[lazy]: TEXT {_text(end)}"]
+            raise unheld(function, f"#/properties/{name}")
+        return [f"{rule}: {head} {rule}_text", f"{rule}_text[lazy]: TEXT {text(end)}"]
     shared = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
     value = {**shared, **schema} if isinstance(schema, Mapping) else schema
-    return [f"{rule}: {head} {rule}_value {_text(end)}", f"{rule}_value: {_json_rule(value, function.strict)}"]
+    return [f"{rule}: {head} {rule}_value {text(end)}", f"{rule}_value: {json_value(value, function.strict)}"]
 
 
 def _is_any_scalar(schema: object) -> bool:
     """Whether any text is a value of that schema: it names types alone, of which each text is one."""
     if not isinstance(schema, Mapping):
         return schema is True
-    held = schema.keys() - _REMARKS
+    held = schema.keys() - REMARKS
     for key in ("anyOf", "oneOf"):
         if held == {key}:
             return all(_is_any_scalar(one) for one in schema[key])
     return held <= {"type"} and types_of(schema) <= _SCALARS
-
-
-def _json_rule(schema: Any, strict: bool) -> str:
-    if not isinstance(schema, Mapping):
-        return "%json " + json.dumps(schema)
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
-    return "%json " + json.dumps({**schema, "x-guidance": spaces})
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _unheld(function: Callee, place: str) -> RequestError:
-    return RequestError(f"strict of {function.name!r}: {place} cannot be held to in this format", "tools")

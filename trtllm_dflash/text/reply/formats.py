@@ -1,28 +1,62 @@
 """The ways in which models write calls of tools, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from trtllm_dflash.text.reply.llama3 import Llama3Parser
+from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3_coder
+from trtllm_dflash.text.reply.llama3 import Llama3Parser, one_call_each
 from trtllm_dflash.text.reply.parts import PlainParser, TextParser
 from trtllm_dflash.text.reply.qwen3 import Qwen3Parser
-from trtllm_dflash.text.reply.qwen3_coder import Qwen3CoderParser
-from trtllm_dflash.text.reply.thinking import ThinkingParser
+from trtllm_dflash.text.reply.thinking import CLOSING, OPENING, ThinkingParser
+from trtllm_dflash.text.reply.xml_call import XmlCallParser
 
 #: `harmony` is gpt-oss's, which is known by its tokenizer and parsed by its tokens.
-ChatFormat = Literal["qwen3", "qwen3-coder", "llama3", "harmony"]
+ChatFormat = Literal["qwen3", "qwen3-coder", "llama3", "harmony", "gemma4", "minimax-m2", "kimi-k2"]
 
 #: What a chat template has in it that asks for calls written so; the first that is found.
 _SIGNS: Mapping[str, ChatFormat] = {
     "<function=": "qwen3-coder",
+    minimax_m2.TAGS.opening: "minimax-m2",
+    kimi_k2.SECTION: "kimi-k2",
+    gemma4.CALL: "gemma4",
     "<tool_call>": "qwen3",
     "ipython": "llama3",
+}
+
+#: Markers of a format's replies, which are special tokens of some tokenizers: text that parsers need.
+_MARKERS: Mapping[ChatFormat, tuple[str, ...]] = {
+    "gemma4": (gemma4.CHANNEL, gemma4.CHANNEL_END, gemma4.CALL, gemma4.CALL_END, gemma4.QUOTE),
+    "minimax-m2": (OPENING, CLOSING, minimax_m2.TAGS.opening, minimax_m2.TAGS.closing),
+    "kimi-k2": (
+        *(OPENING, CLOSING, kimi_k2.SECTION, kimi_k2.SECTION_END),
+        *(kimi_k2.CALL, kimi_k2.CALL_ARGUMENTS, kimi_k2.CALL_END),
+    ),
+}
+
+#: How a format's template wants messages that differ from OpenAI's.
+_MESSAGES: Mapping[ChatFormat, Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]] = {
+    "llama3": one_call_each,
+    "gemma4": gemma4.with_responses,
+    "kimi-k2": kimi_k2.with_own_ids,
 }
 
 
 def format_of_template(template: str) -> ChatFormat | None:
     """Finds the format that a chat template asks for; None where it knows no tools, or others than these."""
     return next((name for sign, name in _SIGNS.items() if sign in template), None)
+
+
+def markers_of(chat_format: ChatFormat | None) -> tuple[str, ...]:
+    """Lists the markers of a format's replies that may be special tokens."""
+    return () if chat_format is None else _MARKERS.get(chat_format, ())
+
+
+def messages_for(chat_format: ChatFormat | None, template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Writes a conversation's messages as the format's chat template wants them."""
+    rewrite = None if chat_format is None else _MESSAGES.get(chat_format)
+    if rewrite is None or (chat_format == "gemma4" and gemma4.RESPONSES not in template):
+        return messages
+    return rewrite(messages)
 
 
 def reply_parser(
@@ -34,12 +68,19 @@ def reply_parser(
         schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
         thinking: the prompt ended inside the thinking.
     """
+    if chat_format == "gemma4":
+        return gemma4.Gemma4Parser(calls=schemas is not None)
     calls: TextParser = PlainParser()
+    ends: tuple[str, ...] = ()  # of thinking, besides its own
     if schemas is not None and chat_format == "llama3":
         calls = Llama3Parser()
     elif schemas is not None and chat_format == "qwen3":
         calls = Qwen3Parser()
     elif schemas is not None and chat_format == "qwen3-coder":
-        calls = Qwen3CoderParser(schemas)
-    thinks = thinking or chat_format in ("qwen3", "qwen3-coder")
-    return ThinkingParser(calls, thinking) if thinks else calls
+        calls = XmlCallParser(qwen3_coder.TAGS, schemas)
+    elif schemas is not None and chat_format == "minimax-m2":
+        calls, ends = XmlCallParser(minimax_m2.TAGS, schemas), (minimax_m2.TAGS.opening,)
+    elif schemas is not None and chat_format == "kimi-k2":
+        calls, ends = kimi_k2.KimiK2Parser(), (kimi_k2.SECTION,)
+    thinks = thinking or chat_format in ("qwen3", "qwen3-coder", "minimax-m2", "kimi-k2")
+    return ThinkingParser(calls, thinking, ends) if thinks else calls

@@ -71,13 +71,17 @@ class TextParser(Parser):
         parts, self._parts = self._parts, []
         return parts
 
-    def _emit_before(self, kind: Literal["thinking", "content"], *markers: str) -> None:
-        """Emits the buffer up to newlines at its end, and up to what may be the beginning of a marker."""
+    def _emit_before(self, kind: Literal["thinking", "content"], *markers: str) -> bool:
+        """Emits the buffer up to newlines at its end, and up to what may be the beginning of a marker.
+
+        Returns whether that was any text.
+        """
         text = self._buffer
         end = len(text) - max(held(text, marker) for marker in markers)
         end = len(text[:end].rstrip("\n"))
         self._emit(kind, text[:end])
         self._buffer = text[end:]
+        return end > 0
 
 
 class PlainParser(TextParser):
@@ -95,6 +99,12 @@ class PlainParser(TextParser):
 def held(text: str, marker: str) -> int:
     """Returns the length of the longest ending of `text` that begins, and is not yet, the marker."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def behind_closing(text: str, closing: str) -> str | None:
+    """Returns the text behind a call's closing tag, which may be missing; None while the tag may still come."""
+    text = text.lstrip()
+    return None if closing.startswith(text) and text != closing else text.removeprefix(closing)
 
 
 class StoppedParts:

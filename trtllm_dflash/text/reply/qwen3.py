@@ -1,7 +1,7 @@
 """Qwen3's calls: JSON between `<tool_call>` and `</tool_call>`, as Hermes writes them, among other text."""
 
 from trtllm_dflash.text.reply.json_call import JsonCall
-from trtllm_dflash.text.reply.parts import TextParser
+from trtllm_dflash.text.reply.parts import TextParser, behind_closing
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -33,11 +33,12 @@ class Qwen3Parser(TextParser):
             self._buffer = self._buffer.lstrip("\n")
         at = self._buffer.find(OPENING)
         if at < 0:
-            self._emit_before("content", OPENING)
-            self._after_call = self._after_call and not self._parts
+            shown = self._emit_before("content", OPENING)
+            self._after_call = self._after_call and not shown
             return False
         before = self._buffer[:at].rstrip("\n")
         self._emit("content", before)
+        self._after_call = self._after_call and not before
         self._opening = self._buffer[len(before) : at] + OPENING
         self._buffer = self._buffer[at + len(OPENING) :]
         self._call = JsonCall()
@@ -57,16 +58,10 @@ class Qwen3Parser(TextParser):
         return self._call.done
 
     def _closing(self) -> bool:
-        rest = behind_closing(self._buffer)
+        rest = behind_closing(self._buffer, CLOSING)
         if rest is None:
             return False
         self._buffer = rest
         self._after_call = True
         self._state = self._content
         return True
-
-
-def behind_closing(text: str) -> str | None:
-    """Returns the text behind a call's closing tag, which may be missing; None while the tag may still come."""
-    text = text.lstrip()
-    return None if CLOSING.startswith(text) and text != CLOSING else text.removeprefix(CLOSING)

@@ -1,230 +1,24 @@
 """Qwen3-Coder's calls: `<function=f>` with a `<parameter=p>` for each argument, between `<tool_call>` tags.
 
-    <tool_call>
-    <function=write>
-    <parameter=path>
-    notes.txt
-    </parameter>
-    </function>
-    </tool_call>
-
-Values are written as they are: which of them are texts, and which are JSON, the function's schema says.
+<tool_call>
+<function=write>
+<parameter=path>
+notes.txt
+</parameter>
+</function>
+</tool_call>
 """
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from trtllm_dflash.text.reply.qwen3 import CLOSING, OPENING
+from trtllm_dflash.text.reply.xml_call import Tags
 
-from trtllm_dflash.text.reply.parts import TextParser, held
-from trtllm_dflash.text.reply.qwen3 import CLOSING, OPENING, behind_closing
-
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_LONGEST_NAME = 256  # characters of a function's or a parameter's name
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-_PYTHONS = {"True": "true", "False": "false", "None": "null"}  # how templates have written JSON's words
-
-
-class Qwen3CoderParser(TextParser):
-    """Sets such calls apart, and makes JSON of their arguments.
-
-    Args:
-        schemas: of each function's parameters, by its name.
-    """
-
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__()
-        self._schemas = schemas
-        self._state: Callable[[], bool] = self._content
-        self._markup = ""  # what was read of a call that has not begun
-        self._after_call = False
-        self._function = ""
-        self._types: frozenset[str] = frozenset()  # of the value that is being read
-        self._value: list[str] = []  # of that, where it is no text
-        self._separator = ""  # before the next argument
-
-    def _advance(self) -> bool:
-        return self._state()
-
-    def _end(self) -> None:
-        if self._state in (self._content, self._opened, self._named):
-            text = self._markup + self._buffer
-            self._emit("content", text.lstrip("\n") if self._after_call else text)
-        elif self._state == self._in_value:
-            self._add_to_value(self._buffer)  # cut off, and shown as far as it went
-        self._buffer = ""
-
-    # -- states ------------------------------------------------------------------------------------------------------
-
-    def _content(self) -> bool:
-        if self._after_call:
-            self._buffer = self._buffer.lstrip("\n")
-        # The model leaves the first tag out at times.
-        found = [(at, tag) for tag in (OPENING, _FUNCTION) if (at := self._buffer.find(tag)) >= 0]
-        if not found:
-            self._emit_before("content", OPENING, _FUNCTION)
-            self._after_call = self._after_call and not self._parts
-            return False
-        at, tag = min(found)
-        before = self._buffer[:at].rstrip("\n")
-        self._emit("content", before)
-        self._markup = self._buffer[len(before) : at]
-        self._buffer = self._buffer[at:]
-        if tag == OPENING:
-            self._read(len(OPENING))
-        self._state = self._opened
-        return True
-
-    def _opened(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith(_FUNCTION):
-            self._read(len(self._buffer) - len(text) + len(_FUNCTION))
-            self._state = self._named
-            return True
-        return False if _FUNCTION.startswith(text) else self._refuse()
-
-    def _named(self) -> bool:
-        name, end, rest = self._buffer.partition(">")
-        if len(name) > _LONGEST_NAME or "\n" in name or (end and name not in self._schemas):
-            return self._refuse()
-        if not end:
-            return False
-        self._function, self._buffer, self._markup = name, rest, ""
-        self._emit("call", name)
-        self._separator = "{"
-        self._state = self._between
-        return True
-
-    def _between(self) -> bool:
-        text = self._buffer.lstrip()
-        tags = {_PARAMETER: self._key, _FUNCTION_END: self._ended, CLOSING: self._ended}
-        for tag, state in tags.items():
-            if text.startswith(tag):
-                self._buffer = text if tag == CLOSING else text.removeprefix(tag)
-                if state == self._ended:
-                    self._emit("arguments", "}" if self._separator == ", " else "{}")
-                self._state = state
-                return True
-        if any(tag.startswith(text) for tag in tags):
-            return False
-        self._buffer = text[1:]  # nothing that could be an argument
-        return True
-
-    def _key(self) -> bool:
-        key, end, rest = self._buffer.partition(">")
-        if not end:
-            return False
-        self._buffer = rest
-        schema = self._schemas[self._function].get("properties", {})
-        self._types = types_of(schema.get(key)) if isinstance(schema, Mapping) else frozenset()
-        self._value = []
-        self._emit("arguments", f"{self._separator}{_json(key)}: ")
-        self._separator = ", "
-        self._state = self._value_begun
-        return True
-
-    def _value_begun(self) -> bool:
-        if not self._buffer:
-            return False
-        self._buffer = self._buffer.removeprefix("\n")
-        if self._is_text:
-            self._emit("arguments", '"')
-        self._state = self._in_value
-        return True
-
-    def _in_value(self) -> bool:
-        at = self._buffer.find(_PARAMETER_END)
-        if at < 0:
-            end = len(self._buffer) - max(held(self._buffer, _PARAMETER_END), held(self._buffer, "\n" + _PARAMETER_END))
-            self._add_to_value(self._buffer[:end])
-            self._buffer = self._buffer[end:]
-            return False
-        self._add_to_value(self._buffer[:at].removesuffix("\n"))
-        self._buffer = self._buffer[at + len(_PARAMETER_END) :]
-        self._emit("arguments", '"' if self._is_text else value_of("".join(self._value), self._types))
-        self._state = self._between
-        return True
-
-    def _ended(self) -> bool:
-        rest = behind_closing(self._buffer)
-        if rest is None:
-            return False
-        self._buffer = rest
-        self._after_call = True
-        self._state = self._content
-        return True
-
-    # ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_text(self) -> bool:
-        return self._types == {"string"}
-
-    def _read(self, count: int) -> None:
-        self._markup += self._buffer[:count]
-        self._buffer = self._buffer[count:]
-
-    def _refuse(self) -> bool:
-        """Takes what looked like a call for content."""
-        self._emit("content", self._markup)
-        self._markup = ""
-        self._after_call = False
-        self._state = self._content
-        return True
-
-    def _add_to_value(self, text: str) -> None:
-        if self._is_text:
-            self._emit("arguments", _json(text)[1:-1])
-        else:
-            self._value.append(text)
-
-
-def types_of(schema: object) -> frozenset[str]:
-    """Returns the types that a JSON schema allows, `string` among them where it names none; none: any."""
-    if not isinstance(schema, Mapping):
-        return frozenset({"string"})
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(name for name in named if isinstance(name, str))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            each = [types_of(one) for one in schema[key]]
-            return frozenset().union(*each) if all(each) else frozenset()
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and all(isinstance(value, str) for value in values):
-        return frozenset({"string"})
-    return frozenset()
-
-
-def value_of(text: str, types: frozenset[str]) -> str:
-    """Makes JSON of a value that was written as it is: the JSON that it is, where one of these types allows that."""
-    written = _PYTHONS.get(text.strip(), text.strip())
-    try:
-        value = json.loads(written, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return _json(text)
-    if isinstance(value, str):
-        fits = "string" not in types
-    elif isinstance(value, bool):
-        fits = not types or "boolean" in types
-    else:
-        fits = not types or any(isinstance(value, _TYPES.get(name, ())) for name in types)
-    return written if fits else _json(text)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+TAGS = Tags(
+    opening=OPENING,
+    closing=CLOSING,
+    function="<function=",
+    function_end="</function>",
+    parameter="<parameter=",
+    parameter_end="</parameter>",
+    name_end=">",
+    edge="\n",
+)

@@ -13,10 +13,12 @@ class ThinkingParser(TextParser):
     Args:
         rest: parses what follows the thinking.
         begun: the prompt ended inside the thinking.
+        ends: markers that end it besides its own, and belong to what follows.
     """
 
-    def __init__(self, rest: TextParser, begun: bool = False) -> None:
+    def __init__(self, rest: TextParser, begun: bool = False, ends: tuple[str, ...] = ()) -> None:
         super().__init__()
+        self._ends = (CLOSING, *ends)
         self._rest = rest
         self._state = self._before_thinking if begun else self._start
 
@@ -46,12 +48,13 @@ class ThinkingParser(TextParser):
         return self._skip_newlines(self._thinking)
 
     def _thinking(self) -> bool:
-        at = self._buffer.find(CLOSING)
-        if at < 0:
-            self._emit_before("thinking", CLOSING)
+        found = [at for marker in self._ends if (at := self._buffer.find(marker)) >= 0]
+        if not found:
+            self._emit_before("thinking", *self._ends)
             return False
+        at = min(found)
         self._emit("thinking", self._buffer[:at].rstrip("\n"))
-        self._buffer = self._buffer[at + len(CLOSING) :]
+        self._buffer = self._buffer[at:].removeprefix(CLOSING)
         self._state = self._before_answer
         return True
 

@@ -1,0 +1,311 @@
+"""Gemma 4's replies: thinking in a channel, and calls whose arguments are in a notation of its own.
+
+    <|channel>thought
+    I need the weather.
+    <channel|><|tool_call>call:weather{city:<|"|>Rome<|"|>,days:[1,2],units:{wind:<|"|>m/s<|"|>}}<tool_call|>
+
+Texts stand between `<|"|>`; names do not, and numbers, `true` and `false` are JSON's. All these markers are special
+tokens of its tokenizer. The prompt ends before the channel, or behind one that is empty.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trtllm_dflash.text.reply.parts import TextParser, behind_closing, held
+
+CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
+CALL, CALL_END = "<|tool_call>", "<tool_call|>"
+QUOTE = '<|"|>'
+RESPONSES = "tool_responses"  # of a message, as templates know it
+
+_THOUGHT = "thought"  # the channel's name
+_HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,128})\{")
+_HEAD_BEGUN = re.compile(r"\s*(c|ca|cal|call|call:[a-zA-Z0-9_.-]{0,128})?")
+#: How the template's Jinja writes JSON's words, and how models do.
+_WORDS = {"True": "true", "False": "false", "None": "null", "none": "null", "nil": "null"}
+_BARE_END = re.compile(rf"[,}}\]]|{re.escape(CALL_END)}")
+_BLANKS = " \n\t\r"
+
+
+class Arguments:
+    """Arguments that come in pieces, and become JSON as they come. Begins behind their first bracket.
+
+    Attributes:
+        done: their last bracket has come, or what cannot stand where it does.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._written: list[str] = ["{"]
+        self._brackets = ["}"]  # that close what is open
+        self._separator = ""  # before the next member or item
+        self._state: Callable[[], bool] = self._member
+        self.done = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Adds a piece; returns JSON, and text that follows the arguments."""
+        self._buffer += text
+        while not self.done and self._state():
+            pass
+        written, self._written = "".join(self._written), []
+        rest = self._buffer if self.done else ""
+        self._buffer = "" if self.done else self._buffer
+        return written, rest
+
+    def end(self) -> str:
+        """Returns the rest of a text that is cut off."""
+        cut = self._buffer if self._state == self._in_text else ""
+        self._buffer = ""
+        return _inner(cut)
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    def _member(self) -> bool:
+        """Reads a member's name, or the bracket that closes an object."""
+        self._buffer = self._buffer.lstrip(_BLANKS)
+        if self._buffer.startswith("}"):
+            return self._close()
+        if self._buffer.startswith(QUOTE):
+            name, end, rest = self._buffer.removeprefix(QUOTE).partition(QUOTE)
+            rest = rest.lstrip(_BLANKS)
+            if not end or not rest:
+                return False
+            if not rest.startswith(":"):
+                return self._break()
+            rest = rest[1:]
+        elif QUOTE.startswith(self._buffer):
+            return False
+        else:
+            name, end, rest = self._buffer.partition(":")
+            if any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
+                return self._break()
+            if not end:
+                return False
+            name = name.rstrip(_BLANKS)
+        self._buffer = rest
+        self._write(self._separator + json.dumps(name, ensure_ascii=False) + ": ")
+        self._separator = ""
+        self._state = self._value
+        return True
+
+    def _item(self) -> bool:
+        """Reads the bracket that closes an array, or leaves an item to be read."""
+        self._buffer = self._buffer.lstrip(_BLANKS)
+        if self._buffer.startswith("]"):
+            return self._close()
+        if self._buffer:
+            self._state = self._value
+        return bool(self._buffer)
+
+    def _value(self) -> bool:
+        self._buffer = self._buffer.lstrip(_BLANKS)
+        if self._buffer.startswith(QUOTE):
+            self._buffer = self._buffer.removeprefix(QUOTE)
+            self._write(self._separator + '"')
+            self._state = self._in_text
+        elif self._buffer[:1] in ("{", "["):
+            bracket, self._buffer = self._buffer[0], self._buffer[1:]
+            self._write(self._separator + bracket)
+            self._separator = ""
+            self._brackets.append("}" if bracket == "{" else "]")
+            self._state = self._member if bracket == "{" else self._item
+        elif QUOTE.startswith(self._buffer):
+            return False
+        else:
+            return self._bare()
+        return True
+
+    def _bare(self) -> bool:
+        found = _BARE_END.search(self._buffer)
+        if found is None:
+            return False
+        written = self._buffer[: found.start()].strip()
+        if not written:
+            return self._break()
+        self._buffer = self._buffer[found.start() :]
+        self._write(self._separator + _scalar(written))
+        self._state = self._after
+        return True
+
+    def _in_text(self) -> bool:
+        at = self._buffer.find(QUOTE)
+        end = len(self._buffer) - held(self._buffer, QUOTE) if at < 0 else at
+        self._write(_inner(self._buffer[:end]) + ("" if at < 0 else '"'))
+        self._buffer = self._buffer[end:].removeprefix(QUOTE) if at >= 0 else self._buffer[end:]
+        if at >= 0:
+            self._state = self._after
+        return at >= 0
+
+    def _after(self) -> bool:
+        """Reads what stands behind a value: a comma, or a bracket."""
+        self._buffer = self._buffer.lstrip(_BLANKS)
+        if not self._buffer:
+            return False
+        if self._buffer[0] == ",":
+            self._buffer = self._buffer[1:]
+            self._separator = ", "
+            self._state = self._member if self._brackets[-1] == "}" else self._item
+            return True
+        return self._close()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> bool:
+        bracket = self._brackets[-1]
+        if self._buffer[0] != bracket:
+            return self._break()
+        self._buffer = self._buffer[1:]
+        self._write(bracket)
+        self._brackets.pop()
+        self._separator = ""
+        self._state = self._after
+        self.done = not self._brackets
+        return not self.done
+
+    def _break(self) -> bool:
+        """Ends at what cannot stand here, which is left to what follows."""
+        self.done = True
+        return False
+
+    def _write(self, text: str) -> None:
+        self._written.append(text)
+
+
+class Gemma4Parser(TextParser):
+    """Sets thinking and calls apart, wherever they stand. What begins no call behind a call's marker is content.
+
+    Args:
+        calls: are looked for.
+    """
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self._markers = (CHANNEL, CALL) if calls else (CHANNEL,)
+        self._state: Callable[[], bool] = self._content
+        self._opening = ""  # of the call that is being read, with the newlines before it
+        self._arguments = Arguments()
+        self._after_marker = False  # behind a call or a channel: newlines there are none of the content
+
+    def _advance(self) -> bool:
+        return self._state()
+
+    def _end(self) -> None:
+        if self._state == self._content:
+            self._emit("content", self._buffer.lstrip("\n") if self._after_marker else self._buffer)
+        elif self._state == self._named:
+            self._emit("content", self._opening + self._buffer)
+        elif self._state == self._in_arguments:
+            self._emit("arguments", self._arguments.end())
+        elif self._state in (self._before_thinking, self._thinking):
+            self._emit("thinking", self._buffer.strip("\n"))
+        self._buffer = ""
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    def _content(self) -> bool:
+        if self._after_marker:
+            self._buffer = self._buffer.lstrip("\n")
+        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
+        if not found:
+            shown = self._emit_before("content", *self._markers)
+            self._after_marker = self._after_marker and not shown
+            return False
+        at, marker = min(found)
+        before = self._buffer[:at].rstrip("\n")
+        self._emit("content", before)
+        self._after_marker = self._after_marker and not before
+        self._opening = self._buffer[len(before) : at] + marker
+        self._buffer = self._buffer[at + len(marker) :]
+        self._state = self._named if marker == CALL else self._channel
+        return True
+
+    def _channel(self) -> bool:
+        """Reads the channel's name; a channel without it is thinking all the same."""
+        if _THOUGHT.startswith(self._buffer):
+            return False
+        if self._buffer[len(_THOUGHT) :][:1] in ("\n", CHANNEL_END[0]):
+            self._buffer = self._buffer.removeprefix(_THOUGHT)
+        self._state = self._before_thinking
+        return True
+
+    def _before_thinking(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._thinking
+        return bool(self._buffer)
+
+    def _thinking(self) -> bool:
+        at = self._buffer.find(CHANNEL_END)
+        if at < 0:
+            self._emit_before("thinking", CHANNEL_END)
+            return False
+        self._emit("thinking", self._buffer[:at].rstrip("\n"))
+        self._buffer = self._buffer[at + len(CHANNEL_END) :]
+        self._after_marker = True
+        self._state = self._content
+        return True
+
+    def _named(self) -> bool:
+        head = _HEAD.match(self._buffer)
+        if head is None:
+            if _HEAD_BEGUN.fullmatch(self._buffer):
+                return False
+            self._emit("content", self._opening)
+            self._after_marker = False
+            self._state = self._content
+            return True
+        self._emit("call", head[1])
+        self._buffer = self._buffer[head.end() :]
+        self._arguments = Arguments()
+        self._state = self._in_arguments
+        return True
+
+    def _in_arguments(self) -> bool:
+        written, self._buffer = self._arguments.push(self._buffer)
+        self._emit("arguments", written)
+        if self._arguments.done:
+            self._state = self._closing
+        return self._arguments.done
+
+    def _closing(self) -> bool:
+        rest = behind_closing(self._buffer, CALL_END)
+        if rest is None:
+            return False
+        self._buffer = rest
+        self._after_marker = True
+        self._state = self._content
+        return True
+
+
+def with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives the results of calls to the message that made them: each version of the template looks there for them."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        name = names.get(message.get("tool_call_id", ""))
+        if name is None or not joined or "tool_calls" not in joined[-1]:
+            joined.append(message)
+            continue
+        response = {"name": name, "response": message["content"]}
+        joined[-1] = {**joined[-1], RESPONSES: [*joined[-1].get(RESPONSES, ()), response]}
+    return joined
+
+
+def _scalar(written: str) -> str:
+    """Makes JSON of a value that stands without marks: the word or number that it is, else a text."""
+    written = _WORDS.get(written, written)
+    try:
+        json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(written, ensure_ascii=False)
+    return written
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _inner(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,204 @@
+"""Grammars of Gemma 4's calls, whose arguments are no JSON: a JSON schema's rules, in that notation."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.reply.gemma4 import CALL_END, QUOTE
+from trtllm_dflash.text.reply.grammar_terms import REMARKS, Callee, Marks, json_value, text, unheld
+
+_NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without marks
+_CHOICES = ("anyOf", "oneOf")
+_SHARED = ("$defs", "definitions")
+_SCALARS = ("number", "integer", "boolean", "null")
+#: Keywords by the type that they hold, besides those of every schema.
+_HELD: Mapping[str, frozenset[str]] = {
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "array": frozenset({"items", "minItems", "maxItems"}),
+    "string": frozenset(),
+}
+_OF_ALL = REMARKS | {"type", "enum", "const", "$ref", *_CHOICES, *_SHARED}
+_DEEPEST = 64  # schemas inside one another
+
+
+def gemma4_call(marks: Marks, rule: str, function: Callee) -> list[str]:
+    """Writes the rules of a call, behind the marker that opens it.
+
+    Raises:
+        RequestError: the arguments cannot be held to the function's schema, or a name cannot be written.
+    """
+    arguments = _Arguments(marks, rule, function)
+    head = text(f"call:{function.name}")
+    body = arguments.value({"type": "object", **function.schema}, "#")
+    return [f"{rule}: {head} {body} {marks.one(CALL_END)}", *arguments.rules]
+
+
+class _Arguments:
+    """Rules of one function's arguments.
+
+    Attributes:
+        rules: those that the expressions refer to.
+    """
+
+    def __init__(self, marks: Marks, rule: str, function: Callee) -> None:
+        self._marks = marks
+        self._rule = rule
+        self._function = function
+        self._references: dict[str, str] = {}
+        self._any = ""
+        self.rules: list[str] = []
+
+    def value(self, schema: Any, place: str) -> str:
+        """Writes an expression: a value that keeps to a schema, which stands at that place in the function's."""
+        if schema is True or schema == {}:
+            return self._any_value()
+        if not isinstance(schema, Mapping):
+            raise RequestError(f"{self._function.name!r}: {place} is no JSON schema's", "tools")
+        if place.count("/") > 2 * _DEEPEST:
+            raise RequestError(f"{self._function.name!r}: its schema is nested too deeply", "tools")
+        if "$ref" in schema:
+            return self._reference(schema["$ref"], place)
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else self._list(schema["enum"], f"{place}/enum")
+            return "(" + " | ".join(self._exactly(value) for value in values) + ")"
+        for key in _CHOICES:
+            if key in schema:
+                self._check(schema, frozenset(), place)
+                inner = self._list(schema[key], f"{place}/{key}")
+                return "(" + " | ".join(self.value(one, f"{place}/{key}/{at}") for at, one in enumerate(inner)) + ")"
+        named = schema.get("type")
+        if named is None:
+            named = next((kind for kind, keys in _HELD.items() if keys & schema.keys()), None)
+        kinds = named if isinstance(named, list) else [named]
+        return self._one_of([self._of_type(kind, schema, place) for kind in kinds])
+
+    def _of_type(self, kind: object, schema: Mapping[str, Any], place: str) -> str:
+        if kind == "object":
+            return self._object(schema, place)
+        if kind == "array":
+            return self._array(schema, place)
+        if kind == "string":
+            self._check(schema, _HELD["string"], place)
+            return self._text()
+        if kind in _SCALARS:  # JSON's own notation
+            return self._new_rule(json_value({**schema, "type": kind}, self._function.strict))
+        if kind is not None:
+            raise RequestError(f"{self._function.name!r}: {place}/type is no JSON schema's", "tools")
+        self._check(schema, frozenset(), place)
+        return self._any_value()
+
+    def _object(self, schema: Mapping[str, Any], place: str) -> str:
+        self._check(schema, _HELD["object"], place)
+        properties, required = schema.get("properties", {}), self._list(schema.get("required", []), f"{place}/required")
+        if not isinstance(properties, Mapping):
+            raise RequestError(f"{self._function.name!r}: {place}/properties is no JSON schema's", "tools")
+        if self._function.strict and not set(required) <= properties.keys():
+            raise unheld(self._function, f"{place}/required")
+        if not properties and schema.get("additionalProperties", True) is not False:
+            self._any_value()
+            return f"{self._any}_object"
+        # Sorted, as the template sorts what it declares and what was called.
+        members = []
+        for name in sorted(properties, key=str.lower):
+            if not _NAME.fullmatch(name):
+                reason = f"{self._function.name!r}: this format cannot write a parameter named {name!r}"
+                raise RequestError(reason, "tools")
+            member = self._new_rule(f"{text(name + ':')} {self.value(properties[name], f'{place}/properties/{name}')}")
+            members.append((member, name in required))
+        return f'"{{" {self._members(members)} "}}"'
+
+    def _members(self, members: Sequence[tuple[str, bool]]) -> str:
+        """Writes members in their order, with a comma between those that are there.
+
+        Args:
+            members: each one's rule, and whether it must be there.
+        """
+        starts = []  # one for each member that may be the first
+        for at, (member, needed) in enumerate(members):
+            rest = [f'"," {other}' if must else f'("," {other})?' for other, must in members[at + 1 :]]
+            starts.append(" ".join([member, *rest]))
+            if needed:
+                return self._one_of(starts)
+        return f"{self._one_of(starts)}?" if starts else ""
+
+    def _array(self, schema: Mapping[str, Any], place: str) -> str:
+        self._check(schema, _HELD["array"], place)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        item = self._new_rule(self.value(schema.get("items", True), f"{place}/items"))
+        upper = "" if most is None else most - 1
+        items = f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
+        return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
+
+    def _exactly(self, value: Any) -> str:
+        """Writes one value."""
+        if isinstance(value, str):
+            return f"({self._marks.one(QUOTE)} {text(value)} {self._marks.one(QUOTE)})" if value else self._empty_text()
+        if isinstance(value, Mapping):
+            members = [f"{text(name + ':')} {self._exactly(value[name])}" for name in sorted(value, key=str.lower)]
+            return '("{" ' + ' "," '.join(members) + ' "}")'
+        if isinstance(value, list):
+            return '("[" ' + ' "," '.join(self._exactly(one) for one in value) + ' "]")'
+        return text(json.dumps(value))
+
+    def _empty_text(self) -> str:
+        return f"({self._marks.one(QUOTE)} {self._marks.one(QUOTE)})"
+
+    def _text(self) -> str:
+        if not self._any:
+            self._any_value()
+        return f"{self._any}_text"
+
+    def _any_value(self) -> str:
+        """Writes any value; its rules, once."""
+        if not self._any:
+            self._any = f"{self._rule}_any"
+            name, quote = self._any, self._marks.one(QUOTE)
+            scalar = json_value({"type": list(_SCALARS)}, strict=True)
+            self.rules += [
+                f"{name}: {name}_text | {name}_scalar | {name}_object | {name}_array",
+                f"{name}_text: {quote} {name}_inner",
+                self._marks.text_up_to(f"{name}_inner", QUOTE),
+                f"{name}_scalar: {scalar}",
+                f'{name}_object: "{{" ({name}_member ("," {name}_member)*)? "}}"',
+                f'{name}_member: /[a-zA-Z0-9_.-]+/ ":" {name}',
+                f'{name}_array: "[" ({name} ("," {name})*)? "]"',
+            ]
+        return self._any
+
+    def _reference(self, target: Any, place: str) -> str:
+        """Writes what a reference inside the function's schema stands for; its rule, once."""
+        parts = target.removeprefix("#/").split("/") if isinstance(target, str) and target.startswith("#/") else []
+        found: Any = self._function.schema
+        for part in parts:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if not parts or found is None:
+            raise RequestError(f"{self._function.name!r}: {place}/$ref is none that is in the schema", "tools")
+        if target not in self._references:
+            self._references[target] = f"{self._rule}_ref_{len(self._references)}"
+            self.rules.append(f"{self._references[target]}: {self.value(found, target)}")
+        return self._references[target]
+
+    def _one_of(self, expressions: Sequence[str]) -> str:
+        return expressions[0] if len(expressions) == 1 else "(" + " | ".join(expressions) + ")"
+
+    def _new_rule(self, expression: str) -> str:
+        rule = f"{self._rule}_{len(self.rules)}"
+        self.rules.append(f"{rule}: {expression}")
+        return rule
+
+    def _list(self, value: Any, place: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise RequestError(f"{self._function.name!r}: {place} is no JSON schema's", "tools")
+        return value
+
+    def _check(self, schema: Mapping[str, Any], held: frozenset[str], place: str) -> None:
+        """Refuses a strict function with a keyword that is not held, but for other types' own."""
+        several = isinstance(schema.get("type"), list)
+        others = frozenset().union(*_HELD.values()) if several else frozenset()
+        loose = sorted(key for key in schema.keys() - _OF_ALL - held - others if not key.startswith("$schema"))
+        if self._function.strict and loose:
+            raise unheld(self._function, f"{place}/{loose[0]}")
