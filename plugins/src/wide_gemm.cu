@@ -166,9 +166,7 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
     {
         return cudaErrorNotSupported;
     }
-    return p.rows <= 8   ? launch<T, 8>(p, processors, stream)
-        : p.rows <= 16  ? launch<T, 16>(p, processors, stream)
-        : p.rows <= 32  ? launch<T, 32>(p, processors, stream)
+    return p.rows <= 32 ? launch<T, 32>(p, processors, stream)
         : p.rows <= 64  ? launch<T, 64>(p, processors, stream)
         : p.rows <= 128 ? launch<T, 128>(p, processors, stream)
                         : launch_tall<T>(p, processors, choose(p, processors).splits, stream);

@@ -21,7 +21,7 @@ constexpr int kConsumers = kGroups * 128;
 constexpr int kThreads = kConsumers + 32; // one more warp loads
 constexpr int kLine = 128; // bytes of a row in one stage
 constexpr int kGranule = 16; // rows of a weight, with SwiGLU 8 of the gate and the 8 of up that belong to them
-constexpr int kMostStages = 24;
+constexpr int kMostStages = 16;
 constexpr int kLimit = 212 * 1024; // of shared memory: more than half, so that no two blocks share a multiprocessor
 
 // A tile: kRows tokens times kOutputs rows of a weight, whose inputs a cluster's kSplits blocks share.
@@ -39,16 +39,14 @@ struct Layout
     static constexpr int kOwnTiles = kTiles / kSplits; // that it finishes
     static constexpr int kWeightBytes = kOutputs * kLine;
     static constexpr int kStageBytes = kWeightBytes + kRows * kLine;
-    // Of fewer than 64 rows the last warps of a warpgroup have none, and finish nothing.
-    static constexpr int kRowWarps = kSharesRows ? 4 : (kRows + 15) / 16; // of a warpgroup
-    static constexpr int kInboxBytes = (kSplits - 1) * kOwnTiles * kGroups * kRowWarps * 32 * 16;
+    static constexpr int kInboxBytes = (kSplits - 1) * kOwnTiles * kConsumers * 16;
     static constexpr int kBarrierBytes = (2 * kMostStages + 1) * 8;
-    // Instructions read 64 rows, of fewer tokens' what lies behind them too: nobody takes what they make of it.
+    // Instructions read 64 rows, of 32 tokens' what lies behind them too: nobody takes what they make of it.
     static constexpr int kBehind = std::max(64 - kRows, 0) * kLine;
     static constexpr int kOther = std::max(kInboxBytes + kBarrierBytes, kBehind);
     static constexpr int kStages = std::min((kLimit - kOther) / kStageBytes, kMostStages);
     static constexpr int kBytes = kStages * kStageBytes + kOther;
-    static_assert(kRows == 8 || kRows == 16 || kRows == 32 || kRows == 64 || kRows == 128);
+    static_assert(kRows == 32 || kRows == 64 || kRows == 128);
     static_assert(kTiles % kSplits == 0 && kTiles % 2 == 0 && kStages >= 3);
 };
 
@@ -293,16 +291,11 @@ struct Epilogue
 
     __device__ __forceinline__ uint32_t inbox(int from, int tile) const
     {
-        int const thread = (group * L::kRowWarps + warp) * 32 + lane;
-        return shared.inbox + ((from * L::kOwnTiles + tile) * kGroups * L::kRowWarps * 32 + thread) * 16;
+        return shared.inbox + ((from * L::kOwnTiles + tile) * kConsumers + threadIdx.x) * 16;
     }
 
     __device__ __forceinline__ void finish(int tile, Sums<L>& c) const
     {
-        if (warp >= L::kRowWarps)
-        {
-            return;
-        }
         if constexpr (L::kSplits == 1)
         {
             store<L::kTiles>(tile, 0, c);
