@@ -59,11 +59,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="sampled texts of each prompt, beside the greedy one")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tree", type=int, default=15, help="nodes of drafted trees; 0: none are drafted")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="of the prompts, every Nth from the Ith on")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--processes", type=int, default=1, help="on one thread each, that share the prompts")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    asked = [[{"role": "user", "content": text}] for text in prompts(arguments.prompts)]
+    part, parts_of = map(int, arguments.part.split("/"))
+    every = [[{"role": "user", "content": text}] for text in prompts(arguments.prompts)]
+    asked = every[part - 1 :: parts_of]
     shares = [asked[i :: arguments.processes] for i in range(arguments.processes)]
     record = {
         "command": shlex.join(["python", *sys.argv]),
@@ -121,6 +124,7 @@ def compared(engine: Path, arguments: argparse.Namespace, asked: list[Any]) -> d
             for way in ways(arguments.batch, tree):
                 wrong = [i for i, ids in enumerate(texts(llm, every, way)) if ids != expected[i]]
                 different[str(way)] = len(wrong)
+                print(f"{way}: {len(wrong)} of {len(every)} differ, {time.monotonic() - begin:.0f} s", flush=True)
                 examples += [f"{way}: {every[i][1].seed}: {every[i][0][0]['content']}" for i in wrong[:3]]
     return {
         "kernels": choice,

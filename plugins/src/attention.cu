@@ -119,6 +119,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.exact_units = p.is_exact ? DFLASH_EXACT_KEYS / kTile : 0;
     int64_t const most = runs * (p.is_exact ? (tiles + w.exact_units - 1) / w.exact_units : tiles);
     plan.blocks = static_cast<int>(std::min(blocks, std::max(most, int64_t{1})));
+    w.blocks = plan.blocks;
     w.ranges = p.is_exact ? static_cast<int>(most) : plan.blocks;
     size_t const rows = size_t{p.is_exact ? 1u : 2u} * w.ranges * w.row_blocks * plan.m;
     plan.sums_at = rows * p.head_size * sizeof(float);
@@ -181,7 +182,7 @@ cudaError_t launch_attend_sm90(Plan const& plan, cudaStream_t stream)
     constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
     constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles, kHasMany>;
     dim3 const grid(plan.blocks, kSharedTiles ? (plan.work.row_blocks + 1) / 2 : plan.work.row_blocks);
-    return launch_sm90<kernel>(plan, sm90::kThreads<D>, kBytes, grid, stream);
+    return launch_sm90<kernel>(plan, sm90::kThreads<D, kHasMany>, kBytes, grid, stream);
 }
 
 template <typename T>

@@ -114,6 +114,33 @@ struct Combination
                 x[i][n] = parts.out[at * (D / 8 * 32) + n * 32];
             }
         }
+        if constexpr (kPartials == 1)
+        {
+            // One after the other, as a block does that has several cuts.
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+            {
+                if (first + i * kStep < parts.count)
+                {
+                    Fold const fold(softmax, {sums[i][0].x, sums[i][1].x}, {sums[i][0].y, sums[i][1].y});
+#pragma unroll
+                    for (int n = 0; n < kFragments; ++n)
+                    {
+                        fold.add(total[n], x[i][n]);
+                    }
+                }
+            }
+        }
+        else
+        {
+            add_together<kBatch, kStep>(parts, first, x, sums);
+        }
+    }
+
+    template <int kBatch, int kStep>
+    __device__ __forceinline__ void add_together(Parts<D, kPartials> const& parts, int first,
+        float4 const (&x)[kBatch][kFragments], float2 const (&sums)[kBatch][2])
+    {
         float decay[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -208,7 +235,7 @@ constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 template <typename T, int D, int kSharing, int kFragments, int kPartials>
 __device__ __forceinline__ void combine(Work const& w, int m, Divided const& divided, int job)
 {
-    constexpr int kBatch = 8 / kFragments;
+    constexpr int kBatch = kPartials == 1 ? 4 : 8 / kFragments; // one after the other they need more registers
     int const warp = threadIdx.x / 32;
     int const share = warp % kSharing;
     int const first_fragment = job * kFragments % (D / 8);

@@ -73,7 +73,8 @@ __device__ __forceinline__ void write_rows(Work const& w, Segment const& segment
 }
 
 // Writes what a warp has of a (slot, head): rows of the output where the range holds all keys, else a partial result.
-template <typename T, int D>
+// kPartials: results of a range.
+template <typename T, int D, int kPartials = 2>
 struct Epilogue
 {
     Work const& w;
@@ -92,7 +93,7 @@ struct Epilogue
             write_rows<T, D>(w, at.segment, at.head, rows.packed, softmax.maximum, softmax.sum, x, first);
             return;
         }
-        Partial const partial(w, w.exact_units > 0 ? 1 : 2, D, range, begins, row_block, tiles, tile);
+        Partial const partial(w, kPartials, D, range, begins, row_block, tiles, tile);
         partial.write(x, first);
         if (first == 0)
         {

@@ -29,11 +29,12 @@ constexpr int kMostThreads = 384;
 constexpr int kLoaderRegisters = 40;
 constexpr int kMainloopRegisters = 232;
 
-template <int D>
-constexpr bool kGivesRegisters = D > 128;
+// So it is of exact cuts, whose results are kept beside the output of the next.
+template <int D, bool kHasMany>
+constexpr bool kGivesRegisters = D > 128 || kHasMany;
 
-template <int D>
-constexpr int kThreads = kConsumers + (kGivesRegisters<D> ? 128 : 32);
+template <int D, bool kHasMany>
+constexpr int kThreads = kConsumers + (kGivesRegisters<D, kHasMany> ? 128 : 32);
 
 constexpr int kAtom = 64; // numbers, 128 bytes: the longest row of shared memory that products read with one swizzle
 
@@ -223,8 +224,8 @@ struct Mainloop
         return S::kQueriesAt + (kSharedTiles ? group * S::kQueryBytes : 0);
     }
 
-    // Loads the queries of a (slot, head), of whose keys none has been seen.
-    __device__ __forceinline__ void begin(Cursor const& at)
+    // Forgets the keys seen so far.
+    __device__ __forceinline__ void forget()
     {
 #pragma unroll
         for (auto& fragment : out)
@@ -232,6 +233,12 @@ struct Mainloop
             fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.f;
         }
         softmax.begin();
+    }
+
+    // Loads the queries of a (slot, head), of whose keys none has been seen.
+    __device__ __forceinline__ void begin(Cursor const& at)
+    {
+        forget();
         paths.load(w.p, at.segment, rows.query);
 
         constexpr int kSharing = kSharedTiles ? kConsumers / 2 : kConsumers; // threads
@@ -460,9 +467,70 @@ __device__ __forceinline__ void attend(
     }
 }
 
+// Likewise of a range that is one exact cut of a (slot, head), or all of them: each cut's result goes into those
+// before.
+template <typename T, int D>
+__device__ __forceinline__ void attend_exactly(
+    Work const& w, Span const& span, int range, int seen, char* shared, Inputs<Shared<D, false>> const& inputs)
+{
+    Mainloop<T, D, false> mainloop(w, shared, inputs, threadIdx.x / 32);
+    Epilogue<T, D, 1> const epilogue{w, range, mainloop.row_block, kRows / 16, static_cast<int>(threadIdx.x) / 32 % 4};
+    Cursor const& at = span.at;
+    int const count = span.past - span.first;
+    int const half = (seen + mainloop.group) % 2; // of each cut's tiles: cuts have an even number
+    float total[D / 16][4] = {};
+    OnlineSoftmax<Exp2> softmax;
+    softmax.begin();
+    mainloop.begin(at);
+    for (int cut = 0; cut < count; cut += w.exact_units)
+    {
+        if (cut > 0)
+        {
+            mainloop.forget();
+        }
+        int const past = min(cut + w.exact_units, count);
+        for (int i = cut + half; i < past; i += 2)
+        {
+            mainloop.add(seen + i, at.first_key() + i * kTile, at.segment);
+        }
+        mainloop.softmax.finish(mainloop.scale);
+        float own[D / 16][4];
+        mainloop.merge(half, own);
+        if (count <= w.exact_units)
+        {
+            if (mainloop.has_rows)
+            {
+                bool const ends = at.tile + count == at.tiles;
+                epilogue.write(at, at.tile == 0, ends, mainloop.rows, mainloop.softmax, own, half * (D / 16));
+            }
+            return;
+        }
+        Fold const fold(softmax, mainloop.softmax.maximum, mainloop.softmax.sum);
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n)
+        {
+            fold.add(total[n], {own[n][0], own[n][1], own[n][2], own[n][3]});
+        }
+        mainloop.meet(); // none reads the box any more
+    }
+    if (mainloop.has_rows)
+    {
+        epilogue.write(at, true, true, mainloop.rows, softmax, total, half * (D / 16));
+    }
+}
+
+// Goes on to a block's next range, where there is one. By all lanes of a warp.
+__device__ __forceinline__ void advance(Work const& w, Segments const& segments, Span& span, int& range, int& seen)
+{
+    __syncwarp();
+    seen += span.past - span.first;
+    range += gridDim.x;
+    span = range < w.ranges ? Span(w, segments, range) : Span();
+}
+
 #endif
 
-// kHasMany: there may be more ranges than blocks.
+// kHasMany: there may be more ranges than blocks, of exact cuts.
 template <typename T, int D, bool kSharedTiles, bool kHasMany>
 __global__ void __launch_bounds__(kMostThreads, 1)
     attend_kernel(Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
@@ -492,29 +560,43 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         return;
     }
     bool const computes = threadIdx.x < kConsumers;
-    if constexpr (kGivesRegisters<D>)
+    int seen = 0;
+    if constexpr (kHasMany)
+    {
+        // By each kind of warps in a loop of its own: the compiler then knows what registers it has.
+        if (computes)
+        {
+            take_registers<kMainloopRegisters>();
+            for (int range = blockIdx.x; span.first < span.past; advance(w, segments, span, range, seen))
+            {
+                attend_exactly<T, D>(w, span, range, seen, shared, inputs);
+            }
+        }
+        else
+        {
+            release_registers<kLoaderRegisters>();
+            for (int range = blockIdx.x; span.first < span.past; advance(w, segments, span, range, seen))
+            {
+                if (threadIdx.x == kConsumers)
+                {
+                    inputs.fill(w, span, seen, keys, values);
+                }
+            }
+        }
+        return;
+    }
+    if constexpr (kGivesRegisters<D, kHasMany>)
     {
         computes ? take_registers<kMainloopRegisters>() : release_registers<kLoaderRegisters>();
     }
-    int range = blockIdx.x, seen = 0;
-    do
+    if (computes)
     {
-        if (computes)
-        {
-            attend<T, D, kSharedTiles>(w, span, range, seen, shared, inputs);
-        }
-        else if (threadIdx.x == kConsumers)
-        {
-            inputs.fill(w, span, seen, keys, values);
-        }
-        if constexpr (kHasMany)
-        {
-            __syncwarp();
-            seen += span.past - span.first;
-            range += gridDim.x;
-            span = range < w.ranges ? Span(w, segments, range) : Span();
-        }
-    } while (kHasMany && span.first < span.past);
+        attend<T, D, kSharedTiles>(w, span, blockIdx.x, seen, shared, inputs);
+    }
+    else if (threadIdx.x == kConsumers)
+    {
+        inputs.fill(w, span, seen, keys, values);
+    }
 #endif
 }
 

@@ -266,6 +266,35 @@ struct OnlineSoftmax
     }
 };
 
+// Takes the result of a further cut of a (slot, head)'s keys, its rows' maxima and sums and a fragment of its output,
+// into what the cuts before it gave. Rounded alike wherever it is compiled: of cuts that another block has computed,
+// too.
+struct Fold
+{
+    float decay[2], weights[2];
+
+    // softmax: of the cuts before; its logits have their scale already.
+    __device__ __forceinline__ Fold(OnlineSoftmax<Exp2>& softmax, float const (&maxima)[2], float const (&sums)[2])
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            float const before = softmax.sum[r];
+            decay[r] = softmax.raise(r, fmaxf(softmax.maximum[r], maxima[r]), 1.f);
+            weights[r] = exp2f(maxima[r] - softmax.base[r]);
+            softmax.sum[r] = fmaf(sums[r], weights[r], __fmul_rn(before, decay[r]));
+        }
+    }
+
+    __device__ __forceinline__ void add(float (&total)[4], float4 const& x) const
+    {
+        total[0] = fmaf(x.x, weights[0], __fmul_rn(total[0], decay[0]));
+        total[1] = fmaf(x.y, weights[0], __fmul_rn(total[1], decay[0]));
+        total[2] = fmaf(x.z, weights[1], __fmul_rn(total[2], decay[1]));
+        total[3] = fmaf(x.w, weights[1], __fmul_rn(total[3], decay[1]));
+    }
+};
+
 __device__ __forceinline__ float sink_of(dflash_attention_params const& p, int head)
 {
     float sink;

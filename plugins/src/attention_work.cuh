@@ -22,7 +22,8 @@ struct Work
     int row_blocks; // M tiles that hold them
     int ranges;
     int least_units; // of a range
-    int exact_units; // of a range, counted from a (slot, head)'s first on; 0: ranges are equal parts of all units
+    int exact_units; // of a cut, counted from a (slot, head)'s first on; 0: ranges are equal parts of all units
+    int blocks; // that take ranges beside each other
     int page_tiles; // tiles of a page
     float per_page; // 1 / page_tiles
 };
@@ -203,21 +204,35 @@ struct Division
         }
     }
 
-    // Cuts each (slot, head) at the same keys whatever others there are, and however many keys follow.
+    // Cuts each (slot, head) at the same keys whatever others there are, and however many keys follow. A range is one
+    // cut, or all cuts of a (slot, head), which give the same bits: what is likely to end sooner.
     __device__ void divide_exactly(Work const& w, Segments const& segments)
     {
+        constexpr int kBegin = 6; // what it costs to begin and end a range, in units
         each = w.exact_units;
         is_apart = true;
         int idle = 0;
+        int longest = 0;
         units = 0;
         for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
         {
             int const tiles = tiles_of(w.p, segments.of_lane(b));
             units += of(tiles);
             idle += tiles > 0 ? 0 : 1;
+            longest = max(longest, tiles);
         }
         units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
-        has_idle = __reduce_add_sync(0xffffffffu, idle) > 0;
+        idle = __reduce_add_sync(0xffffffffu, idle);
+        longest = __reduce_max_sync(0xffffffffu, longest);
+        has_idle = idle > 0;
+        int const runs = (w.p.slots - idle) * w.p.kv_heads;
+        int const whole = (runs + w.blocks - 1) / w.blocks * (longest + kBegin);
+        int const cut = (units / each + w.blocks - 1) / w.blocks * (each + kBegin) + kBegin / 2;
+        if (whole <= cut)
+        {
+            each = max((longest + each - 1) / each, 1) * each;
+            units = runs * each;
+        }
     }
 
     // The units that a (slot, head) of so many tiles counts as.

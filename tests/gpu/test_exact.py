@@ -84,7 +84,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (8, 8, 128), (40, 4, 128)], ids=str)
-@pytest.mark.parametrize("length", [1, 63, 64, 100, 511, 512, 513, 1000, 4097, 8000])
+@pytest.mark.parametrize("length", [1, 63, 64, 100, 256, 257, 511, 512, 513, 769, 1000, 4097, 8000])
 def test_a_row_s_attention_is_the_same_alone_in_a_block_and_in_a_batch(length, shape):
     """Also where the rows behind it reach another tile, or another part of the cache."""
     rows = Rows([length + 40, 700, length + 40, 3, 1500], *shape)
@@ -99,9 +99,11 @@ def test_a_row_s_attention_is_the_same_alone_in_a_block_and_in_a_batch(length, s
         assert_same(batch[2], block, f"in a batch of blocks of {count}")
         last = rows.attend([(0, start + count - 1, 1)])[0]
         assert_same(block[-1:], last, f"the last of a block of {count}")
-    many = rows.attend([(0, start, 1)] * 150 + [(4, 1400, 1)], most=32)
-    for i in (0, 70, 149):
-        assert_same(many[i], one, f"one of many, {i}")
+    # Blocks take cuts, or all of a slot's head, as there are fewer or more of them than processors.
+    for count in (1, 4, 8, 16, 150):
+        many = rows.attend([(0, start, 1)] * count + [(4, 1400, 1)], most=32)
+        for i in (0, count // 2, count - 1):
+            assert_same(many[i], one, f"one of {count}, {i}")
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
@@ -198,10 +200,11 @@ def test_a_token_is_drawn_as_it_is_alone(vocabulary):
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tiny_exact():
+@pytest.fixture(scope="module", params=["bf16", "fp8"])
+def tiny_exact(request):
+    """The shipped pair, with a target in BF16, or in FP8, whose matrices are dequantized."""
     folders = str(TINY / "target"), str(TINY / "drafter")
-    options = {"precision": "bf16", "device": "cuda", "kernels": "exact"}
+    options = {"precision": request.param, "device": "cuda", "kernels": "exact"}
     return LLM.from_pretrained(*folders, max_seq_len=1024, max_batch=8, **options)
 
 

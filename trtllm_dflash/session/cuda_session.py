@@ -94,7 +94,8 @@ class CudaSession(TorchSession):
             raise EngineError(f"--kv-memory: caches in pages need our CUDA kernels ({self._why}); build without it")
         if config.draft_tree and not is_ours:
             raise EngineError(f"--draft-tree: on a GPU trees need our CUDA kernels ({self._why}); leave it out")
-        super().__init__(config, weights, device, communicator, accept, flat=is_ours, paged=is_ours)
+        options = {"flat": is_ours, "paged": is_ours, "exact": self._is_exact}
+        super().__init__(config, weights, device, communicator, accept, **options)
         if self.library is not None:
             self.communicator.share_memory(device)
             self._page_copies = self._copies_of_pages(windowed=False)

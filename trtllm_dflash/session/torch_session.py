@@ -56,6 +56,7 @@ class TorchSession(Session):
         equal the target's choices.
         flat: whether steps take flat rows, of decoding slots and pieces of prompts together.
         paged: whether pages are short unless the engine says otherwise.
+        exact: whether a row gets the same bits whatever else is in the batch, on a GPU.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class TorchSession(Session):
         accept: SlotAccept | None = None,
         flat: bool = True,
         paged: bool = False,
+        exact: bool = False,
     ) -> None:
         paging = plan_pages(config, paged) if flat else None
         super().__init__(config, device, communicator or Solo(), paging)
         self._flat = flat
-        moved = multiplied_weights(weights, config.dtype, device)
+        moved = multiplied_weights(weights, config.dtype, device, exact)
         complete = complete_weights(moved, config, self.communicator.rank)
         self.weights = packed_weights(complete) if device.type == "cpu" else complete
         self._inexact = why_rows_differ(self.weights) if device.type == "cpu" else None

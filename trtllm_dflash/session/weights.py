@@ -80,12 +80,15 @@ def add_norms_less_one(weights: dict[str, torch.Tensor]) -> None:
 
 
 def multiplied_weights(
-    weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, exact: bool = False
 ) -> dict[str, torch.Tensor]:
     """Moves weights to a device, and dequantizes matrices that it does not multiply as they are stored to `dtype`.
 
     One after the other, so that no more than one of them is in memory twice. Experts stay as they are: those that rows
     choose are dequantized then.
+
+    Args:
+        exact: all of the target's are dequantized: products of few rows and of many add up quantized ones otherwise.
     """
     moved: dict[str, torch.Tensor] = {}
     scales: set[str] = set()
@@ -96,7 +99,8 @@ def multiplied_weights(
             moved[name] = tensor.to(device)
             continue
         parts = {key: part.to(device) for key, part in stored_tensors(linear, weight).items()}
-        if weight.values.ndim == 3 or _multiplies(device, weight):
+        is_exact = exact and not name.startswith(PREFIX)
+        if weight.values.ndim == 3 or (_multiplies(device, weight) and not is_exact):
             moved |= parts
             continue
         there = linear_weight(parts, linear)
