@@ -2,9 +2,8 @@
 
     python benchmarks/tree_steps.py --output tree-steps.json
 
-Random weights of a published shape, one copy of them for both. Random weights accept nothing: tokens/s are what an
-acceptance would give that is imposed on the chain, and on the tree times what trees of the shipped pair commit over its
-chains (benchmarks/results/draft-trees-cpu.json).
+Random weights of a published shape, the same for both. They accept nothing: tokens/s are what an acceptance would give
+that is imposed on the chain, and on the tree as `bench step` does (`cost.acceptance.TREE_GAINS`).
 """
 
 import argparse
@@ -16,11 +15,10 @@ from typing import Any
 
 from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.step import Arm, StepBench, StepBenchSettings, fill_caches, open_bench
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.session.calls import Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.step import Drafting
-
-MEASURED = Path(__file__).parent / "results" / "draft-trees-cpu.json"
 
 
 def main() -> None:
@@ -33,7 +31,6 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=6.49, help="tokens a step to impose on the chain")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    gain = json.loads(MEASURED.read_text())["greedy"][f"tree of {asked.nodes}"]["over the chain's"]
     settings = StepBenchSettings(shape=asked.shape, batch=asked.batch, draft_tree=asked.nodes, rounds=asked.rounds)
     found: list[dict[str, Any]] = []
     with open_bench(settings) as trees:
@@ -44,6 +41,8 @@ def main() -> None:
         fill_caches(session)
         chains = StepBench(session, replace(plan, config=config), trees.report.rates, random_weights=True)
         rows = config.block_size
+        imposed = ImposedAcceptance(asked.acceptance, rows)
+        tokens = {"plain": 1.0, "chain": imposed.tokens, "tree": imposed.of_tree(asked.nodes)}
         ways = {
             "plain": (chains, Arm("plain", Drafting.OFF, 1)),
             "chain": (chains, Arm("drafted", Drafting.BLOCK, rows)),
@@ -57,7 +56,6 @@ def main() -> None:
                 for name, (bench, arm) in list(ways.items())[:: -1 if turn % 2 else 1]:
                     seconds[name].append(bench.timed(arm, batch))
             times = {name: statistics.median(each[1:]) for name, each in seconds.items()}
-            tokens = {"plain": 1.0, "chain": asked.acceptance, "tree": gain * asked.acceptance}
             rates = {name: batch * tokens[name] / times[name] for name in ways}
             found.append(
                 {"batch": batch, "seconds": times, "seconds_by_round": seconds, "imposed_tokens_per_second": rates}
@@ -66,7 +64,7 @@ def main() -> None:
             shown = ", ".join(f"{name} {1e3 * times[name]:.3f} ms {rates[name]:,.0f} tokens/s" for name in ways)
             print(f"batch {batch}: {shown}; the tree takes {over:+.1%}", flush=True)
         record = {"machine": machine(own.device), "versions": versions(), "shape": asked.shape, "nodes": asked.nodes}
-        record |= {"computes": own.choice.labels, "acceptance": asked.acceptance, "tree's over the chain's": gain}
+        record |= {"computes": own.choice.labels, "imposed_tokens_per_step": tokens}
         session.close()
     if asked.output:
         asked.output.write_text(json.dumps({**record, "steps": found}, indent=2) + "\n")
