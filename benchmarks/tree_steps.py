@@ -34,7 +34,7 @@ def main() -> None:
     settings = StepBenchSettings(shape=asked.shape, batch=asked.batch, draft_tree=asked.nodes, rounds=asked.rounds)
     found: list[dict[str, Any]] = []
     with open_bench(settings) as trees:
-        assert trees is not None
+        assert trees is not None and isinstance(trees.session, CudaSession)
         plan, own = trees.plan, trees.session
         config = plan.config.model_copy(update={"draft_tree": 0})
         session = CudaSession(config, own.weights, own.device)
@@ -42,7 +42,9 @@ def main() -> None:
         chains = StepBench(session, replace(plan, config=config), trees.report.rates, random_weights=True)
         rows = config.block_size
         imposed = ImposedAcceptance(asked.acceptance, rows)
-        tokens = {"plain": 1.0, "chain": imposed.tokens, "tree": imposed.of_tree(asked.nodes)}
+        gained = imposed.of_tree(asked.nodes)
+        assert gained is not None, f"no trees of blocks of {rows} were measured"
+        tokens = {"plain": 1.0, "chain": imposed.tokens, "tree": gained}
         ways = {
             "plain": (chains, Arm("plain", Drafting.OFF, 1)),
             "chain": (chains, Arm("drafted", Drafting.BLOCK, rows)),

@@ -55,9 +55,9 @@ def generate(_: TorchDistributed, device: torch.device, folder: str) -> None:
     for case in CASES:
         family, precision, ep, top_k = case
         place = Path(folder) / f"{family}-{top_k}"
-        pair = {"target": str(place / "target"), "drafter": str(place / "drafter")}
-        limits: dict[str, Any] = {"tp": communicator.size, "ep": ep, "max_batch": 3, "max_seq_len": 256}
-        settings = BuildSettings(name="small", **pair, precision=precision, backend="torch", **limits)
+        values = {"name": "small", "target": str(place / "target"), "drafter": str(place / "drafter")}
+        limits = {"tp": communicator.size, "ep": ep, "max_batch": 3, "max_seq_len": 256}
+        settings = BuildSettings.model_validate({**values, **limits, "precision": precision, "backend": "torch"})
         checkpoints = open_checkpoints(settings)
         config = plan_engine(checkpoints, settings).config
         weights = read_engine_tensors(as_planned(checkpoints, config), config, communicator.rank)
