@@ -74,7 +74,11 @@ def main() -> None:
     for prompt in prompts[:4]:  # to warm up
         for llm in ways.values():
             llm.generate([prompt], params)
-    rounds = [Totals.of(ways, prompts, params) for _ in range(arguments.rounds)]
+    rounds = []
+    for number in range(arguments.rounds):
+        rounds.append(Totals.of(ways, prompts, params))
+        rates = ", ".join(f"{name} {total.rate:,.0f}" for name, total in rounds[-1].items())
+        print(f"round {number + 1}: tokens a second: {rates}", flush=True)
     found: dict[str, dict[str, Any]] = {}
     for name in ways:
         seconds, steps, tokens = (
