@@ -20,6 +20,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from trtllm_dflash.bench.random_checkpoint import parts_of
+from trtllm_dflash.models import build_target, read_target_config
+
 FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
 
@@ -173,6 +176,44 @@ def make_qwen3_moe(
     fill(Qwen3MoeForCausalLM(config), torch.Generator().manual_seed(seed)).save_pretrained(path)
     # As the published ones say it; this release of transformers writes num_local_experts.
     return edit_config(path, lambda raw: raw.update(num_experts=raw.pop("num_local_experts", experts)))
+
+
+def make_minimax_m2(path: Path, *, seed: int = 0, **values: Any) -> Path:
+    """A MiniMax-M2 in the published layout but for FP8, whatever release of transformers is here.
+
+    `values`: settings of its config.json besides.
+    """
+    config = {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        **values,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    parts = parts_of(build_target(read_target_config(config)).weights())
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {part.key: _random(part.key, part.shape, generator) for part in parts}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def make_drafter(

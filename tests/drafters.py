@@ -6,6 +6,7 @@ sequence, one block, no cache, nothing fused.
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config, edit_tensors, make_drafter
+from tests.conftest import TINY
 from tests.test_drafter import PlainDrafter, target_states
 
 Tensor = torch.Tensor
@@ -133,6 +135,34 @@ def make_dspark(path: Path, target: Path, *, head: str | None = "vanilla", scale
         raw |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, **settings, **raw.pop("dflash_config")}
 
     return edit_config(path, change)
+
+
+def make_shipped_second(path: Path) -> Path:
+    """The shipped pair's drafter, made a DFlash 2 one that drafts a little otherwise."""
+    shutil.copytree(TINY / "drafter", path)
+    raw = json.loads((path / "config.json").read_text())
+    add_convolutions(path, 0.005)
+    add_selector(path, raw["vocab_size"], 0.3)
+    found = {"conv_kernel_size": 2, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": TOP}
+    edit_config(path, lambda raw: raw.update(architectures=["DFlash2DraftModel"], **found))
+    return window_layers(path, [64] * raw["num_hidden_layers"], is_causal=False)
+
+
+def make_kind(name: str, path: Path, target: Path) -> Path:
+    """A drafter of one of `KINDS`, with more words for its format and choices."""
+    if name.startswith("dflash2"):
+        return make_dflash2(path, target, format="speculators" if "speculators" in name else "z-lab")
+    if name == "anchor":
+        return make_dspark(path, target, head=None)
+    if name.startswith("dspark"):
+        vocabulary = {"draft_vocab": 48} if "reduced" in name else {}
+        form: Any = "speculators" if "speculators" in name else "z-lab"
+        return make_dspark(path, target, head="gated" if "gated" in name else "vanilla", format=form, **vocabulary)
+    make_drafter(path, target, layers=3)
+    return window_layers(path, [12, None, 12], **({"is_causal": False} if "free" in name else {}))
+
+
+KINDS = ["windows", "windows, free", "anchor", "dflash2", "dflash2, speculators", "dspark", "dspark, gated"]
 
 
 class PlainSecond(PlainDrafter):

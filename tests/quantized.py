@@ -24,14 +24,14 @@ METHODS = {
 }
 
 
-def quantize_folder(path: Path, layout: str, input_scale: float | None = None) -> dict[str, Tensor]:
+def quantize_folder(path: Path, layout: str, input_scale: float | None = None, within: str = "") -> dict[str, Tensor]:
     """Rewrites a folder's projections in a layout of `METHODS`, in place; returns what they stand for, by name.
 
-    `input_scale`: of all of them, where a calibration is to have found one.
+    `input_scale`: of all of them, where a calibration is to have found one. `within`: of names with this part alone.
     """
     tensors = load_file(path / "model.safetensors")
     stands_for = {}
-    for name in [name for name in tensors if name.endswith(_PROJECTIONS)]:
+    for name in [name for name in tensors if name.endswith(_PROJECTIONS) and within in name]:
         prefix = name.removesuffix("weight")
         written, stands_for[name] = _LAYOUTS[layout](tensors[name].float())
         tensors |= {prefix + suffix: tensor.contiguous() for suffix, tensor in written.items()}

@@ -1,6 +1,7 @@
 """`bench step`: what it counts, launches and reports. How fast anything is is no test's matter."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from trtllm_dflash.bench import machine, plot, step
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.bench.step import StepBenchSettings, open_bench
 from trtllm_dflash.cost import rates
-from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.cost.acceptance import TREE_GAINS, ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
 from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.step import Drafting
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 QUICK = ("--shape", "tiny", "--device", "cpu", "--cache-length", 16, "--rounds", 2, "--steps", 3)
 
 # The tiny shape: hidden 64, 6 layers, 4 heads and 2 key/value heads of 16, FFN 128, vocabulary 512; 2 drafter layers.
@@ -150,6 +152,15 @@ def test_half_of_the_drafts_surviving_is_worked_out():
 def test_imposed_acceptance_beyond_the_block_is_refused(tokens):
     with pytest.raises(SettingsError, match="a block of 16 rows commits 1 to 16 tokens"):
         ImposedAcceptance(tokens, 16)
+
+
+def test_a_trees_acceptance_is_what_the_shipped_pairs_trees_measured_over_its_chains():
+    record = json.loads((RESULTS / "draft-trees-cpu.json").read_text())["greedy"]
+    for nodes, gain in TREE_GAINS.items():
+        assert gain == pytest.approx(record[f"tree of {nodes}"]["over the chain's"], abs=6e-4)
+        assert ImposedAcceptance(6.49, 16).of_tree(nodes) == pytest.approx(6.49 * gain)
+    assert ImposedAcceptance(15.0, 16).of_tree(63) == 16  # no deeper than the block
+    assert ImposedAcceptance(3, 8).of_tree(15) is None, "no such blocks were measured"
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

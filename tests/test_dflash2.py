@@ -1,22 +1,20 @@
 """DFlash 2, DSpark and windowed drafters against the published equations, written apart in `tests.drafters`."""
 
-import json
 import shutil
 from itertools import accumulate
 
 import pytest
 import torch
 
-from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target
+from tests.checkpoints import edit_config, edit_tensors, make_target
 from tests.conftest import TINY, build_tiny, refusal
 from tests.drafters import (
-    RANK,
-    TOP,
+    KINDS,
     PlainSecond,
-    add_convolutions,
-    add_selector,
     make_dflash2,
     make_dspark,
+    make_kind,
+    make_shipped_second,
     window_layers,
 )
 from tests.rank_replies import replies
@@ -40,26 +38,10 @@ def load(target, drafter, **settings):
     return LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_seq_len=128, **settings)
 
 
-def drafters(name, path, target):
-    if name.startswith("dflash2"):
-        return make_dflash2(path, target, format="speculators" if "speculators" in name else "z-lab")
-    if name == "anchor":
-        return make_dspark(path, target, head=None)
-    if name.startswith("dspark"):
-        form = "speculators" if "speculators" in name else "z-lab"
-        vocabulary = {"draft_vocab": 48} if "reduced" in name else {}
-        return make_dspark(path, target, head="gated" if "gated" in name else "vanilla", format=form, **vocabulary)
-    make_drafter(path, target, layers=3)
-    return window_layers(path, [12, None, 12], **({"is_causal": False} if "free" in name else {}))
-
-
-KINDS = ["windows", "windows, free", "anchor", "dflash2", "dflash2, speculators", "dspark", "dspark, gated"]
-
-
 @pytest.mark.parametrize("name", [*KINDS, "dspark, speculators, reduced"])
 def test_the_first_block_is_what_the_equations_give(name, tmp_path):
     target = make_target(tmp_path / "target")
-    folder = drafters(name, tmp_path / "drafter", target)
+    folder = make_kind(name, tmp_path / "drafter", target)
     llm, plain = load(target, folder), PlainSecond(folder)
     assert llm.config.block_size == 8 + plain.from_anchor
     text = torch.randint(0, 128, (60,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -82,14 +64,7 @@ def test_the_likeliest_tokens_are_enough_for_dspark(tmp_path):
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory):
     """The shipped pair's drafter, made a DFlash 2 one that drafts a little otherwise: (folder, engine)."""
-    folder = tmp_path_factory.mktemp("second") / "drafter"
-    shutil.copytree(TINY / "drafter", folder)
-    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    add_convolutions(folder, 0.005)
-    add_selector(folder, vocab, 0.3)
-    found = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": TOP}
-    edit_config(folder, lambda raw: raw.update(architectures=["DFlash2DraftModel"], **found))
-    window_layers(folder, [64] * json.loads((folder / "config.json").read_text())["num_hidden_layers"], is_causal=False)
+    folder = make_shipped_second(tmp_path_factory.mktemp("second") / "drafter")
     engine = folder.parent / "engine"
     pair = {"name": "second", "target": str(TINY / "target"), "drafter": str(folder)}
     build(BuildSettings(**pair, precision="fp32", max_seq_len=512, max_batch=3), engine)
@@ -124,7 +99,7 @@ def test_a_slot_drafts_alone_as_in_a_batch_and_the_text_is_plain(name, tmp_path)
     target = make_target(tmp_path / "target", vocab=16)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 6]
     survived = 0
-    with load(target, drafters(name, tmp_path / "drafter", target), max_batch=3) as llm:
+    with load(target, make_kind(name, tmp_path / "drafter", target), max_batch=3) as llm:
         for params in (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.9, seed=3)):
             drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
             assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
@@ -141,7 +116,7 @@ def test_two_ranks_draft_as_one(name, tmp_path):
     from tests.test_tensor_parallel import generated
 
     target = make_target(tmp_path / "target", vocab=64 if "reduced" in name else 16)
-    folder = drafters(name, tmp_path / "drafter", target)
+    folder = make_kind(name, tmp_path / "drafter", target)
     pair = {"name": "small", "target": str(target), "drafter": str(folder)}
     build(BuildSettings(**pair, precision="fp32", tp=2, max_seq_len=128), tmp_path / "engine")
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 6]
@@ -171,7 +146,7 @@ def test_a_drafter_is_given_windows_and_drafts_as_one_that_has_them(tmp_path):
 
 def test_a_window_keeps_smaller_ones_and_is_no_smaller_than_the_block(tmp_path):
     target = make_target(tmp_path / "target")
-    drafter = drafters("windows", tmp_path / "drafter", target)
+    drafter = make_kind("windows", tmp_path / "drafter", target)
     pair = open_pair(target, drafter)
 
     def planned(**settings):
@@ -190,7 +165,7 @@ def test_a_window_keeps_smaller_ones_and_is_no_smaller_than_the_block(tmp_path):
 def test_our_kernels_leave_such_drafters_to_torch(tmp_path):
     target = make_target(tmp_path / "target", heads=4, head_size=64)
     for name, why in (("windows", "windows in a drafter's layers"), ("dspark", "drafting as DFlash 2 and DSpark do")):
-        pair = open_pair(target, drafters(name, tmp_path / name, target))
+        pair = open_pair(target, make_kind(name, tmp_path / name, target))
         values = {"name": "x", "target": str(target), "drafter": "y", "precision": "bf16"}
         config = plan_engine(pair, BuildSettings(**values)).config
         assert find_kernels(config, "auto", (9, 0)) == (None, f"our CUDA kernels have no {why}")

@@ -1,12 +1,14 @@
 """Captured steps with log-probabilities, penalties and masks, on the CPU: there graphs are functions."""
 
-from dataclasses import replace
-
 import pytest
 
+from tests.conftest import HYBRID
 from tests.test_penalties import ODD, PARAMETERS, SAMPLED, params
 from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.delta_states import Run
+from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Prepare, Step
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.graphs import StepGraphs
@@ -19,7 +21,7 @@ FORM = Structured(kind="json_schema", value={"type": "object", "properties": {"n
 PROMPT = [{"role": "user", "content": "Give me a JSON object for a user."}]
 
 
-class Run:
+class Replay:
     """Replays a function, as a graph does what it captured."""
 
     def __init__(self, function):
@@ -38,12 +40,17 @@ class Replayed(CudaSession):
     choice = TorchSession.choice
     _stream = TorchSession._stream  # type: ignore[assignment]
 
-    @property
-    def limits(self):
-        return replace(super().limits, shapes=True)
-
     def _free(self):
         pass
+
+    def _slot_ops(self, inputs, first_slot):
+        """As on a GPU, but for gated delta nets, whose states stand where the host knows."""
+        if self.states is None:
+            return super()._slot_ops(inputs, first_slot)
+        slots = enumerate(zip(inputs.start.tolist(), inputs.row_count.tolist(), strict=True))
+        runs = [Run(first_slot + i, start, count, entry=i, first=0) for i, (start, count) in slots if count]
+        caches = self._caches_of(first_slot, len(inputs.token_ids))
+        return TorchOps(self.weights, caches, self.communicator, self.states, runs)
 
     def _prepare(self, call, progress):
         if call.shaped and self._shaping is None:
@@ -66,7 +73,7 @@ class Replayed(CudaSession):
                 for kept, new in zip(vars(logprobs).values(), vars(chosen).values(), strict=True):
                     kept.copy_(new)
 
-        return CapturedStep(Run(begin), words, decided, Run(end) if kind.shaped else None, logprobs)
+        return CapturedStep(Replay(begin), words, decided, Replay(end) if kind.shaped else None, logprobs)
 
     def _replay(self, captured, words):
         captured.words.copy_(self._int32(words))
@@ -90,19 +97,55 @@ def requests(sampling):
     return prompts, asked
 
 
+@pytest.fixture(scope="module")
+def hybrid():
+    """The shipped hybrid, and its session of captured steps."""
+    settings = {"precision": "fp32", "device": "cpu", "max_batch": 3, "max_seq_len": 512}
+    with LLM.from_pretrained(HYBRID / "target", HYBRID / "drafter", **settings) as llm:
+        yield llm, LLM(Replayed(llm.config, llm.session.weights, llm.session.device), llm.codec)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_they_have_the_text_and_log_probabilities_of_steps_that_are_not_captured(replayed, tiny, sampling):
-    prompts, asked = requests(sampling)
-    expected = tiny.generate(prompts, asked)
+    assert_replies_are_alike(replayed, tiny, *requests(sampling))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_hybrids_have_them_too(hybrid, sampling):
+    assert_replies_are_alike(hybrid[1], hybrid[0], *requests(sampling))
+
+
+def assert_replies_are_alike(llm, other, prompts, asked):
+    """The tokens and log-probabilities of another engine, drafted and plain."""
+    expected = other.generate(prompts, asked)
     for draft in (True, False):
-        found = replayed.generate(prompts, asked, draft=draft)
+        found = llm.generate(prompts, asked, draft=draft)
         assert [reply.token_ids for reply in found] == [reply.token_ids for reply in expected]
         for reply, other in zip(found, expected, strict=True):
             for kind in ("logprobs", "prompt_logprobs"):
                 both = [getattr(each, kind) or [] for each in (reply, other)]
                 values = [[its.logprob for its in each if its] for each in both]
                 assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def test_conversations_of_hybrids_go_on_from_states_that_such_steps_kept(hybrid):
+    """With log-probabilities: what they copy of states is copied, each time."""
+    whole, captured = hybrid
+    scheduler = Scheduler(captured.session)
+    talk = captured.encode(PROMPT)
+    for turn in range(3):
+        asked = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
+        sequence = captured.intake.sequence(talk, asked)
+        scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        (alone,) = whole.generate([talk], asked)
+        assert sequence.token_ids == alone.token_ids
+        assert sequence.completion().logprobs[0].logprob == pytest.approx(alone.logprobs[0].logprob, abs=1e-4)
+        talk = talk + sequence.token_ids + [40 + turn, 50, 60, 70]
+    assert scheduler.statistics.reused_tokens > 0
 
 
 def test_a_step_that_was_not_prepared_for_is_refused(tiny_at):

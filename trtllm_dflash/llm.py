@@ -64,7 +64,7 @@ class LLM:
         lacks = (
             ""
             if session.limits.shapes
-            else "TensorRT plans, and GPUs with trees of drafts or gated delta nets, do not yet do this"
+            else "TensorRT plans, and GPUs with trees of drafts, do not yet do this"
         )
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.checkpoints import make_drafter, make_minimax_m2
 from tests.gpu.test_cuda import NEAR_TIE, tokens
 from tests.gpu.test_hybrids import PARAMS, PROMPTS, load
 from tests.gpu.test_kernels import why_not
@@ -19,8 +20,6 @@ def gemma(folder, **shape):
 
 
 def minimax(folder, **shape):
-    from tests.test_minimax_m2 import make_drafter, make_minimax_m2
-
     target = make_minimax_m2(folder / "target", vocab_size=16, **shape)
     return target, make_drafter(folder / "drafter", target, heads=8, seed=3)
 

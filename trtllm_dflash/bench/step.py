@@ -129,9 +129,11 @@ class StepReport:
         return floor_seconds(line.work, self.rates)
 
     def tokens_per_step(self, line: Line) -> float | None:
-        """Tokens that a step commits a slot, under the imposed acceptance; a tree's are not imposed."""
-        if self.acceptance is None or line.arm.tree:
+        """Tokens that a step commits a slot, under the imposed acceptance."""
+        if self.acceptance is None:
             return None
+        if line.arm.tree:
+            return self.acceptance.of_tree(line.arm.tree)
         return self.acceptance.at(line.arm.rows) if line.arm.drafting is Drafting.BLOCK else 1.0
 
     def tokens_per_second(self, line: Line) -> float | None:

@@ -3,6 +3,7 @@
 from rich.table import Table
 
 from trtllm_dflash.bench.step import Line, StepReport
+from trtllm_dflash.cost.acceptance import TREE_GAINS
 
 
 def head_lines(report: StepReport) -> list[str]:
@@ -63,6 +64,9 @@ def foot_lines(report: StepReport) -> list[str]:
                 f" With fewer rows: each draft survives with {imposed.survival:.4f} once those before it have, "
                 "which gives that figure for the whole block."
             )
+        tree = max((line.arm.tree for line in report.lines), default=0)
+        if tree and imposed.of_tree(tree):
+            note += f" tree: {TREE_GAINS[tree]} times that, which trees of {tree} measured on the shipped pair alone."
         notes.append(note)
     return notes
 

@@ -5,6 +5,11 @@ from functools import cached_property
 
 from trtllm_dflash.errors import SettingsError
 
+#: Tokens that a step commits with trees, by their nodes, over those with chains of a whole block of so many rows: what
+#: the shipped pair measured, 256 prompts decoded greedily (benchmarks/results/draft-trees-cpu.json).
+TREE_GAINS = {15: 1.109, 31: 1.202, 63: 1.264}
+_GAINS_BLOCK = 16
+
 
 @dataclass(frozen=True)
 class ImposedAcceptance:
@@ -36,6 +41,13 @@ class ImposedAcceptance:
     def at(self, rows: int) -> float:
         """Tokens that a step commits when it verifies that many rows of the block."""
         return self.tokens if rows == self.block else _committed(self.survival, rows)
+
+    def of_tree(self, nodes: int) -> float | None:
+        """Tokens that a step commits with a tree of so many nodes in the block's place: by `TREE_GAINS`.
+
+        None of blocks that have not been measured.
+        """
+        return min(float(self.block), TREE_GAINS[nodes] * self.tokens) if self.block == _GAINS_BLOCK else None
 
 
 def check_acceptance(flag: str, tokens: float, block: int) -> None:

@@ -76,7 +76,6 @@ class CudaStateOps(CudaSlotOps):
         return out.view(*x.shape[:2], -1)
 
     def advance(self) -> None:
-        """Lets the states stand where the step has left its slots; once, behind all layers."""
         self._cuda_states.advance(self._segments)
 
 

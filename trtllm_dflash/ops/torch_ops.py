@@ -71,6 +71,11 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
             kept = self._kept[key] = (source, make())
         return kept[1]
 
+    def advance(self) -> None:
+        """Lets recurrent states stand where the step leaves its slots; once, behind all layers."""
+        if self.states is not None:
+            self.states.finish(self.runs)
+
     # -- the network -----------------------------------------------------------------------------------------------
 
     def embedding(self, name: str, ids: Tensor) -> Tensor:

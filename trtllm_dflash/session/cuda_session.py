@@ -33,7 +33,7 @@ from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.session.calls import Copy, Decode, Piece, Prefill, Prepare, SlotSampling, Step
+from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.choice import (
     TORCH,
     Choice,
@@ -216,7 +216,7 @@ class CudaSession(TorchSession):
         limits = super().limits
         # No more than the largest steps are captured for.
         if not self._flat:
-            return replace(limits, shapes=self.states is None)  # beside recurrent states none of it has run
+            return replace(limits, shapes=True)
         pieces = min(limits.pieces, most_pieces(self.config.chunk))
         return replace(limits, pieces=pieces, divides=False, shapes=not self.config.draft_tree)
 
@@ -360,8 +360,7 @@ class CudaSession(TorchSession):
     def _end_slots(self, begun: Begun, kind: StepKind) -> Ended:
         inputs = begun.inputs
         out = self._step.finish(begun.ops, inputs, begun.forward, kind.drafting)
-        if isinstance(begun.ops, CudaStateOps):
-            begun.ops.advance()
+        begun.ops.advance()
         if inputs.shapes is not None:
             keep_replies(inputs.shapes.penalties, inputs.token_ids, out.accepted, inputs.row_count)
         return self._keep_decoded(inputs, out), out.logprobs
@@ -426,8 +425,7 @@ class CudaSession(TorchSession):
     def run(self, call: Step) -> Outcome:
         if self._flat or not is_shaped(call):
             return super().run(call)
-        for source, target, rows in call.copies:
-            self.copy_rows(Copy(source, target, rows))
+        self._copy_first(call)
         return self._launch(call)
 
     def _sampling_of(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
@@ -452,8 +450,7 @@ class CudaSession(TorchSession):
         if not self._flat:
             ops = self._slot_ops(inputs, first_slot)
             out = self._step(ops, inputs, drafting)
-            if isinstance(ops, CudaStateOps):
-                ops.advance()
+            ops.advance()
             return out
         if inputs.sampling is not None:
             raise EngineError("a step of given inputs is greedy on flat rows")

@@ -141,10 +141,7 @@ class Session(ABC):
 
         A session of [slots, rows] decodes, or reads one piece.
         """
-        for source, target, rows in call.copies:
-            self.copy_rows(Copy(source, target, rows))
-        for source, target in call.state_copies:
-            self._copy_all_states(CopyStates(source, target))
+        self._copy_first(call)
         if call.pieces:
             (piece,) = call.pieces
             assert not call.decode
@@ -156,6 +153,13 @@ class Session(ABC):
         for slot, rows in call.decode:
             row_counts[slot] = rows
         return self.decode(Decode(row_counts, call.drafting, call.block, call.sampled)).of(slots)
+
+    def _copy_first(self, call: Step) -> None:
+        """Makes a step's copies, of K/V rows and of kept states, as calls of their own."""
+        for source, target, rows in call.copies:
+            self.copy_rows(Copy(source, target, rows))
+        for source, target in call.state_copies:
+            self._copy_all_states(CopyStates(source, target))
 
     def prefill(self, call: Prefill) -> Outcome:
         """Runs a chunk of a prompt. The last one's outcome holds the reply's first token.

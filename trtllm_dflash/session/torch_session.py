@@ -271,8 +271,9 @@ class TorchSession(Session):
             return self._step(TorchOps(self.weights, caches, self.communicator), inputs, drafting)
         slots = enumerate(zip(inputs.start.tolist(), inputs.row_count.tolist(), strict=True))
         runs = [Run(first_slot + i, start, count, entry=i, first=0) for i, (start, count) in slots if count]
-        out = self._step(TorchOps(self.weights, caches, self.communicator, self.states, runs), inputs, drafting)
-        self.states.finish(runs)
+        ops = TorchOps(self.weights, caches, self.communicator, self.states, runs)
+        out = self._step(ops, inputs, drafting)
+        ops.advance()
         return out
 
     def _caches_of(self, first_slot: int, count: int) -> dict[str, Tensor]:

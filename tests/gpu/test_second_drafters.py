@@ -1,0 +1,94 @@
+"""DFlash 2, DSpark and windowed drafters in captured steps: the CPU's drafts in FP32, plain text, and acceptance."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.checkpoints import make_target
+from tests.conftest import TINY
+from tests.drafters import KINDS, PlainSecond, make_kind, make_shipped_second, window_layers
+from tests.gpu.test_cuda import NEAR_TIE, acceptance, shipped_prompts, tokens
+from tests.gpu.test_hybrids import PROMPTS, load
+from tests.gpu.test_kernels import why_not
+from tests.near_ties import assert_each_is_nearly_the_largest, assert_only_near_ties_differ
+from tests.test_drafter import first_drafts
+from trtllm_dflash import SamplingParams
+from trtllm_dflash.session.cuda_session import CudaSession
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=3)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dspark, speculators, reduced"])
+def test_in_fp32_the_first_block_is_what_the_equations_give_and_what_is_accepted_is_the_cpus(kind, tmp_path):
+    """Of a small vocabulary, so that some drafts are right; more prompts than slots."""
+    target = make_target(tmp_path / "target", vocab=64 if "reduced" in kind else 16)
+    folder = make_kind(kind, tmp_path / "drafter", target)
+    plain = PlainSecond(folder)
+    with load((target, folder)) as gpu, load((target, folder), "cpu") as cpu:
+        assert isinstance(gpu.session, CudaSession)
+        for prompt in PROMPTS[:2]:
+            bonus, drafts = first_drafts(gpu, prompt)
+            assert [drafts] == plain.drafts(target, [*prompt, bonus], gpu.config.block_size - 1)
+        accepted = 0
+        for params in (GREEDY, SAMPLED):
+            drafted, on_cpu = gpu.generate(PROMPTS, params), cpu.generate(PROMPTS, params)
+            assert tokens(drafted) == tokens(on_cpu) == tokens(gpu.generate(PROMPTS, params, draft=False))
+            assert [c.accepted_per_step for c in drafted] == [c.accepted_per_step for c in on_cpu]
+            accepted += sum(sum(c.accepted_per_step) for c in drafted)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(kind, precision, tmp_path):
+    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
+    target = make_target(tmp_path / "target", **shape)
+    folder = make_kind(kind, tmp_path / "drafter", target)
+    with load((target, folder), precision=precision) as gpu:
+        assert gpu.session.choice.attention.startswith("our CUDA kernels")
+        ways, accepted = {}, 0
+        for name, params in {"greedy": GREEDY, "sampled": SAMPLED}.items():
+            drafted = gpu.generate(PROMPTS, params)
+            accepted += sum(sum(c.accepted_per_step) for c in drafted)
+            ways[name] = params, [tokens(drafted), tokens(gpu.generate(PROMPTS, params, draft=False))]
+        dtype = gpu.config.dtype
+    assert accepted > 0
+    with load((target, folder), "cpu") as exact:
+        for name, (params, texts) in ways.items():
+            for each in texts:
+                others = assert_each_is_nearly_the_largest(
+                    exact, PROMPTS, each, params, dtype=dtype, count=2 * NEAR_TIE
+                )
+                print(kind, precision, name, others, "near-ties; texts alike:", sum(map(list.__eq__, *texts)))
+
+
+def windows(path):
+    """The shipped drafter, with windows that look back 64 tokens."""
+    shutil.copytree(TINY / "drafter", path)
+    return window_layers(path, [64, 64], is_causal=False)
+
+
+@pytest.mark.parametrize("make", [make_shipped_second, windows])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_trained_drafters_are_accepted_as_on_the_cpu(make, precision, tmp_path):
+    """The shipped pair's drafter with a small selector and convolutions, or windows."""
+    folders, params = (TINY / "target", make(tmp_path / "drafter")), SamplingParams(max_tokens=64)
+    with load(folders, "cpu", max_seq_len=512) as cpu:
+        prompts = [cpu.encode(prompt) for prompt in shipped_prompts(2)]
+        expected = cpu.generate(prompts, params)
+    with load(folders, precision=precision, max_seq_len=512) as gpu:
+        drafted, plain = gpu.generate(prompts, params), gpu.generate(prompts, params, draft=False)
+        print(make.__name__, precision, "tokens a step:", acceptance(drafted), "on the CPU:", acceptance(expected))
+        if precision == "fp32":
+            assert tokens(drafted) == tokens(plain) == tokens(expected)
+            assert [c.accepted_per_step for c in drafted] == [c.accepted_per_step for c in expected]
+        else:
+            texts, dtype = (tokens(drafted), tokens(plain)), gpu.config.dtype
+            same = assert_only_near_ties_differ(gpu, prompts, *texts, params, dtype=dtype, count=NEAR_TIE)
+            assert same >= len(prompts) // 2
+            assert acceptance(drafted) == pytest.approx(acceptance(expected), rel=0.1)
+    assert acceptance(drafted) > 2
