@@ -70,7 +70,8 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
             tensors[key + "bias"] = normal(shape.experts, rows)
         if shape.weight == "mxfp4":
             blocks = shape.experts, rows, inputs // 32
-            tensors[key + "blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
+            packed = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
+            tensors[key + "words"] = packed.flatten(-2).view(torch.int32)  # any bits are interleaved
             tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
         elif shape.weight == "int4":
             words = torch.randint(2**31, (shape.experts, rows, inputs // 8), dtype=torch.int32, device="cuda")

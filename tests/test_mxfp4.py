@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trtllm_dflash.ops.mxfp4 import BLOCK, NAN, dequantize
+from trtllm_dflash.ops.mxfp4 import BLOCK, NAN, dequantize, in_order, interleave
 
 
 def e2m1(code: int) -> float:
@@ -29,6 +29,24 @@ def test_every_number_at_every_scale_is_exact(dtype):
             actual = float(numbers[scale * BLOCK + place])
             assert actual == (expected if abs(expected) <= largest else math.copysign(math.inf, expected))
             assert math.copysign(1, actual) == math.copysign(1, expected)
+
+
+def test_interleaved_words_are_a_step_or_two_from_pairs_of_bf16_and_come_back():
+    blocks = torch.randint(256, (3, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    blocks[0, 0] = torch.arange(16) * 17  # every number in both halves of a byte
+    words = interleave(blocks)
+    assert words.shape == (3, 20) and words.dtype == torch.int32
+    assert in_order(words).equal(blocks)
+    numbers = dequantize(blocks, torch.full((3, 5), 127, dtype=torch.uint8), torch.float32).view(3, 20, 8)
+    pair = 0x81C081C0
+    for row, column in ((0, 0), (0, 3), (1, 7), (2, 19)):
+        word = int(words[row, column]) & 0xFFFFFFFF
+        # As `mxfp4.cuh` does it.
+        rotated = [word, word << 10 | word >> 22, word << 13 | word >> 19, (word & 0x001B001B) * 0x1084]
+        for i, bits in enumerate(rotated):
+            for half, number in ((0, i), (16, i + 4)):
+                bf16 = torch.tensor(((bits & pair) >> half & 0xFFFF) << 16, dtype=torch.int64).to(torch.int32)
+                assert float(bf16.view(torch.float32)) * 2.0**126 == numbers[row, column, number]
 
 
 def test_a_scale_that_is_not_a_number_gives_none():

@@ -398,7 +398,8 @@ def mixture(
             scale = torch.rand(routing.count, *shape, device="cuda")
             return kernels.Matrix(numbers.to(torch.float8_e4m3fn), scale, bias)
         blocks = torch.randint(256, (routing.count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
-        return kernels.Matrix(blocks, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
+        values = blocks.flatten(-2).view(torch.int32) if dtype == torch.bfloat16 else blocks  # any bits are interleaved
+        return kernels.Matrix(values, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
 
     matrices = matrix(2 * columns, hidden), matrix(hidden, columns)
     x, scores = normal(rows, hidden, dtype=dtype), normal(rows, routing.experts, dtype=logits or dtype, by=spread)

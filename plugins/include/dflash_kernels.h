@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 20
+#define DFLASH_ABI_VERSION 21
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -353,8 +353,11 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * experts that this rank has are first..first + count - 1.
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
- * scales [E, O, I / 32], E8M0. H and F are multiples of 32 then, else of 16. Shared memory has to
- * hold 16 rows of the wider of them, or 8, which then share the reading of an expert.
+ * scales [E, O, I / 32], E8M0. Beside BF16 the bits of each four bytes, eight numbers, are interleaved: with number i as
+ * a pair's lower half and i + 4 as its upper one, where BF16 has sign, exponent's low bits and fraction (bits 15, 8, 7
+ * and 6), pair 0 is the word there, 1 the word rotated left by 10, 2 by 13; 3 has its sign at bit 3, its exponent at 1
+ * and 0 and its fraction at 4. H and F are multiples of 32 then, else of 16. Shared memory has to hold 16 rows of the
+ * wider of them, or 8, which then share the reading of an expert.
  *
  * In INT4 a weight is [E, O, I / 8] int32, eight numbers from -8 to 7 each, the first in the lowest bits, stored as
  * themselves and 8, with BF16 scales [E, O, I / 32]. A number times its scale is rounded to the type, and in FP16 the

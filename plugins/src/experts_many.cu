@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(kRouteThreads)
     lay_out_kernel(dflash_moe_params const p, Workspace const space, int const block_rows)
 {
     __shared__ Members members;
-    __shared__ int sums[kRouteThreads / 32];
+    __shared__ uint32_t sums[kRouteThreads / 32];
     Route const& route = space.route;
-    wait();
     members.clear(p.count);
+    wait();
     __syncthreads();
     for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
     {
@@ -201,7 +201,7 @@ template <bool kPacked>
 cudaError_t map_all(dflash_moe_params const& p, many::Launch& launch, int pitch)
 {
     cudaError_t error = cudaSuccess;
-    for (int units = 1; error == cudaSuccess && units <= many::kItemUnits; ++units)
+    for (int units = 1; error == cudaSuccess && units <= many::Crew<kPacked>::kItemUnits; ++units)
     {
         error = map_weight<kPacked>(launch.p, p.count, units, launch.weight[units - 1]);
     }
@@ -228,7 +228,7 @@ cudaError_t launch_product(
         return error;
     }
     int const bytes = many::SharedLayout(launch.p.inputs, kPacked, launch.stages).bytes;
-    return launch_kernel(kernel, dim3(device.processors), many::kThreads, bytes, stream, launch);
+    return launch_kernel(kernel, dim3(device.processors), many::Crew<kPacked>::kThreads, bytes, stream, launch);
 }
 
 template <typename T, bool kPacked>

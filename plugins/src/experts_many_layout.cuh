@@ -16,19 +16,27 @@ namespace many
 constexpr int kTokens = 64; // of a group: the most that one reading of an expert serves
 constexpr int kHalfRows = 32; // of a unit: a gate's rows and those of up, or outputs and others
 constexpr int kUnitRows = 2 * kHalfRows; // rows of a weight that a warpgroup multiplies at once
-constexpr int kGroups = 2; // warpgroups
-constexpr int kGroupUnits = 2; // that a warpgroup has of an item
-constexpr int kItemUnits = kGroups * kGroupUnits;
-constexpr int kWarps = 4 * kGroups; // that multiply; one more loads
-constexpr int kThreads = kWarps * 32 + 128; // registers are given to warpgroups
-constexpr int kLoaderRegisters = 40;
-constexpr int kMainloopRegisters = 232;
 constexpr int kBoxTokens = 16; // tokens are copied in sixteens
 constexpr int kBoxes = kTokens / kBoxTokens; // sizes of copies
 constexpr int kAtom = 64; // inputs of a token that lie together: 128 bytes
 constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
 constexpr int kScaleBuffers = 2; // items whose scales are there
+
+// Who multiplies. MXFP4 is unpacked by as many warps as there are registers for.
+template <bool kPacked>
+struct Crew
+{
+    static constexpr int kGroups = kPacked ? 3 : 2; // warpgroups
+    static constexpr int kGroupUnits = kPacked ? 1 : 2; // that a warpgroup has of an item
+    static constexpr int kItemUnits = kGroups * kGroupUnits;
+    static constexpr int kWarps = 4 * kGroups; // that multiply; one more loads
+    static constexpr int kThreads = kWarps * 32 + 128; // registers are given to warpgroups
+    static constexpr int kLoaderRegisters = kPacked ? 56 : 40;
+    static constexpr int kMainloopRegisters = kPacked ? 152 : 232;
+};
+
+constexpr int kMostItemUnits = Crew<false>::kItemUnits;
 
 // One stage: a line of each of an item's rows, and the inputs that it meets, of each token.
 template <bool kPacked>
@@ -37,7 +45,8 @@ struct Stage
     static constexpr int kLineBytes = kPacked ? 64 : 128; // of a row
     static constexpr int kColumns = kPacked ? 128 : 64; // inputs
     static constexpr int kChunks = kLineBytes / 64; // of sixteen bytes, that a lane has of a line
-    static constexpr int kHalfBytes = kItemUnits * kHalfRows * kLineBytes; // of all units: first halves, then seconds
+    // Of all units: first halves, then seconds.
+    static constexpr int kHalfBytes = Crew<kPacked>::kItemUnits * kHalfRows * kLineBytes;
     static constexpr int kWeightBytes = 2 * kHalfBytes;
     static constexpr int kAtoms = kColumns / kAtom;
     static constexpr int kTokenBytes = kColumns * 2; // by atoms: of all tokens the first, then the next
@@ -73,7 +82,7 @@ struct Launch
     int steps; // stages that a row takes
     int stages;
     int pitch; // of `out`
-    CUtensorMap weight[kItemUnits]; // [E, outputs, bytes of a row], in halves of so many units
+    CUtensorMap weight[kMostItemUnits]; // [E, outputs, bytes of a row], in halves of so many units
     CUtensorMap inputs[kBoxes]; // [atoms, pairs, kAtom], in so many sixteens of tokens
 };
 
@@ -86,7 +95,7 @@ struct SharedLayout
     int bytes;
 
     __host__ __device__ SharedLayout(int inputs, bool is_packed, int stages)
-        : scale_bytes(is_packed ? kItemUnits * kUnitRows * (inputs / 32) : 0)
+        : scale_bytes(is_packed ? Crew<true>::kItemUnits * kUnitRows * (inputs / 32) : 0)
         , scales_at(stages * (is_packed ? Stage<true>::kBytes : Stage<false>::kBytes))
         , barriers_at(scales_at + kScaleBuffers * scale_bytes)
         , bytes(barriers_at + 2 * (kMostStages + kScaleBuffers) * 8)
@@ -109,12 +118,14 @@ struct Items
 {
     Route const& route;
     int const units; // of a group
+    int const most; // of an item
     int at;
     int end;
 
-    __device__ __forceinline__ explicit Items(Launch const& launch)
+    __device__ __forceinline__ Items(Launch const& launch, int most_)
         : route(launch.p.route)
         , units(launch.units)
+        , most(most_)
     {
         int const total = __ldcg(route.group_count) * units;
         at = share_begin(total, blockIdx.x, gridDim.x);
@@ -129,7 +140,7 @@ struct Items
     __device__ __forceinline__ Item next()
     {
         int4 const group = __ldcg(reinterpret_cast<int4 const*>(route.groups + at / units));
-        int const unit = at % units, count = min(kItemUnits, min(units - unit, end - at));
+        int const unit = at % units, count = min(most, min(units - unit, end - at));
         at += count;
         return {{group.x, group.y, group.z, group.w}, unit, count};
     }

@@ -1,9 +1,9 @@
 // Products of a mixture of experts for many rows, for Hopper: an expert is read once for up to 64 of the rows that
 // chose it.
 //
-// One block an SM. One warp has the lines of a weight and the tokens' inputs brought, as many ahead as fit; two
-// warpgroups take the weight into registers, unpacked there where it is MXFP4, and multiply it by the inputs as they
-// lie in shared memory. Weights are what instructions take as rows, so that few tokens waste little.
+// One block an SM. One warp has the lines of a weight and the tokens' inputs brought, as many ahead as fit; warpgroups
+// take the weight into registers, unpacked there where it is MXFP4, and multiply it by the inputs as they lie in shared
+// memory. Weights are what instructions take as rows, so that few tokens waste little.
 #pragma once
 
 #include "experts_many_layout.cuh"
@@ -132,12 +132,12 @@ struct Shared
         for (int i = 0; i < kMostStages; ++i)
         {
             init_barrier(full(i), 1);
-            init_barrier(empty(i), kWarps);
+            init_barrier(empty(i), Crew<kPacked>::kWarps);
         }
         for (int i = 0; i < kScaleBuffers; ++i)
         {
             init_barrier(scales_full(i), 1);
-            init_barrier(scales_empty(i), kWarps);
+            init_barrier(scales_empty(i), Crew<kPacked>::kWarps);
         }
         fence_barrier_inits();
     }
@@ -244,7 +244,7 @@ struct Loader
                 int64_t const row = static_cast<int64_t>(item.group.expert) * p.outputs + first[half];
                 if (bytes[half] > 0)
                 {
-                    int const at = half * kItemUnits * kHalfRows * blocks;
+                    int const at = half * Crew<kPacked>::kItemUnits * kHalfRows * blocks;
                     copy_bytes(to + at, static_cast<uint8_t const*>(p.scales) + row * blocks, bytes[half], barrier);
                 }
             }
@@ -275,6 +275,7 @@ template <typename T, bool kPacked, bool kGateUp>
 struct Mainloop
 {
     using S = Stage<kPacked>;
+    using C = Crew<kPacked>;
     using Format = Mxfp4<T>;
     using Operand = uint32_t[kAtom / 16][4]; // of a unit's line, what meets an atom of inputs
 
@@ -301,7 +302,7 @@ struct Mainloop
     __device__ __forceinline__ Mainloop(Launch const& launch_, Shared<kPacked> const& shared_)
         : launch(launch_)
         , shared(shared_)
-        , warpgroup(threadIdx.x / 128)
+        , warpgroup(__shfl_sync(kAll, threadIdx.x / 128, 0)) // which says that it is a warp's
         , row(threadIdx.x / 32 % 4 * 8 + threadIdx.x % 32 / 4)
         , quad(threadIdx.x % 32 / 4)
         , part(threadIdx.x % 4)
@@ -311,7 +312,7 @@ struct Mainloop
 
     __device__ __forceinline__ int unit_of(int i) const
     {
-        return i * kGroups + warpgroup;
+        return i * C::kGroups + warpgroup;
     }
 
     // Says that this warp is done with what it read.
@@ -325,9 +326,9 @@ struct Mainloop
 
     // Adds to c the products of every line of the rows. Those of one operand run beside the unpacking of the next.
     template <int kTiles>
-    __device__ __forceinline__ void multiply(float (&c)[kGroupUnits][kTiles][4])
+    __device__ __forceinline__ void multiply(float (&c)[C::kGroupUnits][kTiles][4])
     {
-        static_assert(kGroupUnits == 2);
+        constexpr int kUnits = C::kGroupUnits;
         if constexpr (kPacked)
         {
             wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
@@ -340,7 +341,7 @@ struct Mainloop
             wait_for_phase(shared.full(next.at), next.phase);
             uint32_t const inputs = first_inputs + next.at * (S::kBytes / 16);
 #pragma unroll
-            for (int i = 0; i < kGroupUnits; ++i)
+            for (int i = 0; i < kUnits; ++i)
             {
                 Line const line = read(unit_of(i), step);
 #pragma unroll
@@ -351,7 +352,14 @@ struct Mainloop
                     begin_products();
                     multiply(c[i], a, inputs + atom * kTiles * 8 * kAtom * 2 / 16);
                     commit_products();
-                    wait_for_products<1>(c[1 - i]);
+                    if constexpr (kUnits == 1)
+                    {
+                        wait_for_all_but<1>();
+                    }
+                    else
+                    {
+                        wait_for_products<1>(c[1 - i]);
+                    }
                     if (i == 0 && atom == 0 && step > 0)
                     {
                         leave(shared.empty(last));
@@ -361,12 +369,29 @@ struct Mainloop
             last = next.at;
             next.advance(launch.stages);
         }
-        wait_for_products(c[1]);
+        wait_for_products(c[kUnits - 1]);
         leave(shared.empty(last));
         if constexpr (kPacked)
         {
             leave(shared.scales_empty(next_scales.at));
             next_scales.advance(kScaleBuffers);
+        }
+    }
+
+    // Leaves an item to the other warpgroups. What is there must be waited for, or a barrier counts this warp twice.
+    __device__ __forceinline__ void skip()
+    {
+        if constexpr (kPacked)
+        {
+            wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
+            leave(shared.scales_empty(next_scales.at));
+            next_scales.advance(kScaleBuffers);
+        }
+        for (int step = 0; step < launch.steps; ++step)
+        {
+            wait_for_phase(shared.full(next.at), next.phase);
+            leave(shared.empty(next.at));
+            next.advance(launch.stages);
         }
     }
 
@@ -400,7 +425,7 @@ struct Mainloop
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                line.scale[half] = read_byte(scale + half * kItemUnits * kHalfRows * blocks);
+                line.scale[half] = read_byte(scale + half * Crew<kPacked>::kItemUnits * kHalfRows * blocks);
                 line.factor[half] = Format::factor(min(line.scale[half], Format::kMostScale));
             }
             line.is_large = __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
@@ -533,11 +558,17 @@ struct Epilogue
 template <int kTiles, typename T, bool kPacked, bool kGateUp>
 __device__ __forceinline__ void compute(Mainloop<T, kPacked, kGateUp>& mainloop, Item const& item)
 {
-    float c[kGroupUnits][kTiles][4] = {};
+    if (mainloop.unit_of(0) >= item.count)
+    {
+        mainloop.skip();
+        return;
+    }
+    constexpr int kUnits = Crew<kPacked>::kGroupUnits;
+    float c[kUnits][kTiles][4] = {};
     mainloop.multiply(c);
     Epilogue<T, kPacked, kGateUp> const epilogue{mainloop.launch, mainloop.launch.p, item, mainloop.row};
 #pragma unroll
-    for (int i = 0; i < kGroupUnits; ++i)
+    for (int i = 0; i < kUnits; ++i)
     {
         if (mainloop.unit_of(i) < item.count)
         {
@@ -550,9 +581,10 @@ __device__ __forceinline__ void compute(Mainloop<T, kPacked, kGateUp>& mainloop,
 
 // kPacked: the weight is MXFP4. kGateUp: the first product, which ends with the activation.
 template <typename T, bool kPacked, bool kGateUp>
-__global__ void __launch_bounds__(kThreads, 1) many_product_kernel(__grid_constant__ Launch const launch)
+__global__ void __launch_bounds__(Crew<kPacked>::kThreads, 1) many_product_kernel(__grid_constant__ Launch const launch)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using C = Crew<kPacked>;
     extern __shared__ __align__(1024) unsigned char memory[];
     // The routing is known: the kernel before this one waited for it before it let this one begin.
     trigger();
@@ -562,11 +594,11 @@ __global__ void __launch_bounds__(kThreads, 1) many_product_kernel(__grid_consta
         shared.init();
     }
     __syncthreads();
-    Items items(launch);
-    if (threadIdx.x >= kWarps * 32)
+    Items items(launch, C::kItemUnits);
+    if (threadIdx.x >= C::kWarps * 32)
     {
-        release_registers<kLoaderRegisters>();
-        if (threadIdx.x == kWarps * 32)
+        release_registers<C::kLoaderRegisters>();
+        if (threadIdx.x == C::kWarps * 32)
         {
             Loader<kPacked, kGateUp>(launch, shared).load(items);
         }
@@ -576,7 +608,7 @@ __global__ void __launch_bounds__(kThreads, 1) many_product_kernel(__grid_consta
         }
         return;
     }
-    take_registers<kMainloopRegisters>();
+    take_registers<C::kMainloopRegisters>();
     wait();
     Mainloop<T, kPacked, kGateUp> mainloop(launch, shared);
     while (items.are_left())

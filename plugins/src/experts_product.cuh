@@ -210,9 +210,9 @@ struct Fp8Scales
         own[1] = lower[at];
     }
 
-    // Adds a unit's sums, scaled, to c. A unit's inputs are one block. All lanes call together.
+    // Adds a unit's sums, scaled, to c, and clears them. A unit's inputs are one block. All lanes call together.
     template <int kTiles>
-    __device__ __forceinline__ void add(float (&c)[kTiles][4], float const (&sums)[kTiles][4], int unit)
+    __device__ __forceinline__ void add(float (&c)[kTiles][4], float (&sums)[kTiles][4], int unit)
     {
         static_assert(kLine == kFp8Block);
         if (blocks && unit && unit % 32 == 0)
@@ -229,6 +229,7 @@ struct Fp8Scales
         for (int i = 0; i < 4 * kTiles; ++i)
         {
             c[i / 4][i % 4] = fmaf(scale[i % 4 / 2], sums[i / 4][i % 4], c[i / 4][i % 4]);
+            sums[i / 4][i % 4] = 0.f;
         }
     }
 };
@@ -242,13 +243,13 @@ struct Mainloop
 
     static constexpr int kStepBytes = Order<kWeight>::kStepBytes;
 
-    // A lane's part of a unit, by halves.
+    // A lane's part of half a unit.
     struct Fragment
     {
-        uint4 upper[2];
-        uint4 lower[2];
-        uint32_t upper_scale[2] = {};
-        uint32_t lower_scale[2] = {};
+        uint4 upper;
+        uint4 lower;
+        uint32_t upper_scale = 0;
+        uint32_t lower_scale = 0;
     };
 
     Layout const& layout;
@@ -260,6 +261,7 @@ struct Mainloop
     uint32_t const at; // this lane's of a unit
     int slot = 0;
     int scale_buffer = 0;
+    Fragment first; // of the unit that is next
 
     __device__ __forceinline__ Mainloop(
         Product const& p, Layout const& layout_, int lane, unsigned char const* ring_, unsigned char const* inputs_)
@@ -273,86 +275,96 @@ struct Mainloop
     {
     }
 
+    // Waits for the unit that is next, and reads its first half: before a granule, and once before the first.
+    __device__ __forceinline__ void begin_unit(int unit)
+    {
+        wait_for_copies<kUnits - 1>();
+        __syncwarp();
+        first = load(unit, 0);
+    }
+
     // Adds to c the products of a granule and the first `tiles` tiles of tokens. The place of each unit that was read
-    // goes to the unit after those on their way.
+    // goes to the unit after those on their way. Each half is read while the one before it is multiplied.
     template <bool kGateUp>
     __device__ __forceinline__ void multiply(
         float (&c)[kTiles][4], int tiles, Weights<kWeight, kGateUp>& weights, [[maybe_unused]] Fp8Scales* fp8_scales)
     {
-        uint8_t const* const scales = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes + quad * blocks;
+        float sums[kTiles][4] = {};
         for (int unit = 0; unit < layout.units; ++unit)
         {
-            wait_for_copies<kUnits - 1>();
-            __syncwarp();
-            Fragment const a = load(ring + slot * unit_bytes(kWeight), scales, unit);
+            Fragment const second = load(unit, 1);
             slot = slot + 1 == kUnits ? 0 : slot + 1;
             __syncwarp();
             weights.load_next();
-            float sums[kTiles][4] = {}; // of a unit of FP8
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+            multiply_half(c, sums, tiles, first, unit * 2);
+            bool const is_last = unit + 1 == layout.units;
+            if (is_last)
             {
-                int const step = unit * 2 + half;
-                if (step >= layout.steps)
-                {
-                    break;
-                }
-                unsigned char const* const b = inputs + quad * layout.pitch + part * 16 + step * kStepBytes;
-                if constexpr (kWeight == Weight::kMxfp4)
-                {
-                    multiply_mxfp4(c, tiles, a, half, b);
-                }
-                else if constexpr (kWeight == Weight::kInt4)
-                {
-                    multiply_int4(c, tiles, a, half, b);
-                }
-                else if constexpr (kWeight == Weight::kFp8)
-                {
-                    multiply_fp8(sums, tiles, a, half, b);
-                }
-                else
-                {
-                    multiply_numbers(c, tiles, a, half, b);
-                }
+                scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
+            }
+            begin_unit(is_last ? 0 : unit + 1);
+            if (unit * 2 + 1 < layout.steps)
+            {
+                multiply_half(c, sums, tiles, second, unit * 2 + 1);
             }
             if constexpr (kWeight == Weight::kFp8)
             {
                 fp8_scales->add(c, sums, unit);
             }
         }
-        scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
     }
 
-    __device__ __forceinline__ Fragment load(unsigned char const* loaded, uint8_t const* scales, int unit) const
+    __device__ __forceinline__ Fragment load(int unit, int half) const
     {
+        unsigned char const* const loaded = ring + slot * unit_bytes(kWeight);
         Fragment a;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        if constexpr (kWeight == Weight::kMxfp4)
         {
-            if constexpr (kWeight == Weight::kMxfp4)
-            {
-                // Past a row's end its numbers are zeros; any scale of its own will do.
-                int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
-                a.upper_scale[half] = scales[block];
-                a.lower_scale[half] = scales[block + 8 * blocks];
-            }
-            if constexpr (kWeight == Weight::kInt4)
-            {
-                uint16_t const* const own
-                    = reinterpret_cast<uint16_t const*>(loaded + kUnit + quad * kInt4ScaleLine) + half * 4 + part;
-                a.upper_scale[half] = own[0];
-                a.lower_scale[half] = own[8 * kInt4ScaleLine / 2];
-            }
-            a.upper[half] = *reinterpret_cast<uint4 const*>(loaded + (at ^ half * 64));
-            a.lower[half] = *reinterpret_cast<uint4 const*>(loaded + (at ^ half * 64) + 8 * kLine);
+            uint8_t const* const scales = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes + quad * blocks;
+            // Past a row's end its numbers are zeros; any scale of its own will do.
+            int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
+            a.upper_scale = scales[block];
+            a.lower_scale = scales[block + 8 * blocks];
         }
+        if constexpr (kWeight == Weight::kInt4)
+        {
+            uint16_t const* const own
+                = reinterpret_cast<uint16_t const*>(loaded + kUnit + quad * kInt4ScaleLine) + half * 4 + part;
+            a.upper_scale = own[0];
+            a.lower_scale = own[8 * kInt4ScaleLine / 2];
+        }
+        a.upper = *reinterpret_cast<uint4 const*>(loaded + (at ^ half * 64));
+        a.lower = *reinterpret_cast<uint4 const*>(loaded + (at ^ half * 64) + 8 * kLine);
         return a;
     }
 
-    __device__ __forceinline__ void multiply_numbers(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+    // `sums`: of a unit of FP8, whose scales are not in them yet.
+    __device__ __forceinline__ void multiply_half(
+        float (&c)[kTiles][4], [[maybe_unused]] float (&sums)[kTiles][4], int tiles, Fragment const& a, int step) const
     {
-        uint4 const u = a.upper[half], l = a.lower[half];
+        unsigned char const* const b = inputs + quad * layout.pitch + part * 16 + step * kStepBytes;
+        if constexpr (kWeight == Weight::kMxfp4)
+        {
+            multiply_mxfp4(c, tiles, a, b);
+        }
+        else if constexpr (kWeight == Weight::kInt4)
+        {
+            multiply_int4(c, tiles, a, b);
+        }
+        else if constexpr (kWeight == Weight::kFp8)
+        {
+            multiply_fp8(sums, tiles, a, b);
+        }
+        else
+        {
+            multiply_numbers(c, tiles, a, b);
+        }
+    }
+
+    __device__ __forceinline__ void multiply_numbers(
+        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
+    {
+        uint4 const u = a.upper, l = a.lower;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
         {
@@ -366,10 +378,10 @@ struct Mainloop
     }
 
     __device__ __forceinline__ void multiply_fp8(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
     {
-        uint32_t const upper[4] = {a.upper[half].x, a.upper[half].y, a.upper[half].z, a.upper[half].w};
-        uint32_t const lower[4] = {a.lower[half].x, a.lower[half].y, a.lower[half].z, a.lower[half].w};
+        uint32_t const upper[4] = {a.upper.x, a.upper.y, a.upper.z, a.upper.w};
+        uint32_t const lower[4] = {a.lower.x, a.lower.y, a.lower.z, a.lower.w};
 #pragma unroll
         for (int word = 0; word < 4; word += 2)
         {
@@ -394,12 +406,12 @@ struct Mainloop
     }
 
     __device__ __forceinline__ void multiply_int4(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
     {
-        uint32_t const upper[4] = {a.upper[half].x, a.upper[half].y, a.upper[half].z, a.upper[half].w};
-        uint32_t const lower[4] = {a.lower[half].x, a.lower[half].y, a.lower[half].z, a.lower[half].w};
-        uint32_t const upper_factor = Int4<T>::factor(a.upper_scale[half]);
-        uint32_t const lower_factor = Int4<T>::factor(a.lower_scale[half]);
+        uint32_t const upper[4] = {a.upper.x, a.upper.y, a.upper.z, a.upper.w};
+        uint32_t const lower[4] = {a.lower.x, a.lower.y, a.lower.z, a.lower.w};
+        uint32_t const upper_factor = Int4<T>::factor(a.upper_scale);
+        uint32_t const lower_factor = Int4<T>::factor(a.lower_scale);
 #pragma unroll
         for (int word = 0; word < 4; ++word)
         {
@@ -420,27 +432,27 @@ struct Mainloop
     }
 
     __device__ __forceinline__ void multiply_mxfp4(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
     {
-        if (__any_sync(kAll, max(a.upper_scale[half], a.lower_scale[half]) > Format::kMostScale))
+        if (__any_sync(kAll, max(a.upper_scale, a.lower_scale) > Format::kMostScale))
         {
-            multiply_mxfp4<true>(c, tiles, a, half, b_from);
+            multiply_mxfp4<true>(c, tiles, a, b_from);
         }
         else
         {
-            multiply_mxfp4<false>(c, tiles, a, half, b_from);
+            multiply_mxfp4<false>(c, tiles, a, b_from);
         }
     }
 
     // kAreLarge: some scales are beyond what one factor can be.
     template <bool kAreLarge>
     __device__ __forceinline__ void multiply_mxfp4(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, int half, unsigned char const* b_from) const
+        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
     {
         constexpr uint32_t kMost = kAreLarge ? Format::kMostScale : 255;
-        uint32_t const upper_scale = a.upper_scale[half], lower_scale = a.lower_scale[half];
-        uint32_t const upper[4] = {a.upper[half].x, a.upper[half].y, a.upper[half].z, a.upper[half].w};
-        uint32_t const lower[4] = {a.lower[half].x, a.lower[half].y, a.lower[half].z, a.lower[half].w};
+        uint32_t const upper_scale = a.upper_scale, lower_scale = a.lower_scale;
+        uint32_t const upper[4] = {a.upper.x, a.upper.y, a.upper.z, a.upper.w};
+        uint32_t const lower[4] = {a.lower.x, a.lower.y, a.lower.z, a.lower.w};
         uint32_t const upper_factor = Format::factor(min(upper_scale, kMost));
         uint32_t const lower_factor = Format::factor(min(lower_scale, kMost));
 #pragma unroll
@@ -562,16 +574,18 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
 
     unsigned char* const inputs = shared + warps * layout.warp_bytes;
     Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
+    mainloop.begin_unit(0);
     for (int from = share.begin; from < share.end;)
     {
-        int const index = from / share.granules;
-        int const to = min(share.end, (index + 1) * share.granules);
+        int const index = from / share.stride;
+        int const to = min(share.end, (index + 1) * share.stride);
         Group const group = p.route.groups[index];
         __syncthreads();
         load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
         __syncthreads();
         int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
-        for (int granule = from % share.granules + warp; granule < to - index * share.granules; granule += warps)
+        int const last = min(share.granules, to - index * share.stride);
+        for (int granule = from % share.stride + warp; granule < last; granule += warps)
         {
             Epilogue<T, kGateUp> const epilogue(p, group, granule, lane);
             float c[kTiles][4] = {};

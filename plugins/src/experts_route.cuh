@@ -49,31 +49,33 @@ __device__ __forceinline__ float from_ordered(uint32_t x)
     return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x);
 }
 
-// The sum of x over the threads before this one, and over all; each warp has a place in `sums`.
-__device__ __forceinline__ int scan(int x, int* sums, int& total)
+// The sum of x over the lanes up to this one.
+__device__ __forceinline__ uint32_t scan_warp(uint32_t x)
 {
-    int const lane = threadIdx.x % 32;
-    int sum = x;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2)
     {
-        int const other = __shfl_up_sync(kAll, sum, step);
-        sum += lane >= step ? other : 0;
+        uint32_t const other = __shfl_up_sync(kAll, x, step);
+        x += threadIdx.x % 32 >= step ? other : 0;
+    }
+    return x;
+}
+
+// The sum of x over the threads before this one, and over all; each warp has a place in `sums`. All warps call
+// together.
+__device__ __forceinline__ uint32_t scan(uint32_t x, uint32_t* sums, uint32_t& total)
+{
+    static_assert(kRouteThreads == 32 * 32);
+    int const warp = threadIdx.x / 32;
+    uint32_t const sum = scan_warp(x);
+    if (threadIdx.x % 32 == 31)
+    {
+        sums[warp] = sum;
     }
     __syncthreads();
-    if (lane == 31)
-    {
-        sums[threadIdx.x / 32] = sum;
-    }
-    __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int warp = 0; warp < kRouteThreads / 32; ++warp)
-    {
-        before += warp < static_cast<int>(threadIdx.x) / 32 ? sums[warp] : 0;
-        total += sums[warp];
-    }
-    return before + sum - x;
+    uint32_t const up_to = scan_warp(sums[threadIdx.x % 32]);
+    total = __shfl_sync(kAll, up_to, 31);
+    return __shfl_sync(kAll, up_to, max(warp - 1, 0)) * (warp > 0) + sum - x;
 }
 
 // The rows that chose each of this rank's experts, and each expert's first place.
@@ -126,10 +128,11 @@ __device__ __forceinline__ float sigmoid(float x)
 
 // Finds the largest of a row's logits, or of its corrected scores, one after the other. They are spread over a warp,
 // whose lanes call together.
+//
+// kOwn: of a lane.
+template <int kOwn>
 struct Logits
 {
-    static constexpr int kOwn = kMostExperts / 32;
-
     int const lane;
     uint32_t keys[kOwn]; // the logits, ordered; 0: chosen already, or none
     float largest = -INFINITY;
@@ -178,7 +181,7 @@ struct Logits
             best = max(best, keys[i]);
         }
         best = __reduce_max_sync(kAll, best);
-        unsigned expert = kMostExperts - 1;
+        unsigned expert = kOwn * 32 - 1;
 #pragma unroll
         for (int i = kOwn - 1; i >= 0; --i)
         {
@@ -202,12 +205,12 @@ __device__ __forceinline__ float scale_of(dflash_moe_params const& p, int expert
                                   : to_float(static_cast<__nv_bfloat16 const*>(p.expert_scale)[expert]);
 }
 
-// Chooses a row's experts, by a warp: the index of a lane's among this rank's, or -1.
-template <typename L>
+// Chooses a row's experts, by a warp: the index of a lane's among this rank's, or -1. kOwn: logits of a lane.
+template <typename L, int kOwn>
 __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
 {
     L const* const of_row = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts;
-    Logits logits(of_row, p.experts, p.correction);
+    Logits<kOwn> logits(of_row, p.experts, p.correction);
     // That shares are divided by.
     float sum = p.normalized ? (p.correction ? 1e-20f : 0.f) : p.correction ? 1.f : logits.sum_of_shares();
     int const lane = threadIdx.x % 32;
@@ -236,16 +239,26 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     return is_own ? expert : -1;
 }
 
+template <typename L>
+__device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
+{
+    return p.experts <= 32 ? choose_experts<L, 1>(p, route, row)
+        : p.experts <= 128 ? choose_experts<L, 4>(p, route, row)
+                           : choose_experts<L, kMostExperts / 32>(p, route, row);
+}
+
 // Divides each expert's rows into groups, by a thread for each expert; a block that writes keeps them. Rows lie behind
 // those of the experts before.
 __device__ __forceinline__ void make_groups(
-    dflash_moe_params const& p, Route const& route, int tile, Members& members, int* sums, bool writes = true)
+    dflash_moe_params const& p, Route const& route, int tile, Members& members, uint32_t* sums, bool writes = true)
 {
     int const expert = threadIdx.x;
     int const rows = expert < p.count ? members.count(expert) : 0;
-    int pairs = 0, groups = 0;
-    int const first = scan(rows, sums, pairs);
-    int const first_group = scan((rows + tile - 1) / tile, sums, groups);
+    // Pairs in the low half, groups in the high one: neither is more than the pairs.
+    static_assert(kMostRows * kMostTopK < 1 << 16);
+    uint32_t total = 0;
+    uint32_t const before = scan(rows | (rows + tile - 1) / tile << 16, sums, total);
+    int const first = before & 0xffff, first_group = before >> 16;
     if (expert < p.count)
     {
         members.first_place[expert] = first;
@@ -256,7 +269,7 @@ __device__ __forceinline__ void make_groups(
     }
     if (writes && threadIdx.x == 0)
     {
-        *route.group_count = groups;
+        *route.group_count = total >> 16;
     }
 }
 
@@ -265,10 +278,11 @@ __global__ void __launch_bounds__(kRouteThreads)
     route_kernel(dflash_moe_params const p, Route const route, int const tile)
 {
     __shared__ Members members;
-    __shared__ int sums[kRouteThreads / 32];
+    __shared__ uint32_t sums[kRouteThreads / 32];
 
-    begin();
+    trigger();
     members.clear(p.count);
+    wait();
     __syncthreads();
     for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
     {

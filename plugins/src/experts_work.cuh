@@ -105,20 +105,39 @@ struct Layout
 
 // -- division of the work ---------------------------------------------------------------------------------------------
 
-// A block's share: granules begin..end - 1, counted over all groups.
+// A block's share: places begin..end - 1, counted over all groups; each group's first ones are its granules.
+//
+// A block's warps take a group's granules by turns, in rounds. So that no block has a round more than it must, either
+// groups divide the blocks among them, or blocks divide whole rounds: what gives the slowest fewer.
 struct Share
 {
     int const granules; // of a group
-    int const total;
-    int const begin;
-    int const end;
+    int stride; // from one group's places to the next one's
+    int begin;
+    int end;
 
     __device__ __forceinline__ explicit Share(Product const& p)
         : granules(p.outputs / kGranule)
-        , total(__ldcg(p.route.group_count) * granules)
-        , begin(share_begin(total, blockIdx.x, gridDim.x))
-        , end(share_begin(total, blockIdx.x + 1, gridDim.x))
     {
+        int const groups = __ldcg(p.route.group_count), warps = blockDim.x / 32, blocks = gridDim.x;
+        int const block = blockIdx.x, group_rounds = (granules + warps - 1) / warps, rounds = groups * group_rounds;
+        int const least = groups ? blocks / groups : 0; // blocks of a group
+        int const most_rounds = (rounds + blocks - 1) / blocks;
+        if (least && granules <= least * warps * most_rounds)
+        {
+            // Groups' first blocks: 0, blocks / groups, ...
+            int const group = ((block + 1) * groups - 1) / blocks;
+            int const first = share_begin(blocks, group, groups), past = share_begin(blocks, group + 1, groups);
+            stride = granules;
+            begin = group * granules + share_begin(granules, block - first, past - first);
+            end = group * granules + share_begin(granules, block - first + 1, past - first);
+        }
+        else
+        {
+            stride = group_rounds * warps;
+            begin = share_begin(rounds, block, blocks) * warps;
+            end = share_begin(rounds, block + 1, blocks) * warps;
+        }
     }
 };
 
@@ -135,9 +154,9 @@ struct Cursor
     __device__ __forceinline__ Cursor(Route const& route_, Share const& share_)
         : route(route_)
         , share(share_)
-        , group(share_.begin / share_.granules)
-        , granule(share_.begin % share_.granules + static_cast<int>(threadIdx.x) / 32)
-        , last(min(share_.granules, share_.end - group * share_.granules))
+        , group(share_.begin / share_.stride)
+        , granule(share_.begin % share_.stride + static_cast<int>(threadIdx.x) / 32)
+        , last(min(share_.granules, share_.end - group * share_.stride))
         , expert(share_.begin < share_.end ? __ldcg(&route_.groups[group].expert) : 0)
     {
         settle();
@@ -156,11 +175,11 @@ struct Cursor
 
     __device__ __forceinline__ void settle()
     {
-        while (granule >= last && (group + 1) * share.granules < share.end)
+        while (granule >= last && (group + 1) * share.stride < share.end)
         {
             ++group;
             granule = threadIdx.x / 32;
-            last = min(share.granules, share.end - group * share.granules);
+            last = min(share.granules, share.end - group * share.stride);
             expert = __ldcg(&route.groups[group].expert);
         }
     }

@@ -13,7 +13,7 @@ from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
-from trtllm_dflash.ops.cuda_experts import moe_kernel
+from trtllm_dflash.ops.cuda_experts import interleave_experts, moe_kernel
 from trtllm_dflash.ops.experts import Experts, activate, route
 from trtllm_dflash.ops.torch_ops import TorchOps
 
@@ -127,6 +127,7 @@ def make_kernel_inputs(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tenso
         name: tensor.cuda() if tensor.dtype == torch.uint8 else tensor.to("cuda", case.dtype)
         for name, tensor in weights.items()
     }
+    interleave_experts(kept, case.dtype)
     x = torch.randn(case.rows, case.hidden, generator=generator)
     # Numbers of large scales are large.
     x *= 2.0 ** min(0, 125 - case.scales[1]) if case.packed else 1.0

@@ -8,8 +8,9 @@
 
 The constants were fitted together to captured steps on H200s, plain and drafted, at batch 1, 8 and 32, which are in
 benchmarks/results: of Qwen3-8B's shape on one GPU (step-qwen3-8b-*-h200.json) and, more than 16 rows, on two and four
-(tensor-parallel-h200.md); of gpt-oss-20b on one and gpt-oss-120b on two (step-gpt-oss-*-h200.json). Those of sums were
-fitted to sums alone.
+(tensor-parallel-h200.md); of gpt-oss-20b on one and gpt-oss-120b on two (step-gpt-oss-20b-h200.json,
+step-gpt-oss-120b-tp2-h200.json; MXFP4's kernels have become faster since: moe-h200.md). Those of sums were fitted to
+sums alone.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,9 @@ class Routing:
 class Matrix:
     """One projection [O, I] of each of E experts."""
 
-    values: Tensor  # [E, O, I] of the rows' type, or E4M3; MXFP4's [E, O, I / 32, 16] uint8; INT4's [E, O, I / 8] int32
+    # [E, O, I] of the rows' type, or E4M3; INT4's [E, O, I / 8] int32; MXFP4's [E, O, I / 32, 16] uint8, and
+    # `interleave` of them beside BF16
+    values: Tensor
     scales: Tensor | None = None  # MXFP4's uint8, INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128
     bias: Tensor | None = None  # [E, O]
 
@@ -59,17 +61,17 @@ class Matrix:
         """The `dflash_moe_format` of its numbers."""
         if self.scales is None:
             return _NUMBERS
+        if self.scales.dtype == torch.uint8:
+            return _MXFP4
         if self.values.dtype == torch.int32:
             return _INT4
-        if self.values.dtype != torch.float8_e4m3fn:
-            return _MXFP4
         return _FP8_ROWS if self.scales.ndim == 2 else _FP8_BLOCKS
 
     def suits(self, dtype: torch.dtype) -> bool:
         """Whether its tensors are of the types that go with rows of a type."""
         types = {
             _NUMBERS: (dtype, None),
-            _MXFP4: (torch.uint8, torch.uint8),
+            _MXFP4: (torch.int32 if dtype == torch.bfloat16 else torch.uint8, torch.uint8),
             _INT4: (torch.int32, torch.bfloat16),
         }
         expected = types.get(self.format, (torch.float8_e4m3fn, torch.float32))

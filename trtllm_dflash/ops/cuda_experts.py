@@ -9,9 +9,13 @@ from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.int4 import Int4Weight
+from trtllm_dflash.ops.mxfp4 import interleave
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
+
+#: Experts whose bits are put in order at a time.
+_PART = 8
 
 
 class CudaExperts(TorchOps):
@@ -49,6 +53,21 @@ def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> k
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
+def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Puts words for MXFP4's blocks into a rank's weights, as the kernels take them beside rows of a type.
+
+    No more than one matrix is in memory twice, and a few of its experts several times.
+    """
+    if dtype != torch.bfloat16:
+        return
+    for name in [name for name in weights if name.endswith(".blocks")]:
+        blocks = weights.pop(name)
+        words = torch.empty(*blocks.shape[:2], blocks[0, 0].numel() // 4, dtype=torch.int32, device=blocks.device)
+        for to, part in zip(words.split(_PART), blocks.split(_PART), strict=True):
+            to.copy_(interleave(part))
+        weights[name.removesuffix("blocks") + "words"] = words
+
+
 def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
     """Whether the kernels compute few rows [N, hidden] of such experts."""
     experts = Experts.of(weights, layer)
@@ -65,6 +84,5 @@ def _is_known(layer: MoELayer, experts: Experts) -> bool:
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
     if isinstance(matrix.quantized, Fp8Weight | Int4Weight):
         return kernels.Matrix(matrix.quantized.values, matrix.quantized.scale, matrix.bias)
-    values = matrix.blocks if matrix.weight is None else matrix.weight
-    assert values is not None
+    values = next(each for each in (matrix.weight, matrix.words, matrix.blocks) if each is not None)
     return kernels.Matrix(values, matrix.scales, matrix.bias)

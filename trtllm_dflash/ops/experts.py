@@ -10,7 +10,7 @@ from trtllm_dflash.ops import cpu_products
 from trtllm_dflash.ops.activations import gelu, sigmoid, silu
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
-from trtllm_dflash.ops.mxfp4 import dequantize
+from trtllm_dflash.ops.mxfp4 import dequantize, in_order
 
 Tensor = torch.Tensor
 
@@ -23,22 +23,23 @@ _TINY = 1e-20
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One projection [O, I] of each of E experts: numbers, FP8, NVFP4, or MXFP4's blocks and scales; see `MoELayer`."""
+    """One projection [O, I] of each of E experts: numbers, FP8, NVFP4, or MXFP4; see `MoELayer`."""
 
     weight: Tensor | None  # [E, O, I], as it is stored
     blocks: Tensor | None  # [E, O, I / 32, 16] uint8
     scales: Tensor | None  # [E, O, I / 32] uint8
     bias: Tensor | None  # [E, O]
     quantized: QuantizedWeight | None = None  # `weight` with its scales, where it has some
+    words: Tensor | None = None  # int32 [E, O, I / 8], `interleave` of the blocks, in their place
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], name: str) -> "ExpertMatrix":
         """Reads the projection `name` from a rank's weights."""
-        weight, blocks, scales, bias = (
-            weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias")
+        weight, blocks, scales, bias, words = (
+            weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias", "words")
         )
         stored = None if weight is None else linear_weight(weights, name)
-        return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored)
+        return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored, words)
 
     def numbers(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
         """Dequantizes the matrices of `experts` [...]: [..., O, I]."""
@@ -46,7 +47,10 @@ class ExpertMatrix:
             return self.quantized.of(experts).dequantize().to(dtype)
         if self.weight is not None:
             return self.weight[experts]
-        assert self.blocks is not None and self.scales is not None
+        assert self.scales is not None
+        if self.words is not None:
+            return dequantize(in_order(self.words[experts]), self.scales[experts], dtype)
+        assert self.blocks is not None
         return dequantize(self.blocks[experts], self.scales[experts], dtype)
 
 

@@ -85,6 +85,8 @@ class MoELayer:
     | `.blocks` | [E, O, I / 32, 16]: two values a byte, the even one in the low half | uint8 |
     | `.scales` | [E, O, I / 32]: 127 + the power of two | uint8 |
 
+    Beside our kernels and BF16, `.words` stand for `.blocks`: `ops.mxfp4.interleave` of them, int32 [E, O, I / 8].
+
     In FP8 and NVFP4 (see `ops.linear_weight`), `.weight` has its scales beside it, of every expert
 
     | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |

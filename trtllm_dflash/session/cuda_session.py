@@ -26,6 +26,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
+from trtllm_dflash.ops.cuda_experts import interleave_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.cuda_slots import CudaSlotOps
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
@@ -96,6 +97,8 @@ class CudaSession(TorchSession):
             raise EngineError(f"--draft-tree: on a GPU trees need our CUDA kernels ({self._why}); leave it out")
         options = {"flat": is_ours, "paged": is_ours, "exact": self._is_exact}
         super().__init__(config, weights, device, communicator, accept, **options)
+        if self._parts is not None:
+            interleave_experts(self.weights, config.dtype)
         if self.library is not None:
             self.communicator.share_memory(device)
             self._page_copies = self._copies_of_pages(windowed=False)
