@@ -8,7 +8,8 @@
 //     A_ij = b_i D_ij (k_i k_j) below the diagonal;  U = (I + A)^-1 (b (v - E (k S)));  o = E (q S) + (D (q k)) U
 //     S <- E_n S + sum of D_nj k_j u_j, of as many rows as stay.
 //
-// Decays are multiplied, never divided: one of 0 is as good as any. While the other warps read the state, one inverts.
+// Decays are multiplied, never divided: one of 0 is as good as any. While the other warps read the state, one inverts;
+// where each warp has all keys of its values, that is one of them, and what belongs to values stays in registers.
 //
 // The value heads of one key head share its keys, the pending ones too, and the window's rows. Who writes those is the
 // last block that has read them.
@@ -39,11 +40,23 @@ __device__ __forceinline__ void clear_padding(delta::Place<T, kSize, kBlockValue
     }
 }
 
+// A block's work where rows take several chunks: apart, so that a step's single chunk keeps no registers for them.
+template <typename T, int kSize, int kBlockValues>
+__device__ __noinline__ void work_chunks(dflash_delta_net_params const& p, int4 segment, int length)
+{
+    extern __shared__ float4 memory[];
+    delta::Place<T, kSize, kBlockValues> const place(p);
+    delta::Shared<T, kSize, kBlockValues> const shared(reinterpret_cast<float*>(memory));
+    delta::Block<T, kSize, kBlockValues> const block{place, shared};
+    auto ahead = block.load_ahead();
+    block.template work<false>(delta::Segment(p, segment, length), ahead);
+}
+
 // One cluster a value head (x) and segment (y).
 template <typename T, int kSize, int kBlockValues>
 __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplits, 1, 1)
     __launch_bounds__(delta::Division<T, kSize, kBlockValues>::kThreads, kSize == 128 ? 2 : 1)
-        delta_net_kernel(dflash_delta_net_params const p)
+        delta_net_kernel(__grid_constant__ dflash_delta_net_params const p)
 {
     trigger();
     extern __shared__ float4 memory[];
@@ -69,13 +82,17 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     if (segment.w > 0)
     {
         delta::Segment const own(p, segment, length);
-        if (block.is_solver())
+        if (block.only_solves())
         {
             block.solve(own, ahead.rate);
         }
+        else if (own.absorbed == 0)
+        {
+            block.template work<true>(own, ahead);
+        }
         else
         {
-            block.work(own, ahead);
+            work_chunks<T, kSize, kBlockValues>(p, segment, length);
         }
     }
 }

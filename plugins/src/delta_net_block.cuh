@@ -4,6 +4,7 @@
 #include "delta_net_finish.cuh"
 #include "delta_net_rows.cuh"
 #include "delta_net_solver.cuh"
+#include "delta_net_tile.cuh"
 
 namespace dflash
 {
@@ -30,18 +31,27 @@ struct Block
     Rows<T, kSize, kBlockValues> const rows{place, shared};
     Solver<T, kSize, kBlockValues> const solver{place, shared};
     Finish<T, kSize, kBlockValues> const finish{place, shared};
+    TileFinish<T, kSize, kBlockValues> const tiles{place, shared};
+
+    static constexpr int kNorms = D::kIsWhole ? 2 : D::kOfLane;
 
     // What a thread has of the weights.
     struct Ahead
     {
         typename Rows<T, kSize, kBlockValues>::Weights weights;
         typename Solver<T, kSize, kBlockValues>::Rate rate;
-        float norm[D::kOfLane];
+        float norm[kNorms];
     };
 
+    // One warp does nothing else; or, where each has all keys of its values, it is the last of them.
     __device__ __forceinline__ bool is_solver() const
     {
-        return warp == D::kWarps;
+        return warp == D::kThreads / 32 - 1;
+    }
+
+    __device__ __forceinline__ bool only_solves() const
+    {
+        return !D::kIsWhole && is_solver();
     }
 
     // What does not wait for the kernels before this one: weights, and what memory sends to the L2.
@@ -58,19 +68,28 @@ struct Block
         {
             arrive_at_cluster();
         }
+        if (is_solver())
+        {
+            prefetch_state();
+        }
+        return load_ahead();
+    }
+
+    __device__ __forceinline__ Ahead load_ahead() const
+    {
         Ahead ahead = {};
         if (is_solver())
         {
             ahead.rate = solver.load_rate();
-            prefetch_state();
         }
-        else
+        if (!only_solves())
         {
             rows.load_weights(warp, ahead.weights);
 #pragma unroll
-            for (int j = 0; j < D::kOfLane; ++j)
+            for (int j = 0; j < kNorms; ++j)
             {
-                ahead.norm[j] = static_cast<float const*>(place.p.norm)[place.split * D::kValues + finish.value(j)];
+                int const value = D::kIsWhole ? tiles.value(2 * j) : finish.value(j);
+                ahead.norm[j] = static_cast<float const*>(place.p.norm)[place.split * D::kValues + value];
             }
         }
         return ahead;
@@ -165,31 +184,54 @@ struct Block
         return place.state(segment.slot) + tile * 16 * kSize + part * D::kPartKeys;
     }
 
-    __device__ __forceinline__ void absorb_pending(State& state) const
-    {
-        float const* const keys = shared.parts + part * S::kPart;
-        float const* const writes = shared.writes + 16 * tile;
-        state.absorb(
-            *shared.pending_kept,
-            [&](int row, int of) { return writes[row * S::kValueStride + of] * shared.pending_behind[row]; },
-            [&](int row, int key) { return keys[row * S::kKeyStride + key]; });
-    }
-
-    __device__ __forceinline__ void absorb(State& state) const
-    {
-        float const* const writes = shared.writes + 16 * tile;
-        state.absorb(
-            shared.kept[kDeltaRows - 1],
-            [&](int row, int of) { return writes[row * S::kValueStride + of] * shared.behind[row]; },
-            [&](int row, int key) { return shared.keys.number(row, part * D::kPartKeys + key); });
-    }
-
-    // Reads what the warp's keys have of the rows' keys and queries.
-    __device__ __forceinline__ void read(State const& state) const
+    __device__ __forceinline__ void absorb_pending(State& state, int accepted) const
     {
         DeltaLane const at;
-        float sums[4][4] = {};
-        state.read(shared.keys, shared.queries, part * State::kGroups, sums);
+        LeftParts const left[2] = {left_of(shared.pending_behind, 0), left_of(shared.pending_behind, 8)};
+        if constexpr (D::kIsWhole)
+        {
+            state.absorb(*shared.pending_kept, accepted > 8, left,
+                [&](int half, int key) { return RightParts(rows.pending_keys(4 * half + at.column)[key]); });
+        }
+        else
+        {
+            float const* const keys = shared.parts + part * S::kPart + 2 * at.column * S::kKeyStride;
+            state.absorb(*shared.pending_kept, accepted > 8, left,
+                [&](int half, int key)
+                {
+                    float const* const from = keys + 8 * half * S::kKeyStride + key;
+                    return RightParts(float2{from[0], from[S::kKeyStride]});
+                });
+        }
+    }
+
+    // What the warp's values write of rows from `first` on, by what is left of each row.
+    __device__ __forceinline__ LeftParts left_of(float const* behind, int first) const
+    {
+        DeltaLane const at;
+        int const row = first + 2 * at.column;
+        float const* const from = shared.writes + row * S::kValueStride + 16 * tile + at.row;
+        float const left[2] = {behind[row], behind[row + 1]};
+        return {
+            from[0] * left[0], from[S::kValueStride] * left[1], from[8] * left[0], from[S::kValueStride + 8] * left[1]};
+    }
+
+    __device__ __forceinline__ void absorb(State& state, LeftParts const (&left)[2]) const
+    {
+        DeltaLane const at;
+        state.absorb(shared.kept[kDeltaRows - 1], true, left,
+            [&](int half, int key)
+            {
+                int const row = 8 * half + 2 * at.column;
+                int const own = part * D::kPartKeys + key;
+                return RightParts(float2{shared.keys.number(row, own), shared.keys.number(row + 1, own)});
+            });
+    }
+
+    // Puts what the warp's keys have of the rows' keys and queries where all parts of it are summed up.
+    __device__ __forceinline__ void share_sums(TileNumbers const& of_keys, TileNumbers const& of_queries) const
+    {
+        DeltaLane const at;
         // The pending rows' keys lay there: of this part both warps have read them.
         if (D::kTiles > 1)
         {
@@ -201,25 +243,45 @@ struct Block
         }
         float* const to = shared.parts + part * S::kPart + 2 * at.column * S::kValueStride + 16 * tile + at.row;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 2; ++i)
         {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
             {
-                to[(8 * i + j % 2) * S::kValueStride + j / 2 * 8] = sums[i][j];
+                to[(8 * i + j % 2) * S::kValueStride + j / 2 * 8] = of_keys[i][j];
+                to[(kDeltaRows + 8 * i + j % 2) * S::kValueStride + j / 2 * 8] = of_queries[i][j];
             }
         }
     }
 
-    // Says whether this block is the last that has read what a key head's value heads share. By one thread.
-    __device__ __forceinline__ void note_last(Segment const& segment, int before) const
+    // Counts this block among those that have read what a key head's value heads share: a count that the last of them
+    // leaves at 0. Relaxed: nothing was written, and what was read has come, for it lies in shared memory. By a warp
+    // that does not wait for the number before it has solved.
+    __device__ __forceinline__ uint32_t count_reader(Segment const& segment) const
     {
-        bool const is_last = before == place.p.value_heads / place.p.key_heads * D::kSplits - 1;
-        if (is_last)
+        uint32_t before = 0;
+        if (lane == 0)
         {
-            *place.counter(segment.slot) = 0;
+            asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
+                : "=r"(before)
+                : "l"(place.counter(segment.slot)), "r"(readers() - 1)
+                : "memory");
         }
-        *shared.is_last = is_last;
+        return before;
+    }
+
+    __device__ __forceinline__ uint32_t readers() const
+    {
+        return place.p.value_heads / place.p.key_heads * D::kSplits;
+    }
+
+    // By the same warp: says whether this block is the last.
+    __device__ __forceinline__ void note_last(uint32_t before) const
+    {
+        if (lane == 0)
+        {
+            *shared.is_last = before == readers() - 1;
+        }
     }
 
     // All threads, wherever they are in the code.
@@ -231,6 +293,10 @@ struct Block
     __device__ __forceinline__ void stage_first(Segment const& segment) const
     {
         rows.stage(segment, 0, segment.rows_at(0));
+        if (D::kIsWhole)
+        {
+            rows.stage_gates(segment, 0, segment.rows_at(0), 0);
+        }
         if (segment.accepted > 0)
         {
             rows.stage_pending(segment);
@@ -239,11 +305,15 @@ struct Block
     }
 
     // Stages the rows behind those of a chunk, which have been convolved.
-    __device__ __forceinline__ void stage_next(Segment const& segment, int row, int count) const
+    __device__ __forceinline__ void stage_next(Segment const& segment, int row, int count, int chunk) const
     {
         if (row != segment.absorbed)
         {
             rows.stage(segment, row + count, segment.rows_at(row + count));
+            if (D::kIsWhole)
+            {
+                rows.stage_gates(segment, row + count, segment.rows_at(row + count), chunk + 1);
+            }
             commit_copies();
         }
     }
@@ -258,21 +328,37 @@ struct Block
         {
             count = segment.rows_at(row);
             auto gates = solver.load(segment, row, count);
-            wait_for_copies<0>();
-            meet_all();
+            if (row > 0)
+            {
+                wait_for_copies<0>();
+                meet_all();
+            }
             solver.fill(gates, rate, count);
+            if (row == 0)
+            {
+                wait_for_copies<0>();
+                meet_all();
+            }
             meet_all();
-            stage_next(segment, row, count);
+            bool const counts = row == segment.reader_row();
+            uint32_t const before = counts ? count_reader(segment) : 0;
+            stage_next(segment, row, count, 0);
             meet<kProductsAreThere, D::kThreads>();
-            solver.solve(gates);
+            solver.solve(gates.share);
+            if (counts)
+            {
+                note_last(before);
+            }
             meet_all();
         }
     }
 
-    __device__ __forceinline__ void work(Segment const& segment, Ahead& ahead) const
+    // A block asks the L2 for its state first. Where a warp has many of its numbers, registers for them are there only
+    // when rows have been convolved: before that they would be put aside, and waited for.
+    static constexpr bool kLoadsLate = D::kPartKeys > 32;
+
+    __device__ __forceinline__ void load(Segment const& segment, State& state) const
     {
-        stage_first(segment);
-        State state;
         if (segment.is_zero)
         {
             state.clear();
@@ -281,52 +367,121 @@ struct Block
         {
             state.load(this->state(segment));
         }
+    }
+
+    // kOnce: the rows are one chunk, and all pending.
+    template <bool kOnce>
+    __device__ __forceinline__ void work(Segment const& segment, Ahead& ahead) const
+    {
+        stage_first(segment);
+        typename Rows<T, kSize, kBlockValues>::PendingKeys pending;
+        if (D::kIsWhole && segment.accepted > 0)
+        {
+            pending = rows.load_pending_keys(segment);
+        }
+        State state;
+        if (!kLoadsLate)
+        {
+            load(segment, state);
+        }
+        if (D::kIsWhole && segment.accepted > 0)
+        {
+            rows.store_pending_keys(pending);
+        }
         int count = 0;
         int chunk = 0;
-        for (int row = 0; row < segment.count; row += count, ++chunk)
+        for (int row = 0; row == 0 || (!kOnce && row < segment.count); row += count, ++chunk)
         {
             count = segment.rows_at(row);
-            bool const is_pending = row == segment.absorbed;
+            bool const is_pending = kOnce || row == segment.absorbed;
+            float share = 0.f;
+            typename Solver<T, kSize, kBlockValues>::Gates gates;
+            if (D::kIsWhole && is_solver())
+            {
+                gates = solver.load(segment, row, count);
+                if (kOnce)
+                {
+                    solver.fill(gates, ahead.rate, count);
+                    share = gates.share;
+                }
+            }
             wait_for_copies<0>();
             meet_all(); // the rows are staged, and those before them done with
+            if (!kOnce && D::kIsWhole && is_solver())
+            {
+                solver.fill(gates, ahead.rate, count);
+                share = gates.share;
+            }
             rows.convolve(ahead.weights, count);
             meet_all();
-            int const before = count_reader(segment, row, chunk);
-            stage_next(segment, row, count);
+            if (threadIdx.x == 0 && D::kSplits > 1)
+            {
+                expect_bytes(shared.squares_barrier(chunk % 2), 4 * D::kSplits * kDeltaRows);
+            }
+            bool const counts = D::kIsWhole && is_solver() && (kOnce || row == segment.reader_row());
+            uint32_t const before = counts ? count_reader(segment) : 0;
+            if (!kOnce)
+            {
+                stage_next(segment, row, count, chunk);
+            }
+            if (kLoadsLate && row == 0)
+            {
+                load(segment, state);
+            }
             multiply_keys();
-            report<kProductsAreThere, D::kThreads>();
+            if constexpr (D::kIsWhole)
+            {
+                meet_all();
+                if (is_solver())
+                {
+                    solver.solve(share);
+                    if (counts)
+                    {
+                        note_last(before);
+                    }
+                }
+            }
+            else
+            {
+                report<kProductsAreThere, D::kThreads>();
+            }
             if (row == 0 && segment.accepted > 0)
             {
-                absorb_pending(state);
+                absorb_pending(state, segment.accepted);
             }
             if (is_pending && (segment.accepted > 0 || segment.absorbed > 0))
             {
                 state.store(this->state(segment));
             }
-            read(state);
-            if (threadIdx.x == 0 && row == segment.reader_row())
+            TileNumbers of_keys = {};
+            TileNumbers of_queries = {};
+            state.read(shared.keys, shared.queries, part * State::kGroups, of_keys, of_queries);
+            if constexpr (D::kIsWhole)
             {
-                note_last(segment, before);
+                meet_all();
+                TileNumbers writes;
+                tiles.run(segment, ahead.norm, row, count, chunk, of_keys, of_queries, writes);
+                if (!is_pending)
+                {
+                    LeftParts const left[2] = {tiles.left_behind(writes, 0), tiles.left_behind(writes, 1)};
+                    absorb(state, left);
+                }
             }
-            meet_all();
-            finish.run(segment, ahead.norm, row, count, chunk);
-            if (!is_pending)
+            else
             {
-                absorb(state);
+                typename Finish<T, kSize, kBlockValues>::Outputs outputs;
+                finish.load_gates(segment, row, count, outputs);
+                share_sums(of_keys, of_queries);
+                meet_all();
+                finish.run(segment, ahead.norm, row, count, chunk, outputs);
+                if (!is_pending)
+                {
+                    LeftParts const left[2] = {left_of(shared.behind, 0), left_of(shared.behind, 8)};
+                    absorb(state, left);
+                }
             }
         }
         keep(segment, count);
-    }
-
-    // Counts this block among those that have read what a key head's value heads share, and expects the others' sums.
-    // Relaxed: nothing was written, and what was read has come, for it lies in shared memory.
-    __device__ __forceinline__ int count_reader(Segment const& segment, int row, int chunk) const
-    {
-        if (threadIdx.x == 0 && D::kSplits > 1)
-        {
-            expect_bytes(shared.squares_barrier(chunk % 2), 4 * D::kSplits * kDeltaRows);
-        }
-        return threadIdx.x == 0 && row == segment.reader_row() ? atomicAdd(place.counter(segment.slot), 1) : 0;
     }
 
     // Keeps beside the state what the next step needs. All blocks of the cluster have read what was kept before.

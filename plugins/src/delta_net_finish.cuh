@@ -23,7 +23,7 @@ struct Finish
     struct Outputs
     {
         float out[D::kOfLane][D::kRowsOfWarp];
-        float gates[D::kOfLane][D::kRowsOfWarp];
+        T gates[D::kOfLane][D::kRowsOfWarp];
     };
 
     // The j-th of a lane. Of heads of 16 two lanes have the same.
@@ -47,7 +47,7 @@ struct Finish
 #pragma unroll
             for (int j = 0; j < D::kOfLane; ++j)
             {
-                outputs.gates[j][i] = to_float(from[value(j)]);
+                outputs.gates[j][i] = from[value(j)];
             }
         }
     }
@@ -174,17 +174,16 @@ struct Finish
 #pragma unroll
                 for (int j = 0; j < D::kOfLane; ++j)
                 {
-                    out[value(j)] = from_float<T>(outputs.out[j][i] * root * norm[j] * quick_silu(outputs.gates[j][i]));
+                    out[value(j)]
+                        = from_float<T>(outputs.out[j][i] * root * norm[j] * quick_silu(to_float(outputs.gates[j][i])));
                 }
             }
         }
     }
 
     __device__ __forceinline__ void run(
-        Segment const& segment, float const (&norm)[D::kOfLane], int row, int count, int chunk) const
+        Segment const& segment, float const (&norm)[D::kOfLane], int row, int count, int chunk, Outputs& outputs) const
     {
-        Outputs outputs;
-        load_gates(segment, row, count, outputs);
 #pragma unroll
         for (int j = 0; j < D::kOfLane; ++j)
         {

@@ -41,6 +41,9 @@ struct TwoParts
     }
 };
 
+// Of 16 values and 16 rows, as accumulators have them: [8 rows each][value g: rows 2 t, 2 t + 1; value g + 8: these].
+using TileNumbers = float[2][4];
+
 // 16 x 8 numbers as the left operand. Columns 2 t and 2 t + 1 stand where the instruction has t and t + 4.
 struct LeftParts
 {
@@ -221,13 +224,13 @@ struct StateTile
         return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
     }
 
-    // Reads 16 rows' numbers out of it, whose keys it has from group `first` on: sums[i] of rows 8 i and on,
-    // [16 values, 8 rows], first those that keys read, then queries'.
-    __device__ __forceinline__ void read(
-        SplitRows<kSize> const& keys, SplitRows<kSize> const& queries, int first, float (&sums)[4][4]) const
+    // Reads 16 rows' numbers out of it, whose keys it has from group `first` on, [16 values, 16 rows]: those that keys
+    // read, and queries.
+    __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries, int first,
+        TileNumbers& of_keys, TileNumbers& of_queries) const
     {
         DeltaLane const lane;
-        float (*const all[4])[4] = {&sums[0], &sums[1], &sums[2], &sums[3]};
+        float (*const all[4])[4] = {&of_keys[0], &of_keys[1], &of_queries[0], &of_queries[1]};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
@@ -243,19 +246,14 @@ struct StateTile
         }
     }
 
-    // Forgets, and writes 16 rows: state <- kept * state + writes * keys. write_of(row, value) and key_of(row, key)
-    // give the numbers. Added to the state by FP32 additions: those of the products round down.
-    template <typename WriteOf, typename KeyOf>
-    __device__ __forceinline__ void absorb(float kept, WriteOf const& write_of, KeyOf const& key_of)
+    // Forgets, and writes 16 rows, or the first 8 of them: state <- kept * state + writes * keys. left holds the writes
+    // of 8 rows each, and right_of(tile, key) gives the lane's two rows' keys. Added to the state by FP32 additions:
+    // those of the products round down.
+    template <typename RightOf>
+    __device__ __forceinline__ void absorb(
+        float kept, bool has_more, LeftParts const (&left)[2], RightOf const& right_of)
     {
         DeltaLane const lane;
-        int const row = 2 * lane.column;
-        auto const left_of = [&](int first)
-        {
-            return LeftParts(write_of(first + row, lane.row), write_of(first + row + 1, lane.row),
-                write_of(first + row, lane.row + 8), write_of(first + row + 1, lane.row + 8));
-        };
-        LeftParts const left[2] = {left_of(0), left_of(8)};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
@@ -266,10 +264,11 @@ struct StateTile
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
             {
-                int const own = 8 * tile + row;
-                RightParts const right[2] = {RightParts(float2{key_of(own, key), key_of(own + 1, key)}),
-                    RightParts(float2{key_of(own, key + 2), key_of(own + 1, key + 2)})};
-                add_products(both, left[tile], right);
+                if (tile == 0 || has_more)
+                {
+                    RightParts const right[2] = {right_of(tile, key), right_of(tile, key + 2)};
+                    add_products(both, left[tile], right);
+                }
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i)

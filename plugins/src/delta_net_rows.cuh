@@ -80,40 +80,126 @@ struct Rows
                                  : place.value_channel() + number - 2 * kSize;
     }
 
-    // Stages the segment's rows from `row` on, with those that their convolution sees. By all threads.
+    // Stages the segment's rows from `row` on, with those that their convolution sees. By all threads. Loops that stay
+    // loops: their instructions come from memory, too.
     __device__ __forceinline__ void stage(Segment const& segment, int row, int count) const
     {
-        constexpr int kCopies = S::kRawStride / kNumbers;
-        for (int item = threadIdx.x; item < (kBefore + count) * kCopies; item += D::kThreads)
+        constexpr int kOfHeads = 2 * kSize / kNumbers; // of a row's queries and keys
+        constexpr int kOfValues = D::kValues / kNumbers;
+#pragma unroll 1
+        for (int item = threadIdx.x; item < (kBefore + count) * kOfHeads; item += D::kThreads)
         {
-            int const own = row + item / kCopies - kBefore;
-            int const number = item % kCopies * kNumbers;
-            T const* const from = own >= 0 ? place.row(segment.first_row + own)
-                                           : place.window_row(segment.slot, segment.accepted + kBefore + own);
-            stage_16(shared.raw + item / kCopies * S::kRawStride + number, from + channel_of(number),
-                own >= 0 || !segment.begins);
+            stage_16(segment, row, item / kOfHeads, item % kOfHeads * kNumbers);
         }
+#pragma unroll 1
+        for (int item = threadIdx.x; item < (kBefore + count) * kOfValues; item += D::kThreads)
+        {
+            stage_16(segment, row, item / kOfValues, 2 * kSize + item % kOfValues * kNumbers);
+        }
+    }
+
+    // 16 bytes of the index-th row of those that the rows from `row` on see.
+    __device__ __forceinline__ void stage_16(Segment const& segment, int row, int index, int number) const
+    {
+        int const own = row + index - kBefore;
+        T const* const from = own >= 0 ? place.row(segment.first_row + own)
+                                       : place.window_row(segment.slot, segment.accepted + kBefore + own);
+        delta::stage_16(
+            shared.raw + index * S::kRawStride + number, from + channel_of(number), own >= 0 || !segment.begins);
+    }
+
+    // Stages what gates the outputs of rows from `row` on, of the chunk-th chunk.
+    __device__ __forceinline__ void stage_gates(Segment const& segment, int row, int count, int chunk) const
+    {
+        constexpr int kCopies = D::kValues / kNumbers;
+#pragma unroll 1
+        for (int item = threadIdx.x; item < count * kCopies; item += D::kThreads)
+        {
+            int const number = item % kCopies * kNumbers;
+            T const* const from = place.row(segment.first_row + row + item / kCopies) + place.channels();
+            delta::stage_16(shared.gates + chunk % 2 * S::kGates + item / kCopies * D::kValues + number,
+                from + place.first_value() + number, true);
+        }
+    }
+
+    // Two pending rows' keys: four numbers of each, which a thread has.
+    struct PendingKeys
+    {
+        static constexpr int kItems = (kDeltaRows / 2 * kSize / 4 + D::kThreads - 1) / D::kThreads;
+
+        float4 first[kItems];
+        float4 second[kItems];
+    };
+
+    __device__ __forceinline__ PendingKeys load_pending_keys(Segment const& segment) const
+    {
+        PendingKeys keys;
+#pragma unroll
+        for (int i = 0; i < PendingKeys::kItems; ++i)
+        {
+            int const item = threadIdx.x + i * D::kThreads;
+            int const row = item / (kSize / 4) * 2;
+            int const number = item % (kSize / 4) * 4;
+            float4 const none = {};
+            keys.first[i] = row < segment.accepted
+                ? *reinterpret_cast<float4 const*>(place.keys(segment.slot, row) + number)
+                : none;
+            keys.second[i] = row + 1 < segment.accepted
+                ? *reinterpret_cast<float4 const*>(place.keys(segment.slot, row + 1) + number)
+                : none;
+        }
+        return keys;
+    }
+
+    // Puts them where `pending_keys` has them, once for all warps.
+    __device__ __forceinline__ void store_pending_keys(PendingKeys const& keys) const
+    {
+#pragma unroll
+        for (int i = 0; i < PendingKeys::kItems; ++i)
+        {
+            int const item = threadIdx.x + i * D::kThreads;
+            if (item < kDeltaRows / 2 * kSize / 4)
+            {
+                uint4* const to = pending_keys(item / (kSize / 4)) + item % (kSize / 4) * 4;
+                float const first[4] = {keys.first[i].x, keys.first[i].y, keys.first[i].z, keys.first[i].w};
+                float const second[4] = {keys.second[i].x, keys.second[i].y, keys.second[i].z, keys.second[i].w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                {
+                    TwoParts const a(first[j]);
+                    TwoParts const b(second[j]);
+                    to[j] = {a.high, b.high, a.low, b.low};
+                }
+            }
+        }
+    }
+
+    // Of rows 2 pair and 2 pair + 1: [kSize].
+    __device__ __forceinline__ uint4* pending_keys(int pair) const
+    {
+        return reinterpret_cast<uint4*>(shared.parts + pair * S::kPairStride);
     }
 
     // Stages the keys of the pending rows that the state absorbs, and what they write.
     __device__ __forceinline__ void stage_pending(Segment const& segment) const
     {
-        constexpr int kOfKeys = kSize / 4;
+        constexpr int kOfKeys = D::kIsWhole ? 0 : kSize / 4; // else `load_pending_keys` brings them
         constexpr int kCopies = kOfKeys + D::kValues / 4;
+#pragma unroll 1
         for (int item = threadIdx.x; item < kDeltaRows * kCopies; item += D::kThreads)
         {
             int const row = item / kCopies;
-            int const number = item % kCopies * 4;
+            int const number = item % kCopies * 4 + (D::kIsWhole ? kSize : 0);
             bool const is_there = row < segment.accepted;
             int const from = is_there ? row : 0;
             if (number < kSize)
             {
                 float* const to = shared.parts + number / D::kPartKeys * S::kPart + row * S::kKeyStride;
-                stage_16(to + number % D::kPartKeys, place.keys(segment.slot, from) + number, is_there);
+                delta::stage_16(to + number % D::kPartKeys, place.keys(segment.slot, from) + number, is_there);
             }
             else
             {
-                stage_16(shared.writes + row * S::kValueStride + number - kSize,
+                delta::stage_16(shared.writes + row * S::kValueStride + number - kSize,
                     place.writes(segment.slot, from) + number - kSize, is_there);
             }
         }
@@ -136,6 +222,7 @@ struct Rows
             }
             convolve_keys(weights, item, count);
         }
+#pragma unroll 1
         for (int item = threadIdx.x; item < kDeltaRows * kPairs; item += D::kWorkers)
         {
             int const row = item / kPairs;
@@ -201,6 +288,7 @@ struct Rows
     {
         int const first = is_last ? 0 : 2 * kSize;
         int const copies = (S::kRawStride - first) / kNumbers;
+#pragma unroll 1
         for (int item = threadIdx.x; item < (kBefore + count) * copies; item += D::kWorkers)
         {
             int const row = item / copies;
@@ -208,6 +296,7 @@ struct Rows
             store_vector(place.window_row(segment.slot, row) + channel_of(number),
                 load_vector<T, kNumbers>(shared.raw + row * S::kRawStride + number));
         }
+#pragma unroll 1
         for (int item = threadIdx.x; is_last && item < kSize / kLane * count; item += D::kWorkers)
         {
             int const row = item / (kSize / kLane);

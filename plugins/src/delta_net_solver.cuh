@@ -62,14 +62,12 @@ struct Solver
             static_cast<float const*>(place.p.dt_bias)[place.head]};
     }
 
-    // A lane's row, and its weights of a column's rows.
+    // A lane's row.
     struct Gates
     {
         float share; // at first as projected
         float decay;
         float pending_decay;
-        float lower[kPairs]; // b D below the diagonal
-        float reads[kPairs]; // D
     };
 
     // Loads what rows from `row` on are weighed by, and before the first of them the pending ones.
@@ -103,7 +101,9 @@ struct Solver
         weigh(gates);
     }
 
-    __device__ __forceinline__ void weigh(Gates& gates) const
+    // Leaves b D below the diagonal where the solution will be, and D beside it: a lane has a column's first or last
+    // rows.
+    __device__ __forceinline__ void weigh(Gates const& gates) const
     {
         float left = 1.f;
 #pragma unroll
@@ -114,23 +114,24 @@ struct Solver
             left *= i > column ? decay : 1.f;
             if (i / kPairs == first / kPairs)
             {
-                gates.lower[i % kPairs] = i > column ? left * share : 0.f;
-                gates.reads[i % kPairs] = i >= column ? left : 0.f;
+                shared.solved[i * kMixStride + column] = i > column ? left * share : 0.f;
+                shared.weights[i * kMixStride + column] = i >= column ? left : 0.f;
             }
         }
     }
 
     // Weighs the products of keys, and inverts I + A.
-    __device__ __forceinline__ void solve(Gates const& gates) const
+    __device__ __forceinline__ void solve(float share) const
     {
         float lower[kPairs];
         float reads[kPairs];
 #pragma unroll
         for (int i = 0; i < kPairs; ++i)
         {
-            float const* const product = shared.products + (first + i) * kMixStride + column;
-            lower[i] = gates.lower[i] * (product[0] + product[2 * S::kMix]);
-            reads[i] = gates.reads[i] * (product[S::kMix] + product[3 * S::kMix]);
+            int const own = (first + i) * kMixStride + column;
+            float const* const product = shared.products + own;
+            lower[i] = shared.solved[own] * (product[0] + product[2 * S::kMix]);
+            reads[i] = shared.weights[own] * (product[S::kMix] + product[3 * S::kMix]);
         }
         __syncwarp(); // they have been read
         float4* const to = reinterpret_cast<float4*>(shared.lower + column * kMixStride + first);
@@ -142,7 +143,7 @@ struct Solver
             shared.reads[(first + i) * kMixStride + column] = reads[i];
         }
         __syncwarp();
-        invert(gates.share);
+        invert(share);
     }
 
     // Each lane has a column, and each row that is known is taken from all behind it.

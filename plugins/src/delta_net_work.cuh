@@ -41,14 +41,15 @@ struct Division
 {
     static constexpr int kValues = kBlockValues; // of a block
     static constexpr int kSplits = kSize / kValues; // blocks of a cluster
-    static constexpr int kWarps = kSize / 16; // that hold the state; one more solves
+    static constexpr int kWarps = kSize / 16; // that hold the state
     static constexpr int kTiles = kValues / 16; // of values, a warp has one
     static constexpr int kParts = kWarps / kTiles; // of keys, a warp has one
     static constexpr int kPartKeys = kSize / kParts;
     static constexpr int kRowsOfWarp = kDeltaRows / kWarps; // that a warp finishes
     static constexpr int kOfLane = (kValues + 31) / 32; // values that a lane has of them
     static constexpr int kWorkers = 32 * kWarps;
-    static constexpr int kThreads = kWorkers + 32;
+    static constexpr bool kIsWhole = kParts == 1; // a warp has all keys: the last one of them solves, too
+    static constexpr int kThreads = kWorkers + (kIsWhole ? 0 : 32);
 };
 
 // A segment of rows, and how its slot's state stands to it.
@@ -184,51 +185,61 @@ struct Shared
     static constexpr int kPart = 2 * kDeltaRows * kValueStride;
     static constexpr int kRows = kDeltaRows * kValueStride;
     static_assert(kDeltaRows * kKeyStride <= kPart);
+    static constexpr int kPairStride = 4 * (kSize + 2); // of two pending rows' keys, in parts
+    static constexpr int kParts = D::kIsWhole
+        ? (kDeltaRows / 2 * kPairStride > kPart ? kDeltaRows / 2 * kPairStride : kPart)
+        : D::kParts * kPart;
+    static constexpr int kGates = D::kIsWhole ? kDeltaRows * D::kValues : 0; // of the outputs
+    static constexpr int kSquares = D::kIsWhole ? D::kWarps * kDeltaRows : 2 * D::kSplits * kDeltaRows;
 
     SplitRows<kSize> keys;
     SplitRows<kSize> queries;
     T* raw; // [3 + 16, queries, keys, values] before the convolution
+    T* gates; // [2 turns, 16, kValues] of the outputs, where warps have all keys
     float* values; // [16, kValues]: v, then what the state has not of it
     float* writes; // [16, kValues]: U, and before it the pending rows'
-    float* parts; // [kParts, keys' and queries', 16, kValues]: of what rows read; before them the pending rows' keys
+    float* parts; // [kParts, keys' and queries', 16, kValues]: of what rows read; before them the pending rows' keys,
+                  // of warps that have all: [8 pairs of rows, kSize, both high parts and both low ones]
     float* products; // [2 halves of the keys, k k and q k, 16, 16]
     float* lower; // [16, 16]: A transposed
     float* reads; // [16, 16]: D (q k)
     float* solved; // [16, 16]: (I + A)^-1 with the rows' shares
+    float* weights; // [16, 16]: D
     float* decays; // [16] each
     float* kept; // E
     float* behind; // what is left of a row behind the last
     float* pending_behind;
     float* pending_kept; // [1], of the state behind the pending rows
     int* is_last; // [1]
-    float* squares; // [2 turns, kSplits, 16]: sums over a block's values
+    float* squares; // [2 turns, kSplits, 16]: sums over a block's values; of warps that have all keys: [kWarps, 16]
     uint32_t squares_barriers; // [2]
 
     static constexpr int kRawBytes = (kBefore + kDeltaRows) * kRawStride * static_cast<int>(sizeof(T));
-    static constexpr int kBytes = kRawBytes
-        + 4
-            * (2 * SplitRows<kSize>::kWords + 2 * kRows + D::kParts * kPart + 5 * kMix + 4 * kDeltaRows + 4
-                + 2 * D::kSplits * kDeltaRows + 4);
+    static constexpr int kGatesBytes = 2 * kGates * static_cast<int>(sizeof(T));
+    static constexpr int kBytes = kRawBytes + kGatesBytes
+        + 4 * (2 * SplitRows<kSize>::kWords + 2 * kRows + kParts + 6 * kMix + 4 * kDeltaRows + 4 + kSquares + 4);
 
     __device__ __forceinline__ explicit Shared(float* memory)
         : keys{reinterpret_cast<uint32_t*>(memory)}
         , queries{keys.words + SplitRows<kSize>::kWords}
         , raw(reinterpret_cast<T*>(queries.words + SplitRows<kSize>::kWords))
-        , values(reinterpret_cast<float*>(raw) + kRawBytes / 4)
+        , gates(raw + kRawBytes / static_cast<int>(sizeof(T)))
+        , values(reinterpret_cast<float*>(gates) + kGatesBytes / 4)
         , writes(values + kRows)
         , parts(writes + kRows)
-        , products(parts + D::kParts * kPart)
+        , products(parts + kParts)
         , lower(products)
         , reads(products + kMix)
         , solved(products + 4 * kMix)
-        , decays(solved + kMix)
+        , weights(solved + kMix)
+        , decays(weights + kMix)
         , kept(decays + kDeltaRows)
         , behind(kept + kDeltaRows)
         , pending_behind(behind + kDeltaRows)
         , pending_kept(pending_behind + kDeltaRows)
         , is_last(reinterpret_cast<int*>(pending_kept + 1))
         , squares(pending_kept + 4)
-        , squares_barriers(shared_address(squares + 2 * D::kSplits * kDeltaRows))
+        , squares_barriers(shared_address(squares + kSquares))
     {
     }
 
