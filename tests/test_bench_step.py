@@ -268,7 +268,7 @@ def test_ctrl_c_shows_what_is_finished(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return 0.001
 
-    monkeypatch.setattr(step.StepBench, "_timed", timed)
+    monkeypatch.setattr(step.StepBench, "timed", timed)
     result = run("bench", "step", *QUICK, "--batch", "1,2", "--json", tmp_path / "step.json")
     assert result.exit_code == 130
     assert result.stderr == "error: interrupted\n"

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import TINY
 from tests.gpu.test_cuda import KERNELS, NEAR_TIE, acceptance, load_tiny, shipped_prompts, tokens
+from tests.gpu.test_draft_trees import load_trees
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.planning import open_checkpoints, plan_engine
@@ -21,6 +22,7 @@ from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill, Prepare
 from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.step import Drafting
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -49,19 +51,28 @@ def _rank(rank: int, ranks: int, port: int, work: Any, arguments: tuple[object, 
     work(TorchDistributed(group), device, *arguments)
 
 
-def load_rank(communicator: TorchDistributed, device: torch.device, precision: str) -> LLM:
+def load_rank(
+    communicator: TorchDistributed, device: torch.device, precision: str, draft_tree: int | str = "off"
+) -> LLM:
     values: dict[str, Any] = {"precision": precision, "tp": communicator.size, "max_batch": 8, "max_seq_len": 1024}
     pair = {"name": "tiny", "target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
     settings = BuildSettings.model_validate({**pair, **values})
     checkpoints = open_checkpoints(settings)
-    config = plan_engine(checkpoints, settings).config
+    config = with_trees(plan_engine(checkpoints, settings).config, draft_tree, device)
     weights = read_rank_weights(checkpoints, communicator.size, communicator.rank, config.dtype)
     session = CudaSession(config, weights, device, communicator, kernels=KERNELS)
     return LLM(session, TextCodec.load(checkpoints.target_folder.path, config.chat_arguments))
 
 
-def generate(communicator: TorchDistributed, device: torch.device, precision: str, per_kind: int, to: str) -> None:
-    with load_rank(communicator, device, precision) as llm:
+def generate(
+    communicator: TorchDistributed,
+    device: torch.device,
+    precision: str,
+    per_kind: int,
+    to: str,
+    draft_tree: int | str = "off",
+) -> None:
+    with load_rank(communicator, device, precision, draft_tree) as llm:
         if communicator.rank:
             llm.session.follow()
             return
@@ -98,6 +109,25 @@ def test_ranks_draft_as_well_as_one_in_bf16(ranks, tmp_path):
         ids, texts = [llm.encode(prompt) for prompt in prompts], (found["texts"][arm], tokens(expected))
         same = assert_only_near_ties_differ(llm, ids, *texts, GREEDY, dtype=torch.bfloat16, count=NEAR_TIE)
         assert same >= len(prompts) // 2
+
+
+@pytest.mark.skipif(KERNELS == "torch", reason="trees are our kernels', which are not built (make kernels)")
+@pytest.mark.parametrize("ranks", [n for n in (2, 4) if n <= GPUS])
+def test_ranks_draft_trees_as_one_does(ranks, tmp_path):
+    spawn(ranks, generate, "bf16", 6, str(tmp_path / "found.json"), 15)
+    found = json.loads((tmp_path / "found.json").read_text())
+    llm, prompts = load_trees(15), shipped_prompts(6)
+    expected, chains = llm.generate(prompts, GREEDY), load_trees("off").generate(prompts, GREEDY)
+    print("tokens a step:", found["acceptance"], "one rank:", acceptance(expected), "chains:", acceptance(chains))
+    assert found["acceptance"] == pytest.approx(acceptance(expected), rel=0.05)
+    assert found["acceptance"] > 1.04 * acceptance(chains)
+    ids, plain = [llm.encode(prompt) for prompt in prompts], llm.generate(prompts, GREEDY, draft=False)
+    for arm in ("drafted", "plain"):
+        texts = found["texts"][arm], tokens(plain)
+        same = assert_only_near_ties_differ(llm, ids, *texts, GREEDY, dtype=torch.bfloat16, count=NEAR_TIE)
+        assert same >= len(prompts) // 2
+    sampled = tokens(llm.generate(prompts, SAMPLED, draft=False))
+    assert sum(map(list.__eq__, found["texts"]["sampled"], sampled)) >= len(prompts) // 2
 
 
 def loop_without_a_wait(communicator: TorchDistributed, device: torch.device) -> None:

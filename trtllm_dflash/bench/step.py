@@ -251,7 +251,7 @@ class StepBench:
             for _ in range(1 + plan.rounds):
                 for arm in plan.arms:
                     progress(f"timing batch {batch}", done, total)
-                    seconds[arm].append(self._timed(arm, batch))
+                    seconds[arm].append(self.timed(arm, batch))
                     done += 1
             for arm in plan.arms:
                 work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length)
@@ -261,7 +261,7 @@ class StepBench:
             free, total = torch.cuda.mem_get_info(self.session.device)
             self.report.memory_used = total - free
 
-    def _timed(self, arm: Arm, batch: int) -> float:
+    def timed(self, arm: Arm, batch: int) -> float:
         """Times a step, in seconds from one outcome's arrival to the next one's.
 
         The slots start so that the round's middle step finds `cache_length` tokens: each step of random weights
@@ -409,7 +409,7 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
             check_room(plan.config, device)
         session = random_session(plan.config, device, world, kernels=settings.kernels)
     try:
-        _fill_caches(session)
+        fill_caches(session)
         if session.communicator.rank != 0:
             session.follow()
             yield None
@@ -488,7 +488,7 @@ def random_session(
         ) from None
 
 
-def _fill_caches(session: Session) -> None:
+def fill_caches(session: Session) -> None:
     """Fills the K/V caches with random rows: zeros would draw less of the GPU's power, and be faster."""
     with torch.inference_mode():
         for cache in session.caches.values():

@@ -7,6 +7,7 @@ from trtllm_dflash.ops.base import AttentionLayer, Context, LatentLayer
 from trtllm_dflash.ops.cuda_caches import CudaCaches
 from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
+from trtllm_dflash.ops.cuda_shapes import CudaShapes
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows
 from trtllm_dflash.ops.latent_attention import MOST_ABSORBED, key_up, value_up
 
@@ -144,7 +145,7 @@ class CudaSlots(CudaCaches):
         return is_known and kernels.takes_rotary(2 * cos.shape[1], layer.head_size)
 
 
-class CudaSlotOps(CudaSlots, CudaExperts, CudaProducts):
+class CudaSlotOps(CudaShapes, CudaSlots, CudaExperts, CudaProducts):
     """Computes a step of [slots, rows] by whatever our kernels have of it. A call may be captured into a CUDA graph."""
 
 
