@@ -34,9 +34,7 @@ def test_the_network_drafts_as_torch_ops_do(builder, tmp_path, kind, tp):  # noq
     assert both.compared == 2 + 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "gpu", "tp"), [("dflash2", "sm120", 1), ("dflash2", "sm89", 2), ("dspark", "sm120", 2)]
-)
+@pytest.mark.parametrize(("kind", "gpu", "tp"), [("dflash2", "sm89", 2), ("dspark", "sm120", 1)])
 def test_both_profiles_compile(tmp_path, kind, gpu, tp):
     target = make_target(tmp_path / "target", layers=2, hidden=128, vocab=512, **SHAPE)
     make_drafter = make_dflash2 if kind == "dflash2" else make_dspark

@@ -1,5 +1,6 @@
 """Model families, written once over `Ops`. Adding a family is adding a file and its line here."""
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 from trtllm_dflash.errors import CheckpointError
@@ -90,7 +91,13 @@ def without_kernels(config: DecoderConfig) -> str | None:
 
 def target_weights(target: DecoderConfig) -> list[Weight]:
     """Lists the weights of a target, one that is planned for too."""
-    return Planned(target).weights() if isinstance(target, PlannedConfig) else build_target(target).weights()
+    return list(_target_weights(target))
+
+
+# A plan asks for them eight times, and those of a mixture of experts have 70,000 parts.
+@lru_cache(maxsize=1)
+def _target_weights(target: DecoderConfig) -> tuple[Weight, ...]:
+    return tuple(Planned(target).weights() if isinstance(target, PlannedConfig) else build_target(target).weights())
 
 
 def pair_weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
