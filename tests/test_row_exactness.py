@@ -16,8 +16,8 @@ from trtllm_dflash.pairs.prompts import read_prompts
 
 ROWS = (1, 2, 3, 5, 7, 16, 17, 33, 64, 100)
 SAILOR = "Tell me a story about a sailor."
-GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temperature=1.0, seed=4)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=4)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_texts_are_the_same_however_they_are_computed(precision, tmp_path):
     prompts = [[{"role": "user", "content": text}] for kind in read_prompts(1).values() for text in kind]
     prompts += [SAILOR, SAILOR + " " + SAILOR]  # which begin alike
     expected = {}
-    for chunk in (5, 16, 64):
+    for chunk in (5, 64):
         build_tiny(tmp_path / str(chunk), precision=precision, chunk=chunk)
         with LLM.load(tmp_path / str(chunk), "cpu") as llm:
             for kind, params in (("greedy", GREEDY), ("sampled", SAMPLED)):

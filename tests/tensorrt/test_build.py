@@ -127,8 +127,7 @@ def small_pair(tmp_path_factory):
     return ["--target", target, "--drafter", drafter, "--max-seq-len", 256]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_ends_a_build_and_leaves_no_half_engine(small_pair, workers, number, tmp_path):
     words = ["build", "--backend", "tensorrt", *small_pair, "--gpu", "sm120", "--tp", 4, "--workers", workers]
     command = [sys.executable, "-m", "trtllm_dflash", *words, "--output", tmp_path / "engine"]

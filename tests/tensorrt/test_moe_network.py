@@ -86,7 +86,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     ("family", "flags"),
     [
         ("gpt-oss", ["--gpu", "sm120", "--tp", "1"]),
-        ("gpt-oss", ["--gpu", "sm120", "--tp", "2", "--greedy"]),
         ("gpt-oss", ["--gpu", "sm89", "--tp", "1", "--precision", "fp16", "--greedy"]),
         ("qwen3-moe", ["--gpu", "sm120", "--tp", "2", "--ep", "--greedy"]),
     ],

@@ -163,12 +163,10 @@ def compiled(pair: Pair, gpu: str, tp: int, **settings: Any) -> Plan:
 @pytest.mark.parametrize(
     ("kind", "gpu", "tp"),
     [
-        ("tensor", "sm89", 1),
-        ("tensor", "sm120", 8),
+        ("tensor", "sm120", 1),
         ("channel", "sm89", 8),
         ("blocks", "sm120", 2),
         ("nvfp4", "sm120", 1),
-        ("nvfp4", "sm120", 8),
         ("nvfp4 weights", "sm120", 8),
     ],
 )
