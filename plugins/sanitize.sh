@@ -33,16 +33,29 @@ arguments=()
 target=(-arch=native)
 if [ "${gpu##*, }" = 9.0 ]; then
     target=(-gencode arch=compute_90a,code=sm_90a) # that alone: -arch=sm_90a can add code without Hopper's own
-    "$nvcc" -arch=sm_90 --split-compile=0 -O3 -DNDEBUG -std=c++17 -lineinfo -shared -Xcompiler=-fPIC "-I$plugins/include" \
-        -DDFLASH_ARCHITECTURES=\"90-real\" -o "$logs/without_hopper.so" "$plugins/src/attention.cu" "$plugins/src/library.cpp"
     arguments=(--without-hopper "$logs/without_hopper.so")
 fi
 
-groups=$("$python" "$plugins/harness/every_kernel.py" --list)
-
-# The profiler counts what ran; tools would hide from it.
-"$python" "$plugins/harness/every_kernel.py" --cover "${arguments[@]}" | tee "$logs/cover.out" >&2
-tail -n 1 "$logs/cover.out" > "$logs/kernels.txt"
+compile_all()
+{
+    local compiling=() each
+    if [ ${#arguments[@]} -gt 0 ]; then
+        "$nvcc" -arch=sm_90 --split-compile=0 -O3 -DNDEBUG -std=c++17 -lineinfo -shared -Xcompiler=-fPIC \
+            "-I$plugins/include" -DDFLASH_ARCHITECTURES=\"90-real\" -o "$logs/without_hopper.so" \
+            "$plugins/src/attention.cu" "$plugins/src/library.cpp" &
+        compiling+=($!)
+    fi
+    while read -r each _; do
+        if [ -n "$each" ]; then
+            "$nvcc" "${target[@]}" -O3 -std=c++17 -lineinfo "-I$plugins/include" "-I$plugins/src" -o "$logs/$each" \
+                "$plugins/harness/$each.cu" &
+            compiling+=($!)
+        fi
+    done <<< "$programs"
+    for each in "${compiling[@]}"; do
+        wait "$each" || return 1
+    done
+}
 
 # sanitize TOOL NAME COMMAND...: its reports in NAME.log, the command's output in NAME.out. Reports end nothing here.
 sanitize()
@@ -58,33 +71,55 @@ sanitize()
     timeout --kill-after=10 "$limit" "$sanitizer" "${options[@]}" "$@" > "$logs/$name.out" 2>&1 || true
 }
 
-# Each tensor is an allocation of its own, so that an access past its end is seen. Only our kernels are looked at.
-export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 # run TOOL NAME ARGUMENTS...: a tool over the kernels that the arguments name, and how long it took.
 run()
 {
     local tool=$1 name=$2 begun=$SECONDS
     shift 2
-    sanitize "$tool" "$name" --kernel-name kns=dflash "$python" "$plugins/harness/every_kernel.py" "${arguments[@]}" "$@"
+    # Each tensor is an allocation of its own, so that an access past its end is seen. Only our kernels are looked at.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$tool" "$name" --kernel-name kns=dflash \
+        "$python" "$plugins/harness/every_kernel.py" "$@"
     echo "$((SECONDS - begun))" > "$logs/$name.seconds"
     echo "$name: $((SECONDS - begun)) s, $(grep 'SUMMARY' "$logs/$name.log" | head -n 1)" >&2
 }
-run memcheck memcheck
-run synccheck synccheck
-# Slow where blocks have much shared memory: a process for each group of kernels, side by side.
+
+# The profiler counts what ran; tools would hide from it.
+cover()
+{
+    timeout --kill-after=10 "$limit" "$python" "$plugins/harness/every_kernel.py" --cover "${arguments[@]}" \
+        > "$logs/cover.out" || touch "$logs/left_out"
+    tail -n 1 "$logs/cover.out" > "$logs/kernels.txt"
+}
+
+rm -f "$logs/left_out"
+groups=$("$python" "$plugins/harness/every_kernel.py" --list)
+compile_all &
+compiler=$!
+# racecheck is slow where blocks have much shared memory: a process for each group of kernels. All run side by side;
+# those that need what is being compiled begin last.
 for group in $groups; do
     run racecheck "racecheck-$group" --group "$group" &
 done
-wait
-
+wait "$compiler" || { echo "error: not all programs were compiled" >&2; wait; exit 1; }
+if [ ${#arguments[@]} -gt 0 ]; then
+    TRTLLM_DFLASH_KERNELS=$logs/without_hopper.so run racecheck racecheck-without-hopper --group attention &
+fi
+run memcheck memcheck "${arguments[@]}" &
+run synccheck synccheck "${arguments[@]}" &
+cover &
 while read -r name tool; do
     if [ -n "$name" ]; then
-        "$nvcc" "${target[@]}" -O3 -std=c++17 -lineinfo "-I$plugins/include" "-I$plugins/src" -o "$logs/$name" \
-            "$plugins/harness/$name.cu"
-        "$logs/$name" > "$logs/$name.out" # ends with 0: it has no fault
+        timeout --kill-after=10 "$limit" "$logs/$name" > "$logs/$name.out" || {
+            echo "error: $name, which has no fault, did not end with 0" >&2; wait; exit 1; }
         sanitize "$tool" "$name" "$logs/$name"
     fi
 done <<< "$programs"
+wait
 
 echo "logs: $logs" >&2
 "$python" "$plugins/harness/sanitizer_summary.py" "$logs" | tee "$summary"
+if [ -e "$logs/left_out" ]; then
+    cat "$logs/cover.out" >&2
+    echo "error: a kernel was left out" >&2
+    exit 1
+fi

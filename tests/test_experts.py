@@ -1,5 +1,7 @@
 """Mixtures of experts: routing, and the ways of computing them."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,6 +111,27 @@ def test_of_equal_logits_the_lowest_ids_win_and_shares_are_of_all_or_of_those_ch
     torch.testing.assert_close(shares, torch.tensor([[0.5, 0.5]]))
     _, shares = route(MoELayer("", 4, 0, 4, 2, normalized=False), logits)
     torch.testing.assert_close(shares, logits.softmax(-1)[:, 1:3])
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_sigmoids_are_compared_with_a_correction_or_without_and_are_the_shares(corrects, normalized):
+    """By the formula, one row after another; a correction turns some rows' choice over."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(20, 9, generator=generator)
+    correction = torch.randn(9, generator=generator) if corrects else None
+    layer = MoELayer("", 9, 0, 9, 3, normalized, scores="sigmoid")
+    ids, shares = route(layer, logits, correction)
+    chosen_by_scores = []
+    for row, of_row, its_shares in zip(logits.double().tolist(), ids.tolist(), shares.tolist(), strict=True):
+        scores = [1 / (1 + math.exp(-x)) for x in row]
+        compared = [score + (correction[i].item() if corrects else 0) for i, score in enumerate(scores)]
+        best = sorted(range(9), key=lambda i: -compared[i])[:3]
+        assert of_row == best
+        total = sum(scores[i] for i in best) if normalized else 1
+        assert its_shares == pytest.approx([scores[i] / total for i in best], rel=1e-5)
+        chosen_by_scores.append(best == sorted(range(9), key=lambda i: -scores[i])[:3])
+    assert all(chosen_by_scores) is not corrects
 
 
 def test_in_bf16_shares_and_sums_are_in_fp32():

@@ -1,6 +1,7 @@
 """The CUDA kernels and the TensorRT plugin: that they compile, load and say what is wrong. tests/gpu runs them."""
 
 import ctypes
+import hashlib
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
+#: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
+INTERFACE = (21, "cb2507663804d948")
 MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
 
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -161,6 +164,17 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
 def test_python_and_header_name_one_interface():
     header = (PLUGINS / "include" / "dflash_kernels.h").read_text()
     assert re.search(rf"DFLASH_ABI_VERSION {kernels.ABI_VERSION}\n", header)
+
+
+def test_a_number_names_one_interface():
+    """Whoever changes what C compiles of the header, and not the number, is told here.
+
+    A library of the same number and another layout would be loaded, and read other members.
+    """
+    header = (PLUGINS / "include" / "dflash_kernels.h").read_text()
+    code = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    digest = hashlib.sha256("".join(code.split()).encode()).hexdigest()[:16]
+    assert (kernels.ABI_VERSION, digest) == INTERFACE, "raise both versions by one, and note them in INTERFACE"
 
 
 def test_every_gpu_that_we_name_is_compiled_for():

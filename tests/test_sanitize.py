@@ -51,7 +51,7 @@ RAN = "every group of kernels ran"
 
 #: racecheck runs over one group of kernels at a time.
 GROUPS = ("sums", "attention", "products-48x192")
-RACECHECKS = [f"racecheck-{group}" for group in GROUPS]
+RACECHECKS = [*(f"racecheck-{group}" for group in GROUPS), "racecheck-without-hopper"]
 
 STUBS = {
     "nvidia-smi": 'echo "NVIDIA H200, 9.0"',
@@ -73,7 +73,7 @@ done
 """,
     "python": f"""
 case "$*" in
-    *every_kernel.py*--cover*) echo "7 of the library's 8 kernels ran, in 9 launches." ;;
+    *every_kernel.py*--cover*) echo "7 of the library's 8 kernels ran, in 9 launches."; exit $LEFT_OUT ;;
     *every_kernel.py*--list*) printf '%s\\n' {" ".join(GROUPS)} ;;
     *every_kernel.py*) cat "$SAID/last_line" ;;
     *) exec {sys.executable} "$@" ;;
@@ -94,7 +94,7 @@ def sanitize(tmp_path):
     for name in ("sanitize.sh", "harness/sanitizer_summary.py"):
         shutil.copy(PLUGINS / name, plugins / name)
 
-    def sanitize(logs=None, programs=None, last_line=RAN):
+    def sanitize(logs=None, programs=None, last_line=RAN, left_out=0):
         words = {"memcheck": CLEAN, "synccheck": CLEAN, **dict.fromkeys(RACECHECKS, RACES_CLEAN), **(logs or {})}
         for name, (source, text) in (programs or {}).items():
             (plugins / "harness" / f"{name}.cu").write_text(source)
@@ -103,6 +103,7 @@ def sanitize(tmp_path):
             (said / f"{name}.log").write_text(text)
         (said / "last_line").write_text(last_line + "\n")
         environment = {"PATH": f"{stubs}:/usr/bin:/bin", "PYTHON": "python", "SAID": str(said)}
+        environment["LEFT_OUT"] = str(left_out)
         command = [plugins / "sanitize.sh", tmp_path / "summary.md", tmp_path / "logs"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         summary = tmp_path / "summary.md"
@@ -117,6 +118,12 @@ def test_kernels_without_a_report_are_clean(sanitize):
     assert "compute-sanitizer 2025.3.1.0, one NVIDIA H200." in summary
     assert "7 of the library's 8 kernels ran, in 9 launches." in summary
     assert all(f"| {name} | 0 | 0 |" in summary for name in ("memcheck", "synccheck", *RACECHECKS))
+
+
+def test_a_kernel_that_was_left_out_is_an_error(sanitize):
+    code, summary, stderr = sanitize(left_out=1)
+    assert code == 1
+    assert "| memcheck | 0 | 0 |" in summary and "a kernel was left out" in stderr
 
 
 @pytest.mark.parametrize(

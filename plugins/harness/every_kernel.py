@@ -155,7 +155,7 @@ def step(dtype: torch.dtype) -> None:
 
 def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence[Tensor]) -> None:
     """A step of trees: its begin, acceptance as it is and imposed, moves within pages and across them, and its end."""
-    parents = torch.randint(block, (decoding + len(pieces), block), device="cuda").int() % ints(*range(1, block + 1))
+    parents = random_trees(decoding + len(pieces), block)
     layout, tokens, kept_start = lay_out(decoding, pieces, block, parents)
     targets = torch.zeros_like(layout.logit_rows)
     kernels.accept_paths(layout, targets)
@@ -167,6 +167,11 @@ def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence
     kept = tokens, kept_start, 63, targets, found.accepted, found.next_start, drafts, block
     for given in (drafts, None):
         kernels.end_rows(layout, *kept, given, parents)
+
+
+def random_trees(slots: int, block: int) -> Tensor:
+    """Each row's parent, of a tree of `block` rows a slot."""
+    return torch.randint(block, (slots, block), device="cuda").int() % ints(*range(1, block + 1))
 
 
 def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:
@@ -223,6 +228,7 @@ def norms(dtype: torch.dtype) -> None:
         for gates in (x[..., size:], x[..., :1]):
             rows = x[..., :size].contiguous()
             kernels.gate(rows, gates, rows)
+            kernels.gate(rows, gates)
 
 
 def choices(dtype: torch.dtype) -> None:
@@ -233,7 +239,7 @@ def choices(dtype: torch.dtype) -> None:
         kernels.argmax(normal(2, 3, size, dtype=torch.float32))
     for size in (8, 2048, 4097, 32000):
         ids, best, total = kernels.top_ids(normal(2, 3, size, dtype=dtype))
-        kernels.top_ids(normal(2, 3, size, dtype=torch.float32))
+        kernels.top_ids(normal(2, 3, size, dtype=torch.float32), normalized=True)
         for nodes in (3, 17):
             parents, places = ints(-1, *range(16)), ints(*range(17))
             kernels.grow_tree(parents, places, nodes, -15.0, 1e-3, ints(1, 2), best - total[..., None], ids)
@@ -291,6 +297,7 @@ def append(dtype: torch.dtype) -> None:
                 run(keys, values, start, heads, context=context)
                 for pieces in ((33, 70, 130), (1400,)):  # a head of a row each, and several
                     append_flat(run, heads, kv_heads, pieces)
+                append_flat(run, heads, kv_heads, (33, 70), random_trees(9 + 2, 8))
         keys, values = make_caches((slots, kv_heads, length, size), dtype, None)
         shared = qkv[..., : (heads + kv_heads) * size]  # keys as values, which are normed
         kernels.Append(cos, sin, norm, norm, EPSILON, None, True, True)(keys, values, start, heads, shared)
@@ -299,9 +306,11 @@ def append(dtype: torch.dtype) -> None:
         run(keys, values, start, heads, qkv, context, committed)
 
 
-def append_flat(run: kernels.Append, heads: int, kv_heads: int, pieces: Sequence[int]) -> None:
+def append_flat(
+    run: kernels.Append, heads: int, kv_heads: int, pieces: Sequence[int], parents: Tensor | None = None
+) -> None:
     """A step's rows into pages, context rows all and committed, and a block behind them; some past the last page."""
-    layout, page_rows = lay_out(9, pieces)[0], 64
+    layout, page_rows = lay_out(9, pieces, parents=parents)[0], 64
     slots, width, dtype, size = len(layout.segments), max(pieces) // page_rows, run.cos.dtype, 2 * run.cos.shape[1]
     pages = kernels.Pages(random_table(slots, width), page_rows)
     keys, values = make_caches((slots * width, kv_heads, page_rows, size), dtype, run.scales)
@@ -345,30 +354,35 @@ def sums(dtype: torch.dtype) -> None:
                 reduce(normal(nbytes // kind.itemsize, dtype=kind))
 
 
-def experts(dtype: torch.dtype) -> None:
+def experts(dtype: torch.dtype, weight: str) -> None:
     """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
     clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
     softmax = kernels.Routing(16, 0, 16, 4, False)
+    mixture(dtype, weight, 3, 320, 96, clamped)
+    mixture(dtype, weight, 40, 320, 96, softmax, logits=torch.float32, biased=False)
+    mixture(dtype, weight, 300, 64, 32, clamped, spread=0.0)
+    mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
+    mixture(dtype, weight, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
+    if weight == "mxfp4":
+        mixture(dtype, weight, 20, 320, 64, clamped, scales=(80, 131))
     scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scales=normal(16, dtype=dtype))
-    mixture(dtype, "numbers", 3, 320, 96, scaled, biased=False)
-    for weight in ("numbers", "mxfp4", "fp8", "fp8 blocks"):
-        mixture(dtype, weight, 3, 320, 96, clamped)
-        mixture(dtype, weight, 40, 320, 96, softmax, logits=torch.float32, biased=False)
-        mixture(dtype, weight, 300, 64, 32, clamped, spread=0.0)
-        mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
-        mixture(dtype, weight, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
-    mixture(dtype, "mxfp4", 20, 320, 64, clamped, scales=(80, 131))
+    for rows in (3, 9, 40, 130):
+        mixture(dtype, weight, rows, 320, 96, scaled, biased=False)
+    correction = normal(256, dtype=torch.float32)
+    for rows, logits, normalized in ((3, dtype, True), (40, torch.float32, False), (300, dtype, True)):
+        routing = kernels.Routing(256, 8, 64, 8, normalized, correction=correction, scale=2.8)
+        mixture(dtype, weight, rows, 128, 64, routing, logits)
+
+
+def int4_experts(dtype: torch.dtype) -> None:
+    """Groups of up to 8 rows and of up to 16; choice by sigmoids and by softmax; SiLU, GELU and a clamp."""
     correction = normal(384, dtype=torch.float32)
-    for rows, logits in ((3, dtype), (40, torch.float32)):
-        mixture(
-            dtype,
-            "int4",
-            rows,
-            512,
-            256,
-            kernels.Routing(384, 8, 64, 8, True, correction=correction, scale=2.8),
-            logits,
-        )
+    for rows, logits in ((3, dtype), (40, torch.float32), (500, dtype)):
+        routing = kernels.Routing(384, 8, 64, 8, True, correction=correction, scale=2.8)
+        mixture(dtype, "int4", rows, 512, 256, routing, logits)
+    for rows in (8, 40):
+        mixture(dtype, "int4", rows, 256, 256, kernels.Routing(16, 0, 16, 4, False, gelu=True), biased=False)
+        mixture(dtype, "int4", rows, 1024, 256, kernels.Routing(16, 4, 8, 4, True, (1.702, 7.0)), spread=0.0)
 
 
 def mixture(
@@ -419,6 +433,7 @@ def attention(dtype: torch.dtype) -> None:
             if not kernels.takes_heads(size, dtype, cache):
                 continue
             attend(dtype, size, scales, [300, 1, 65], rows=1, group=4)
+            attend(dtype, size, scales, [300, 5, 65], rows=8, group=1, adds=True)
             attend(dtype, size, scales, [700, 0, 64], rows=8, group=4, causal=False)
             attend(dtype, size, scales, [128_000 // size] * 20, rows=16, group=4)  # rings of tiles go round
             attend(dtype, size, scales, [129, 1000, 17], rows=16, group=4, window=100, has_sinks=True)
@@ -431,12 +446,25 @@ def attention(dtype: torch.dtype) -> None:
                 attend_flat(dtype, size, scales, [(700, 5), (0, 0), (63, 1), (64, 16)], 16, page_rows)
                 attend_flat(dtype, size, scales, [(700, 5), (0, 0), (3, 1)], 8, page_rows, block=True)
                 attend_flat(dtype, size, scales, [(700, 16), (0, 0), (60, 16)], 16, page_rows, window=100, tree=True)
+                attend_flat(dtype, size, scales, [(70, 64), (0, 3)], 64, page_rows, tree=True)
             cuts = [(first, min(32, 300 - first)) for first in range(0, 300, 32)]
             attend_flat(dtype, size, scales, cuts, 32, 64, window=100, has_sinks=True)
             attend_flat(dtype, size, scales, cuts, 32, 371)  # a page holds all of a slot
-            if scales is None and size <= 128 and is_hopper(CUDA):
-                many_cuts = [(1500, 5), (0, 0), (63, 1)] + [(600, 2)] * processors
-                attend_flat(dtype, size, scales, many_cuts, 16, 64, exact=True)
+
+
+def exact_attention(dtype: torch.dtype) -> None:
+    """One row block to four of a head; cuts that a block has alone, and all of a slot's; a page and several; sinks."""
+    if not is_hopper(CUDA):
+        return
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for size in kernels.HEAD_SIZES:
+        few = [(1500, 5), (0, 0), (63, 1), (511, 16), (512, 1)]
+        for rows, group in ((16, 4), (16, 1), (17, 4), (32, 4), (32, 5), (32, 8)):
+            attend_flat(dtype, size, None, few, rows, 64, group=group, exact=True)
+        attend_flat(dtype, size, None, [(900, 32), (0, 32)], 32, 2048, group=8, has_sinks=True, exact=True)
+        attend_flat(dtype, size, None, [(900, 1), (700, 3), (0, 0)], 16, 64, group=8, block=True, exact=True)
+        attend_flat(dtype, size, None, few + [(600, 2)] * processors, 16, 64, exact=True)
+        attend_flat(dtype, size, None, few + [(600, 32)] * (processors // 4), 32, 64, group=8, exact=True)
 
 
 def latents(dtype: torch.dtype) -> None:
@@ -447,6 +475,10 @@ def latents(dtype: torch.dtype) -> None:
         (8, 2, [3000] * 13),
         (8, 4, [64 * 70]),
         (8, 16, [300, 16, 129]),
+        (8, 16, [4900]),
+        (1, 1, [64, 1]),
+        (16, 32, [100, 700]),
+        (64, 1, [700, 65]),
         (64, 16, [2000, 1990]),
         (5, 7, [130] * 2 * processors),
     ):
@@ -469,14 +501,16 @@ def attend(
     causal: bool = True,
     window: int = 0,
     has_sinks: bool = False,
+    adds: bool = False,
 ) -> None:
-    """One call over caches that end with the longest slot, inside of a tile."""
+    """One call over caches that end with the longest slot, inside of a tile; or, where it adds, 3 rows behind it."""
     kv_heads = 2
     heads = group * kv_heads
+    added = torch.ones(len(lengths), dtype=torch.int32, device="cuda") if adds else None
     q = normal(len(lengths), rows, heads, size, dtype=dtype).transpose(1, 2)
     keys, values = make_caches((len(lengths), kv_heads, max(lengths), size), dtype, scales)
     sinks = normal(heads, dtype=torch.float32) if has_sinks else None
-    kernels.attention(q, keys, values, ints(*lengths), causal, window, sinks, scales=scales)
+    kernels.attention(q, keys, values, ints(*lengths), causal, window, sinks, added, 2 * adds, scales, 0.1)
 
 
 def attend_flat(
@@ -491,9 +525,10 @@ def attend_flat(
     has_sinks: bool = False,
     tree: bool = False,
     exact: bool = False,
+    group: int = 4,
 ) -> None:
     """One call over segments of (start, count), padding rows, and caches in pages; or over a block of rows of each."""
-    kv_heads, heads, slots = 2, 8, len(runs)
+    kv_heads, heads, slots = 2, 2 * group, len(runs)
     ends = list(accumulate((count for _, count in runs), initial=0))
     places = zip(range(slots), (start for start, _ in runs), ends, (count for _, count in runs), strict=False)
     segments = ints(*(x for place in places for x in place)).view(-1, 4)
@@ -514,7 +549,7 @@ def attend_flat(
         scales=scales,
         added=segments[:, 3] // 2 if block else None,
         block=rows if block else 0,
-        row_path=torch.randint(2**rows, (len(q),), device="cuda") if tree else None,
+        row_path=torch.randint(2 ** min(rows, 63) - 1, (len(q),), device="cuda") if tree else None,
         exact=exact,
     )
 
@@ -561,15 +596,47 @@ def attend_prompts(
 
 def states(dtype: torch.dtype) -> None:
     """Nets of every size: slots that begin, go on, rest and read prompts, and rows of nobody."""
-    for kind in (dtype, torch.float32):
+    for kind in kinds_beside(dtype):
         for size in DELTA_SIZES:
-            # With more heads of 128 a block has more of their values.
-            for value_heads in (4, 16, 164) if size == 128 else (4,):
-                delta_net(kind, size, key_heads=2, value_heads=value_heads)
+            delta_net(kind, size, 2, 4, MIXED_RUNS)
+        delta_net(kind, 128, 2, 16, MIXED_RUNS)
 
 
-def delta_net(dtype: torch.dtype, size: int, key_heads: int, value_heads: int) -> None:
-    slots, channels, before = 5, (2 * key_heads + value_heads) * size, DELTA_TAPS - 1
+def states_of_many(dtype: torch.dtype) -> None:
+    """The same of so many heads of 128 that a block has all of their values."""
+    for kind in kinds_beside(dtype):
+        delta_net(kind, 128, 2, 164, MIXED_RUNS)
+
+
+def kinds_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """A type, and FP32 beside the first: of both would be twice."""
+    return (dtype, torch.float32) if dtype == HALVES[0] else (dtype,)
+
+
+def states_of_rows(dtype: torch.dtype, value_heads: int) -> None:
+    """Nets of heads of 128 of 1, 16, 40 and 512 rows each, a value head a key and several; few rows that are kept."""
+    for rows in (1, 16, 40):
+        delta_net(dtype, 128, 2, value_heads, [(0, 0, rows, 0), (9, 2, rows, 0)])
+    if value_heads <= 16:  # more take racecheck too long
+        delta_net(dtype, 128, 2, value_heads, [(24, 24, 512, 0)])
+    delta_net(dtype, 128, value_heads, value_heads, MIXED_RUNS)
+    delta_net(dtype, 128, 1, value_heads, [(9, 7, 1, 0), (20, 16, 20, 2)], pending=4)
+
+
+#: What slots do in a step of a delta net: start, the position that the state stands at, rows, and padding behind them.
+MIXED_RUNS = [(0, 0, 16, 0), (9, 2, 1, 0), (40, 24, 35, 0), (7, 7, 0, 0), (5, 5, 18, 3)]
+
+
+def delta_net(
+    dtype: torch.dtype,
+    size: int,
+    key_heads: int,
+    value_heads: int,
+    runs: Sequence[tuple[int, int, int, int]],
+    pending: int = DELTA_ROWS,
+) -> None:
+    """One net over a step of slots' runs, as in MIXED_RUNS; then where the states stand."""
+    slots, channels, before = len(runs), (2 * key_heads + value_heads) * size, DELTA_TAPS - 1
 
     def numbers(*shape: int) -> Tensor:
         return normal(*shape, dtype=torch.float32)
@@ -581,17 +648,19 @@ def delta_net(dtype: torch.dtype, size: int, key_heads: int, value_heads: int) -
         norm=numbers(size),
         norm_eps=EPSILON,
         states=numbers(slots, value_heads, size, size),
-        writes=numbers(slots, DELTA_ROWS, value_heads, size),
-        keys=numbers(slots, DELTA_ROWS, key_heads, size),
-        decays=torch.rand(slots, DELTA_ROWS, value_heads, device="cuda"),
-        window=normal(slots, before + DELTA_ROWS, channels, dtype=dtype),
+        writes=numbers(slots, pending, value_heads, size),
+        keys=numbers(slots, pending, key_heads, size),
+        decays=torch.rand(slots, pending, value_heads, device="cuda"),
+        window=normal(slots, before + pending, channels, dtype=dtype),
     )
-    rows = 16 + 1 + 35 + 18 + 3
-    segments = ints(0, 0, 0, 16, 1, 9, 16, 1, 2, 40, 17, 35, 3, 7, 0, 0, 4, 5, 52, 18).view(-1, 4)
-    lengths, counters = ints(0, 2, 24, 7, 5), torch.zeros(slots, key_heads, dtype=torch.int32, device="cuda")
+    starts, lengths, counts, padding = zip(*runs, strict=True)
+    *firsts, rows = accumulate((sum(of_slot) for of_slot in zip(counts, padding, strict=True)), initial=0)
+    places = zip(range(slots), starts, firsts, counts, strict=True)
+    segments = ints(*(x for place in places for x in place)).view(-1, 4)
+    stand, counters = ints(*lengths), torch.zeros(slots, key_heads, dtype=torch.int32, device="cuda")
     x = normal(rows, channels + value_heads * size, dtype=dtype)
-    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, lengths, counters)
-    kernels.advance_states(lengths, segments, DELTA_ROWS)
+    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, stand, counters)
+    kernels.advance_states(stand, segments, pending)
 
 
 def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
@@ -610,6 +679,7 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
             kernels.skinny_gemm(x, weight, scale, bias, norm=norm, residual=residual)
             if outputs % 32 == 0:
                 kernels.skinny_gemm(x, weight, scale, bias, swiglu=True, norm=norm)
+                kernels.skinny_gemm(x, weight, scale, swiglu=True, gelu=True)
             if dtype == torch.bfloat16 and not fp8:
                 kernels.skinny_gemm(x, weight, norm=replace(norm, adds_one=True))
 
@@ -624,6 +694,7 @@ def wide_products(dtype: torch.dtype) -> None:
             x, residual = normal(rows, 256, dtype=dtype), normal(rows, outputs, dtype=dtype)
             kernels.wide_gemm(x, weight, bias, residual=residual)
             kernels.wide_gemm(x, weight, bias, swiglu=True)
+            kernels.wide_gemm(x, weight, swiglu=True, gelu=True)
 
 
 def products_of_passes(dtype: torch.dtype) -> None:
@@ -642,10 +713,16 @@ def products_that_go_round(dtype: torch.dtype) -> None:
 #: Shares of a granule to several passes, and runs of inputs that do not fill all warps.
 PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 
-#: By name. racecheck gets a process for each, and is slow with products: so theirs are several.
+#: By name. racecheck gets a process for each, and is slow with products: so theirs are several. What depends most on
+#: barriers is first.
 RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
-    **{group.__name__: group for group in (step, norms, choices, append, sums, experts, states, prompts)},
-    **{group.__name__: group for group in (attention, latents)},
+    "states": states,
+    "states-many": states_of_many,
+    **{f"states-{heads}-heads": partial(states_of_rows, value_heads=heads) for heads in (4, 16, 96)},
+    **{f"experts-{x.replace(' ', '-')}": partial(experts, weight=x) for x in ("mxfp4", "numbers", "fp8", "fp8 blocks")},
+    "experts-int4": int4_experts,
+    "attention-exact": exact_attention,
+    **{group.__name__: group for group in (latents, attention, choices, append, step, norms, sums, prompts)},
     "products-wide": wide_products,
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
 }

@@ -18,6 +18,7 @@ _MANY_ROWS, _MANY_PACKED_ROWS = 8, 14
 
 # Members of `dflash_moe_format`.
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4 = range(5)
+_NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4")
 
 
 MoEParams = structure(
@@ -48,13 +49,45 @@ class Routing:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One projection [O, I] of each of E experts."""
+    """One projection [O, I] of each of E experts.
+
+    Raises:
+        ValueError: scales or biases are not of the shape that goes with the numbers.
+    """
 
     # [E, O, I] of the rows' type, or E4M3; INT4's [E, O, I / 8] int32; MXFP4's [E, O, I / 32, 16] uint8, and
     # `interleave` of them beside BF16
     values: Tensor
     scales: Tensor | None = None  # MXFP4's uint8, INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128
     bias: Tensor | None = None  # [E, O]
+
+    def __post_init__(self) -> None:
+        # The kernels find their places by the numbers' shape alone: of another they would read other numbers.
+        experts, outputs, inputs = self.shape
+        of_block = experts, outputs, inputs // 32
+        expected = {
+            _MXFP4: of_block,
+            _INT4: of_block,
+            _FP8_ROWS: (experts, outputs),
+            _FP8_BLOCKS: (experts, -(-outputs // 128), -(-inputs // 128)),
+        }
+        for name, tensor, shape in (
+            ("scales", self.scales, expected.get(self.format, ())),
+            ("biases", self.bias, (experts, outputs)),
+        ):
+            is_right = tensor is None or tensor.shape == shape
+            check(is_right, f"{name} {None if tensor is None else list(tensor.shape)}, not {list(shape)}: {self}")
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.format]} of experts {list(self.shape)}"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """E, O and I."""
+        experts, outputs, columns = self.values.shape[:3]
+        if self.format == _MXFP4 and self.values.dtype == torch.uint8:
+            return experts, outputs, columns * 32
+        return experts, outputs, columns * (8 if self.values.dtype == torch.int32 else 1)
 
     @property
     def format(self) -> int:
@@ -97,7 +130,11 @@ class MoE:
         self._routing, self._gate_up, self._down, self._many = routing, gate_up, down, many
 
     def takes(self, x: Tensor, logits: Tensor) -> bool:
-        """Whether the kernels compute rows x [N, H] of these experts."""
+        """Whether the kernels compute rows x [N, H] with logits [N, experts] of these experts.
+
+        Raises:
+            ValueError: rows, logits and matrices are not of the same sizes.
+        """
         if not (0 < len(x) <= MOE_ROWS and x.dtype in HALVES and logits.dtype in DTYPES):
             return False
         tensors = [x, logits]
@@ -110,6 +147,7 @@ class MoE:
             if not matrix.suits(x.dtype) or matrix.format != self._gate_up.format:
                 return False
             tensors += [part for part in (matrix.values, matrix.scales, matrix.bias) if part is not None]
+        self._check_sizes(x, logits)
         if not all(tensor.is_contiguous() for tensor in tensors):
             return False
         return self._kernels(self._params(x, logits)) is not None
@@ -126,6 +164,18 @@ class MoE:
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
         run(name, params, Pointer(workspace.data_ptr()), ctypes.c_size_t(size), stream())
         return out
+
+    def _check_sizes(self, x: Tensor, logits: Tensor) -> None:
+        """Refuses what `Matrix` cannot see: tensors that do not belong together."""
+        rows, count = len(x), self._routing.count
+        hidden, columns = self._down.shape[1:]
+        matrices = self._gate_up.shape, self._down.shape
+        fits = matrices == ((count, 2 * columns, hidden), (count, hidden, columns))
+        check(fits, f"gate and up {list(matrices[0])} beside down {list(matrices[1])} of {count} experts")
+        fits = x.shape == (rows, hidden) and logits.shape == (rows, self._routing.experts)
+        check(
+            fits, f"rows {list(x.shape)} and logits {list(logits.shape)} of {self._routing.experts} experts of {hidden}"
+        )
 
     def _kernels(self, params: ctypes.Structure) -> tuple[str, int] | None:
         """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""

@@ -60,7 +60,7 @@ class Experts:
 
     gate_up: ExpertMatrix  # [2F, H] each
     down: ExpertMatrix  # [H, F] each
-    correction: Tensor | None = None  # FP32 [experts], added to sigmoid scores before the choice
+    correction: Tensor | None = None  # FP32 [experts], added to sigmoid scores before the choice; None: nothing is
     scales: Tensor | None = None  # [experts], of their weights in a row
 
     @classmethod
@@ -80,10 +80,13 @@ class Experts:
 
 
 def route(layer: MoELayer, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Chooses each row's experts and their weights: ids [N, k] int64 and FP32 [N, k], for logits [N, experts]."""
+    """Chooses each row's experts and their weights: ids [N, k] int64 and FP32 [N, k], for logits [N, experts].
+
+    Args:
+        correction: FP32 [experts], added to sigmoid scores before the choice; None: they are compared themselves.
+    """
     logits = logits.float()
     if layer.scores == "sigmoid":
-        assert correction is not None
         return _route_by_sigmoids(layer, sigmoid(logits), correction)
     # Stable, so that of equals the lowest ids win, on every rank and device.
     top, ids = (x[:, : layer.top_k] for x in logits.sort(dim=-1, descending=True, stable=True))
@@ -92,8 +95,9 @@ def route(layer: MoELayer, logits: Tensor, correction: Tensor | None = None) -> 
     return ids, (top - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
-def _route_by_sigmoids(layer: MoELayer, scores: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
-    ids = (scores + correction).sort(dim=-1, descending=True, stable=True).indices[:, : layer.top_k]
+def _route_by_sigmoids(layer: MoELayer, scores: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    corrected = scores if correction is None else scores + correction
+    ids = corrected.sort(dim=-1, descending=True, stable=True).indices[:, : layer.top_k]
     shares = scores.gather(-1, ids)
     if layer.normalized:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + _TINY)

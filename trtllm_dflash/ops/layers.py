@@ -92,8 +92,9 @@ class MoELayer:
     | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
     | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
 
-    A router of sigmoid scores has `{prefix}router.correction_bias` FP32 [experts], whole on every rank. Where there is
-    `{prefix}router.expert_scale` [experts], an expert's weight in a row is multiplied by its number.
+    A router of sigmoid scores has `{prefix}router.correction_bias` FP32 [experts], whole on every rank; torch takes one
+    without it too. Where there is `{prefix}router.expert_scale` [experts], an expert's weight in a row is multiplied by
+    its number.
 
     Ranks divide either each expert's columns (all have all experts: `first` 0, `count` `experts`), or the experts.
     """
