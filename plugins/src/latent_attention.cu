@@ -103,10 +103,13 @@ cudaError_t launch(LatentPlan const& plan, cudaStream_t stream)
         return launch_combine<T, kLatentRank>(w, sm90::kRows, plan.sms, stream);
     }
     // Few slots: each is divided among so many ranges that a warp would go through them for long. As many blocks as the
-    // GPU has room for.
-    int const blocks = combine_blocks_per_sm(1) * plan.sms;
-    return launch_combine<T, kLatentRank, kCombineWarps, 1>(
-        w, sm90::kRows, blocks, std::min(w.ranges, w.p.slots), stream);
+    // GPU has room for: only the driver knows that, for the registers are those of code that this pass does not see.
+    int blocks_per_sm = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks_per_sm, combine_kernel<T, kLatentRank, kCombineWarps, 1, 2>, kCombineWarps * 32, 0);
+    return error ? error
+                 : launch_combine<T, kLatentRank, kCombineWarps, 1>(
+                       w, sm90::kRows, blocks_per_sm * plan.sms, std::min(w.ranges, w.p.slots), stream);
 }
 
 } // namespace
