@@ -32,8 +32,8 @@ cudaError_t make_plan(dflash_attention_params const& p, LatentPlan& plan)
 {
     bool const is_known = p.head_size == kLatentRow && p.kv_heads == 1 && p.heads > 0 && p.rows > 0 && p.slots >= 0
         && p.cache_rows > 0 && p.causal && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16);
-    bool const is_plain
-        = !p.window && !p.sinks && !p.key_scale && !p.value_scale && !p.segments && !p.page_table && !p.is_exact;
+    bool const is_plain = !p.window && !p.sinks && !p.key_scale && !p.value_scale && !p.segments && !p.page_table
+        && !p.block && !p.row_path;
     if (!is_known || !is_plain)
     {
         return cudaErrorInvalidValue;
@@ -50,7 +50,7 @@ cudaError_t make_plan(dflash_attention_params const& p, LatentPlan& plan)
 #ifndef DFLASH_SM90A
     major = 0;
 #endif
-    if (major != 9)
+    if (major != 9 || p.is_exact)
     {
         return cudaErrorNotSupported;
     }
