@@ -197,6 +197,7 @@ def lay_out(
         kept_start,
         segments=slots,
         decode_segments=decoding,
+        pieces=len(pieces),
         rows=sum(counts) + sum(pieces) + padding,
         logit_rows=sum(counts) + len(pieces) + padding,
         cuts=sum(-(-count // kernels.MAX_ROWS) for count in pieces) + padding,
@@ -267,9 +268,9 @@ def shape(logits: Tensor) -> None:
         recent=some(vocabulary, slots, 7),
     )
     masks = kernels.RowMasks(some(1 << 30, 5, -(-vocabulary // 32)), some(5, len(logits)))
-    kernels.shape_logits(logits, layout, decoding, kept, masks, 0)
-    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, decoding, kept, masks, 0))
-    kernels.keep_replies(layout, decoding, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
+    kernels.shape_logits(logits, layout, kept, masks, 0)
+    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, kept, masks, 0))
+    kernels.keep_replies(layout, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
 
 
 def append(dtype: torch.dtype) -> None:
