@@ -202,6 +202,7 @@ def lay_out(
         kept_start,
         segments=slots,
         decode_segments=decoding,
+        pieces=len(pieces),
         rows=sum(counts) + sum(pieces) + padding,
         logit_rows=sum(counts) + len(pieces) + padding,
         cuts=sum(-(-count // kernels.MAX_ROWS) for count in pieces) + padding,
@@ -273,9 +274,9 @@ def shape(logits: Tensor) -> None:
         recent=some(vocabulary, slots, 7),
     )
     masks = kernels.RowMasks(some(1 << 30, 5, -(-vocabulary // 32)), some(5, len(logits)))
-    kernels.shape_logits(logits, layout, decoding, kept, masks, 0)
-    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, decoding, kept, masks, 0))
-    kernels.keep_replies(layout, decoding, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
+    kernels.shape_logits(logits, layout, kept, masks, 0)
+    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, kept, masks, 0))
+    kernels.keep_replies(layout, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
 
 
 def append(dtype: torch.dtype) -> None:
@@ -555,14 +556,17 @@ def attend_flat(
 
 
 def prompts(dtype: torch.dtype) -> None:
-    """Few items and several a block; tiles in one page and in two; groups that do not fill an item; a window, sinks."""
+    """Few items, halved, and several a block; tiles in one page and in two; groups that do not fill an item; a window,
+    sinks."""
     if not is_hopper(CUDA):
         return
     for size in kernels.HEAD_SIZES:
         for page_rows in (64, 192, 128, 1100):
             attend_prompts(dtype, size, [(700, 300), (0, 0), (63, 1), (64, 130)], 4, page_rows)
         attend_prompts(dtype, size, [(700, 90), (0, 33)], 5, 64, window=100, has_sinks=True)
-        attend_prompts(dtype, size, [(0, 5)] * torch.cuda.get_device_properties(0).multi_processor_count, 8, 64)
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        for runs in ([(0, 5)] * processors, [(700, 16 * processors)]):
+            attend_prompts(dtype, size, runs, 8, 64)
 
 
 def attend_prompts(

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 21
+#define DFLASH_ABI_VERSION 22
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -472,13 +472,14 @@ typedef struct
     int32_t first_token; /* of these */
     int32_t vocabulary; /* V, of all ranks together */
     int32_t segment_count; /* G */
-    int32_t decode_segments; /* the first of them; the others are pieces of prompts, which belong to no reply */
+    int32_t decode_segments; /* D */
     int32_t run_count; /* W, at most 64 */
     int32_t run_length; /* L, at most 8 */
     int32_t mask_words; /* 32-bit words of a mask, at least V / 32 */
     const void* logits; /* [R, size] contiguous, as all of these */
     float* shaped; /* [R, size] */
-    const int32_t* logit_first; /* [G + 1], as these of dflash_begin_rows */
+    const int32_t* decoding; /* [D, 4], as these of dflash_begin_rows: other segments' rows belong to no reply */
+    const int32_t* logit_first; /* [G + 1] */
     const int32_t* row_segment; /* [N] */
     const int32_t* token_ids; /* [N] */
     const int32_t* logit_rows; /* [R] */
@@ -506,12 +507,12 @@ DFLASH_API cudaError_t dflash_shape_logits(const dflash_shape_logits_params* par
  * accepted + 1 rows. Idle segments and pieces of prompts add none. */
 typedef struct
 {
-    int32_t decode_segments;
+    int32_t decode_segments; /* D */
     int32_t vocabulary; /* V */
     int32_t run_length; /* L, at most 8 */
-    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    const int32_t* decoding; /* [D, 4] contiguous, as all of these */
     const int32_t* token_ids; /* [N] */
-    const int32_t* accepted; /* [G] */
+    const int32_t* accepted; /* [>= D] */
     const int32_t* penalized; /* [slots] */
     int32_t* counts; /* [slots, V] */
     int32_t* recent; /* [slots, L - 1] */
@@ -645,8 +646,9 @@ DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, c
 /* The flat rows of a step, and their logits, from what the host wrote and what each slot kept.
  *
  * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,
- * then pieces of prompts, whose tokens the host gives. A segment's logits are those of its last rows. What is past the
- * last row, logit or cut is padding.
+ * then pieces of prompts, whose tokens the host gives. How many of either there are, the words say: a piece is a segment
+ * that has rows and a start. A segment's logits are those of its last rows. What is past the last row, logit or cut is
+ * padding.
  *
  * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10
  * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's.
@@ -656,16 +658,19 @@ DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, c
 typedef struct
 {
     int32_t segment_count; /* G */
-    int32_t decode_segments; /* the first so many; the others are pieces */
+    int32_t decode_segments; /* D, places in their list, at most G, as for the next */
+    int32_t piece_count; /* P */
     int32_t rows; /* N */
     int32_t logit_row_count; /* R */
     int32_t cut_count;
     int32_t cut_rows; /* of a cut, at most */
     int32_t block; /* rows of kept tokens, of which a decode segment takes its count */
-    const int32_t* words; /* [4 G]: of each segment slot, count, start (-1: as kept), logits; then the pieces' tokens */
+    const int32_t* words; /* [4 G]: of each segment slot, count, start (-1: it decodes), logits; then pieces' tokens */
     const int32_t* tokens; /* [slots, block] contiguous, as all of these */
     const int32_t* kept_start; /* [slots] */
     int32_t* segments; /* [G, 4] */
+    int32_t* decoding; /* [D, 4]: the first D segments; those that are pieces are idle, all zeros */
+    int32_t* pieces; /* [P, 4]: the first P pieces; past the last one idle */
     int32_t* row_segment; /* [N]; padding: -1 */
     int32_t* token_ids; /* [N]; padding: 0, as in what follows */
     int32_t* logit_first; /* [G + 1]: each segment's first logit, and their number */

@@ -56,6 +56,8 @@ LARGE = [
     Ragged(torch.bfloat16, [(20000, 300), (0, 0), (37, 81)], 0, 4, 128, 64),
     Ragged(torch.bfloat16, [(3, 200)] * 40, 0, 1, 64, 128, kv_heads=4),
     Ragged(torch.float16, [(1000, 70)], 0, 128, 128, 64, kv_heads=1),
+    Ragged(torch.bfloat16, [(129, 700), (31, 600), (1983, 333)], 0, 5, 128, 192, kv_heads=4),
+    Ragged(torch.float16, [(500, 900), (0, 2000)], 0, 1, 64, LINEAR, window=500, kv_heads=8),
 ]
 
 
@@ -88,11 +90,11 @@ def test_attention_of_prompts_equals_float64(case):
 
 
 def test_one_captured_launch_serves_all_prompts():
-    """Segments are written in the graph, as a step's are; none may be there at all."""
+    """Segments are written in the graph, as a step's are; none may be there at all, or too many to halve items."""
     slots, rows = 6, 600
-    caches = random_pages([3000] * slots, 2, 128, torch.bfloat16, 64)
-    q = torch.randn(rows, 8, 128, dtype=torch.bfloat16, device="cuda")
-    out = torch.zeros(rows, 8 * 128, dtype=torch.bfloat16, device="cuda")
+    caches = random_pages([3000] * slots, 4, 128, torch.bfloat16, 64)
+    q = torch.randn(rows, 16, 128, dtype=torch.bfloat16, device="cuda")
+    out = torch.zeros(rows, 16 * 128, dtype=torch.bfloat16, device="cuda")
     given, segments = ints([[0, 0, 0, 0]] * slots), ints([[0, 0, 0, 0]] * slots)
 
     def launch():
@@ -104,9 +106,10 @@ def test_one_captured_launch_serves_all_prompts():
     with torch.cuda.graph(graph):
         launch()
     choose = random.Random(1)
-    for most in (0, 1, 40, 100, 100, 100):
-        counts = [choose.choice([0, most, choose.randint(0, most)]) for _ in range(slots)]
-        case = Ragged(torch.bfloat16, [(choose.randrange(2800), count) for count in counts], 0, 4, 128, 64)
+    for most, least in ((0, 0), (1, 0), (40, 0), (100, 0), (100, 0), (100, 100)):
+        counts = [choose.choice([least, most, choose.randint(least, most)]) for _ in range(slots)]
+        runs = [(choose.randrange(2800), count) for count in counts]
+        case = Ragged(torch.bfloat16, runs, 0, 4, 128, 64, kv_heads=4)
         ends = torch.tensor([0, *counts]).cumsum(0).tolist()
         given.copy_(ints([[slot, start, ends[slot], count] for slot, (start, count) in enumerate(case.segments)]))
         caches.pages.table.copy_(caches.pages.table[torch.randperm(slots)])
@@ -120,10 +123,11 @@ def test_one_captured_launch_serves_all_prompts():
 def test_a_step_attends_alike_in_cuts_and_as_a_whole(monkeypatch):
     """Decoding slots and pieces of prompts of one layout, whose rows `CudaOps` gives to one kernel or the other."""
     caches = random_pages([900] * 5, 2, 128, torch.bfloat16, 64)
-    words = [0, 3, 40, 3, 1, 8, 700, 8, 2, 333, 500, 1, 3, 1, 0, 1, 4, 64, 64, 1, *[0] * 398]
-    layout = kernels.begin_rows(ints(words), ints([[0] * 8] * 5), ints([0] * 5), 5, 2, rows=440, logit_rows=20, cuts=20)
+    words = [0, 3, -1, 3, 1, 8, -1, 8, 2, 333, 500, 1, 3, 1, 0, 1, 4, 64, 64, 1, *[0] * 398]
+    kept = ints([[0] * 8] * 5), ints([40, 700, 0, 0, 0])
+    layout = kernels.begin_rows(ints(words), *kept, 5, 2, 3, rows=440, logit_rows=20, cuts=20)
     layer = AttentionLayer("l.", "rope", 8, 2, 128, 1e-6, window=300)
-    ops = CudaOps({}, {"l.key": caches.keys, "l.value": caches.values}, None, caches.pages, layout, 2, 8)
+    ops = CudaOps({}, {"l.key": caches.keys, "l.value": caches.values}, None, caches.pages, layout, 8)
     q = torch.randn(440, 8, 128, dtype=torch.bfloat16, device="cuda")
     found = []
     for whole in (False, True):
@@ -141,5 +145,6 @@ def test_work_for_most_of_the_gpu_goes_to_whole_items():
     keys = torch.empty(2, 8, 64, 128, dtype=torch.bfloat16, device="cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     assert kernels.takes_prompts(q, keys, 4 * processors)
-    assert not kernels.takes_prompts(q, keys, 2 * processors)
+    assert kernels.takes_prompts(q, keys, 2 * processors)
+    assert not kernels.takes_prompts(q, keys, processors)
     assert not kernels.takes_prompts(q, keys.to(torch.float8_e4m3fn), 4 * processors)
