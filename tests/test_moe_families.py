@@ -304,7 +304,7 @@ RANKS = (
     "        if llm.session.communicator.rank:\n"
     "            llm.session.follow()\n"
     "        else:\n"
-    "            done = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=40))[0]\n"
+    "            done = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=20))[0]\n"
     "            print(json.dumps([done.token_ids, done.accepted_per_step]))\n"
 )
 
@@ -323,7 +323,7 @@ def test_two_processes_give_the_tokens_of_one_with_sliced_experts_and_with_whole
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     llm = LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_seq_len=96)
-    (alone,) = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=40))
+    (alone,) = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=20))
     expected = [alone.token_ids, alone.accepted_per_step]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [expected, expected]
 

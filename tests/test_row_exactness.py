@@ -98,7 +98,7 @@ def test_gelu_and_tanh_depend_on_no_other_number_and_are_torch_s(ours, theirs):
     ids=lambda environment: ",".join(environment.values()),
 )
 def test_so_it_is_with_other_instructions_and_threads(environment):
-    words = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "depends_on_no"]
+    words = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "depends_on_no and not shape0"]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
     assert done.returncode == 0, done.stdout
 

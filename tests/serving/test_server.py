@@ -425,7 +425,7 @@ def two_ranks(tmp_path_factory, triton) -> Path:
 def complete(url: str, prompt: str) -> str:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
-    body = {"text_input": prompt, "max_tokens": 40, "exclude_input_in_output": True}
+    body = {"text_input": prompt, "max_tokens": 16, "exclude_input_in_output": True}
     connection.request("POST", "/v2/models/tensorrt_llm_bls/generate", json.dumps(body))
     reply = connection.getresponse()
     text = reply.read().decode()
