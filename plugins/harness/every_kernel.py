@@ -604,6 +604,7 @@ def states(dtype: torch.dtype) -> None:
         for size in DELTA_SIZES:
             delta_net(kind, size, 2, 4, MIXED_RUNS)
         delta_net(kind, 128, 2, 16, MIXED_RUNS)
+        delta_net(kind, 128, 2, 6, [(0, 0, 1, 0), (9, 2, 1, 0), (7, 7, 0, 0), (30, 14, 1, 0)])
 
 
 def states_of_many(dtype: torch.dtype) -> None:
@@ -618,11 +619,11 @@ def kinds_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def states_of_rows(dtype: torch.dtype, value_heads: int) -> None:
-    """Nets of heads of 128 of 1, 16, 40 and 512 rows each, a value head a key and several; few rows that are kept."""
-    for rows in (1, 16, 40):
+    """Nets of heads of 128 of 16, 40 and 200 rows each, a value head a key and several; few rows that are kept."""
+    for rows in (16, 40):
         delta_net(dtype, 128, 2, value_heads, [(0, 0, rows, 0), (9, 2, rows, 0)])
     if value_heads <= 16:  # more take racecheck too long
-        delta_net(dtype, 128, 2, value_heads, [(24, 24, 512, 0)])
+        delta_net(dtype, 128, 2, value_heads, [(24, 24, 200, 0)])
     delta_net(dtype, 128, value_heads, value_heads, MIXED_RUNS)
     delta_net(dtype, 128, 1, value_heads, [(9, 7, 1, 0), (20, 16, 20, 2)], pending=4)
 
