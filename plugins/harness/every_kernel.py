@@ -556,17 +556,14 @@ def attend_flat(
 
 
 def prompts(dtype: torch.dtype) -> None:
-    """Few items, halved, and several a block; tiles in one page and in two; groups that do not fill an item; a window,
-    sinks."""
+    """Few items and several a block; tiles in one page and in two; groups that do not fill an item; a window, sinks."""
     if not is_hopper(CUDA):
         return
     for size in kernels.HEAD_SIZES:
         for page_rows in (64, 192, 128, 1100):
             attend_prompts(dtype, size, [(700, 300), (0, 0), (63, 1), (64, 130)], 4, page_rows)
         attend_prompts(dtype, size, [(700, 90), (0, 33)], 5, 64, window=100, has_sinks=True)
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        for runs in ([(0, 5)] * processors, [(700, 16 * processors)]):
-            attend_prompts(dtype, size, runs, 8, 64)
+        attend_prompts(dtype, size, [(0, 5)] * torch.cuda.get_device_properties(0).multi_processor_count, 8, 64)
 
 
 def attend_prompts(

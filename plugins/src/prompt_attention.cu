@@ -61,9 +61,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.box_rows = p.page_rows % kKeys == 0 || p.page_rows >= p.cache_rows ? kKeys : kKeys / 2;
     int64_t const row_blocks = p.rows / w.item_rows + int64_t{p.slots}; // at most
     int64_t const items = row_blocks * p.kv_heads;
-    plan.blocks = static_cast<int>(std::clamp<int64_t>(2 * items, 1, sms)); // they may be halved
-    int64_t const scratch = p.slots * int64_t{sizeof(int4)}
-        + padded(std::max<int64_t>(row_blocks, plan.blocks)) * 2 * int64_t{sizeof(int)};
+    plan.blocks = static_cast<int>(std::clamp<int64_t>(items, 1, sms));
+    int64_t const scratch = p.slots * int64_t{sizeof(int4)} + padded(row_blocks) * 2 * int64_t{sizeof(int)};
     bool const fits = items <= int64_t{plan.blocks} * kMostItems && scratch <= Shared<64>::kQueriesAt;
     return fits ? cudaSuccess : cudaErrorInvalidValue;
 }

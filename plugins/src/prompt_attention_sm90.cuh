@@ -1,5 +1,4 @@
-// Attention of many rows of prompts, for Hopper: a loop over items of 128 packed rows and all keys that they see; where
-// there are few rows, of 64.
+// Attention of many rows of prompts, for Hopper: a loop over items of 128 packed rows and all keys that they see.
 //
 // One block an SM. One warp has queries and tiles of keys and values brought, as many ahead as fit; two warpgroups of
 // 64 packed rows each compute. A warpgroup begins the products of the next keys, and of the last weights with their
@@ -20,6 +19,7 @@ namespace dflash
 namespace prompts
 {
 
+constexpr int kGroupRows = 64; // packed rows of a warpgroup
 constexpr int kThreads = kConsumers + 128; // registers are given to warpgroups
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
@@ -30,10 +30,10 @@ using namespace sm90;
 
 // -- instructions -----------------------------------------------------------------------------------------------------
 
-// All warpgroups that compute.
-__device__ __forceinline__ void meet_all(int groups)
+// Both warpgroups.
+__device__ __forceinline__ void meet_all()
 {
-    asm volatile("bar.sync 1, %0;" ::"r"(groups * 128) : "memory");
+    asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
 // Waits for a warpgroup's turn to begin products, which the other gives it.
@@ -59,8 +59,7 @@ struct Mainloop
     PromptWork const& w;
     char* shared;
     Inputs<D> inputs;
-    int groups; // warpgroups that compute
-    int group; // this one
+    int group; // the warpgroup
     int row[2]; // of this thread's packed rows the query row, from the item's first
     float scale; // of the logits, base 2
     typename Inputs<D>::RingPlace next;
@@ -70,12 +69,10 @@ struct Mainloop
     float out[D / 8][4]; // unnormalized
     OnlineSoftmax<FlushingExp2> softmax;
 
-    __device__ __forceinline__ Mainloop(
-        PromptWork const& work, char* shared_memory, Inputs<D> const& from, int group_count)
+    __device__ __forceinline__ Mainloop(PromptWork const& work, char* shared_memory, Inputs<D> const& from)
         : w(work)
         , shared(shared_memory)
         , inputs(from)
-        , groups(group_count)
         , group(threadIdx.x / 128)
         , scale(work.p.scale * kLog2E)
     {
@@ -93,7 +90,7 @@ struct Mainloop
     // After the last item: takes the turn that the other gave.
     __device__ __forceinline__ void end() const
     {
-        if (group == 0 && groups > 1)
+        if (group == 0)
         {
             wait_for_turn(0);
         }
@@ -134,19 +131,13 @@ struct Mainloop
             next.advance();
             wait_for_phase(inputs.full(keys.at), keys.parity);
             wait_for_phase(inputs.full(values.at), values.parity);
-            if (groups > 1)
-            {
-                wait_for_turn(group);
-            }
+            wait_for_turn(group);
             begin_products();
             multiply_keys(inputs.tile(keys.at));
             commit_products();
             multiply_values(inputs.tile(values.at));
             commit_products();
-            if (groups > 1)
-            {
-                give_turn_to(1 - group);
-            }
+            give_turn_to(1 - group);
             wait_for_products<1>(logits);
             leave(inputs.empty(keys.at));
             weigh(item, tile, decay);
@@ -169,10 +160,10 @@ struct Mainloop
         softmax.finish(scale);
     }
 
-    // Says that this warp is done with what it read; that of a lone warpgroup says so for the other's too.
+    // Says that this warp is done with what it read.
     __device__ __forceinline__ void leave(uint32_t barrier) const
     {
-        if (static_cast<int>(threadIdx.x) % 32 < 3 - groups)
+        if (threadIdx.x % 32 == 0)
         {
             arrive(barrier);
         }
@@ -239,7 +230,7 @@ struct Mainloop
     }
 
     // Values of an item's last tile that lie past the segment's end may be anything, NaN too, which no weight of zero
-    // takes away: their rows become zeros. By all threads that compute.
+    // takes away: their rows become zeros. By all threads of both warpgroups.
     __device__ __forceinline__ void clear_values(Item const& item, int place) const
     {
         int const past = item.length - item.first_key - (item.tiles - 1) * kKeys;
@@ -248,12 +239,12 @@ struct Mainloop
             return;
         }
         char* const values = shared + place * S::kTileBytes;
-        for (int i = threadIdx.x; i < (kKeys - past) * (D / 8); i += groups * 128)
+        for (int i = threadIdx.x; i < (kKeys - past) * (D / 8); i += kConsumers)
         {
             *reinterpret_cast<int4*>(values + S::chunk_at(past + i / (D / 8), i % (D / 8))) = {};
         }
         show_to_products();
-        meet_all(groups);
+        meet_all();
     }
 
     // Writes the item's rows of the output, four neighbouring fragments at a time.
@@ -325,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait();
     trigger();
     // Until the first tiles come, their place is free.
-    ItemList const list = list_items(w, reinterpret_cast<int4*>(shared), items);
+    int const count = list_items(w, reinterpret_cast<int4*>(shared), items);
     show_to_products();
     __syncthreads();
     if (threadIdx.x >= kConsumers)
@@ -333,14 +324,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         release_registers<kProducerRegisters>();
         if (threadIdx.x == kConsumers)
         {
-            inputs.fill(w, items, list.count, queries, keys, values);
+            inputs.fill(w, items, count, queries, keys, values);
         }
     }
-    else if (static_cast<int>(threadIdx.x) < list.groups * 128)
+    else
     {
         take_registers<kConsumerRegisters>();
-        Mainloop<T, D> mainloop(w, shared, inputs, list.groups);
-        for (int i = 0; i < list.count; ++i)
+        Mainloop<T, D> mainloop(w, shared, inputs);
+        for (int i = 0; i < count; ++i)
         {
             Item const item = items[i];
             mainloop.attend(item);

@@ -8,8 +8,7 @@ namespace dflash
 namespace prompts
 {
 
-constexpr int kRows = 128; // packed rows of an item, at most
-constexpr int kGroupRows = 64; // of a warpgroup
+constexpr int kRows = 128; // packed rows of an item
 constexpr int kKeys = 128; // of a tile
 constexpr int kMostItems = 80; // of a block
 
@@ -19,7 +18,7 @@ struct PromptWork
 {
     dflash_attention_params p;
     int group; // query heads of one KV head
-    int item_rows; // query rows of an item that two warpgroups have: as many as fit
+    int item_rows; // query rows of an item: as many as fit
     int box_rows; // keys that the copy engine brings at once: half a tile, or a whole one
 };
 
@@ -35,26 +34,26 @@ struct alignas(16) Item
     int tiles; // at least one
 };
 
-__device__ __forceinline__ int row_blocks_of(int item_rows, int4 const& segment)
+__device__ __forceinline__ int row_blocks_of(PromptWork const& w, int4 const& segment)
 {
-    return (segment.w + item_rows - 1) / item_rows;
+    return (segment.w + w.item_rows - 1) / w.item_rows;
 }
 
-// The index-th run of so many query rows of all segments (slot, start, first row, count); there must be one.
-__device__ __forceinline__ Item item_of(PromptWork const& w, int item_rows, int4 const* segments, int index, int head)
+// The index-th run of query rows of all segments (slot, start, first row, count); there must be one.
+__device__ __forceinline__ Item item_of(PromptWork const& w, int4 const* segments, int index, int head)
 {
     int4 segment = *segments;
-    for (int blocks = row_blocks_of(item_rows, segment); index >= blocks; blocks = row_blocks_of(item_rows, segment))
+    for (int blocks = row_blocks_of(w, segment); index >= blocks; blocks = row_blocks_of(w, segment))
     {
         index -= blocks;
         segment = *++segments;
     }
-    int const before = index * item_rows;
+    int const before = index * w.item_rows;
     Item item;
     item.slot = segment.x;
     item.head = head;
     item.first_row = segment.z + before;
-    item.rows = min(segment.w - before, item_rows);
+    item.rows = min(segment.w - before, w.item_rows);
     item.start = segment.y + before;
     item.length = min(segment.y + segment.w, w.p.cache_rows);
     int const past = min(item.start + item.rows, w.p.cache_rows);
@@ -82,17 +81,9 @@ __host__ __device__ __forceinline__ Int padded(Int count)
     return (count + 3) / 4 * 4;
 }
 
-// A block's items, and the warpgroups that compute them: one for an item of half the rows, where each of those has a
-// block of its own and others would idle.
-struct ItemList
-{
-    int count;
-    int groups;
-};
-
-// Lists the block's items, longest first. scratch: of 16 bytes a segment and 8 a run of rows, padded. By all threads of
-// the block, which must meet after it.
-__device__ __forceinline__ ItemList list_items(PromptWork const& w, int4* scratch, Item* items)
+// Lists the block's items, longest first, and returns their number. scratch: of 16 bytes a segment and 8 a run of rows,
+// padded. By all threads of the block, which must meet after it.
+__device__ __forceinline__ int list_items(PromptWork const& w, int4* scratch, Item* items)
 {
     int const segment_count = w.p.slots;
     int4* const segments = scratch;
@@ -104,22 +95,16 @@ __device__ __forceinline__ ItemList list_items(PromptWork const& w, int4* scratc
         segments[g] = segment;
     }
     __syncthreads();
-    int const half_rows = kGroupRows / w.group;
     int count = 0; // runs of rows
-    int halves = 0;
     for (int g = 0; g < segment_count; ++g)
     {
-        count += row_blocks_of(w.item_rows, segments[g]);
-        halves += half_rows > 0 ? row_blocks_of(half_rows, segments[g]) : 0;
+        count += row_blocks_of(w, segments[g]);
     }
-    bool const is_halved = half_rows > 0 && halves * w.p.kv_heads <= static_cast<int>(gridDim.x);
-    int const item_rows = is_halved ? half_rows : w.item_rows;
-    count = is_halved ? halves : count;
     int* const tiles = reinterpret_cast<int*>(segments + segment_count);
     int* const order = tiles + padded(count);
     for (int i = threadIdx.x; i < count; i += blockDim.x)
     {
-        tiles[i] = item_of(w, item_rows, segments, i, 0).tiles;
+        tiles[i] = item_of(w, segments, i, 0).tiles;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x)
@@ -137,10 +122,10 @@ __device__ __forceinline__ ItemList list_items(PromptWork const& w, int4* scratc
     for (int nth = threadIdx.x; nth < kMostItems && place_of(nth) < all; nth += blockDim.x)
     {
         int const place = place_of(nth);
-        items[nth] = item_of(w, item_rows, segments, order[place / w.p.kv_heads], place % w.p.kv_heads);
+        items[nth] = item_of(w, segments, order[place / w.p.kv_heads], place % w.p.kv_heads);
     }
     int const rounds = all / static_cast<int>(gridDim.x);
-    return {min(rounds + (place_of(rounds) < all ? 1 : 0), kMostItems), is_halved ? 1 : 2};
+    return min(rounds + (place_of(rounds) < all ? 1 : 0), kMostItems);
 }
 
 } // namespace prompts

@@ -17,11 +17,11 @@ MAX_ROWS = 32
 #: Rows of a slot whose drafts are a tree: each has a bit in a path.
 TREE_ROWS = 64
 
-#: Of `attend_prompts`: rows of a prompt times heads, in the smallest item of its work.
-_ITEM_ROWS = 64
+#: Of `attend_prompts`: rows of a prompt times heads, in an item of its work.
+_ITEM_ROWS = 128
 #: Items for each of the GPU's processors, at least and at most: it divides no item, so that with fewer some idle, and
 #: for more it has no place.
-_ITEMS_A_PROCESSOR = (0.75, 128)
+_ITEMS_A_PROCESSOR = (0.75, 64)
 
 
 AttentionParams = structure(
