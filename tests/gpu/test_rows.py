@@ -232,7 +232,8 @@ def test_slots_that_had_rows_keep_the_next_ones(layout):
     count, width, last_start = len(said["segments"]), 16, 600
     targets = ints(range(len(said["logit_rows"])))
     accepted, next_start = ints(range(count)), ints([500 + i for i in range(count)])
-    next_tokens = ints(range(count * 9)).view(count, 9)
+    kept = min(9, layout.block)
+    next_tokens = ints(range(count * kept)).view(count, kept)
     tokens, kept_start = ints(layout.tokens), ints(layout.kept_start)
     decided = kernels.end_rows(rows, tokens, kept_start, last_start, targets, accepted, next_start, next_tokens, width)
     expected_tokens, expected_start = [list(row) for row in layout.tokens], list(layout.kept_start)
@@ -241,7 +242,7 @@ def test_slots_that_had_rows_keep_the_next_ones(layout):
         own = list(range(said["logit_first"][index], said["logit_first"][index + 1]))
         expected.append([index, *own, *[0] * (width - len(own))])
         if rows_of_it:
-            expected_tokens[slot][:9] = range(index * 9, index * 9 + 9)
+            expected_tokens[slot][:kept] = range(index * kept, (index + 1) * kept)
             expected_start[slot] = min(500 + index, last_start)
     assert decided.tolist() == expected
     assert tokens.tolist() == expected_tokens
