@@ -74,7 +74,7 @@ def parts(batch: int, nodes: int, length: int) -> dict[str, Callable[[], object]
     logits = torch.randn(batch, depths, VOCABULARY, device="cuda").mul(4).to(DTYPE)
     ids, log_probs, _ = kernels.top_ids(logits, normalized=True)
     bonus = slots.clone()
-    ops = CudaOps({}, {}, None, pages, _layout(batch, rows, length, None), batch, rows)
+    ops = CudaOps({}, {}, None, pages, _layout(batch, rows, length, None), rows)
     tree = draft_tree(nodes, 16)
     _, parents = ops.grow_tree(tree, bonus, log_probs, ids)
     grown, chain = (_layout(batch, rows, length, given) for given in (parents, None))
@@ -125,6 +125,7 @@ def _layout(batch: int, rows: int, length: int, parents: Tensor | None) -> kerne
         *words,
         segments=batch,
         decode_segments=batch,
+        pieces=0,
         rows=batch * rows,
         logit_rows=batch * rows,
         cuts=0,

@@ -131,19 +131,20 @@ def our_append(weights: dict[str, Tensor], caches: dict[str, Tensor], rows: int,
     """Our kernels over a step of slots that all have so many rows, in one page each."""
     keys = caches["l.key"]
     batch = len(keys)
-    words = [x for slot in range(batch) for x in (slot, rows, length, rows)]
+    words = [x for slot in range(batch) for x in (slot, rows, -1, rows)]
     layout = kernels.begin_rows(
         torch.tensor(words, dtype=torch.int32, device="cuda"),
         ints(0, batch, rows),
         ints(length, batch),
         segments=batch,
         decode_segments=batch,
+        pieces=0,
         rows=batch * rows,
         logit_rows=batch * rows,
         cuts=0,
     )
     table = torch.arange(batch, dtype=torch.int32, device="cuda")[:, None]
-    return OurAppend(weights, caches, None, kernels.Pages(table, keys.shape[2]), layout, batch, rows)
+    return OurAppend(weights, caches, None, kernels.Pages(table, keys.shape[2]), layout, rows)
 
 
 def rows_of(ops: TorchOps, x: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ def main() -> None:
     config = shape_config(
         options.shape,
         layers=options.layers,
+        drafter_precision=options.drafter_precision,
+        draft_vocab=options.draft_vocab,
         precision="bf16",
         tp=1,
         max_batch=slots,
@@ -115,6 +117,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--drafter-precision", choices=["fp8"])
+    parser.add_argument("--draft-vocab", type=int)
     parser.add_argument("--loads", default="draft:32,draft:64,plain:32", help="plain or draft, and clients, of each")
     parser.add_argument("--acceptance", type=float, default=6.49)
     parser.add_argument("--prompt-tokens", type=int, default=256)

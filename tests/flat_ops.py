@@ -11,8 +11,9 @@ from trtllm_dflash.ops.cuda_ops import CudaOps
 def rowless_ops(weights, communicator=None) -> CudaOps:
     """Operations that need no layout of rows."""
     none = torch.zeros(0, dtype=torch.int32)
-    layout = kernels.Rows(none.view(0, 4), none, none, none, none, none, none, none.view(0, 4), None)
-    return CudaOps(weights, {}, communicator, kernels.Pages(none.view(0, 1), 1), layout, 0, 1)
+    segments = none.view(0, 4)
+    layout = kernels.Rows(segments, segments, segments, none, none, none, none, none, none, segments, None)
+    return CudaOps(weights, {}, communicator, kernels.Pages(none.view(0, 1), 1), layout, 1)
 
 
 def decoding_ops(weights, caches, token_ids: torch.Tensor, start: torch.Tensor) -> tuple[CudaOps, kernels.Rows]:
@@ -24,11 +25,12 @@ def decoding_ops(weights, caches, token_ids: torch.Tensor, start: torch.Tensor) 
         start,
         segments=slots,
         decode_segments=slots,
+        pieces=0,
         rows=slots * rows,
         logit_rows=slots * rows,
         cuts=0,
     )
-    return CudaOps(weights, caches, None, _linear_pages(caches), layout, slots, rows), layout
+    return CudaOps(weights, caches, None, _linear_pages(caches), layout, rows), layout
 
 
 def piece_ops(weights, caches, slot: int, start: int, token_ids: list[int]) -> tuple[CudaOps, kernels.Rows]:
@@ -40,11 +42,12 @@ def piece_ops(weights, caches, slot: int, start: int, token_ids: list[int]) -> t
         torch.zeros(len(pages.table), dtype=torch.int32, device="cuda"),
         segments=1,
         decode_segments=0,
+        pieces=1,
         rows=count,
         logit_rows=1,
         cuts=-(-count // kernels.MAX_ROWS),
     )
-    return CudaOps(weights, caches, None, pages, layout, 0, 1), layout
+    return CudaOps(weights, caches, None, pages, layout, 1), layout
 
 
 @cache  # made before a capture, they are not in it

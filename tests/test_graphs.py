@@ -29,6 +29,7 @@ from trtllm_dflash.session.calls import (
     words_of,
 )
 from trtllm_dflash.session.graphs import StepGraphs
+from trtllm_dflash.session.graphs import words_of as flat_words
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
 
@@ -76,6 +77,8 @@ class CapturedFlat(Captured):
         assert kind.rows >= max(counts, default=0)
         assert kind.all_rows >= sum(counts) + sum(len(piece.token_ids) for piece in call.pieces)
         assert kind.pieces >= len(call.pieces)
+        assert kind.segments >= len(counts) + len(call.pieces)
+        assert kind.logit_rows >= sum(counts) + len(call.pieces)
         assert kind.tree >= call.tree
         return super()._run_step(call)
 
@@ -316,9 +319,46 @@ def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
                             for shaped in (False, True):
                                 found, _ = graphs.find_flat(step, counts, shaped)
                                 assert found.pieces >= pieces and found.shaped == shaped
+                                assert found.segments >= running + pieces and found.slots >= running
+                                assert found.logit_rows >= running * rows + pieces
                     if running and (kind is not Drafting.OFF or rows == 1):
                         step = Step([(i, rows) for i in range(running)], [], kind, block, sampled=False)
                         assert graphs.find_flat(step, [], True)[0].shaped
+
+
+@pytest.mark.parametrize(
+    ("clients", "rows"), [(8, 16), (16, 8), (32, 8), (32, 6), (64, 4), (100, 8)], ids=lambda number: str(number)
+)
+def test_a_prompt_beside_all_other_slots_costs_the_drafter_and_the_head_no_rows_more(loaded, clients, rows):
+    """Each client has one slot, that decodes or whose prompt is read: rows of nobody are those of sizes alone."""
+    config = loaded.config.model_copy(update={"chunk": 512, "max_batch": 128})
+    graphs = StepGraphs(config, lambda kind: kind, config.chunk)
+    graphs.prepare(Prepare(LENGTHS, sampled=False), lambda *_: None)
+    least = min(size for size in (8, 16, 32, 64, 128) if size >= clients)
+    for pieces in (1, 2, 8):
+        decode = [(slot, rows) for slot in range(clients - pieces)]
+        step = Step(decode, [], Drafting.BLOCK, rows, sampled=False)
+        found, _ = graphs.find_flat(step, [256 // pieces] * pieces)
+        assert (found.segments, found.rows) == (found.slots, rows) or not decode
+        assert found.segments <= least
+        assert found.logit_rows <= least * rows
+        assert found.all_rows <= least * rows + 256
+
+
+def test_a_prompt_takes_a_place_that_no_slot_decodes_in(loaded):
+    """What the device reads of a step of 31 slots and a prompt: 32 segments, and the prompt's tokens behind them."""
+    config = loaded.config.model_copy(update={"chunk": 512, "max_batch": 32})
+    graphs = StepGraphs(config, lambda kind: kind, config.chunk)
+    graphs.prepare(Prepare((7,), sampled=False), lambda *_: None)
+    piece = Piece(9, 64, list(range(256)), True)
+    step = Step([(slot, 8) for slot in range(32) if slot != 9], [piece], Drafting.BLOCK, 8, sampled=False)
+    kind, _ = graphs.find_flat(step, [256])
+    assert (kind.slots, kind.segments, kind.all_rows, kind.logit_rows) == (32, 32, 512, 256)
+    words = flat_words(step, kind)
+    segments = [words[at : at + 4] for at in range(0, 4 * kind.segments, 4)]
+    assert segments[:31] == [[slot, 8, -1, 8] for slot, _ in step.decode]
+    assert segments[31:] == [[9, 256, 64, 1]]
+    assert words[4 * kind.segments :] == piece.token_ids
 
 
 def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):

@@ -202,6 +202,7 @@ def lay_out(
         kept_start,
         segments=slots,
         decode_segments=decoding,
+        pieces=len(pieces),
         rows=sum(counts) + sum(pieces) + padding,
         logit_rows=sum(counts) + len(pieces) + padding,
         cuts=sum(-(-count // kernels.MAX_ROWS) for count in pieces) + padding,
@@ -273,9 +274,9 @@ def shape(logits: Tensor) -> None:
         recent=some(vocabulary, slots, 7),
     )
     masks = kernels.RowMasks(some(1 << 30, 5, -(-vocabulary // 32)), some(5, len(logits)))
-    kernels.shape_logits(logits, layout, decoding, kept, masks, 0)
-    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, decoding, kept, masks, 0))
-    kernels.keep_replies(layout, decoding, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
+    kernels.shape_logits(logits, layout, kept, masks, 0)
+    kernels.argmax(logits[None], kernels.shape_changed_logits(logits, layout, kept, masks, 0))
+    kernels.keep_replies(layout, kept, torch.zeros(slots, dtype=torch.int32, device="cuda"))
 
 
 def append(dtype: torch.dtype) -> None:
@@ -600,6 +601,7 @@ def states(dtype: torch.dtype) -> None:
         for size in DELTA_SIZES:
             delta_net(kind, size, 2, 4, MIXED_RUNS)
         delta_net(kind, 128, 2, 16, MIXED_RUNS)
+        delta_net(kind, 128, 2, 6, [(0, 0, 1, 0), (9, 2, 1, 0), (7, 7, 0, 0), (30, 14, 1, 0)])
 
 
 def states_of_many(dtype: torch.dtype) -> None:
@@ -614,11 +616,11 @@ def kinds_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def states_of_rows(dtype: torch.dtype, value_heads: int) -> None:
-    """Nets of heads of 128 of 1, 16, 40 and 512 rows each, a value head a key and several; few rows that are kept."""
-    for rows in (1, 16, 40):
+    """Nets of heads of 128 of 16, 40 and 200 rows each, a value head a key and several; few rows that are kept."""
+    for rows in (16, 40):
         delta_net(dtype, 128, 2, value_heads, [(0, 0, rows, 0), (9, 2, rows, 0)])
     if value_heads <= 16:  # more take racecheck too long
-        delta_net(dtype, 128, 2, value_heads, [(24, 24, 512, 0)])
+        delta_net(dtype, 128, 2, value_heads, [(24, 24, 200, 0)])
     delta_net(dtype, 128, value_heads, value_heads, MIXED_RUNS)
     delta_net(dtype, 128, 1, value_heads, [(9, 7, 1, 0), (20, 16, 20, 2)], pending=4)
 

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 21
+#define DFLASH_ABI_VERSION 22
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -112,12 +112,14 @@ DFLASH_API cudaError_t dflash_attention(
     const dflash_attention_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
 /* The same of many rows of prompts, on Hopper (elsewhere cudaErrorNotSupported): causal, of segments of any number of
- * rows over pages without scales. `rows` is N here, the flat rows of q; `added` and `block` are not taken. */
+ * rows over pages without scales. `rows` is N here, the flat rows of q; `added`, `block` and `row_path` are not taken.
+ * With is_exact cudaErrorNotSupported. */
 DFLASH_API cudaError_t dflash_attend_prompts(const dflash_attention_params* params, cudaStream_t stream);
 
 /* Latent attention (MLA), absorbed, on Hopper (elsewhere cudaErrorNotSupported): a cache row is the key of all heads,
  * and its first 512 numbers are the value. kv_heads is 1, head_size 576, causal 1, out [B, Q, Hq * 512]; `values` is
- * not read. Of a run of rows a slot, without segments, page table, window, sinks or scales. */
+ * not read. Of a run of rows a slot, without segments, page table, block, row_path, window, sinks or scales. With
+ * is_exact cudaErrorNotSupported. */
 DFLASH_API cudaError_t dflash_latent_attention_workspace(const dflash_attention_params* params, size_t* bytes);
 
 DFLASH_API cudaError_t dflash_latent_attention(
@@ -237,7 +239,7 @@ typedef struct
     const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
-    int32_t gelu; /* 1: with swiglu, gates go through GELU by its form with tanh, not through SiLU */
+    int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; with swiglu only */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
@@ -353,10 +355,10 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * experts that this rank has are first..first + count - 1.
  *
  * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
- * scales [E, O, I / 32], E8M0. Beside BF16 the bits of each four bytes, eight numbers, are interleaved: with number i as
- * a pair's lower half and i + 4 as its upper one, where BF16 has sign, exponent's low bits and fraction (bits 15, 8, 7
- * and 6), pair 0 is the word there, 1 the word rotated left by 10, 2 by 13; 3 has its sign at bit 3, its exponent at 1
- * and 0 and its fraction at 4. H and F are multiples of 32 then, else of 16. Shared memory has to hold 16 rows of the
+ * scales [E, O, I / 32], E8M0. Beside BF16 the bits of each four bytes, eight numbers, are interleaved: with number i
+ * as a pair's lower half and i + 4 as its upper one, where BF16 has sign, exponent's low bits and fraction (bits 15, 8,
+ * 7 and 6), pair 0 is the word there, 1 the word rotated left by 10, 2 by 13; 3 has its sign at bit 3, its exponent at
+ * 1 and 0 and its fraction at 4. H and F are multiples of 32 then, else of 16. Shared memory has to hold 16 rows of the
  * wider of them, or 8, which then share the reading of an expert.
  *
  * In INT4 a weight is [E, O, I / 8] int32, eight numbers from -8 to 7 each, the first in the lowest bits, stored as
@@ -373,7 +375,7 @@ typedef enum
     DFLASH_MOE_MXFP4 = 1,
     DFLASH_MOE_FP8_ROWS = 2, /* a scale for each row */
     DFLASH_MOE_FP8_BLOCKS = 3, /* a scale for each block of 128 by 128 */
-    DFLASH_MOE_INT4 = 4 /* a scale for each 32 of a row; not for many rows */
+    DFLASH_MOE_INT4 = 4 /* a scale for each 32 of a row */
 } dflash_moe_format;
 
 typedef struct
@@ -414,8 +416,8 @@ DFLASH_API cudaError_t dflash_moe_workspace(const dflash_moe_params* params, siz
 DFLASH_API cudaError_t dflash_moe(
     const dflash_moe_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
-/* The same for many rows, on Hopper: an expert is read once for up to 64 of the rows that chose it. Both are
- * cudaErrorNotSupported on other GPUs. */
+/* The same for many rows, of numbers or MXFP4, on Hopper: an expert is read once for up to 64 of the rows that chose
+ * it. Both are cudaErrorNotSupported on other GPUs. */
 DFLASH_API cudaError_t dflash_moe_many_workspace(const dflash_moe_params* params, size_t* bytes);
 
 DFLASH_API cudaError_t dflash_moe_many(
@@ -470,13 +472,14 @@ typedef struct
     int32_t first_token; /* of these */
     int32_t vocabulary; /* V, of all ranks together */
     int32_t segment_count; /* G */
-    int32_t decode_segments; /* the first of them; the others are pieces of prompts, which belong to no reply */
+    int32_t decode_segments; /* D */
     int32_t run_count; /* W, at most 64 */
     int32_t run_length; /* L, at most 8 */
     int32_t mask_words; /* 32-bit words of a mask, at least V / 32 */
     const void* logits; /* [R, size] contiguous, as all of these */
     float* shaped; /* [R, size] */
-    const int32_t* logit_first; /* [G + 1], as these of dflash_begin_rows */
+    const int32_t* decoding; /* [D, 4], as these of dflash_begin_rows: other segments' rows belong to no reply */
+    const int32_t* logit_first; /* [G + 1] */
     const int32_t* row_segment; /* [N] */
     const int32_t* token_ids; /* [N] */
     const int32_t* logit_rows; /* [R] */
@@ -504,12 +507,12 @@ DFLASH_API cudaError_t dflash_shape_logits(const dflash_shape_logits_params* par
  * accepted + 1 rows. Idle segments and pieces of prompts add none. */
 typedef struct
 {
-    int32_t decode_segments;
+    int32_t decode_segments; /* D */
     int32_t vocabulary; /* V */
     int32_t run_length; /* L, at most 8 */
-    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    const int32_t* decoding; /* [D, 4] contiguous, as all of these */
     const int32_t* token_ids; /* [N] */
-    const int32_t* accepted; /* [G] */
+    const int32_t* accepted; /* [>= D] */
     const int32_t* penalized; /* [slots] */
     int32_t* counts; /* [slots, V] */
     int32_t* recent; /* [slots, L - 1] */
@@ -643,8 +646,9 @@ DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, c
 /* The flat rows of a step, and their logits, from what the host wrote and what each slot kept.
  *
  * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,
- * then pieces of prompts, whose tokens the host gives. A segment's logits are those of its last rows. What is past the
- * last row, logit or cut is padding.
+ * then pieces of prompts, whose tokens the host gives. How many of either there are, the words say: a piece is a segment
+ * that has rows and a start. A segment's logits are those of its last rows. What is past the last row, logit or cut is
+ * padding.
  *
  * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10
  * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's.
@@ -654,16 +658,19 @@ DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, c
 typedef struct
 {
     int32_t segment_count; /* G */
-    int32_t decode_segments; /* the first so many; the others are pieces */
+    int32_t decode_segments; /* D, places in their list, at most G, as for the next */
+    int32_t piece_count; /* P */
     int32_t rows; /* N */
     int32_t logit_row_count; /* R */
     int32_t cut_count;
     int32_t cut_rows; /* of a cut, at most */
     int32_t block; /* rows of kept tokens, of which a decode segment takes its count */
-    const int32_t* words; /* [4 G]: of each segment slot, count, start (-1: as kept), logits; then the pieces' tokens */
+    const int32_t* words; /* [4 G]: of each segment slot, count, start (-1: it decodes), logits; then pieces' tokens */
     const int32_t* tokens; /* [slots, block] contiguous, as all of these */
     const int32_t* kept_start; /* [slots] */
     int32_t* segments; /* [G, 4] */
+    int32_t* decoding; /* [D, 4]: the first D segments; those that are pieces are idle, all zeros */
+    int32_t* pieces; /* [P, 4]: the first P pieces; past the last one idle */
     int32_t* row_segment; /* [N]; padding: -1 */
     int32_t* token_ids; /* [N]; padding: 0, as in what follows */
     int32_t* logit_first; /* [G + 1]: each segment's first logit, and their number */

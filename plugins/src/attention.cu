@@ -43,8 +43,9 @@ struct Plan
 cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 {
     bool const has_size = p.head_size == 64 || p.head_size == 128 || p.head_size == 256 || p.head_size == 512;
-    bool const is_known = has_size && p.rows > 0 && p.kv_heads > 0 && p.slots >= 0 && p.heads % p.kv_heads == 0
-        && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && !p.key_scale == !p.value_scale;
+    bool const is_known = has_size && p.rows > 0 && p.heads > 0 && p.kv_heads > 0 && p.slots >= 0
+        && p.heads % p.kv_heads == 0 && p.cache_rows > 0 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
+        && !p.key_scale == !p.value_scale;
     // A tile lies within a page: of several they hold whole tiles.
     bool const has_pages = p.page_table
         ? p.pages > 0 && p.page_rows > 0 && (p.page_rows % kTile == 0 || p.page_rows >= p.cache_rows)

@@ -220,7 +220,8 @@ struct Combination
 
 constexpr int kCombineWarps = 8;
 
-// Blocks that an SM has registers for: on Hopper so few a thread that one fits beside a block of attention.
+// Blocks that an SM has registers for: on Hopper so few a thread that one fits beside a block of attention. In device
+// code alone: the host's pass does not know for which GPU it launches.
 constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

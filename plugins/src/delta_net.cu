@@ -14,6 +14,7 @@
 // The value heads of one key head share its keys, the pending ones too, and the window's rows. Who writes those is the
 // last block that has read them.
 #include "delta_net_block.cuh"
+#include "delta_net_single.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -97,6 +98,30 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     }
 }
 
+// One block a value head (x) and segment (y).
+template <typename T>
+__global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
+    single_rows_kernel(__grid_constant__ dflash_delta_net_params const p)
+{
+    using Single = delta::SingleRows<T>;
+    trigger();
+    __shared__ typename Single::Shared shared;
+    typename Single::OfHead const place(p);
+    Single const block{place, shared};
+    auto const ahead = block.load_ahead();
+    int const guess = block.guess_slot();
+    block.prefetch_state(guess);
+    wait();
+    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.y;
+    int4 const segment = segments[0];
+    int const end = blockIdx.y + 1 < gridDim.y ? segments[1].z : p.rows;
+    clear_padding(place, segment, end);
+    if (segment.w > 0)
+    {
+        block.run(delta::Segment(p, segment, p.lengths[segment.x]), ahead);
+    }
+}
+
 // One thread a segment.
 __global__ void advance_states_kernel(dflash_advance_states_params const p)
 {
@@ -124,6 +149,13 @@ cudaError_t launch_delta_net(dflash_delta_net_params const& p, cudaStream_t stre
 }
 
 template <typename T>
+cudaError_t launch_single_rows(dflash_delta_net_params const& p, cudaStream_t stream)
+{
+    dim3 const grid(p.value_heads, p.segment_count);
+    return launch_kernel(single_rows_kernel<T>, grid, delta::SingleRows<T>::kThreads, 0, stream, p);
+}
+
+template <typename T>
 cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream)
 {
     constexpr int kWidest = sizeof(T) == 4 ? 64 : 128; // SM120 has not the shared memory for FP32's rows of 128 values
@@ -133,6 +165,10 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream
     case 32: return launch_delta_net<T, 32, 32>(p, stream);
     case 64: return launch_delta_net<T, 64, 32>(p, stream);
     case 128:
+        if (p.rows <= p.segment_count) // one of each, most likely; if not, one after another
+        {
+            return launch_single_rows<T>(p, stream);
+        }
         // Blocks of fewer values end sooner; what they all do again takes longer once they wait for each other.
         if (p.value_heads * p.segment_count <= kFewHeads)
         {

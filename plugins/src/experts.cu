@@ -16,6 +16,8 @@ namespace
 
 using namespace moe;
 
+constexpr int kFewTokens = 4; // of an expert, on average: hardly any has more than 8
+
 // The parts of the workspace. h: inputs of the experts' second product; y: its outputs.
 struct Workspace
 {
@@ -102,10 +104,10 @@ bool do_fit(dflash_moe_params const& p, Device const& device, int tokens)
     return warps_that_fit(device, std::max(p.hidden, p.columns), weight_of(p), tokens) >= kLeastWarps;
 }
 
-// More than 8 rows may choose one expert, whose weight is then read once for 16.
+// Where more than 8 rows are likely to choose an expert, it is read once for 16. Of fewer, more warps fit.
 int tokens_of(dflash_moe_params const& p, Device const& device)
 {
-    return p.rows > 8 && do_fit(p, device, 16) ? 16 : 8;
+    return p.rows > 8 && p.rows * p.top_k > kFewTokens * p.experts && do_fit(p, device, 16) ? 16 : 8;
 }
 
 bool is_computed(dflash_moe_params const& p, Device const& device)

@@ -69,12 +69,13 @@ struct Device
 inline bool is_routed(dflash_moe_params const& p)
 {
     int const multiple = p.format == DFLASH_MOE_MXFP4 ? 32 : p.format == DFLASH_MOE_INT4 ? kInt4Inputs : 16;
-    return p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1 && p.top_k <= std::min(kMostTopK, p.experts)
-        && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts && p.hidden >= multiple
-        && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
+    bool const has_scales = p.format == DFLASH_MOE_NUMBERS || (p.gate_up_scales && p.down_scales);
+    return p.rows >= 0 && p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1
+        && p.top_k <= std::min(kMostTopK, p.experts) && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts
+        && p.hidden >= multiple && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
         && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_INT4
         && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
-        && p.logits_dtype <= DFLASH_FP32;
+        && p.logits_dtype <= DFLASH_FP32 && has_scales && !(p.gelu && p.clamped);
 }
 
 // -- the sum ----------------------------------------------------------------------------------------------------------

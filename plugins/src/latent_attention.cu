@@ -32,8 +32,8 @@ cudaError_t make_plan(dflash_attention_params const& p, LatentPlan& plan)
 {
     bool const is_known = p.head_size == kLatentRow && p.kv_heads == 1 && p.heads > 0 && p.rows > 0 && p.slots >= 0
         && p.cache_rows > 0 && p.causal && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16);
-    bool const is_plain
-        = !p.window && !p.sinks && !p.key_scale && !p.value_scale && !p.segments && !p.page_table && !p.is_exact;
+    bool const is_plain = !p.window && !p.sinks && !p.key_scale && !p.value_scale && !p.segments && !p.page_table
+        && !p.block && !p.row_path;
     if (!is_known || !is_plain)
     {
         return cudaErrorInvalidValue;
@@ -50,7 +50,7 @@ cudaError_t make_plan(dflash_attention_params const& p, LatentPlan& plan)
 #ifndef DFLASH_SM90A
     major = 0;
 #endif
-    if (major != 9)
+    if (major != 9 || p.is_exact)
     {
         return cudaErrorNotSupported;
     }
@@ -103,10 +103,13 @@ cudaError_t launch(LatentPlan const& plan, cudaStream_t stream)
         return launch_combine<T, kLatentRank>(w, sm90::kRows, plan.sms, stream);
     }
     // Few slots: each is divided among so many ranges that a warp would go through them for long. As many blocks as the
-    // GPU has room for.
-    int const blocks = combine_blocks_per_sm(1) * plan.sms;
-    return launch_combine<T, kLatentRank, kCombineWarps, 1>(
-        w, sm90::kRows, blocks, std::min(w.ranges, w.p.slots), stream);
+    // GPU has room for: only the driver knows that, for the registers are those of code that this pass does not see.
+    int blocks_per_sm = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks_per_sm, combine_kernel<T, kLatentRank, kCombineWarps, 1, 2>, kCombineWarps * 32, 0);
+    return error ? error
+                 : launch_combine<T, kLatentRank, kCombineWarps, 1>(
+                       w, sm90::kRows, blocks_per_sm * plan.sms, std::min(w.ranges, w.p.slots), stream);
 }
 
 } // namespace

@@ -226,9 +226,10 @@ struct LatentMainloop
         uint32_t own[2][4];
         uint32_t others[2][4];
         weigh(logits, own);
+        give_weights(own); // before products take their registers, which none may read until these are done
         scale_rows(out, decay);
         multiply_values(own, tile, group);
-        exchange_weights(own, others);
+        take_weights(others);
         multiply_values(others, tile, 1 - group);
         wait_for_products(out);
         if (threadIdx.x % 32 == 0)
@@ -337,9 +338,9 @@ struct LatentMainloop
         }
     }
 
-    // Gives the other warpgroup the weights, and takes its. They go where this thread alone has read, and the other one
-    // will write next.
-    __device__ __forceinline__ void exchange_weights(uint32_t const (&own)[2][4], uint32_t (&others)[2][4]) const
+    // Gives the other warpgroup the weights. They go where this thread alone has read, and the other one will write
+    // next.
+    __device__ __forceinline__ void give_weights(uint32_t const (&own)[2][4]) const
     {
         auto* const mine = reinterpret_cast<uint4*>(box(group));
 #pragma unroll
@@ -347,6 +348,11 @@ struct LatentMainloop
         {
             mine[k * 128] = {own[k][0], own[k][1], own[k][2], own[k][3]};
         }
+    }
+
+    // Takes the other warpgroup's weights, once both have given theirs.
+    __device__ __forceinline__ void take_weights(uint32_t (&others)[2][4]) const
+    {
         meet_pair();
         auto const* const theirs = reinterpret_cast<uint4 const*>(box(1 - group));
 #pragma unroll

@@ -23,12 +23,12 @@ struct Plan
 
 cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 {
-    bool const is_known = (p.head_size == 64 || p.head_size == 128) && p.rows >= 0 && p.kv_heads > 0 && p.slots >= 0
-        && p.heads % p.kv_heads == 0 && p.heads / p.kv_heads <= kRows && p.cache_rows > 0
+    bool const is_known = (p.head_size == 64 || p.head_size == 128) && p.rows >= 0 && p.heads > 0 && p.kv_heads > 0
+        && p.slots >= 0 && p.heads % p.kv_heads == 0 && p.heads / p.kv_heads <= kRows && p.cache_rows > 0
         && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && !p.key_scale && !p.value_scale;
     bool const has_pages = p.page_table && p.pages > 0 && p.page_rows > 0
         && (p.page_rows % (kKeys / 2) == 0 || p.page_rows >= p.cache_rows);
-    if (!is_known || !has_pages || !p.segments || p.added || p.block != 0 || p.causal != 1)
+    if (!is_known || !has_pages || !p.segments || p.added || p.block != 0 || p.row_path || p.causal != 1)
     {
         return cudaErrorInvalidValue;
     }
@@ -50,7 +50,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 #else
     bool const is_sm90 = false;
 #endif
-    if (!is_sm90)
+    if (!is_sm90 || p.is_exact)
     {
         return cudaErrorNotSupported;
     }

@@ -83,7 +83,7 @@ struct Layout
             int const index = first + threadIdx.x;
             bool const is_there = index < p.segment_count;
             int4 word = is_there ? reinterpret_cast<int4 const*>(p.words)[index] : int4{}; // slot, count, start, logits
-            int const cuts = index < p.decode_segments ? 0 : (word.y + p.cut_rows - 1) / p.cut_rows;
+            int const cuts = word.z < 0 ? 0 : (word.y + p.cut_rows - 1) / p.cut_rows;
             Count const end = before + inclusive_sum({word.y, word.w, cuts}, totals);
             if (is_there)
             {
@@ -136,9 +136,33 @@ __device__ __forceinline__ uint64_t path_of(int32_t const* parents, int row)
     return path;
 }
 
-__device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, Layout const& layout)
+// The segments that decode and those that are pieces, each apart: attention of either passes over the other.
+__device__ __forceinline__ void write_segments(dflash_begin_rows_params const& p, Layout const& layout, int first_piece)
 {
-    int const first_piece = before_of(layout.row_ends, p.decode_segments);
+    for (int index = threadIdx.x; index < p.segment_count; index += blockDim.x)
+    {
+        int4 const segment = layout.segments[index];
+        reinterpret_cast<int4*>(p.segments)[index] = segment;
+        p.logit_first[index + 1] = layout.logit_ends[index];
+        if (index < p.decode_segments)
+        {
+            reinterpret_cast<int4*>(p.decoding)[index] = index < first_piece ? segment : int4{};
+        }
+        if (index < p.piece_count)
+        {
+            int const at = first_piece + index;
+            reinterpret_cast<int4*>(p.pieces)[index] = at < p.segment_count ? layout.segments[at] : int4{};
+        }
+    }
+    if (threadIdx.x == 0)
+    {
+        p.logit_first[0] = 0;
+    }
+}
+
+__device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, Layout const& layout, int first_piece)
+{
+    int const first_prompt_row = before_of(layout.row_ends, first_piece);
     int32_t const* piece_tokens = p.words + 4 * p.segment_count;
     for (int row = threadIdx.x; row < p.rows; row += blockDim.x)
     {
@@ -148,7 +172,7 @@ __device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, La
         int token = 0;
         int position = segment.y + of_segment;
         uint64_t path = 0;
-        if (index < p.decode_segments)
+        if (index < first_piece)
         {
             int64_t const kept = int64_t{segment.x} * p.block;
             token = p.tokens[kept + of_segment];
@@ -160,7 +184,7 @@ __device__ __forceinline__ void write_rows(dflash_begin_rows_params const& p, La
         }
         else if (index < p.segment_count)
         {
-            token = piece_tokens[row - first_piece];
+            token = piece_tokens[row - first_prompt_row];
         }
         p.row_segment[row] = index < p.segment_count ? index : -1;
         p.token_ids[row] = token;
@@ -221,16 +245,9 @@ __global__ void __launch_bounds__(kMostThreads) begin_rows_kernel(dflash_begin_r
     extern __shared__ int4 shared[];
     Layout const layout(shared, p.segment_count);
     layout.fill(p);
-    for (int index = threadIdx.x; index < p.segment_count; index += blockDim.x)
-    {
-        reinterpret_cast<int4*>(p.segments)[index] = layout.segments[index];
-        p.logit_first[index + 1] = layout.logit_ends[index];
-    }
-    if (threadIdx.x == 0)
-    {
-        p.logit_first[0] = 0;
-    }
-    write_rows(p, layout);
+    int const first_piece = segment_at(layout.cut_ends, p.segment_count, 0); // only pieces have cuts
+    write_segments(p, layout, first_piece);
+    write_rows(p, layout, first_piece);
     __syncthreads(); // a tree's positions are read
     write_logits(p, layout);
     write_cuts(p, layout);
@@ -283,8 +300,8 @@ extern "C" cudaError_t dflash_begin_rows(dflash_begin_rows_params const* p, cuda
     int const threads = std::min(std::max((most + 31) / 32 * 32, 128), kMostThreads);
     int const bytes = p->segment_count * Layout::kBytesOfSegment + kMostThreads / 32 * static_cast<int>(sizeof(Count));
     bool const is_known = p->segment_count > 0 && p->decode_segments >= 0 && p->decode_segments <= p->segment_count
-        && p->rows >= 0 && p->logit_row_count >= 0 && p->cut_count >= 0 && p->cut_rows > 0 && p->block > 0
-        && (!p->seeds || p->logit_uniform)
+        && p->piece_count >= 0 && p->piece_count <= p->segment_count && p->rows >= 0 && p->logit_row_count >= 0
+        && p->cut_count >= 0 && p->cut_rows > 0 && p->block > 0 && (!p->seeds || p->logit_uniform)
         && (!p->parents || (p->row_position && p->row_path && p->block <= DFLASH_TREE_MOST_ROWS));
     if (!is_known || bytes > 48 * 1024) // some 1,700 segments
     {

@@ -39,7 +39,7 @@ struct Row
         }
         int const row = p.logit_rows[logit];
         int const segment = p.row_segment[row];
-        if (segment < p.decode_segments)
+        if (segment < p.decode_segments && reinterpret_cast<int4 const*>(p.decoding)[segment].w > 0)
         {
             said = logit - p.logit_first[segment] + 1;
             tokens = p.token_ids + row + 1 - said;
@@ -177,7 +177,7 @@ __global__ void keep_replies_kernel(dflash_keep_replies_params const p)
 {
     begin();
     int const index = blockIdx.x;
-    int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
+    int4 const segment = reinterpret_cast<int4 const*>(p.decoding)[index]; // slot, start, first row, count
     if (segment.w <= 0 || !p.penalized[segment.x])
     {
         return;

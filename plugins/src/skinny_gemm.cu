@@ -196,9 +196,10 @@ extern "C" cudaError_t dflash_skinny_gemm(dflash_skinny_gemm_params const* p, cu
     using namespace dflash;
     bool const is_fp8 = p->weight_dtype == DFLASH_FP8;
     int const columns = kLine / (is_fp8 ? 1 : 2);
-    if (p->rows > DFLASH_SKINNY_ROWS || p->inputs < columns || p->inputs % columns || p->outputs < kGranule
-        || p->outputs % kGranule || (is_fp8 ? p->scale == nullptr : p->weight_dtype != p->dtype)
-        || (p->swiglu && p->residual) || (p->norm_adds_one && (is_fp8 || p->dtype != DFLASH_BF16)))
+    if (p->rows < 0 || p->rows > DFLASH_SKINNY_ROWS || p->inputs < columns || p->inputs % columns
+        || p->outputs < kGranule || p->outputs % kGranule
+        || (is_fp8 ? p->scale == nullptr : p->weight_dtype != p->dtype) || (p->swiglu && p->residual)
+        || (p->gelu && !p->swiglu) || (p->norm_adds_one && (is_fp8 || p->dtype != DFLASH_BF16)))
     {
         return cudaErrorInvalidValue;
     }

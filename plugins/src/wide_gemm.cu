@@ -185,8 +185,9 @@ extern "C" int32_t dflash_wide_gemm_load(dflash_skinny_gemm_params const* p, int
 extern "C" cudaError_t dflash_wide_gemm(dflash_skinny_gemm_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->inputs < kLine / 2 || p->inputs % (kLine / 2) || p->outputs < kGranule || p->outputs % kGranule
-        || p->weight_dtype != p->dtype || p->norm_weight || p->scale || (p->swiglu && p->residual))
+    if (p->rows < 0 || p->inputs < kLine / 2 || p->inputs % (kLine / 2) || p->outputs < kGranule
+        || p->outputs % kGranule || p->weight_dtype != p->dtype || p->norm_weight || p->scale
+        || (p->swiglu && p->residual) || (p->gelu && !p->swiglu))
     {
         return cudaErrorInvalidValue;
     }

@@ -243,6 +243,34 @@ def test_steps_of_many_slots_equal_float64(count, heads, dtype):
     assert max(errors) < 1e-5, errors
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", LAYERS[:3], ids=lambda layer: f"{layer.key_heads}-{layer.value_heads}")
+def test_steps_of_single_rows_equal_float64(layer, dtype):
+    """Behind blocks and prompts, of some of the slots, and as many rows as segments that are all one slot's."""
+    chance = random.Random(3)
+    slots = Slots(layer, dtype, 20)
+    found, expected = slots.step([16, 1, 40, 3] * 5)
+    for slot in range(20):
+        slots.keep(slot, (chance.randint(1, 16), 1, 40, 2)[slot % 4])
+    for step in range(12):
+        counts = [int(chance.random() < 0.8) for _ in range(20)]
+        if step == 3:
+            slots.begin(0)
+        if step in (4, 8):
+            counts = [0] * 20
+            counts[step] = 20 if step == 4 else 7
+        if step == 6:
+            counts = [2, 0, 3, 0] * 4 + [0, 1, 0, 0]
+        found, expected = slots.step(counts)
+        assert_rows_close(found, expected, dtype, bound=1e-4)
+        assert not slots.states.counters.any()
+        for slot, count in enumerate(counts):
+            if count:
+                slots.keep(slot, chance.randint(max(1, count - DELTA_ROWS), count))
+    errors = [slots.state_error(slot) for slot in range(20)]
+    assert max(errors) < 1e-5, errors
+
+
 def test_a_step_that_is_repeated_gives_the_same_bits():
     slots = Slots(LAYER, torch.bfloat16, 2)
     slots.step([16, 40])

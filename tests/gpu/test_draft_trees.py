@@ -77,6 +77,7 @@ class Trees:
             ints(self.layout.kept_start),
             segments=len(expected["segments"]),
             decode_segments=len(self.counts) + self.layout.idle,
+            pieces=len(self.pieces) + self.layout.idle,
             rows=len(expected["row_segment"]),
             logit_rows=len(expected["logit_rows"]),
             cuts=len(expected["cuts"]),

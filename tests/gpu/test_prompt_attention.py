@@ -120,10 +120,11 @@ def test_one_captured_launch_serves_all_prompts():
 def test_a_step_attends_alike_in_cuts_and_as_a_whole(monkeypatch):
     """Decoding slots and pieces of prompts of one layout, whose rows `CudaOps` gives to one kernel or the other."""
     caches = random_pages([900] * 5, 2, 128, torch.bfloat16, 64)
-    words = [0, 3, 40, 3, 1, 8, 700, 8, 2, 333, 500, 1, 3, 1, 0, 1, 4, 64, 64, 1, *[0] * 398]
-    layout = kernels.begin_rows(ints(words), ints([[0] * 8] * 5), ints([0] * 5), 5, 2, rows=440, logit_rows=20, cuts=20)
+    words = [0, 3, -1, 3, 1, 8, -1, 8, 2, 333, 500, 1, 3, 1, 0, 1, 4, 64, 64, 1, *[0] * 398]
+    kept = ints([[0] * 8] * 5), ints([40, 700, 0, 0, 0])
+    layout = kernels.begin_rows(ints(words), *kept, 5, 2, 3, rows=440, logit_rows=20, cuts=20)
     layer = AttentionLayer("l.", "rope", 8, 2, 128, 1e-6, window=300)
-    ops = CudaOps({}, {"l.key": caches.keys, "l.value": caches.values}, None, caches.pages, layout, 2, 8)
+    ops = CudaOps({}, {"l.key": caches.keys, "l.value": caches.values}, None, caches.pages, layout, 8)
     q = torch.randn(440, 8, 128, dtype=torch.bfloat16, device="cuda")
     found = []
     for whole in (False, True):

@@ -53,6 +53,7 @@ class Layout:
     slots: int = 0
     spare: int = 0  # rows, logits and cuts of padding
     idle: int = 0  # decode segments and pieces that are idle, behind the others
+    apart: bool = True  # whether places of decode segments are nobody else's; False: pieces may lie in them
 
     def __post_init__(self) -> None:
         used = [part.slot for part in self.decodes] + [part.slot for part in self.pieces]
@@ -85,18 +86,29 @@ class Layout:
             token_ids += tokens
             logits += [(first + i, part.slot, start + i) for i in range(count - with_logits, count)]
             logit_first.append(len(logits))
+        parts = self.parts()
+        first = next((i for i, part in enumerate(parts) if isinstance(part, Piece) and part.tokens), len(parts))
+        decoding, pieces = self.places()
+        nobody = [0, 0, 0, 0]
         pad = self.spare
         rows, slots, positions = (list(column) for column in zip(*logits, *[(0, 0, 0)] * pad, strict=True))
         return {
             "segments": segments,
+            "decoding": [segment if i < first else nobody for i, segment in enumerate(segments[:decoding])],
+            "pieces": (segments[first:] + [nobody] * pieces)[:pieces],
             "row_segment": row_segment + [-1] * pad,
             "token_ids": token_ids + [0] * pad,
             "logit_first": logit_first,
             "logit_rows": rows,
             "logit_slot": slots,
             "logit_position": positions,
-            "cuts": cuts + [[0, 0, 0, 0]] * pad,
+            "cuts": cuts + [nobody] * pad,
         }
+
+    def places(self) -> tuple[int, int]:
+        """Counts the places in the lists of decode segments, and of pieces."""
+        decoding = len(self.decodes) + self.idle if self.apart else len(self.parts())
+        return decoding, len(self.pieces) + self.idle
 
     def parts(self) -> list[Decode | Piece]:
         idle_decodes = [Decode(0, 0)] * self.idle
@@ -114,13 +126,14 @@ class Layout:
         return words + tokens
 
     def begin(self, seeds: torch.Tensor | None = None) -> Rows:
-        expected = self.expected()
+        expected, (decoding, pieces) = self.expected(), self.places()
         return kernels.begin_rows(
             ints(self.words()),
             ints(self.tokens),
             ints(self.kept_start),
             segments=len(expected["segments"]),
-            decode_segments=len(self.decodes) + self.idle,
+            decode_segments=decoding,
+            pieces=pieces,
             rows=len(expected["row_segment"]),
             logit_rows=len(expected["logit_rows"]),
             cuts=len(expected["cuts"]),
@@ -142,6 +155,14 @@ LAYOUTS = {
         [prompt(20, 0, 31), prompt(21, 64, 32), prompt(22, 5, 1), prompt(23, 0, 700), prompt(24, 9, 33)],
         spare=40,
         idle=2,
+    ),
+    "together": Layout(
+        [Decode(i, 1 + i % 8) for i in range(6)],
+        [prompt(7, 40, 256), prompt(6, 3, 2)],
+        block=8,
+        spare=9,
+        idle=1,
+        apart=False,
     ),
     "many": Layout(
         [Decode(i, i % 17) for i in range(600)], [prompt(600 + i, i, 150 + i) for i in range(40)], spare=7, idle=200
@@ -211,7 +232,8 @@ def test_slots_that_had_rows_keep_the_next_ones(layout):
     count, width, last_start = len(said["segments"]), 16, 600
     targets = ints(range(len(said["logit_rows"])))
     accepted, next_start = ints(range(count)), ints([500 + i for i in range(count)])
-    next_tokens = ints(range(count * 9)).view(count, 9)
+    kept = min(9, layout.block)
+    next_tokens = ints(range(count * kept)).view(count, kept)
     tokens, kept_start = ints(layout.tokens), ints(layout.kept_start)
     decided = kernels.end_rows(rows, tokens, kept_start, last_start, targets, accepted, next_start, next_tokens, width)
     expected_tokens, expected_start = [list(row) for row in layout.tokens], list(layout.kept_start)
@@ -220,7 +242,7 @@ def test_slots_that_had_rows_keep_the_next_ones(layout):
         own = list(range(said["logit_first"][index], said["logit_first"][index + 1]))
         expected.append([index, *own, *[0] * (width - len(own))])
         if rows_of_it:
-            expected_tokens[slot][:9] = range(index * 9, index * 9 + 9)
+            expected_tokens[slot][:kept] = range(index * kept, (index + 1) * kept)
             expected_start[slot] = min(500 + index, last_start)
     assert decided.tolist() == expected
     assert tokens.tolist() == expected_tokens
@@ -321,7 +343,7 @@ MODELS = [
     Model(torch.float16, 64, 64, fp8=True),
     Model(torch.bfloat16, 64, 64, window=100, sinks=True),
 ]
-STEPS = {name: LAYOUTS[name] for name in ("idle", "piece", "mixed")}
+STEPS = {name: LAYOUTS[name] for name in ("idle", "piece", "mixed", "together")}
 
 
 @dataclass
@@ -381,8 +403,7 @@ def test_flat_rows_are_appended_and_attend_as_torchs_do(model, layout):
     out = torch.empty(1, qkv.shape[1], model.heads * model.size, dtype=model.dtype, device="cuda")
     q = ready.append.rows(caches.keys, caches.values, caches.pages, rows, model.heads, qkv, out)
     sinks, window = ready.weights.get("l.self_attn.sinks"), model.window or 0
-    decodes = len(layout.decodes) + layout.idle
-    for segments, most in ((rows.segments[:decodes], layout.block), (rows.cuts, kernels.MAX_ROWS)):
+    for segments, most in ((rows.decoding, layout.block), (rows.cuts, kernels.MAX_ROWS)):
         kernels.attend_rows(
             q,
             caches.keys,

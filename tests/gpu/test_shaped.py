@@ -83,15 +83,15 @@ def masks_of(logits: int, vocabulary: int) -> kernels.RowMasks:
     return kernels.RowMasks(words.cuda(), rows.cuda())
 
 
-def expected_shape(
-    logits: Tensor, rows: kernels.Rows, decoding: int, kept: kernels.KeptPenalties, masks: kernels.RowMasks
-) -> Tensor:
+def expected_shape(logits: Tensor, rows: kernels.Rows, kept: kernels.KeptPenalties, masks: kernels.RowMasks) -> Tensor:
     """Computes `kernels.shape_logits` by torch's operations, each row for itself; it can be captured."""
     count, device = len(logits), logits.device
     logit, row, slot = torch.arange(count, device=device), rows.logit_rows.long(), rows.logit_slot.long()
     segment = rows.row_segment[row].long().clamp(min=0)
     is_real = logit < rows.logit_first[-1]
-    said = torch.where((segment < decoding) & is_real, logit - rows.logit_first[segment] + 1, 0)
+    counts = torch.cat([rows.decoding[:, 3], rows.decoding.new_zeros(1)])
+    decodes = counts[segment.clamp(max=len(rows.decoding))] > 0
+    said = torch.where(decodes & is_real, logit - rows.logit_first[segment] + 1, 0)
     place = torch.arange(len(rows.token_ids), device=device)
     follows = (place <= row[:, None]) & (place > (row - said)[:, None])
     ids = rows.token_ids.long()
@@ -118,15 +118,15 @@ def expected_shape(
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", SIZES)
-@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed")])
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed", "together")])
 def test_the_kernel_shapes_logits_as_torch_does(layout: Layout, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    rows, decoding = layout.begin(), len(layout.decodes) + layout.idle
+    rows = layout.begin()
     count = len(rows.logit_rows)
     logits = (4 * torch.randn(count, vocabulary, device="cuda")).to(dtype)
     kept, masks = kept_of(layout, vocabulary), masks_of(count, vocabulary)
-    found = kernels.shape_logits(logits, rows, decoding, kept, masks, 0)
-    expected = expected_shape(logits, rows, decoding, kept, masks)
+    found = kernels.shape_logits(logits, rows, kept, masks, 0)
+    expected = expected_shape(logits, rows, kept, masks)
     wrong = (found != expected).nonzero()
     errors = (found - expected).abs().nan_to_num(0)
     print(f"{len(wrong)} differ, by at most {errors.max().item():.3g}; first {wrong[:1].tolist()}")
@@ -139,17 +139,17 @@ def test_the_kernel_shapes_logits_as_torch_does(layout: Layout, vocabulary: int,
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", SIZES)
-@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed")])
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed", "together")])
 def test_rows_that_change_in_nothing_are_chosen_from_without_a_copy(
     layout: Layout, vocabulary: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(4)
-    rows, decoding = layout.begin(), len(layout.decodes) + layout.idle
+    rows = layout.begin()
     count = len(rows.logit_rows)
     logits = (4 * torch.randn(count, vocabulary, device="cuda")).round().to(dtype)
     kept, masks = kept_of(layout, vocabulary), masks_of(count, vocabulary)
-    every = kernels.shape_logits(logits, rows, decoding, kept, masks, 0)
-    shaped, is_shaped = kernels.shape_changed_logits(logits, rows, decoding, kept, masks, 0)
+    every = kernels.shape_logits(logits, rows, kept, masks, 0)
+    shaped, is_shaped = kernels.shape_changed_logits(logits, rows, kept, masks, 0)
     is_real = torch.arange(count, device="cuda") < rows.logit_first[-1]
     changes = is_real & ((kept.penalized[rows.logit_slot.long()] != 0) | (masks.rows[:count] >= 0))
     assert is_shaped.bool().equal(changes)
@@ -181,31 +181,31 @@ def test_log_probabilities_that_nobody_wants_are_not_computed() -> None:
 @needs_kernels
 def test_each_rank_shapes_its_own_tokens() -> None:
     layout, vocabulary = LAYOUTS["mixed"], 2048
-    rows, decoding = layout.begin(), len(layout.decodes) + layout.idle
+    rows = layout.begin()
     logits = torch.randn(len(rows.logit_rows), vocabulary, device="cuda")
     kept, masks = kept_of(layout, vocabulary), masks_of(len(logits), vocabulary)
     parts = [
-        kernels.shape_logits(part.contiguous(), rows, decoding, kept, masks, 512 * rank)
+        kernels.shape_logits(part.contiguous(), rows, kept, masks, 512 * rank)
         for rank, part in enumerate(logits.split(512, dim=1))
     ]
-    assert torch.cat(parts, dim=1).equal(kernels.shape_logits(logits, rows, decoding, kept, masks, 0))
+    assert torch.cat(parts, dim=1).equal(kernels.shape_logits(logits, rows, kept, masks, 0))
 
 
 @needs_kernels
-@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed")])
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one", "decode", "idle", "piece", "mixed", "together")])
 def test_replies_go_on_by_what_was_accepted(layout: Layout) -> None:
     vocabulary = 1000
     rows, said = layout.begin(), layout.expected()
-    decoding, kept = len(layout.decodes) + layout.idle, kept_of(layout, vocabulary)
+    kept = kept_of(layout, vocabulary)
     accepted = [max(0, min(count - 1, index % 5)) for index, (*_, count) in enumerate(said["segments"])]
     counts, recent = kept.counts.tolist(), kept.recent.tolist()
-    for (slot, _, first, count), drafts in zip(said["segments"][:decoding], accepted, strict=False):
+    for (slot, _, first, count), drafts in zip(said["decoding"], accepted, strict=False):
         if count and slot % 3 != 2:
             tokens = said["token_ids"][first : first + drafts + 1]
             for token in tokens:
                 counts[slot][token] += 1
             recent[slot] = [*recent[slot], *tokens][-7:]
-    kernels.keep_replies(rows, decoding, kept, ints(accepted))
+    kernels.keep_replies(rows, kept, ints(accepted))
     assert kept.recent.tolist() == recent
     assert kept.counts.tolist() == counts
 
@@ -310,8 +310,7 @@ def test_our_kernels_and_torchs_operations_choose_the_same_tokens(
         if not is_ours:
 
             def shape(self: Any, logits: Tensor, shapes: Any, token_ids: Tensor, start: Tensor) -> Tensor:
-                decoding = len(self._decoding)
-                return expected_shape(logits[0], self._layout, decoding, shapes.penalties, shapes.masks)[None]
+                return expected_shape(logits[0], self._layout, shapes.penalties, shapes.masks)[None]
 
             monkeypatch.setattr(CudaOps, "shape", shape)
             monkeypatch.setattr(CudaOps, "argmax_shaped", Ops.argmax_shaped)

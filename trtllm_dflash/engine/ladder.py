@@ -47,8 +47,11 @@ class StepKind:
 
     @property
     def segments(self) -> int:
-        """Decoding slots and pieces, at most."""
-        return self.slots + self.pieces
+        """Decoding slots and pieces together, at most; each gets a block of the drafter.
+
+        A piece is of a slot that does not decode yet: it takes a place that would else be nobody's.
+        """
+        return min(self.slots + self.pieces, max(self.slots, PIECES))
 
     @property
     def all_rows(self) -> int:
@@ -58,7 +61,7 @@ class StepKind:
     @property
     def logit_rows(self) -> int:
         """Rows that get logits: all of decoding slots, and one of each piece."""
-        return self.slots * self.rows + self.pieces
+        return self.slots * self.rows + self.segments - self.slots
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -13,9 +13,9 @@ Tensor = torch.Tensor
 
 BeginRowsParams = structure(
     "dflash_begin_rows_params",
-    ints="segment_count decode_segments rows logit_row_count cut_count cut_rows block",
-    pointers="words tokens kept_start segments row_segment token_ids logit_first logit_rows logit_slot logit_position",
-    pointers_="cuts seeds logit_uniform parents row_position row_path",
+    ints="segment_count decode_segments piece_count rows logit_row_count cut_count cut_rows block",
+    pointers="words tokens kept_start segments decoding pieces row_segment token_ids logit_first logit_rows logit_slot",
+    pointers_="logit_position cuts seeds logit_uniform parents row_position row_path",
 )
 
 
@@ -41,7 +41,9 @@ class Rows:
     A segment is one slot's run of rows: slot, start (the position of the first), first row, count (0: it is idle).
     """
 
-    segments: Tensor  # [G, 4]
+    segments: Tensor  # [G, 4] those that decode, then pieces of prompts; how many of either, the device knows
+    decoding: Tensor  # [D, 4] the first ones, of which pieces are idle
+    pieces: Tensor  # [P, 4] the pieces
     row_segment: Tensor  # [N]; padding: -1
     token_ids: Tensor  # [N]; padding: 0, as in what follows
     logit_first: Tensor  # [G + 1] each segment's first logit, and their number
@@ -60,6 +62,7 @@ def begin_rows(
     kept_start: Tensor,
     segments: int,
     decode_segments: int,
+    pieces: int,
     rows: int,
     logit_rows: int,
     cuts: int,
@@ -72,10 +75,10 @@ def begin_rows(
     and cuts of a step may be fewer than those that are made: the others are padding.
 
     Args:
-        words: [>= 4 * segments] int32. Of each segment slot, count, start (-1: as kept) and number of logits, those of
-            its last rows; then the pieces' token ids, in the order of segments.
+        words: [>= 4 * segments] int32. Of each segment slot, count, start (-1: it decodes) and number of logits, those
+            of its last rows; then the pieces' token ids, in the order of segments.
         tokens, kept_start: what slots kept, [slots, block] and [slots]: the tokens of decode segments are these.
-        segments, decode_segments: how many there are, and how many of them, the first, decode.
+        segments, decode_segments, pieces: how many there are at most, and how many that decode, and pieces.
         rows, logit_rows, cuts: how many are made.
         seeds: [slots] int64: each logit gets a random number, which depends on its slot's seed and the position after
             its row alone, that of the token which it chooses. None: the step is greedy.
@@ -83,7 +86,8 @@ def begin_rows(
     """
     check(words.dtype == torch.int32 and words.is_contiguous() and words.data_ptr() % 16 == 0, "words must be int32")
     check(words.numel() >= 4 * segments, f"{words.numel()} words of {segments} segments")
-    check(0 <= decode_segments <= segments, f"{decode_segments} decode segments of {segments}")
+    for count in (decode_segments, pieces):
+        check(0 <= count <= segments, f"{count} of {segments} segments")
     _check_kept(tokens, kept_start)
     _check_parents(parents, tokens)
     if seeds is not None:
@@ -95,6 +99,8 @@ def begin_rows(
 
     layout = Rows(
         segments=empty(segments, 4),
+        decoding=empty(decode_segments, 4),
+        pieces=empty(pieces, 4),
         row_segment=empty(rows),
         token_ids=empty(rows),
         logit_first=empty(segments + 1),
@@ -109,6 +115,7 @@ def begin_rows(
     params = BeginRowsParams(
         segment_count=segments,
         decode_segments=decode_segments,
+        piece_count=pieces,
         rows=rows,
         logit_row_count=logit_rows,
         cut_count=cuts,
@@ -118,6 +125,8 @@ def begin_rows(
         tokens=tokens.data_ptr(),
         kept_start=kept_start.data_ptr(),
         segments=layout.segments.data_ptr(),
+        decoding=layout.decoding.data_ptr(),
+        pieces=layout.pieces.data_ptr(),
         row_segment=layout.row_segment.data_ptr(),
         token_ids=layout.token_ids.data_ptr(),
         logit_first=layout.logit_first.data_ptr(),

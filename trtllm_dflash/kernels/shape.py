@@ -13,15 +13,16 @@ Tensor = torch.Tensor
 ShapeLogitsParams = structure(
     "dflash_shape_logits_params",
     ints="dtype rows size first_token vocabulary segment_count decode_segments run_count run_length mask_words",
-    pointers="logits shaped logit_first row_segment token_ids logit_rows logit_slot logit_position masks mask_rows",
-    pointers_="penalized presence frequency repetition counts in_prompt bias ends ends_from runs recent is_shaped",
+    pointers="logits shaped decoding logit_first row_segment token_ids logit_rows logit_slot logit_position masks",
+    pointers_="mask_rows penalized presence frequency repetition counts in_prompt bias ends ends_from runs recent",
+    pointers__="is_shaped",
 )
 
 
 KeepRepliesParams = structure(
     "dflash_keep_replies_params",
     ints="decode_segments vocabulary run_length",
-    pointers="segments token_ids accepted penalized counts recent",
+    pointers="decoding token_ids accepted penalized counts recent",
 )
 
 
@@ -58,33 +59,29 @@ class RowMasks:
     rows: Tensor  # [>= R] int32: the row's mask; -1: it may choose any token
 
 
-def shape_logits(
-    logits: Tensor, rows: Rows, decode_segments: int, kept: KeptPenalties, masks: RowMasks, first: int
-) -> Tensor:
+def shape_logits(logits: Tensor, rows: Rows, kept: KeptPenalties, masks: RowMasks, first: int) -> Tensor:
     """Changes logits [R, V/tp] of a step's rows by their slots' penalties, and then by masks; returns all in FP32.
 
     Args:
-        decode_segments: of the rows' segments, how many decode: what their rows say is part of their replies.
         first: this rank's first token.
     """
-    return _shaped(logits, rows, decode_segments, kept, masks, first, None)
+    return _shaped(logits, rows, kept, masks, first, None)
 
 
 def shape_changed_logits(
-    logits: Tensor, rows: Rows, decode_segments: int, kept: KeptPenalties, masks: RowMasks, first: int
+    logits: Tensor, rows: Rows, kept: KeptPenalties, masks: RowMasks, first: int
 ) -> tuple[Tensor, Tensor]:
     """Changes logits likewise, and leaves out rows that change in nothing; returns all, and which are there: [R] int32.
 
     Arguments as in `shape_logits`; `argmax` takes both.
     """
     is_shaped = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    return _shaped(logits, rows, decode_segments, kept, masks, first, is_shaped), is_shaped
+    return _shaped(logits, rows, kept, masks, first, is_shaped), is_shaped
 
 
 def _shaped(
     logits: Tensor,
     rows: Rows,
-    decode_segments: int,
     kept: KeptPenalties,
     masks: RowMasks,
     first: int,
@@ -107,12 +104,13 @@ def _shaped(
         first_token=first,
         vocabulary=vocabulary,
         segment_count=len(rows.segments),
-        decode_segments=decode_segments,
+        decode_segments=len(rows.decoding),
         run_count=kept.runs.shape[1],
         run_length=kept.runs.shape[2],
         mask_words=words.shape[1],
         logits=logits.data_ptr(),
         shaped=shaped.data_ptr(),
+        decoding=rows.decoding.data_ptr(),
         logit_first=rows.logit_first.data_ptr(),
         row_segment=rows.row_segment.data_ptr(),
         token_ids=rows.token_ids.data_ptr(),
@@ -138,7 +136,7 @@ def _shaped(
     return shaped
 
 
-def keep_replies(rows: Rows, decode_segments: int, kept: KeptPenalties, accepted: Tensor) -> None:
+def keep_replies(rows: Rows, kept: KeptPenalties, accepted: Tensor) -> None:
     """Adds what a step has made final to the replies of slots with penalties: accepted [G] drafts, and the row before.
 
     Args: as in `shape_logits`.
@@ -146,10 +144,10 @@ def keep_replies(rows: Rows, decode_segments: int, kept: KeptPenalties, accepted
     _check_kept(kept)
     check_ints(len(rows.segments), accepted=accepted)
     params = KeepRepliesParams(
-        decode_segments=decode_segments,
+        decode_segments=len(rows.decoding),
         vocabulary=kept.counts.shape[1],
         run_length=kept.runs.shape[2],
-        segments=rows.segments.data_ptr(),
+        decoding=rows.decoding.data_ptr(),
         token_ids=rows.token_ids.data_ptr(),
         accepted=accepted.data_ptr(),
         penalized=kept.penalized.data_ptr(),

@@ -28,7 +28,6 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         caches: K/V caches by name, [pages, heads, page rows, D].
         pages: of every slot.
         layout: of the step's rows.
-        slots: leading segments that are decoding slots; the others are pieces of prompts.
         rows: the most that a decoding slot has.
         window_pages: of every slot in layers with a window; None: the same.
         moves: of accepted paths, in all the target's caches, and the page tables of those; where slots have trees.
@@ -47,7 +46,6 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         communicator: Communicator | None,
         pages: kernels.Pages,
         layout: kernels.Rows,
-        slots: int,
         rows: int,
         window_pages: kernels.Pages | None = None,
         moves: Sequence[tuple[kernels.PathMoves, kernels.Pages]] = (),
@@ -58,7 +56,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         self._pages = pages
         self._window_pages = window_pages or pages
         self._layout = layout
-        self._decoding = layout.segments[:slots]
+        self._decoding = layout.decoding
         self._most = rows
         self._moves = moves
         self._reports = reports
@@ -83,13 +81,12 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
     def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         """Fills `out` with the attention of pieces of prompts: in cuts, where they are too few for whole items."""
         keys, values = self._caches(layer)
-        slots = len(self._decoding)
-        if layer.scale is not None or not kernels.takes_prompts(q, keys, len(q) - slots * self._most):
+        rows = len(q) - len(self._decoding) * self._most
+        if layer.scale is not None or not kernels.takes_prompts(q, keys, rows):
             self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
             return
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
-        pieces = self._layout.segments[slots:]
-        kernels.attend_prompts(q, keys, values, self._pages_of(layer), pieces, out, window, sinks)
+        kernels.attend_prompts(q, keys, values, self._pages_of(layer), self._layout.pieces, out, window, sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
         return self._projected(layer, kv, index)
@@ -137,11 +134,11 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
 
     def shape(self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor) -> Tensor:
         kept, first = shapes.penalties, self.rank * logits.shape[-1]
-        return kernels.shape_logits(logits[0], self._layout, len(self._decoding), kept, shapes.masks, first)[None]
+        return kernels.shape_logits(logits[0], self._layout, kept, shapes.masks, first)[None]
 
     def argmax_shaped(self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor) -> Tensor:
         """Finds ids as the base does, without a copy of rows that change in nothing."""
-        of = logits[0], self._layout, len(self._decoding), shapes.penalties, shapes.masks, self.rank * logits.shape[-1]
+        of = logits[0], self._layout, shapes.penalties, shapes.masks, self.rank * logits.shape[-1]
         return self._first_of_ranks(logits, *kernels.argmax(logits, kernels.shape_changed_logits(*of)))
 
     def log_probabilities(self, logits: Tensor, ids: Tensor) -> Logprobs[Tensor]:

@@ -33,11 +33,11 @@ class CudaShapes(TorchOps):
 
     def _flat(
         self, logits: Tensor, shapes: KeptShapes, token_ids: Tensor, start: Tensor
-    ) -> tuple[Tensor, kernels.Rows, int, kernels.KeptPenalties, kernels.RowMasks, int]:
+    ) -> tuple[Tensor, kernels.Rows, kernels.KeptPenalties, kernels.RowMasks, int]:
         """Takes logits as flat rows, of which each slot has as many: as `kernels.shape_logits` does."""
-        slots, _, size = logits.shape
+        size = logits.shape[-1]
         layout = slot_rows(token_ids.int(), start.int())
-        return logits.flatten(0, 1), layout, slots, shapes.penalties, shapes.masks, self.rank * size
+        return logits.flatten(0, 1), layout, shapes.penalties, shapes.masks, self.rank * size
 
 
 def slot_rows(token_ids: Tensor, start: Tensor) -> kernels.Rows:
@@ -45,9 +45,11 @@ def slot_rows(token_ids: Tensor, start: Tensor) -> kernels.Rows:
     slots, rows = token_ids.shape
     every = torch.arange(slots * rows + 1, dtype=torch.int32, device=start.device)
     slot, first = every[: slots * rows] // rows, every[: slots + 1] * rows
-    counts = torch.full_like(start, rows)
+    segments = torch.stack([every[:slots], start, first[:slots], torch.full_like(start, rows)], dim=1)
     return kernels.Rows(
-        segments=torch.stack([every[:slots], start, first[:slots], counts], dim=1),
+        segments=segments,
+        decoding=segments,
+        pieces=segments[:0],
         row_segment=slot,
         token_ids=token_ids.flatten(),
         logit_first=first,

@@ -28,7 +28,7 @@ class ExactOps(CudaOps):
     _is_exact = True
 
     def for_drafts(self) -> CudaOps:
-        shared = self.weights, self.caches, self.communicator, self._pages, self._layout, len(self._decoding)
+        shared = self.weights, self.caches, self.communicator, self._pages, self._layout
         return CudaOps(*shared, self._most, self._window_pages, self._moves, self._reports)
 
     def _normed_product(

@@ -252,14 +252,7 @@ class CudaSession(TorchSession):
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
         slots = len(call.decode)
-        if slots == kind.slots:
-            decided = captured.decided[: slots + len(call.pieces)]
-        elif not call.pieces:
-            decided = captured.decided[:slots]
-        else:
-            pieces = captured.decided[kind.slots : kind.slots + len(call.pieces)]
-            decided = pieces if slots == 0 else torch.cat([captured.decided[:slots], pieces])
-        outcome = Outcome(decided, report)
+        outcome = Outcome(captured.decided[: slots + len(call.pieces)], report)
         if shaped:
             places = {slot: place for place, (slot, _) in enumerate(call.decode)}
             places |= {piece.slot: slots + place for place, piece in enumerate(call.pieces)}
@@ -283,6 +276,7 @@ class CudaSession(TorchSession):
             slots.start,
             segments=kind.segments,
             decode_segments=kind.slots,
+            pieces=kind.pieces,
             rows=kind.all_rows,
             logit_rows=kind.logit_rows,
             cuts=-(-kind.all_rows // kernels.MAX_ROWS) + kind.pieces if kind.pieces else 0,
@@ -300,7 +294,7 @@ class CudaSession(TorchSession):
             shapes=self._shapes if kind.shaped else None,
             logprobs=kind.shaped,
         )
-        ops = self._ops(layout, kind.slots, kind.rows)
+        ops = self._ops(layout, kind.rows)
         forward = self._step.forward(ops, inputs, kind.drafting)
         if kind.shaped and kind.pieces:
             assert self._hidden is not None
@@ -314,7 +308,7 @@ class CudaSession(TorchSession):
         tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
         out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree)
         if kind.shaped:
-            kernels.keep_replies(layout, kind.slots, self._shapes.penalties, out.accepted)
+            kernels.keep_replies(layout, self._shapes.penalties, out.accepted)
         outputs = kernels.end_rows(
             layout,
             slots.tokens,
@@ -412,10 +406,10 @@ class CudaSession(TorchSession):
     def _page_tables(self, tables: list[list[int]]) -> kernels.Pages:
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
-    def _ops(self, layout: kernels.Rows, slots: int, rows: int) -> CudaOps:
+    def _ops(self, layout: kernels.Rows, rows: int) -> CudaOps:
         every, kind = (self.weights, self.caches, self.communicator), ExactOps if self._is_exact else CudaOps
         reports = None if self._shaping is None else self._shaping.reports
-        return kind(*every, self._pages, layout, slots, rows, self._window_pages, self._moves, reports)
+        return kind(*every, self._pages, layout, rows, self._window_pages, self._moves, reports)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
@@ -471,6 +465,7 @@ class CudaSession(TorchSession):
             self._slots.start,
             segments=count,
             decode_segments=0,
+            pieces=count,
             rows=count * rows,
             logit_rows=logit_rows,
             cuts=-(-rows // kernels.MAX_ROWS) * count,
@@ -484,7 +479,7 @@ class CudaSession(TorchSession):
             start=layout.segments[:, 1],
             logit_rows=layout.logit_rows[None],
         )
-        out = self._step(self._ops(layout, 0, 1), flat, drafting)
+        out = self._step(self._ops(layout, 1), flat, drafting)
         return replace(out, target_ids=out.target_ids[0][index])
 
     def _slot_ops(self, inputs: StepInputs[Tensor], first_slot: int) -> TorchOps:

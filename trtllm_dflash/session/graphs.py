@@ -120,7 +120,8 @@ class StepGraphs(Generic[Graph]):
             rows = max(rows, block, tree + 1)  # one number for both, so that there are few graphs
         for kind in self._alike(drafting, sampled, shaped, pieces > 0):
             fits = kind.slots >= slots and kind.rows >= rows and kind.tree >= tree
-            if fits and kind.pieces >= pieces and kind.all_rows >= all_rows:
+            fits = fits and kind.pieces >= pieces and kind.segments >= slots + pieces
+            if fits and kind.all_rows >= all_rows:
                 return kind
         what = f"{'sampled' if sampled else 'greedy'} step of {slots} slots and {rows} rows"
         what += f" beside {pieces} pieces of prompts" if pieces else ""
@@ -153,10 +154,9 @@ def words_of(call: Step, kind: StepKind) -> list[int]:
     words: list[int] = []
     for slot, count in call.decode:
         words += (slot, count, -1, count)
-    words += [0] * (4 * (kind.slots - len(call.decode)))
     for piece in call.pieces:
         words += (piece.slot, len(piece.token_ids), piece.start, 1)
-    words += [0] * (4 * (kind.pieces - len(call.pieces)))
+    words += [0] * (4 * kind.segments - len(words))
     for piece in call.pieces:
         words += piece.token_ids
     return words

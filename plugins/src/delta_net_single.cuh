@@ -1,0 +1,407 @@
+// A gated delta net's rows one after another: for steps that have one of each slot, where the state's way through
+// memory is all that counts.
+#pragma once
+
+#include "delta_net_rows.cuh"
+#include "delta_net_solver.cuh"
+
+namespace dflash
+{
+namespace delta
+{
+
+// A block has a value head of one segment, a warp 16 of its values, a lane four keys of each. Warps 0 to 2 also convolve
+// the queries, keys and values, of which a lane has four channels, and warp 3 has the gates.
+template <typename T>
+struct SingleRows
+{
+    static constexpr int kSize = 128;
+    static constexpr int kOfWarp = 16; // values
+    static constexpr int kWarps = kSize / kOfWarp;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kKeysWarp = 1; // queries: 0
+    static constexpr int kValuesWarp = 2;
+    static constexpr int kGatesWarp = 3;
+    using OfHead = Place<T, kSize, kSize>;
+    using Four = Vector<T, kLane>;
+
+    // What a lane of a convolving warp has for itself, not in registers: those are the state's.
+    struct Convolution
+    {
+        Vector<T, kTaps> taps[kLane];
+        Four before[kBefore];
+        Four row;
+    };
+
+    struct Shared
+    {
+        Convolution convolutions[3][kSize / kLane]; // of queries, keys, values
+        float4 rows[3][kSize / kLane]; // those of the row
+        float4 pending_keys[kDeltaRows][kSize / kLane];
+        float4 pending_writes[kDeltaRows][kSize / kLane];
+        float pending_behind[kDeltaRows];
+        float out[kSize];
+        float squares[kWarps];
+        float pending_kept;
+        float decay; // the row's
+        float share;
+        int is_last; // of the blocks that read what value heads share
+    };
+
+    // What does not wait for the kernels before this one.
+    struct Ahead
+    {
+        float norm;
+        float rate;
+        float bias;
+    };
+
+    OfHead const& place;
+    Shared& shared;
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+
+    __device__ __forceinline__ bool convolves() const
+    {
+        return warp <= kValuesWarp;
+    }
+
+    __device__ __forceinline__ Convolution& own() const
+    {
+        return shared.convolutions[warp][lane];
+    }
+
+    __device__ __forceinline__ int channel() const
+    {
+        int const first = warp == kValuesWarp ? place.value_channel()
+            : warp == kKeysWarp               ? place.key_channel()
+                                              : place.query_channel();
+        return first + lane * kLane;
+    }
+
+    __device__ __forceinline__ Ahead load_ahead() const
+    {
+        Ahead ahead = {};
+        if (convolves())
+        {
+#pragma unroll
+            for (int i = 0; i < kLane; ++i)
+            {
+                own().taps[i]
+                    = load_vector<T, kTaps>(static_cast<T const*>(place.p.conv) + (channel() + i) * kTaps);
+            }
+        }
+        ahead.norm = static_cast<float const*>(place.p.norm)[threadIdx.x % kSize];
+        ahead.rate = static_cast<float const*>(place.p.a_log)[place.head];
+        ahead.bias = static_cast<float const*>(place.p.dt_bias)[place.head];
+        return ahead;
+    }
+
+    // The slot of the block's segment as memory has it already: whoever writes it may not be done yet.
+    __device__ __forceinline__ int guess_slot() const
+    {
+        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.y);
+        return min(max(slot, 0), place.p.slots - 1);
+    }
+
+    __device__ __forceinline__ void prefetch_state(int slot) const
+    {
+        if (threadIdx.x == 0)
+        {
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(place.state(slot)), "r"(4 * kSize * kSize));
+        }
+    }
+
+    __device__ __forceinline__ void run(Segment const& segment, Ahead const& ahead) const
+    {
+        if (convolves())
+        {
+            Four before[kBefore] = {};
+#pragma unroll
+            for (int i = 0; i < kBefore && !segment.begins; ++i)
+            {
+                before[i] = load_vector<T, kLane>(place.window_row(segment.slot, segment.accepted + i) + channel());
+            }
+#pragma unroll
+            for (int i = 0; i < kBefore; ++i)
+            {
+                own().before[i] = before[i];
+            }
+        }
+        load_pending(segment);
+        float4 state[kOfWarp];
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i)
+        {
+            float4 const none = {};
+            state[i] = segment.is_zero ? none : *state_of(segment.slot, i);
+        }
+        for (int row = 0; row < segment.count; ++row)
+        {
+            take(segment, ahead, row, state);
+        }
+    }
+
+    __device__ __forceinline__ float4* state_of(int slot, int i) const
+    {
+        return reinterpret_cast<float4*>(place.state(slot) + (warp * kOfWarp + i) * kSize) + lane;
+    }
+
+    // The keys, writes and decays of the pending rows that the state absorbs.
+    __device__ __forceinline__ void load_pending(Segment const& segment) const
+    {
+        for (int item = threadIdx.x; item < segment.accepted * kSize / kLane; item += kThreads)
+        {
+            int const row = item / (kSize / kLane);
+            int const part = item % (kSize / kLane);
+            shared.pending_keys[row][part] = reinterpret_cast<float4 const*>(place.keys(segment.slot, row))[part];
+            shared.pending_writes[row][part] = reinterpret_cast<float4 const*>(place.writes(segment.slot, row))[part];
+        }
+        if (warp == kGatesWarp && segment.accepted > 0)
+        {
+            float const decay = lane < segment.accepted ? *place.decay(segment.slot, lane) : 1.f;
+            float const behind = product_behind(decay);
+            float const kept = product_to(decay);
+            if (lane < kDeltaRows)
+            {
+                shared.pending_behind[lane] = behind;
+            }
+            if (lane == kDeltaRows - 1)
+            {
+                shared.pending_kept = kept;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void take(
+        Segment const& segment, Ahead const& ahead, int row, float4 (&state)[kOfWarp]) const
+    {
+        T const* const from = place.row(segment.first_row + row);
+        float gate = 0.f;
+        if (threadIdx.x < kSize)
+        {
+            gate = to_float(from[place.channels() + place.first_value() + threadIdx.x]);
+        }
+        if (convolves())
+        {
+            own().row = load_vector<T, kLane>(from + channel());
+            shared.rows[warp][lane] = convolve();
+        }
+        else if (warp == kGatesWarp)
+        {
+            weigh(segment, ahead, row);
+        }
+        __syncthreads();
+        if (row == 0 && warp == kGatesWarp && lane == 0)
+        {
+            // Relaxed: nothing was written, and what was read has come.
+            uint32_t const others = place.p.value_heads / place.p.key_heads - 1;
+            uint32_t count = 0;
+            asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
+                : "=r"(count)
+                : "l"(place.counter(segment.slot)), "r"(others)
+                : "memory");
+            shared.is_last = count == others;
+        }
+        if (row == 0 && segment.accepted > 0)
+        {
+            absorb(segment.accepted, state);
+        }
+        if (row == segment.absorbed && segment.accepted + segment.absorbed > 0)
+        {
+#pragma unroll
+            for (int i = 0; i < kOfWarp; ++i)
+            {
+                *state_of(segment.slot, i) = state[i];
+            }
+        }
+        int const pending = row - segment.absorbed;
+        read(segment.slot, pending, row + 1 < segment.count, state);
+        __syncthreads();
+        if (threadIdx.x < kSize)
+        {
+            write_out(segment.first_row + row, ahead.norm, gate);
+        }
+        if (convolves())
+        {
+            if (pending >= 0)
+            {
+                keep(segment.slot, pending);
+            }
+            own().before[0] = own().before[1];
+            own().before[1] = own().before[2];
+            own().before[2] = own().row;
+        }
+    }
+
+    __device__ __forceinline__ float4 convolve() const
+    {
+        Convolution const x = own();
+        float y[kLane];
+#pragma unroll
+        for (int i = 0; i < kLane; ++i)
+        {
+            y[i] = Rows<T, kSize, kSize>::mix(
+                x.taps[i], x.before[0].at[i], x.before[1].at[i], x.before[2].at[i], x.row.at[i]);
+        }
+        float by = 1.f;
+        if (warp != kValuesWarp)
+        {
+            by = rsqrtf(warp_sum(y[0] * y[0] + y[1] * y[1] + y[2] * y[2] + y[3] * y[3]) + kLengthEps);
+            by *= warp == kKeysWarp ? 1.f : rsqrtf(static_cast<float>(kSize));
+        }
+        return {y[0] * by, y[1] * by, y[2] * by, y[3] * by};
+    }
+
+    __device__ __forceinline__ void weigh(Segment const& segment, Ahead const& ahead, int row) const
+    {
+        T const* const from = static_cast<T const*>(place.p.gates)
+            + int64_t{segment.first_row + row} * place.p.gates_row_stride + place.head;
+        float const a = to_float(from[place.p.value_heads]) + ahead.bias;
+        float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
+        float const decay = expf(-expf(ahead.rate) * softplus);
+        if (lane == 0)
+        {
+            shared.decay = decay;
+            shared.share = 1.f / (1.f + expf(-to_float(from[0])));
+            if (row >= segment.absorbed)
+            {
+                *place.decay(segment.slot, row - segment.absorbed) = decay;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void absorb(int accepted, float4 (&state)[kOfWarp]) const
+    {
+        float const kept = shared.pending_kept;
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i)
+        {
+            state[i] = {state[i].x * kept, state[i].y * kept, state[i].z * kept, state[i].w * kept};
+        }
+#pragma unroll 1
+        for (int row = 0; row < accepted; ++row)
+        {
+            float const behind = shared.pending_behind[row];
+            float4 const key = shared.pending_keys[row][lane];
+            float const* const writes = reinterpret_cast<float const*>(shared.pending_writes[row]) + warp * kOfWarp;
+#pragma unroll
+            for (int i = 0; i < kOfWarp; ++i)
+            {
+                add(state[i], writes[i] * behind, key);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void add(float4& sum, float by, float4 const& x)
+    {
+        sum = {fmaf(by, x.x, sum.x), fmaf(by, x.y, sum.y), fmaf(by, x.z, sum.z), fmaf(by, x.w, sum.w)};
+    }
+
+    __device__ __forceinline__ static float dot(float4 const& a, float4 const& b)
+    {
+        return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x)));
+    }
+
+    // Reads the state by the row's key and query; finds what the row writes and gives.
+    __device__ __forceinline__ void read(int slot, int pending, bool goes_on, float4 (&state)[kOfWarp]) const
+    {
+        float4 const query = shared.rows[0][lane];
+        float4 const key = shared.rows[kKeysWarp][lane];
+        float const decay = shared.decay;
+        float sums[kOfWarp]; // half of a lane's: of keys below lane 16, of queries from there on
+        bool const has_keys = lane < kOfWarp;
+#pragma unroll
+        for (int i = 0; i < kOfWarp; ++i)
+        {
+            float const of_key = dot(state[i], key);
+            float const of_query = dot(state[i], query);
+            sums[i] = (has_keys ? of_key : of_query)
+                + __shfl_xor_sync(0xffffffffu, has_keys ? of_query : of_key, kOfWarp);
+        }
+        float const overlap = warp_sum(dot(query, key));
+        float const sum = sum_across(sums);
+        int const value = warp * kOfWarp + lane % kOfWarp;
+        float const left = reinterpret_cast<float const*>(shared.rows[kValuesWarp])[value] - decay * sum;
+        float const write = __shfl_sync(0xffffffffu, shared.share * left, lane % kOfWarp);
+        float const out = fmaf(overlap, write, decay * sum); // of the lanes that have queries' sums
+        if (has_keys && pending >= 0)
+        {
+            place.writes(slot, pending)[value] = write;
+        }
+        if (!has_keys)
+        {
+            shared.out[value] = out;
+        }
+        float const squares = warp_sum(has_keys ? 0.f : out * out);
+        if (lane == 0)
+        {
+            shared.squares[warp] = squares;
+        }
+        if (goes_on)
+        {
+#pragma unroll
+            for (int i = 0; i < kOfWarp; ++i)
+            {
+                state[i] = {state[i].x * decay, state[i].y * decay, state[i].z * decay, state[i].w * decay};
+                add(state[i], __shfl_sync(0xffffffffu, write, i), key);
+            }
+        }
+    }
+
+    // Each lane of a half gets one of 16 sums over the half, that of its number.
+    __device__ __forceinline__ float sum_across(float (&sums)[kOfWarp]) const
+    {
+#pragma unroll
+        for (int step = kOfWarp / 2; step > 0; step /= 2)
+        {
+            bool const is_upper = lane & step;
+#pragma unroll
+            for (int i = 0; i < step; ++i)
+            {
+                float const own = is_upper ? sums[i + step] : sums[i];
+                float const others = is_upper ? sums[i] : sums[i + step];
+                sums[i] = own + __shfl_xor_sync(0xffffffffu, others, step);
+            }
+        }
+        return sums[0];
+    }
+
+    __device__ __forceinline__ void write_out(int row, float norm, float gate) const
+    {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i)
+        {
+            sum += shared.squares[i];
+        }
+        float const root = rsqrtf(sum / static_cast<float>(kSize) + place.p.norm_eps);
+        T* const out = static_cast<T*>(place.p.out) + int64_t{row} * place.p.value_heads * kSize + place.first_value();
+        out[threadIdx.x] = from_float<T>(shared.out[threadIdx.x] * root * norm * quick_silu(gate));
+    }
+
+    // Keeps what the next step's convolution sees, and the row's keys: what value heads share, by the last of them.
+    __device__ __forceinline__ void keep(int slot, int pending) const
+    {
+        if (warp != kValuesWarp && !shared.is_last)
+        {
+            return;
+        }
+        if (pending == 0)
+        {
+#pragma unroll
+            for (int i = 0; i < kBefore; ++i)
+            {
+                store_vector(place.window_row(slot, i) + channel(), own().before[i]);
+            }
+        }
+        store_vector(place.window_row(slot, kBefore + pending) + channel(), own().row);
+        if (warp == kKeysWarp)
+        {
+            reinterpret_cast<float4*>(place.keys(slot, pending))[lane] = shared.rows[kKeysWarp][lane];
+        }
+    }
+};
+
+} // namespace delta
+} // namespace dflash
