@@ -113,8 +113,9 @@ cudaError_t launch_argmax(dflash_argmax_params const& p, cudaStream_t stream)
     return launch_kernel(is_aligned ? argmax_kernel<T, kVector> : argmax_kernel<T, 1>, grid, kThreads, 0, stream, p);
 }
 
-// A thread's share of a row: the vectors that are so many apart, from its own first on. NaN counts as -inf.
-template <typename T, int kVector>
+// A thread's share of a row, of which so many blocks have a part: the vectors that are so many apart, from its own
+// first on. NaN counts as -inf.
+template <typename T, int kVector, int kBlocks>
 struct RowShare
 {
     T const* logits;
@@ -124,7 +125,7 @@ struct RowShare
     template <typename Visit>
     __device__ __forceinline__ void each(Visit visit) const
     {
-        constexpr int kStep = kCluster * kThreads * kVector;
+        constexpr int kStep = kBlocks * kThreads * kVector;
 #pragma unroll 4
         for (int at = (blockIdx.x * kThreads + threadIdx.x) * kVector; at < size; at += kStep)
         {
@@ -220,23 +221,23 @@ struct TopOfBlock
     }
 };
 
-// A cluster a row, as for argmax. A block looks twice: for its warps' maxima, then for the few numbers that reach the
-// eighth of those. Where more do than are kept, for many are equal, each warp takes its best one by one. The first
-// block takes the best of all blocks'.
-template <typename T, int kVector>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
+// A cluster a row, as for argmax, or one block. A block looks twice: for its warps' maxima, then for the few numbers
+// that reach the eighth of those. Where more do than are kept, for many are equal, each warp takes its best one by one.
+// The first block takes the best of all blocks'.
+template <typename T, int kVector, int kBlocks>
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
     top_ids_kernel(dflash_top_ids_params const p)
 {
     namespace cg = cooperative_groups;
     constexpr int kCount = DFLASH_TOP_COUNT;
     __shared__ TopOfBlock found;
-    __shared__ uint64_t of_blocks[kCluster * kCount]; // in the first block
+    __shared__ uint64_t of_blocks[kBlocks * kCount]; // in the first block
     begin();
     cg::cluster_group const cluster = cg::this_cluster();
     int64_t const row = blockIdx.y;
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32;
-    RowShare<T, kVector> const share{static_cast<T const*>(p.logits) + row * p.row_stride, p.size};
+    RowShare<T, kVector, kBlocks> const share{static_cast<T const*>(p.logits) + row * p.row_stride, p.size};
 
     float top = -INFINITY;
     share.each([&](float x, int) { top = fmaxf(top, x); });
@@ -315,14 +316,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     cluster.sync();
     if (blockIdx.x == 0 && warp == 0)
     {
-        for (int i = lane; i < kCluster * kCount; i += 32)
+        for (int i = lane; i < kBlocks * kCount; i += 32)
         {
             of_blocks[i] = cluster.map_shared_rank(&found, i / kCount)->best[i % kCount];
         }
         __syncwarp();
-        uint64_t const key = take_best_of(of_blocks, kCluster * kCount);
+        uint64_t const key = kBlocks == 1 ? of_blocks[lane % kCount] : take_best_of(of_blocks, kBlocks * kCount);
         float2 const all
-            = join_sums(lane < kCluster ? cluster.map_shared_rank(&found, lane)->sum : float2{-INFINITY, 0.f});
+            = join_sums(lane < kBlocks ? cluster.map_shared_rank(&found, lane)->sum : float2{-INFINITY, 0.f});
         float const total = all.x + logf(all.y);
         if (lane < kCount)
         {
@@ -337,15 +338,28 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
     cluster.sync(); // no block may leave while its shared memory is read
 }
 
+// Of so many numbers a block, more than seven warps have some: else their maxima bound nothing.
+template <int kVector>
+constexpr int kFewestOfBlock = DFLASH_TOP_COUNT * 32 * kVector;
+
+template <typename T, int kVector>
+cudaError_t launch_top_ids_by(dflash_top_ids_params const& p, cudaStream_t stream)
+{
+    if (p.size < kCluster * kFewestOfBlock<kVector>)
+    {
+        return launch_kernel(top_ids_kernel<T, kVector, 1>, dim3(1, p.rows), kThreads, 0, stream, p);
+    }
+    return launch_kernel(top_ids_kernel<T, kVector, kCluster>, dim3(kCluster, p.rows), kThreads, 0, stream, p);
+}
+
 template <typename T>
 cudaError_t launch_top_ids(dflash_top_ids_params const& p, cudaStream_t stream)
 {
     constexpr int kVector = 16 / sizeof(T);
-    dim3 const grid(kCluster, p.rows);
     bool const is_aligned
         = p.size % kVector == 0 && p.row_stride % kVector == 0 && reinterpret_cast<uintptr_t>(p.logits) % 16 == 0;
-    auto const kernel = is_aligned ? top_ids_kernel<T, kVector> : top_ids_kernel<T, 1>;
-    return launch_kernel(kernel, grid, kThreads, 0, stream, p);
+    return is_aligned && p.size >= kFewestOfBlock<kVector> ? launch_top_ids_by<T, kVector>(p, stream)
+                                                           : launch_top_ids_by<T, 1>(p, stream);
 }
 
 // Counts the first of so many that are equal. is_equal(i) is asked by one lane each, and called by all of a warp.

@@ -24,6 +24,8 @@ struct Growth
     int parents[kMostThreads]; // of listed nodes
     int places[kMostThreads];
     uint64_t keys[kMostThreads]; // by which nodes are ranked, no two the same
+    uint64_t likely[kMostThreads]; // of them those that are in the tree, and few others
+    uint64_t least; // that the tree's nodes reach
     int rows[kMostThreads]; // that they become
     int counts[kMostThreads / 32]; // of a warp's nodes in the tree
 };
@@ -34,6 +36,18 @@ __device__ __forceinline__ uint64_t ranked_node(float score, int node)
     uint32_t const bits = __float_as_uint(score + 0.f);
     uint32_t const ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~node);
+}
+
+// How many of the keys are larger.
+__device__ __forceinline__ int count_larger(uint64_t const* keys, int count, uint64_t key)
+{
+    int larger = 0;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i)
+    {
+        larger += keys[i] > key ? 1 : 0;
+    }
+    return larger;
 }
 
 // The number of threads before this one for which it is true. By all threads of the block.
@@ -81,12 +95,22 @@ __global__ void __launch_bounds__(kMostThreads) grow_tree_kernel(dflash_grow_tre
     uint64_t const key = is_listed ? ranked_node(score, node) : 0;
     tree.keys[node] = key;
     __syncthreads();
-    int better = 0;
-    for (int other = 0; other < p.listed; ++other)
+    // The front of the list has the nodes that are likeliest at most steps: as many of them as the tree has bound the
+    // rest.
+    int const front = min(2 * (p.nodes + 1), p.listed);
+    if (node < front && count_larger(tree.keys, front, key) == p.nodes - 1)
     {
-        better += tree.keys[other] > key ? 1 : 0;
+        tree.least = key;
     }
-    bool const is_chosen = is_listed && better < p.nodes;
+    __syncthreads();
+    bool const is_likely = is_listed && key >= tree.least;
+    int const likely_before = count_before(is_likely, tree.counts);
+    if (is_likely)
+    {
+        tree.likely[likely_before] = key;
+    }
+    int const likely = __syncthreads_count(is_likely);
+    bool const is_chosen = is_likely && count_larger(tree.likely, likely, key) < p.nodes;
     int const row = 1 + count_before(is_chosen, tree.counts);
     tree.rows[node] = is_chosen ? row : 0;
     __syncthreads();
