@@ -16,7 +16,7 @@ plugins=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 nvcc=${NVCC:-nvcc}
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
-limit=${LIMIT:-170}
+limit=${LIMIT:-300}
 
 mkdir -p "$logs"
 export PYTHONPATH="$plugins/..${PYTHONPATH:+:$PYTHONPATH}"
