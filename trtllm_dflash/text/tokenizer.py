@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
@@ -18,6 +17,9 @@ from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.reply.typescript import declared
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
+
+if TYPE_CHECKING:  # a second of a process that has no texts
+    from transformers import PreTrainedTokenizerFast
 
 #: What a tokenizer consists of in a Hugging Face folder; copied into the engine directory.
 TOKENIZER_FILES = (
@@ -45,7 +47,7 @@ _COMPOSED = 4  # bytes that a normalizer may make one of: composing, at most 9 b
 class TextCodec:
     """Encodes text and conversations to token ids, and decodes them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_arguments: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", chat_arguments: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
         # Whole texts as they are, from any thread: transformers' own `encode` sets these each time, and may not twice
         # at once.
@@ -74,6 +76,8 @@ class TextCodec:
                 return cls.load(Path(converted), chat_arguments)
         if not (folder / "tokenizer.json").is_file():
             return None
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises whatever its parsers raise
