@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -20,10 +22,11 @@ from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.gpus import GPUS
 from trtllm_dflash.cost.published import PUBLISHED
-from trtllm_dflash.foreign import tensorrt_llm, vllm
+from trtllm_dflash.foreign import calls, tensorrt_llm, vllm
 from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings
 from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
 from trtllm_dflash.foreign.shapes import counted_bytes, published_drafter, published_target
+from trtllm_dflash.text.reply.formats import ChatFormat
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -232,6 +235,32 @@ def test_latent_attention_gets_kernels_that_compute_it(gpu, vllm_target, sglang_
     assert option_of("vllm", "--attention-backend", **pair) == vllm_target
     assert json.loads(option_of("vllm", "--speculative-config", **pair))["attention_backend"] == "FLASH_ATTN"
     assert option_of("sglang", "--attention-backend", **pair) == sglang_target
+
+
+def test_calls_are_read_as_the_targets_template_asks_for_them_or_as_its_name_says(tmp_path):
+    target = shutil.copytree(TINY / "target", tmp_path / "target")
+    pair = {"target": str(target), "drafter": str(TINY / "drafter")}
+    assert "--tool-call-parser" not in launch_of(settings("vllm", **pair)).words  # its template knows no tools
+    template = (target / "chat_template.jinja").read_text()
+    for sign, ours, theirs in (("<tool_call>", "hermes", "qwen25"), ("<function=", "qwen3_coder", "qwen3_coder")):
+        (target / "chat_template.jinja").write_text(template + "{# " + sign + " #}")
+        assert option_of("vllm", "--tool-call-parser", **pair) == ours
+        assert option_of("sglang", "--tool-call-parser", **pair) == theirs
+    for model, ours in {"qwen3-coder-30b-a3b": "qwen3_coder", "qwen3-8b": "hermes", "gpt-oss-20b": "openai"}.items():
+        assert option_of("vllm", "--tool-call-parser", model=model) == ours
+        assert "--enable-auto-tool-choice" in launch_of(settings("vllm", model=model)).words
+    assert "--reasoning-parser" not in launch_of(settings("sglang", model="qwen3-coder-30b-a3b")).words
+    assert json.loads(option_of("sglang", "--default-chat-template-kwargs", model="qwen3-8b")) == {
+        "enable_thinking": False
+    }
+
+
+def test_every_way_of_writing_calls_has_a_parser_of_each_runtime():
+    formats = set(get_args(ChatFormat))
+    assert set(calls.VLLM_CALLS) == set(calls.SGLANG_CALLS) == formats
+    assert set(calls.VLLM_THINKING) == set(calls.SGLANG_THINKING)
+    families = {entry.family for entry in load_catalog().values()}
+    assert all(calls.format_of_target("somebody/model", family) in formats for family in families)
 
 
 def test_a_tokenizer_that_is_code_is_left_to_the_user():

@@ -25,6 +25,10 @@ options=(
   --attention-backend trtllm_mha
   # acceptance at /metrics (sglang:spec_accept_length)
   --enable-metrics
+  # how the target writes calls of tools
+  --tool-call-parser gemma4
+  # how it thinks: apart from what it says
+  --reasoning-parser gemma4
   # DFlash: one pass drafts a block
   --speculative-algorithm DFLASH
   # the drafter

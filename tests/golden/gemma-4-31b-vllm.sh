@@ -23,6 +23,12 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: Triton, since FlashAttention has no heads of 512 on h100
   --attention-backend TRITON_ATTN
+  # clients' tools, which vLLM refuses else
+  --enable-auto-tool-choice
+  # how the target writes calls of tools
+  --tool-call-parser gemma4
+  # how it thinks: apart from what it says
+  --reasoning-parser gemma4
   # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/gemma-4-31B-it-DFlash","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
 )

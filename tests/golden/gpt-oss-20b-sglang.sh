@@ -28,6 +28,10 @@ options=(
   --attention-backend fa3
   # acceptance at /metrics (sglang:spec_accept_length)
   --enable-metrics
+  # how the target writes calls of tools
+  --tool-call-parser gpt-oss
+  # how it thinks: apart from what it says
+  --reasoning-parser gpt-oss
   # DFlash: one pass drafts a block
   --speculative-algorithm DFLASH
   # the drafter

@@ -27,6 +27,12 @@ options=(
   --attention-backend FLASH_ATTN
   # layers with a window keep all rows: vLLM refuses a drafter that is divided among their groups and the others'
   --disable-hybrid-kv-cache-manager
+  # clients' tools, which vLLM refuses else
+  --enable-auto-tool-choice
+  # how the target writes calls of tools
+  --tool-call-parser openai
+  # how it thinks: apart from what it says
+  --reasoning-parser openai_gptoss
   # DFlash: 7 drafts and the bonus token are a block of 8; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/gpt-oss-20b-DFlash","num_speculative_tokens":7,"attention_backend":"FLASH_ATTN"}'
 )

@@ -23,6 +23,12 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashInfer's, for latent attention (MLA) on b300
   --attention-backend FLASHINFER_MLA
+  # clients' tools, which vLLM refuses else
+  --enable-auto-tool-choice
+  # how the target writes calls of tools
+  --tool-call-parser kimi_k2
+  # how it thinks: apart from what it says
+  --reasoning-parser kimi_k2
   # DFlash: 7 drafts and the bonus token are a block of 8; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/Kimi-K2.5-DFlash","num_speculative_tokens":7,"attention_backend":"FLASH_ATTN"}'
 )

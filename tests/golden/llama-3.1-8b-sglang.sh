@@ -26,6 +26,8 @@ options=(
   --attention-backend trtllm_mha
   # acceptance at /metrics (sglang:spec_accept_length)
   --enable-metrics
+  # how the target writes calls of tools
+  --tool-call-parser llama3
   # DFlash: one pass drafts a block
   --speculative-algorithm DFLASH
   # the drafter

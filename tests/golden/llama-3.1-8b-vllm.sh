@@ -23,6 +23,10 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, the one that block drafting is run with
   --attention-backend FLASH_ATTN
+  # clients' tools, which vLLM refuses else
+  --enable-auto-tool-choice
+  # how the target writes calls of tools
+  --tool-call-parser llama3_json
   # DFlash: 9 drafts and the bonus token are a block of 10; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat","num_speculative_tokens":9,"attention_backend":"FLASH_ATTN"}'
 )

@@ -26,6 +26,10 @@ options=(
   --attention-backend trtllm_mha
   # acceptance at /metrics (sglang:spec_accept_length)
   --enable-metrics
+  # how the target writes calls of tools
+  --tool-call-parser minimax-m2
+  # how it thinks: apart from what it says
+  --reasoning-parser minimax
   # DFlash: one pass drafts a block
   --speculative-algorithm DFLASH
   # the drafter

@@ -25,6 +25,10 @@ options=(
   --attention-backend FLASH_ATTN
   # the drafter was trained without thinking; with it acceptance more than halves
   --default-chat-template-kwargs '{"enable_thinking":false}'
+  # clients' tools, which vLLM refuses else
+  --enable-auto-tool-choice
+  # how the target writes calls of tools
+  --tool-call-parser hermes
   # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/Qwen3-8B-DFlash-b16","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
 )

@@ -27,6 +27,8 @@ options=(
   --mamba-radix-cache-strategy extra_buffer
   # acceptance at /metrics (sglang:spec_accept_length)
   --enable-metrics
+  # how the target writes calls of tools
+  --tool-call-parser qwen3_coder
   # DFlash: one pass drafts a block
   --speculative-algorithm DFLASH
   # the drafter

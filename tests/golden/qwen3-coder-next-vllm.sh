@@ -22,6 +22,10 @@ options=(
   --gpu-memory-utilization 0.9
   # the target's kernels: FlashAttention, the one that block drafting is run with
   --attention-backend FLASH_ATTN
+  # clients' tools, which vLLM refuses else
+  --enable-auto-tool-choice
+  # how the target writes calls of tools
+  --tool-call-parser qwen3_coder
   # DFlash: 15 drafts and the bonus token are a block of 16; its attention is not causal, which FlashAttention computes
   --speculative-config '{"method":"dflash","model":"z-lab/Qwen3-Coder-Next-DFlash","num_speculative_tokens":15,"attention_backend":"FLASH_ATTN"}'
 )

@@ -28,6 +28,10 @@ options=(
   --mamba-radix-cache-strategy extra_buffer
   # acceptance at /metrics (sglang:spec_accept_length)
   --enable-metrics
+  # how the target writes calls of tools
+  --tool-call-parser qwen3_coder
+  # how it thinks: apart from what it says
+  --reasoning-parser qwen3
   # DFlash: one pass drafts a block
   --speculative-algorithm DFLASH
   # the drafter

@@ -6,10 +6,12 @@ _resolve_dflash_draft_attention_backend), arg_groups/model_hook.py, model_overri
 gemma4.py (heads of 512), and model_override_base.py (get_default_attn_backend: latent attention).
 """
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from trtllm_dflash.foreign.calls import SGLANG_CALLS, SGLANG_THINKING, format_of_target
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
 from trtllm_dflash.foreign.plan import Plan, as_shaped, static_memory
 
@@ -61,6 +63,9 @@ class LaunchServer(BaseModel):
     attention_backend: AttentionBackend
     mamba_radix_cache_strategy: Literal["auto", "no_buffer", "extra_buffer", "extra_buffer_lazy"] | None = None
     enable_metrics: Literal[True] = True
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     speculative_algorithm: Literal["DFLASH", "EAGLE3"] | None = None
     speculative_draft_model_path: str | None = None
     speculative_num_draft_tokens: PositiveInt | None = None  # with DFLASH: the block size
@@ -72,6 +77,8 @@ class LaunchServer(BaseModel):
         """Spells a field as words of the command line; none where it is not set."""
         value = getattr(self, field)
         flag = "--" + field.replace("_", "-")
+        if isinstance(value, dict):
+            value = json.dumps(value, separators=(",", ":"))
         return () if value is None else (flag,) if value is True else (flag, str(value))
 
 
@@ -79,6 +86,7 @@ def launch(plan: Plan) -> Launch:
     """Makes the command for a plan, on the node that it is for."""
     settings = plan.settings
     several = settings.nodes > 1
+    calls = format_of_target(plan.target, plan.family)
     drafting = {
         "dflash": {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": plan.draft_length + 1},
         "eagle3": {
@@ -106,6 +114,9 @@ def launch(plan: Plan) -> Launch:
             "mem_fraction_static": _MEMORY,
             "attention_backend": target_backend(plan),
             "mamba_radix_cache_strategy": "extra_buffer" if plan.drafts and plan.family in _HYBRID else None,
+            "default_chat_template_kwargs": {"enable_thinking": False} if plan.thinking_off else None,
+            "tool_call_parser": SGLANG_CALLS[calls] if calls else None,
+            "reasoning_parser": SGLANG_THINKING.get(plan.family),
             "speculative_draft_model_path": plan.drafter,
             "speculative_draft_attention_backend": draft_backend(plan) if plan.method == "dflash" else None,
             **drafting,
@@ -147,7 +158,7 @@ def _head(plan: Plan) -> tuple[str, ...]:
             f"For node {settings.node_rank} of {settings.nodes}; the others: the same with another --node-rank. "
             "Requests go to node 0."
         )
-    return (*lines, *plan.thinking_notes(RUNTIME.title), *plan.catalog_notes())
+    return (*lines, *plan.catalog_notes())
 
 
 def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
@@ -185,6 +196,9 @@ def _reasons(plan: Plan, server: LaunchServer) -> dict[str, str]:
         "attention_backend": kernels[server.attention_backend],
         "mamba_radix_cache_strategy": "linear attention keeps its state at every row, to go back to one",
         "enable_metrics": "acceptance at /metrics (sglang:spec_accept_length)",
+        "default_chat_template_kwargs": "the drafter was trained without thinking; with it acceptance more than halves",
+        "tool_call_parser": "how the target writes calls of tools",
+        "reasoning_parser": "how it thinks: apart from what it says",
         "speculative_algorithm": "DFlash: one pass drafts a block"
         if plan.method == "dflash"
         else "EAGLE-3: a chain of drafts",

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.cost.gpus import GPU
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.foreign.calls import VLLM_CALLS, VLLM_THINKING, format_of_target
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
 from trtllm_dflash.foreign.plan import Plan, static_memory
 from trtllm_dflash.foreign.shapes import ModelShape
@@ -87,6 +88,9 @@ class Serve(BaseModel):
     attention_backend: AttentionBackend | None = None
     disable_hybrid_kv_cache_manager: Literal[True] | None = None
     default_chat_template_kwargs: dict[str, Any] | None = None
+    enable_auto_tool_choice: Literal[True] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     speculative_config: SpeculativeConfig | None = None
 
     def words(self, field: str) -> tuple[str, ...]:
@@ -111,6 +115,7 @@ def launch(plan: Plan) -> Launch:
     """
     _check_kernels(plan)
     settings = plan.settings
+    calls = format_of_target(plan.target, plan.family)
     serve = Serve(
         served_model_name=plan.name,
         host=settings.host,
@@ -126,6 +131,9 @@ def launch(plan: Plan) -> Launch:
         attention_backend=target_backend(plan),
         disable_hybrid_kv_cache_manager=True if _has_one_group(plan) else None,
         default_chat_template_kwargs={"enable_thinking": False} if plan.thinking_off else None,
+        enable_auto_tool_choice=True if calls else None,
+        tool_call_parser=VLLM_CALLS[calls] if calls else None,
+        reasoning_parser=VLLM_THINKING.get(plan.family),
         speculative_config=_speculative(plan),
     )
     reasons = _reasons(plan, serve)
@@ -255,5 +263,8 @@ def _reasons(plan: Plan, serve: Serve) -> dict[str, str]:
         "disable_hybrid_kv_cache_manager": "layers with a window keep all rows: vLLM refuses a drafter that is divided "
         "among their groups and the others'",
         "default_chat_template_kwargs": "the drafter was trained without thinking; with it acceptance more than halves",
+        "enable_auto_tool_choice": "clients' tools, which vLLM refuses else",
+        "tool_call_parser": "how the target writes calls of tools",
+        "reasoning_parser": "how it thinks: apart from what it says",
         "speculative_config": draft,
     }
