@@ -19,7 +19,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.session.device import pick_device
-from trtllm_dflash.session.trees import with_trees
+from trtllm_dflash.session.trees import check_trees
 from trtllm_dflash.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def run_demo(
     codec = TextCodec.load(engine, read_config(engine).chat_arguments)
     if codec is None:
         raise EngineError(f"{engine}: the demo needs a tokenizer, and this engine has none")
-    with_trees(read_config(engine), draft_tree, pick_device(device))  # before a server is started
+    check_trees(read_config(engine), draft_tree, pick_device(device))  # before a server is started
     # The whole block always: here drafting is compared with not drafting, and there is one client at a time.
     length = read_config(engine).block_size - 1
     settings = DeploySettings.model_validate(

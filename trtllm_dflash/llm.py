@@ -99,7 +99,7 @@ class LLM:
         folder = Path(path)
         config = read_config(folder)
         place = pick_device(device)
-        config = with_trees(config, draft_tree, place)
+        config = with_trees(config, draft_tree, place, kernels)
         world = World(config.tp)
         if place.type == "cuda":
             gpus = torch.cuda.device_count()
@@ -158,7 +158,7 @@ class LLM:
             raise SettingsError(first_problem(error)) from None
         pair = open_checkpoints(settings)
         place = pick_device(device)
-        config = with_trees(plan_engine(pair, settings).config, draft_tree, place)
+        config = with_trees(plan_engine(pair, settings).config, draft_tree, place, kernels)
         weights = read_engine_tensors(as_planned(pair, config), config, 0)
         session = open_torch_session(config, weights, place, Solo(), kernels=kernels)
         return cls(_ready(session, prepare), TextCodec.load(pair.target_folder.path, config.chat_arguments))

@@ -24,12 +24,17 @@ _KEY = 0x0AC0
 _FACTOR, _SHIFTS = 0x9E3779B97F4A7C15 - 2**64, (31, 29)
 
 
-def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
+def imposed(acceptance: ImposedAcceptance, tree: int = 0) -> SlotAccept:
     """Makes a session's `accept` that draws the number of accepted drafts, whatever was drafted.
 
     A draft survives with the curve's probability once those before it have. The number drawn depends on the request's
     seed and the position alone, as sampling's does: give each request its own seed.
+
+    Args:
+        tree: nodes of the trees that take the place of chains of the whole block: those commit as many more tokens as
+            was measured; 0: there are none.
     """
+    of_trees = acceptance.tree_survival(tree) if tree else None
 
     def of(slots: SlotTensors) -> Accept:
         rows = min(MAX_ROWS, slots.block)  # a tree's depth is the block's
@@ -39,7 +44,10 @@ def imposed(acceptance: ImposedAcceptance) -> SlotAccept:
             assert isinstance(ops, TorchOps)
             if target_ids.numel() == len(inputs.start):  # pieces of prompts, and steps without drafts: nothing to draw
                 return accept_equals(ops, inputs, target_ids)
-            accepted = draw_accepted(seeds[ops.slots(inputs.start)], inputs.start, acceptance.survival, rows)
+            of = seeds[ops.slots(inputs.start)], inputs.start
+            accepted = draw_accepted(*of, acceptance.survival, rows)
+            if of_trees is not None:
+                accepted = torch.where(inputs.row_count > tree, draw_accepted(*of, of_trees, rows), accepted)
             return ops.acceptance(accepted, target_ids, inputs.logit_rows, inputs.row_count)
 
         return accept

@@ -348,7 +348,7 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
             max_seq_len=length + settings.steps + spare,
             chunk=spare,
         )
-    config = with_trees(config, settings.draft_tree or "auto", device)
+    config = with_trees(config, settings.draft_tree or "off", device, settings.kernels)
     most = config.block_size if config.drafter else 1
     rows = settings.rows or tuple(sorted({1, -(-most // 2), most}))
     if max(rows) > most:
@@ -399,7 +399,7 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
     if settings.engine is not None:
         limit_threads(read_config(settings.engine))
         session = LLM.load(
-            settings.engine, settings.device, settings.kernels, prepare=False, draft_tree=settings.draft_tree or "auto"
+            settings.engine, settings.device, settings.kernels, prepare=False, draft_tree=settings.draft_tree or "off"
         ).session
     else:
         world = World(tp)

@@ -342,8 +342,8 @@ def _graphs(config: EngineConfig) -> int:
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
     asked = config.max_batch, lengths, config.sampling, config.chunk
-    shaped = [] if config.draft_tree else shaped_kinds(*asked)
-    return (len(step_kinds(*asked, config.draft_tree)) + len(shaped)) * layers * GRAPH_LAYER
+    kinds = len(step_kinds(*asked, config.draft_tree)) + len(shaped_kinds(*asked, config.draft_tree))
+    return kinds * layers * GRAPH_LAYER
 
 
 def computes_all_experts(config: EngineConfig) -> bool:

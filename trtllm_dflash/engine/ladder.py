@@ -115,12 +115,16 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 
-def shaped_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0) -> list[StepKind]:
+def shaped_kinds(
+    max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0
+) -> list[StepKind]:
     """Every kind of step that has log-probabilities, penalties and masks: fewer sizes, for fewer requests ask for them.
 
-    Arguments as in `step_kinds`.
+    Arguments as in `step_kinds`. They draft chains, and may verify trees that the step before them left.
     """
     drafts = sorted(set(lengths))
+    if tree:
+        drafts[-1] = max(tree, drafts[-1])
     blocks = {length + 1 for length in drafts if length}
     blocks = {rows for rows in blocks if rows in _SHAPED_ROWS or rows == max(blocks)}
     kept = Drafting.CONTEXT if drafts else Drafting.OFF

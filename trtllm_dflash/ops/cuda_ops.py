@@ -194,10 +194,9 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         return kernels.grow_tree(*lists, tree.nodes, LEAST, TOLL, bonus, log_probs, ids.contiguous())
 
     def first_choices(self, x: Tensor, verdict: Acceptance[Tensor]) -> Tensor:
-        if self._accepted is None:
-            return x
-        assert x.dtype == torch.int32, "in captured steps they are found of the target's choices alone"
-        return self._accepted.choices[None]
+        # Log-probabilities are told of slots alone that verify chains, whose accepted rows are the first ones already.
+        is_choice = x.dtype == torch.int32 and x.dim() == 2
+        return x if self._accepted is None or not is_choice else self._accepted.choices[None]
 
     def final_rows(self, taps: Sequence[Tensor], verdict: Acceptance[Tensor]) -> Tensor:
         if self._accepted is None:

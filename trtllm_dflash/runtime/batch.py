@@ -37,5 +37,12 @@ class Batch:
         )
 
 
+def is_shaped(batch: Batch, reading: list[Stay]) -> bool:
+    """Whether anybody of a batch, or whose prompt is read, asks for log-probabilities, penalties or a grammar."""
+    if batch.logprobs or batch.penalized or batch.guided:
+        return True
+    return any(stay.sequence.is_shaped for stay in reading)
+
+
 #: Of no slots.
 NOBODY = Batch.of([])

@@ -11,6 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal
 
+from trtllm_dflash.cost.acceptance import chain_power
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.auto import count_or_auto
 
@@ -86,10 +87,13 @@ class AdaptiveDraftLength(DraftLength):
 
     Args:
         times: of all lengths that can be chosen, 0 among them, at several numbers of slots.
+        tree: nodes of the trees that are drafted where the longest length is chosen; 0: chains.
     """
 
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: StepTimes, tree: int = 0) -> None:
         self._times = times
+        # What a tree's drafts teach of a chain's, and the other way round: only one of both is drafted at a time.
+        self._power = chain_power(tree) if tree else 1.0
         self._lengths = sorted({drafts for _, drafts in times})
         longest = self._lengths[-1]
         # Counts of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
@@ -123,25 +127,31 @@ class AdaptiveDraftLength(DraftLength):
 
     def _look(self) -> None:
         """Adds what was observed since the last look to what is remembered."""
-        reached = [0] * (len(self._tries) + 1)  # sequences whose drafts before a position were all accepted
-        right = [0] * (len(self._tries) + 1)  # those whose draft there was, too
-        for (drafted, accepted), count in self._new.items():
-            reached[min(drafted, accepted + 1)] += count
-            right[accepted] += count
+        longest = len(self._tries)
+        trees = {key: count for key, count in self._new.items() if key[0] == longest}
+        chains = {key: count for key, count in self._new.items() if key[0] < longest}
         self._new.clear()
-        tries = hits = 0
-        for i in range(len(self._tries) - 1, -1, -1):
-            tries += reached[i + 1]
-            hits += right[i + 1]
-            if tries:
-                keep = min(1.0, MEMORY / self._tries[i])
-                self._tries[i] = keep * self._tries[i] + tries
-                self._accepted[i] = keep * self._accepted[i] + hits
+        for observed, power in ((trees, self._power), (chains, 1.0)):
+            reached = [0] * (longest + 1)  # sequences whose drafts before a position were all accepted
+            right = [0] * (longest + 1)  # those whose draft there was, too
+            for (drafted, accepted), count in observed.items():
+                reached[min(drafted, accepted + 1)] += count
+                right[accepted] += count
+            tries = hits = 0
+            for i in range(longest - 1, -1, -1):
+                tries += reached[i + 1]
+                hits += right[i + 1]
+                if tries:
+                    keep = min(1.0, MEMORY / self._tries[i])
+                    self._tries[i] = keep * self._tries[i] + tries
+                    self._accepted[i] = keep * self._accepted[i] + tries * (hits / tries) ** power
 
     def _committed(self) -> list[float]:
         """Predicts the tokens of a step by its number of drafts: the bonus token, and the drafts that survive."""
-        shares = (a / t for a, t in zip(self._accepted, self._tries, strict=True))
-        return list(accumulate(accumulate(shares, mul), initial=1.0))
+        shares = [a / t for a, t in zip(self._accepted, self._tries, strict=True)]
+        committed = list(accumulate(accumulate(shares, mul), initial=1.0))
+        committed[-1] = sum(accumulate((share ** (1 / self._power) for share in shares), mul), start=1.0)
+        return committed
 
     def _seconds(self, slots: int, drafts: int) -> float:
         return seconds_of(self._times, slots, drafts)

@@ -269,6 +269,12 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def is_shaped(self) -> bool:
+        """Whether it asks for log-probabilities, penalties or a grammar."""
+        asks = self.params.logprobs is not None or self.params.prompt_logprobs is not None
+        return asks or self.params.penalizes or self.grammar is not None
+
+    @property
     def awaits_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1

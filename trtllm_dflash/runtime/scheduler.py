@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
-from trtllm_dflash.runtime.batch import NOBODY, Batch
+from trtllm_dflash.runtime.batch import NOBODY, Batch, is_shaped
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.guiding import guide_step
@@ -299,6 +299,8 @@ class Scheduler:
     def _run(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
         drafting, block = self._choose_block(batch, pieces)
         tree = self._tree if block > self._longest else 0  # the best tree of a block is one of the whole block
+        if tree and not self._limits.shapes_trees and is_shaped(batch, self._prefilling):
+            tree = 0  # all verify chains while anybody asks
         rows = tree + 1 if tree else block
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)

@@ -302,8 +302,9 @@ def _choose_draft_length(
     if config.drafter is None or not settings.draft:
         chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
     elif settings.draft_length == "auto":
-        chosen = AdaptiveDraftLength(decoding_times(times(), _lengths(config, settings)))
+        chosen = AdaptiveDraftLength(decoding_times(times(), _lengths(config, settings)), config.draft_tree)
         why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
+        why += f", and trees of {config.draft_tree} in the whole block's place" if config.draft_tree else ""
     else:
         chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"
     _log.info("%s: draft length %s", config.name, why)

@@ -41,6 +41,7 @@ from trtllm_dflash.serving.tensors import (
 )
 from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.threads import limit_threads
+from trtllm_dflash.session.trees import tree_beside
 
 #: Without a request, until a drained engine says so: what it answered passes through other models and Triton.
 _SETTLED_SECONDS = 0.5
@@ -93,14 +94,17 @@ class EngineModel:
         log_to_triton()
         limit_threads(read_config(engine))
         kernels = cast(Kernels, parameter(config, "kernels"))
-        self._llm = self.open(engine, parameter(config, "device"), kernels, parameter(config, "draft_tree"))
+        texts = {name: parameter(config, name) for name in ServiceSettings.model_fields}
+        settings = ServiceSettings.model_validate(texts)
+        block = read_config(engine).block_size
+        tree = tree_beside(parameter(config, "draft_tree"), settings.draft_length if settings.draft else 0, block)
+        self._llm = self.open(engine, parameter(config, "device"), kernels, tree)
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()
             return
-        texts = {name: parameter(config, name) for name in ServiceSettings.model_fields}
         # Updates that are not sent yet: put there by the service's thread, taken by the outbox's.
         self._unsent: deque[tuple[Reply, Update]] = deque()
-        self._service = self._llm.service(ServiceSettings.model_validate(texts), self._hand_over)
+        self._service = self._llm.service(settings, self._hand_over)
         self._metrics = Metrics(lambda: self._service.statistics().samples(), pb_utils)
         self._replies: set[Reply] = set()
         self._by_key: dict[int, Reply] = {}
@@ -109,7 +113,7 @@ class EngineModel:
         self._busy = 0.0  # when a request was last on its way; infinite once it is reported that none will be
         self._outbox = Outbox(self._look_around)
 
-    def open(self, engine: Path, device: str, kernels: Kernels, draft_tree: str) -> LLM:
+    def open(self, engine: Path, device: str, kernels: Kernels, draft_tree: int | str) -> LLM:
         """Opens the engine; measurements open one that is in no directory."""
         return LLM.load(engine, device, kernels, prepare=False, draft_tree=draft_tree)
 

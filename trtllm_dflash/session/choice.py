@@ -113,16 +113,22 @@ def find_kernels(
         return None, f"gated delta nets by {library}, which keep each slot's rows apart"
     if asked == "torch":
         return None, "as --kernels torch says"
-    drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
-    family = without_kernels(config.target)
-    lacking = drafter if family is None else f"flat rows of {family}"
-    reason = f"our CUDA kernels have no {lacking}" if lacking is not None else None
-    reason = reason or kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv)
+    reason = why_not_flat(config, capability)
     if reason is not None and asked == "exact":
         raise EngineError(f"--kernels exact: {reason}; leave it out")
     if reason is not None:
         return None, reason
     return _load_for(capability), f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"
+
+
+def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | None:
+    """Reason why our kernels do not compute flat rows of an engine on a GPU; None: they do, where they are built."""
+    drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
+    family = without_kernels(config.target)
+    lacking = drafter if family is None else f"flat rows of {family}"
+    if lacking is not None:
+        return f"our CUDA kernels have no {lacking}"
+    return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv)
 
 
 def find_parts(config: EngineConfig, asked: Kernels, capability: tuple[int, int]) -> kernels.Library | None:

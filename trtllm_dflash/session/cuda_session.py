@@ -221,7 +221,7 @@ class CudaSession(TorchSession):
         if not self._flat:
             return replace(limits, shapes=True)
         pieces = min(limits.pieces, most_pieces(self.config.chunk))
-        return replace(limits, pieces=pieces, divides=False, shapes=not self.config.draft_tree)
+        return replace(limits, pieces=pieces, divides=False, shapes_trees=False)
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
@@ -289,7 +289,7 @@ class CudaSession(TorchSession):
             start=layout.segments[:, 1],
             row_count=layout.segments[:, 3],
             logit_rows=layout.logit_rows[None],
-            block_offsets=self._constant(1, self.config.block_size if kind.tree else kind.rows),
+            block_offsets=self._constant(1, min(kind.rows, self._slots.block)),
             sampling=None if uniform is None else slots.row_sampling_with(layout.logit_slot, uniform[:, None], True),
             shapes=self._shapes if kind.shaped else None,
             logprobs=kind.shaped,

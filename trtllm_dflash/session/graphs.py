@@ -47,7 +47,7 @@ class StepGraphs(Generic[Graph]):
         tree = self._config.draft_tree if self._config.block_size - 1 in lengths else 0
         kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
         if call.shaped:
-            kinds += shaped_kinds(self._config.max_batch, lengths, call.sampled, self._chunk)
+            kinds += shaped_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
             kinds.sort(key=lambda kind: kind.all_rows, reverse=True)
         return [kind for kind in kinds if kind not in self._graphs and not self._serves(kind)]
 

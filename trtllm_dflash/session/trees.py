@@ -10,6 +10,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.kernels import MOST_JOINED
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, listed_nodes
+from trtllm_dflash.session.choice import Kernels, why_not_flat
 
 _CHOICES = f"choose auto, off, {', '.join(map(str, TREE_SIZES[:-1]))} or {TREE_SIZES[-1]}"
 
@@ -27,15 +28,31 @@ DraftTreeChoice: TypeAlias = Annotated[int | Literal["auto", "off"], BeforeValid
 _READER: TypeAdapter[int | str] = TypeAdapter(DraftTreeChoice)
 
 
-def with_trees(config: EngineConfig, choice: int | str, device: torch.device) -> EngineConfig:
+#: What auto drafts where trees are known to be faster than chains, of blocks that this was measured for: no more rows.
+_AUTO_NODES, _AUTO_BLOCK = 15, 16
+
+
+def with_trees(
+    config: EngineConfig, choice: int | str, device: torch.device, kernels: Kernels = "auto"
+) -> EngineConfig:
     """Makes an engine's configuration with the trees that its session is to draft.
 
     Args:
-        choice: a `DraftTreeChoice`; auto drafts chains: nowhere are trees known to be faster.
+        choice: a `DraftTreeChoice`; auto drafts trees on one GPU where our kernels compute a dense target, chains
+            elsewhere.
+        kernels: that compute it.
 
     Raises:
         SettingsError: there is no such choice, or the engine or the device cannot verify such trees.
     """
+    nodes = check_trees(config, choice, device)
+    if nodes is None:
+        nodes = _AUTO_NODES if _are_faster(config, device, kernels) else 0
+    return config.model_copy(update={"draft_tree": nodes})
+
+
+def check_trees(config: EngineConfig, choice: int | str, device: torch.device) -> int | None:
+    """Checks a choice of trees, and leaves the device alone; returns their nodes, None for auto. Errors as above."""
     try:
         read = _READER.validate_python(choice)
     except ValidationError:
@@ -44,7 +61,23 @@ def with_trees(config: EngineConfig, choice: int | str, device: torch.device) ->
     reason = _why_not(config, nodes, device) if nodes else None
     if reason is not None:
         raise SettingsError(f"--draft-tree {choice}: {reason}")
-    return config.model_copy(update={"draft_tree": nodes})
+    return None if read == "auto" else nodes
+
+
+def tree_beside(choice: int | str, draft_length: int | str, block_size: int) -> int | str:
+    """Takes the choice of trees that goes with one of draft lengths: auto drafts none where blocks are never whole."""
+    is_short = isinstance(draft_length, int) and draft_length < block_size - 1
+    return "off" if choice == "auto" and is_short else choice
+
+
+def _are_faster(config: EngineConfig, device: torch.device, kernels: Kernels) -> bool:
+    """Whether trees are known to commit more tokens a second than chains of as many rows (benchmarks/results)."""
+    if device.type != "cuda" or kernels != "auto" or not torch.cuda.is_available():
+        return False
+    is_measured = config.block_size == _AUTO_BLOCK and config.tp == 1 and config.target.moe is None
+    if not is_measured or _why_not(config, _AUTO_NODES, device) is not None:
+        return False
+    return why_not_flat(config, torch.cuda.get_device_capability(device)) is None
 
 
 def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | None:

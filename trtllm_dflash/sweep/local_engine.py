@@ -21,7 +21,7 @@ from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
-from trtllm_dflash.session.trees import with_trees
+from trtllm_dflash.session.trees import tree_beside, with_trees
 from trtllm_dflash.sweep.dataset import Dataset, random_dataset, read_dataset
 from trtllm_dflash.sweep.settings import SweepSettings
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -80,21 +80,22 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
         EngineError: the engine, the device or its memory is not what is needed.
     """
     device = pick_device(settings.device)
+    config = _random_engine(settings, device) if settings.engine is None else read_config(settings.engine)
+    tree = tree_beside(settings.draft_tree or "auto", settings.draft_length, config.block_size)
+    acceptance = _acceptance(settings, config)
     if settings.engine is not None:
-        limit_threads(read_config(settings.engine))
-        acceptance = _acceptance(settings, read_config(settings.engine))
+        limit_threads(config)
         llm = LLM.load(
             settings.engine,
             settings.device,
             settings.kernels or "auto",
             prepare=False,
-            draft_tree=settings.draft_tree or "auto",
-            accept=imposed(acceptance) if acceptance else None,
+            draft_tree=tree,
+            accept=imposed(acceptance, with_trees(config, tree, device).draft_tree) if acceptance else None,
         )
     else:
-        config = with_trees(_random_engine(settings, device), settings.draft_tree or "auto", device)
-        acceptance = _acceptance(settings, config)
-        llm = random_llm(config, device, acceptance, settings.kernels or "auto")
+        kernels = settings.kernels or "auto"
+        llm = random_llm(with_trees(config, tree, device, kernels), device, acceptance, kernels)
     try:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
@@ -153,7 +154,7 @@ def random_llm(
         device = own_device(device, world)
         check_kernels(config, device, kernels)
         check_room(config, device)
-    accept = imposed(acceptance) if acceptance else None
+    accept = imposed(acceptance, config.draft_tree) if acceptance else None
     return LLM(random_session(config, device, world, accept, kernels), codec, folder)
 
 
