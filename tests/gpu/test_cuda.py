@@ -23,11 +23,10 @@ SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 11}
 KERNELS: Kernels = "torch" if why_not() else "auto"
 
 
-def load_tiny(precision: str, kernels: Kernels = KERNELS) -> LLM:
+def load_tiny(precision: str, kernels: Kernels = KERNELS, draft_tree: int | str = "auto") -> LLM:
     folders = str(TINY / "target"), str(TINY / "drafter")
-    return LLM.from_pretrained(
-        *folders, precision=precision, device="cuda", max_batch=8, max_seq_len=1024, kernels=kernels
-    )
+    more = {"max_batch": 8, "max_seq_len": 1024, "kernels": kernels, "draft_tree": draft_tree}
+    return LLM.from_pretrained(*folders, precision=precision, device="cuda", **more)
 
 
 def shipped_prompts(per_kind: int) -> list[list[dict[str, str]]]:

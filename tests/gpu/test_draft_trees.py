@@ -486,3 +486,32 @@ def test_trees_over_fp8_caches_in_pages(nodes):
     print(nodes, "FP8: tokens a step", acceptance(drafted), "chain", acceptance(chains), "same", same, len(prompts))
     assert acceptance(drafted) > 1.04 * acceptance(chains)
     assert same >= len(prompts) // 2
+
+
+@pytest.mark.parametrize("nodes", ["auto", 31])
+def test_requests_that_shape_their_choices_run_beside_trees(nodes):
+    """All slots draft chains while such requests run; the steps that they join verify trees of the others."""
+    llm = load_trees(nodes)
+    assert llm.config.draft_tree == (15 if nodes == "auto" else nodes)
+    prompts = [llm.encode(text) for text in shipped_prompts(6)]
+    params, short = SamplingParams(max_tokens=96), {"max_tokens": 24, "ignore_eos": True}
+    kinds = [
+        params,
+        SamplingParams(**short, logprobs=1),
+        params,
+        SamplingParams(**short, presence_penalty=0.5, logprobs=0),
+    ]
+    asked = [kinds[i % 4] for i in range(len(prompts))]
+    drafted, plain = llm.generate(prompts, asked), llm.generate(prompts, asked, draft=False)
+    free = [i for i, each in enumerate(asked) if each is params]
+    texts = [tokens([replies[i] for i in free]) for replies in (drafted, plain)]
+    where = [prompts[i] for i in free]
+    assert_only_near_ties_differ(llm, where, *texts, params, dtype=llm.config.dtype, count=NEAR_TIE)
+    same = sum(a == b for a, b in zip(tokens(drafted), tokens(plain), strict=True))
+    assert same >= len(prompts) // 2, "others have near-ties"
+    for each, reply in zip(asked, drafted, strict=True):
+        if each.logprobs:
+            assert [its.top_logprobs[0][0] for its in reply.logprobs] == reply.token_ids, (
+                "greedy: told of their own rows"
+            )
+    assert acceptance(drafted) > 1.5
