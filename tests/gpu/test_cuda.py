@@ -1,5 +1,7 @@
 """The torch backend on a GPU: the same text as on the CPU, drafted or not."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ KERNELS: Kernels = "torch" if why_not() else "auto"
 
 def load_tiny(precision: str, kernels: Kernels = KERNELS, draft_tree: int | str = "auto") -> LLM:
     folders = str(TINY / "target"), str(TINY / "drafter")
-    more = {"max_batch": 8, "max_seq_len": 1024, "kernels": kernels, "draft_tree": draft_tree}
+    more: dict[str, Any] = {"max_batch": 8, "max_seq_len": 1024, "kernels": kernels, "draft_tree": draft_tree}
     return LLM.from_pretrained(*folders, precision=precision, device="cuda", **more)
 
 
