@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.cost.acceptance import ImposedAcceptance, chain_power
 from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -31,15 +32,19 @@ def times(cost_of_a_row, drafter=0.2):
     }
 
 
-def follow(length, slots, survival, steps, seed=0):
-    """Runs a policy against drafts that survive each position with one probability; tokens a second, from the times."""
+def follow(length, slots, survival, steps, seed=0, of_tree=None):
+    """Runs a policy against drafts that survive each position with one probability; tokens a second, from the times.
+
+    of_tree: that of the whole block's drafts, where those are a tree.
+    """
     chance = random.Random(seed)
     tokens = seconds = 0.0
     drafts = length.choose(slots)
     for _ in range(steps):
         seconds += length._seconds(slots, drafts)
+        p = of_tree if of_tree is not None and drafts == LENGTHS[-1] else survival
         for _ in range(slots):
-            accepted = next((i for i in range(drafts) if chance.random() > survival), drafts)
+            accepted = next((i for i in range(drafts) if chance.random() > p), drafts)
             length.observe({(drafts, accepted): 1})
             tokens += accepted + 1
         drafts = length.choose(slots)
@@ -78,6 +83,26 @@ def test_it_is_never_slower_than_plain_decoding_by_more_than_the_probes():
     length = AdaptiveDraftLength(times(1.0))  # every row costs: drafting can only lose
     plain = expected_rate(length, 0, 32, 0.1)
     assert follow(length, 32, 0.1, 3000) > 0.97 * plain
+
+
+@pytest.mark.parametrize("slots", [1, 8, 16, 32])
+def test_trees_are_weighed_by_what_they_commit_and_chains_by_what_those_do(slots):
+    """Whichever of them is drafted teaches of the other."""
+    chain = 0.8
+    tree = chain ** (1 / chain_power(15))
+    length = AdaptiveDraftLength(times(1 / 80), tree=15)
+    found = follow(length, slots, chain, 2000, of_tree=tree)
+    every = {drafts: expected_rate(length, drafts, slots, chain) for drafts in LENGTHS[:-1]}
+    every[15] = expected_rate(length, 15, slots, tree)
+    assert found > 0.95 * max(every.values()), every
+
+
+def test_trees_commit_as_many_more_tokens_as_was_measured():
+    usual = ImposedAcceptance(6.49, 16)
+    p = usual.tree_survival(15)
+    assert sum(p**i for i in range(16)) == pytest.approx(1.109 * 6.49)
+    assert p ** chain_power(15) == pytest.approx(usual.survival)
+    assert ImposedAcceptance(5.0, 12).tree_survival(15) is None, "of blocks that were not measured"
 
 
 def test_it_comes_back_when_drafts_become_good_again():

@@ -9,7 +9,7 @@ import torch
 from tests.checkpoints import make_drafter, make_gpt_oss
 from tests.conftest import refusal
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.imposed import imposed
+from trtllm_dflash.bench.imposed import draw_accepted, imposed
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import CancelledError, SettingsError
 from trtllm_dflash.ops.cpu_attention import TILE, attend, attend_paths, hidden_from_paths, hidden_keys
@@ -19,7 +19,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session import torch_session
 from trtllm_dflash.session.calls import Piece, Step, call_of, words_of
-from trtllm_dflash.session.trees import with_trees
+from trtllm_dflash.session.trees import tree_beside, with_trees
 from trtllm_dflash.step import Drafting
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -253,6 +253,20 @@ def test_imposed_acceptance_is_the_depth_that_a_tree_is_accepted_to(nodes, tiny,
     assert [reply.accepted_per_step for reply in trees] == [reply.accepted_per_step for reply in chains]
 
 
+def test_trees_may_be_imposed_to_commit_more(tiny, prompts):
+    """By the chance that a tree's drafts have, wherever the slots' rows are a tree."""
+    usual = ImposedAcceptance(6.49, 16)
+    params = [SamplingParams(max_tokens=100, ignore_eos=True, seed=i) for i in range(len(prompts))]
+    for seed, (ids, reply) in enumerate(
+        zip(prompts, changed(tiny, imposed(usual, 15), draft_tree=15).generate(prompts, params), strict=True)
+    ):
+        start = len(ids)
+        for accepted in reply.accepted_per_step[:-1]:
+            at = torch.tensor([seed]), torch.tensor([start], dtype=torch.int32)
+            assert accepted == draw_accepted(*at, usual.tree_survival(15), 16).item()
+            start += accepted + 1
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +290,32 @@ def test_what_cannot_draft_trees_is_refused_in_one_line(choice, update, device, 
     with pytest.raises(SettingsError) as refused:
         with_trees(tiny.config.model_copy(update=update), choice, torch.device(device))
     assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("update", "kernels", "capability", "nodes"),
+    [
+        ({}, "auto", (9, 0), 15),
+        ({"tp": 2}, "auto", (9, 0), 0),
+        ({"block_size": 8}, "auto", (9, 0), 0),
+        ({"precision": "fp32"}, "auto", (9, 0), 0),
+        ({}, "torch", (9, 0), 0),
+        ({}, "exact", (9, 0), 0),
+        ({}, "auto", (8, 9), 0),
+    ],
+)
+def test_auto_drafts_trees_where_they_are_known_to_be_faster(update, kernels, capability, nodes, tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = tiny.config.model_copy(update={"precision": "bf16", **update})
+    assert with_trees(config, "auto", torch.device("cuda"), kernels).draft_tree == nodes
+    assert with_trees(config, "auto", torch.device("cpu"), kernels).draft_tree == 0
+
+
+def test_shorter_drafts_than_a_block_leave_auto_no_trees():
+    assert tree_beside("auto", 7, 16) == "off"
+    assert [tree_beside("auto", length, 16) for length in (15, "auto")] == ["auto", "auto"]
+    assert tree_beside(31, 7, 16) == 31, "as was asked for"
 
 
 def test_a_gpu_joins_no_more_taps_than_its_kernel_takes(tiny):

@@ -1,12 +1,13 @@
 """Captured steps, with a capture that captures nothing: every step that is asked for was prepared before."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from tests.conftest import TINY
-from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, shaped_kinds, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -30,6 +31,7 @@ from trtllm_dflash.session.calls import (
 )
 from trtllm_dflash.session.graphs import StepGraphs
 from trtllm_dflash.session.graphs import words_of as flat_words
+from trtllm_dflash.session.shaping import is_shaped
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
 
@@ -70,8 +72,12 @@ class CapturedFlat(Captured):
     def __init__(self, config, weights, device):
         super().__init__(config.model_copy(update={"page_size": 64, "chunk": 100}), weights, device, flat=True)
 
+    @property
+    def limits(self):
+        return replace(super().limits, shapes_trees=False)
+
     def _run_step(self, call):
-        kind, _ = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces])
+        kind, _ = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces], is_shaped(call))
         counts = [count for _, count in call.decode]
         assert kind.slots >= len(counts)
         assert kind.rows >= max(counts, default=0)
@@ -80,6 +86,9 @@ class CapturedFlat(Captured):
         assert kind.segments >= len(counts) + len(call.pieces)
         assert kind.logit_rows >= sum(counts) + len(call.pieces)
         assert kind.tree >= call.tree
+        for slot in {*call.penalized, *(guide.slot for guide in call.guides)} & {slot for slot, _ in call.decode}:
+            rows = dict(call.decode)[slot]
+            assert self._slots.parents[slot, :rows].tolist() in ([0] * rows, list(range(-1, rows - 1))), "a chain"
         return super()._run_step(call)
 
 
@@ -158,6 +167,17 @@ def test_so_does_any_mix_of_trees_and_chains(loaded, requests, expected, nodes, 
     llm = LLM(CapturedFlat(config, loaded.session.weights, loaded.session.device), loaded.codec)
     run_any_mix(llm, requests, expected, make)
     assert {kind.rows for kind in llm.session.captures if kind.tree} == {nodes + 1}
+
+
+@pytest.mark.parametrize("nodes", [15, 63])
+def test_so_do_requests_that_shape_their_choices_beside_trees(loaded, requests, nodes):
+    kinds = [{}, {"logprobs": 2}, {"presence_penalty": 0.4}, {"structured": Structured(kind="regex", value="[a-z ]*")}]
+    mixed = [(ids, each.model_copy(update=kinds[i % 4])) for i, (ids, each) in enumerate(requests)]
+    chats, params = zip(*mixed, strict=True)
+    expected = [reply.token_ids for reply in loaded.generate(list(chats), list(params), draft=False)]
+    config = loaded.config.model_copy(update={"draft_tree": nodes})
+    llm = LLM(CapturedFlat(config, loaded.session.weights, loaded.session.device), loaded.codec)
+    run_any_mix(llm, mixed, expected, lambda: FixedDraftLength(15))
 
 
 @pytest.mark.parametrize("make", [Any, adaptive, lambda: FixedDraftLength(15), lambda: FixedDraftLength(0)])
