@@ -61,7 +61,7 @@ class LLM:
         self.folder = folder  # the engine directory, where there is one
         self.config = session.config
         self.codec = codec
-        lacks = "" if session.limits.shapes else "TensorRT plans, and GPUs with trees of drafts, do not yet do this"
+        lacks = "" if session.limits.shapes else "TensorRT plans do not yet do this"
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
 

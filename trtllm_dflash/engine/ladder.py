@@ -98,9 +98,7 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
         chunk: the most prompt rows beside them; 0: steps only decode.
         tree: nodes of the trees that take the place of the longest drafts; 0: all are chains.
     """
-    drafts = sorted(set(lengths))
-    if tree:
-        drafts[-1] = max(tree, drafts[-1])
+    drafts = _drafts(lengths, tree)
     kinds = [
         StepKind(slots, rows, drafting, samples)
         for slots in batch_sizes(max_batch)
@@ -122,9 +120,7 @@ def shaped_kinds(
 
     Arguments as in `step_kinds`. They draft chains, and may verify trees that the step before them left.
     """
-    drafts = sorted(set(lengths))
-    if tree:
-        drafts[-1] = max(tree, drafts[-1])
+    drafts = _drafts(lengths, tree)
     blocks = {length + 1 for length in drafts if length}
     blocks = {rows for rows in blocks if rows in _SHAPED_ROWS or rows == max(blocks)}
     kept = Drafting.CONTEXT if drafts else Drafting.OFF
@@ -145,6 +141,14 @@ def shaped_kinds(
         ]
     kinds += [replace(kind, sampled=True) for kind in kinds if sampled]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
+
+
+def _drafts(lengths: Iterable[int], tree: int) -> list[int]:
+    """Sorts draft lengths; the longest is a tree's nodes, where trees take its place."""
+    drafts = sorted(set(lengths))
+    if tree:
+        drafts[-1] = max(tree, drafts[-1])
+    return drafts
 
 
 def _decoding_rows(slots: int, drafts: list[int]) -> list[tuple[Drafting, int]]:

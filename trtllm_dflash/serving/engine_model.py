@@ -92,12 +92,13 @@ class EngineModel:
         self._deadline = float(parameter(config, "deadline_seconds"))
         self._keys = RequestKeys()
         log_to_triton()
-        limit_threads(read_config(engine))
+        stored = read_config(engine)
+        limit_threads(stored)
         kernels = cast(Kernels, parameter(config, "kernels"))
         texts = {name: parameter(config, name) for name in ServiceSettings.model_fields}
         settings = ServiceSettings.model_validate(texts)
-        block = read_config(engine).block_size
-        tree = tree_beside(parameter(config, "draft_tree"), settings.draft_length if settings.draft else 0, block)
+        length = settings.draft_length if settings.draft else 0
+        tree = tree_beside(parameter(config, "draft_tree"), length, stored.block_size)
         self._llm = self.open(engine, parameter(config, "device"), kernels, tree)
         if self._llm.session.communicator.rank != 0:
             threading.Thread(target=self._follow, name="dflash-rank", daemon=True).start()

@@ -52,7 +52,7 @@ def with_trees(
 
 
 def check_trees(config: EngineConfig, choice: int | str, device: torch.device) -> int | None:
-    """Checks a choice of trees, and leaves the device alone; returns their nodes, None for auto. Errors as above."""
+    """Checks a choice of trees, and leaves the device alone: their nodes, None for auto. Errors as in `with_trees`."""
     try:
         read = _READER.validate_python(choice)
     except ValidationError:

@@ -81,21 +81,21 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
     """
     device = pick_device(settings.device)
     config = _random_engine(settings, device) if settings.engine is None else read_config(settings.engine)
+    acceptance, kernels = _acceptance(settings, config), settings.kernels or "auto"
     tree = tree_beside(settings.draft_tree or "auto", settings.draft_length, config.block_size)
-    acceptance = _acceptance(settings, config)
+    config = with_trees(config, tree, device, kernels)
     if settings.engine is not None:
         limit_threads(config)
         llm = LLM.load(
             settings.engine,
             settings.device,
-            settings.kernels or "auto",
+            kernels,
             prepare=False,
-            draft_tree=tree,
-            accept=imposed(acceptance, with_trees(config, tree, device).draft_tree) if acceptance else None,
+            draft_tree=config.draft_tree or "off",
+            accept=imposed(acceptance, config.draft_tree) if acceptance else None,
         )
     else:
-        kernels = settings.kernels or "auto"
-        llm = random_llm(with_trees(config, tree, device, kernels), device, acceptance, kernels)
+        llm = random_llm(config, device, acceptance, kernels)
     try:
         if llm.session.communicator.rank != 0:
             llm.session.follow()
