@@ -52,13 +52,14 @@ class Family:
 
     make: object
     precisions: tuple[str | None, ...] = ("bf16", "fp16")
-    experts_in_fp8: bool = False
+    experts: str | None = None  # their layout, of `tests.quantized`
 
 
 FAMILIES = {
     "gpt-oss": Family(gpt_oss),
     "qwen3-moe": Family(qwen3_moe),
-    "qwen3-moe in fp8": Family(qwen3_moe, (None,), experts_in_fp8=True),  # BF16 beside
+    "qwen3-moe in fp8": Family(qwen3_moe, (None,), "blocks"),  # BF16 beside
+    "qwen3-moe in nvfp4": Family(qwen3_moe, (None,), "nvfp4"),
     "minimax-m2": Family(minimax),
 }
 HALVES = [(name, precision) for name, family in FAMILIES.items() for precision in family.precisions]
@@ -78,8 +79,8 @@ def make_pair(folder, family, top_k):
                 tensors[name] = (tensor / 2 if name in routers else tensor).bfloat16()
 
     edit_tensors(target, soften)
-    if FAMILIES[family].experts_in_fp8:
-        quantize_folder(target, "blocks", within=".experts.")
+    if (layout := FAMILIES[family].experts) is not None:
+        quantize_folder(target, layout, within=".experts.")
     return target, make_drafter(folder / "drafter", target, block_size=16, head_size=64, intermediate=128, seed=3)
 
 

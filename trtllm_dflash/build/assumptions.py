@@ -137,7 +137,7 @@ def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
         return notes
     if stored == "MXFP4":
         notes.append(f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it.")
-    dequantized = stored == "NVFP4" or (stored in ("FP8", "FP8-BLOCKS", "INT4") and config.precision == "fp32")
+    dequantized = stored in ("FP8", "FP8-BLOCKS", "INT4", "NVFP4") and config.precision == "fp32"
     where = "" if dequantized else "without our kernels, "
     notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
     return notes
