@@ -22,6 +22,7 @@ from kernels import copy_rate, normal, seconds
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.cuda_experts import moe_kernel
 from trtllm_dflash.ops.experts import Experts, in_tiles
+from trtllm_dflash.ops.nvfp4_tiles import scales_in_order, tile_scales
 
 Tensor = torch.Tensor
 
@@ -37,7 +38,7 @@ class Shape:
     top_k: int
     hidden: int
     columns: int
-    weight: Literal["bf16", "mxfp4", "int4", "fp8", "fp8 blocks"]  # FP8 has a scale a row, or a block of 128 by 128
+    weight: Literal["bf16", "mxfp4", "nvfp4", "int4", "fp8", "fp8 blocks"]  # FP8: a scale a row, or a block of 128
     clamp: ClampedSwiglu | None
     scores: Literal["softmax", "sigmoid"] = "softmax"
 
@@ -55,6 +56,7 @@ SHAPES = {
     "kimi-k2.5, a rank of 8": Shape(384, 8, 7168, 256, "int4", None, "sigmoid"),
     "qwen3-coder-30b-a3b, FP8 by row": Shape(128, 8, 2048, 768, "fp8", None),
     "qwen3-coder-30b-a3b, FP8 by block": Shape(128, 8, 2048, 768, "fp8 blocks", None),
+    "qwen3-coder-30b-a3b, NVFP4": Shape(128, 8, 2048, 768, "nvfp4", None),
 }
 
 
@@ -73,6 +75,12 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
             packed = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
             tensors[key + "words"] = packed.flatten(-2).view(torch.int32)  # any bits are interleaved
             tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
+        elif shape.weight == "nvfp4":
+            packed = torch.randint(0, 256, (shape.experts, rows, inputs // 2), dtype=torch.uint8, device="cuda")
+            scale = (0.5 + torch.rand(shape.experts, rows, inputs // 16, device="cuda")).to(torch.float8_e4m3fn)
+            tensors[key + "words"] = packed.view(torch.int32)  # any bits are interleaved
+            tensors[key + "tiles"] = tile_scales(scale)
+            tensors[key + "global_scale"] = torch.full((shape.experts, rows), inputs**-0.5 / 4, device="cuda")
         elif shape.weight == "int4":
             words = torch.randint(2**31, (shape.experts, rows, inputs // 8), dtype=torch.int32, device="cuda")
             tensors[key + "weight"] = words
@@ -84,6 +92,16 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
             scaled = (rows // 128, inputs // 128) if shape.weight == "fp8 blocks" else (rows,)
             tensors[key + "scale"] = (0.5 + torch.rand(shape.experts, *scaled, device="cuda")) * inputs**-0.5
     return tensors
+
+
+def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that torch takes without our kernels: NVFP4 in the order of its checkpoints."""
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".tiles")]:
+        key = name.removesuffix("tiles")
+        stored[key + "weight"] = stored.pop(key + "words").view(torch.uint8)
+        stored[key + "scale"] = scales_in_order(stored.pop(name))
+    return stored
 
 
 def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float, torchs: bool) -> dict[str, Any]:
@@ -109,9 +127,10 @@ def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: floa
             times[kind].append(ours(many))
     medians = {kind: statistics.median(each) for kind, each in times.items()}
     time = medians["ours"]
-    theirs = (
-        seconds(calls(lambda own, x, logits: in_tiles(shape.layer, own, x, logits))[:2], rounds=3) if torchs else None
-    )
+    theirs = None
+    if torchs:
+        stored = [Experts.of(as_stored(tensors), shape.layer) for tensors in layers[:2]]
+        theirs = seconds([partial(in_tiles, shape.layer, stored[i], *inputs[i]) for i in range(2)], rounds=3)
     return {
         "rows": rows,
         "experts": touched,

@@ -27,6 +27,16 @@ FORMATS = {
     "INT4": (zeros(EXPERTS, OUTPUTS, INPUTS // 8, dtype=torch.int32), torch.bfloat16, (EXPERTS, OUTPUTS, 8)),
     "MXFP4": (zeros(EXPERTS, OUTPUTS, INPUTS // 32, 16, dtype=torch.uint8), torch.uint8, (EXPERTS, OUTPUTS, 8)),
     "MXFP4 in words": (zeros(EXPERTS, OUTPUTS, INPUTS // 8, dtype=torch.int32), torch.uint8, (EXPERTS, OUTPUTS, 8)),
+    "NVFP4": (
+        zeros(EXPERTS, OUTPUTS, INPUTS // 2, dtype=torch.uint8),
+        torch.float8_e4m3fn,
+        (EXPERTS, OUTPUTS // 8, INPUTS // 32, 8, 2),
+    ),
+    "NVFP4 in words": (
+        zeros(EXPERTS, OUTPUTS, INPUTS // 8, dtype=torch.int32),
+        torch.float8_e4m3fn,
+        (EXPERTS, OUTPUTS // 8, INPUTS // 32, 8, 2),
+    ),
     "FP8": (zeros(EXPERTS, OUTPUTS, INPUTS, dtype=torch.float8_e4m3fn), torch.float32, (EXPERTS, OUTPUTS)),
     "FP8 by block": (zeros(EXPERTS, OUTPUTS, INPUTS, dtype=torch.float8_e4m3fn), torch.float32, (EXPERTS, 2, 2)),
 }
@@ -35,12 +45,13 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_matrix_takes_scales_of_its_own_shape_and_no_other(name):
     values, dtype, shape = FORMATS[name]
-    assert Matrix(values, zeros(*shape, dtype=dtype)).shape == (EXPERTS, OUTPUTS, INPUTS)
+    more = (None, zeros(EXPERTS, OUTPUTS, dtype=torch.float32)) if name.startswith("NVFP4") else ()
+    assert Matrix(values, zeros(*shape, dtype=dtype), *more).shape == (EXPERTS, OUTPUTS, INPUTS)
     for place in range(len(shape)):
         wrong = list(shape)
         wrong[place] += 1
         with pytest.raises(ValueError) as caught:
-            Matrix(values, zeros(*wrong, dtype=dtype))
+            Matrix(values, zeros(*wrong, dtype=dtype), *more)
         what = f"scales {wrong}, not {list(shape)}: {name.removesuffix(' in words')} of experts"
         assert str(caught.value) == f"the CUDA kernels cannot take this: {what} [{EXPERTS}, {OUTPUTS}, {INPUTS}]"
 
@@ -50,6 +61,28 @@ def test_int4_refuses_scales_for_other_blocks_than_32_or_for_rows():
     for shape in ((EXPERTS, OUTPUTS, INPUTS // 128), (EXPERTS, OUTPUTS), (EXPERTS, OUTPUTS, 8, 1), (OUTPUTS, 8)):
         with pytest.raises(ValueError, match=r"scales .*, not \[3, 160, 8\]: INT4 of experts \[3, 160, 256\]"):
             Matrix(values, zeros(*shape, dtype=dtype))
+
+
+def test_nvfp4_alone_has_a_scale_for_each_row():
+    values, dtype, shape = FORMATS["NVFP4"]
+    scales = zeros(*shape, dtype=dtype)
+    with pytest.raises(ValueError, match=r"NVFP4 alone has rows' scales, and always: NVFP4 of experts \[3, 160, 256\]"):
+        Matrix(values, scales)
+    with pytest.raises(ValueError, match=r"rows' scales \[3\], not \[3, 160\]: NVFP4 of"):
+        Matrix(values, scales, None, zeros(EXPERTS, dtype=torch.float32))
+    numbers = zeros(EXPERTS, OUTPUTS, INPUTS, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"NVFP4 alone has rows' scales, and always: numbers of experts"):
+        Matrix(numbers, row_scales=zeros(EXPERTS, OUTPUTS, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nvfp4_suits_rows_of_the_type_that_its_numbers_are_in_the_order_of(dtype):
+    rows = zeros(EXPERTS, OUTPUTS, dtype=torch.float32)
+    for name, suited in (("NVFP4", torch.float16), ("NVFP4 in words", torch.bfloat16)):
+        values, scaled, shape = FORMATS[name]
+        if dtype != torch.float32:
+            assert Matrix(values, zeros(*shape, dtype=scaled), None, rows).suits(dtype) == (dtype == suited)
+        assert not Matrix(values, zeros(*shape, dtype=scaled), None, rows.double()).suits(dtype)
 
 
 def test_a_matrix_takes_biases_of_its_own_shape_and_no_other():

@@ -161,7 +161,7 @@ def test_slices_that_cut_blocks_are_refused_and_may_be_dequantized(quantized):
     ("layout", "says"),
     [
         ("tensor", "target: experts stay in fp8, and those that rows choose are dequantized each time, but by our"),
-        ("nvfp4", "target: nvfp4 is dequantized to fp32 at load by --backend torch; target: experts stay in nvfp4,"),
+        ("nvfp4", "target: nvfp4 is dequantized to fp32 at load by --backend torch; target: experts stay in nvfp4"),
     ],
 )
 def test_build_says_what_the_torch_backend_dequantizes(layout, says, quantized, tmp_path):

@@ -27,6 +27,7 @@ from trtllm_dflash.kernels.checks import HALVES
 from trtllm_dflash.kernels.delta_net import DELTA_ROWS, DELTA_SIZES, DELTA_TAPS
 from trtllm_dflash.kernels.library import is_hopper
 from trtllm_dflash.kernels.products import SKINNY_GPUS
+from trtllm_dflash.ops.nvfp4_tiles import tile_scales
 
 Tensor = torch.Tensor
 
@@ -405,6 +406,11 @@ def mixture(
         if weight == "int4":
             words = torch.randint(2**31, (routing.count, outputs, inputs // 8), dtype=torch.int32, device="cuda")
             return kernels.Matrix(words, normal(*words.shape[:2], inputs // 32, dtype=torch.bfloat16, by=0.01), bias)
+        if weight == "nvfp4":
+            packed = torch.randint(256, (routing.count, outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+            scale = torch.rand(routing.count, outputs, inputs // 16, device="cuda").to(E4M3)
+            values = packed.view(torch.int32) if dtype == torch.bfloat16 else packed
+            return kernels.Matrix(values, tile_scales(scale), bias, torch.rand(routing.count, outputs, device="cuda"))
         if weight != "mxfp4":
             numbers = normal(routing.count, outputs, inputs, dtype=dtype, by=0.05)
             if weight == "numbers":
@@ -715,13 +721,16 @@ def products_that_go_round(dtype: torch.dtype) -> None:
 #: Shares of a granule to several passes, and runs of inputs that do not fill all warps.
 PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 
+#: Formats of experts.
+EXPERTS = ("mxfp4", "nvfp4", "numbers", "fp8", "fp8 blocks")
+
 #: By name. racecheck gets a process for each, and is slow with products: so theirs are several. What depends most on
 #: barriers is first.
 RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
     "states": states,
     "states-many": states_of_many,
     **{f"states-{heads}-heads": partial(states_of_rows, value_heads=heads) for heads in (4, 16, 96)},
-    **{f"experts-{x.replace(' ', '-')}": partial(experts, weight=x) for x in ("mxfp4", "numbers", "fp8", "fp8 blocks")},
+    **{f"experts-{x.replace(' ', '-')}": partial(experts, weight=x) for x in EXPERTS},
     "experts-int4": int4_experts,
     "attention-exact": exact_attention,
     **{group.__name__: group for group in (latents, attention, choices, append, step, norms, sums, prompts)},

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 22
+#define DFLASH_ABI_VERSION 23
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -365,6 +365,10 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * themselves and 8, with BF16 scales [E, O, I / 32]. A number times its scale is rounded to the type, and in FP16 the
  * scale too. H and F are multiples of 256.
  *
+ * In NVFP4 a weight is E2M1 numbers [E, O, I / 2], two a byte, and beside BF16 in the order of MXFP4's; scales in E4M3
+ * [E, O / 8, I / 32, 8, 2], those of eight rows' 32 numbers beside each other; and FP32 scales [E, O]. E4M3 ones have
+ * no sign; numbers times these are not rounded, and sums are scaled by the FP32 ones. H and F are multiples of 32.
+ *
  * In FP8 a weight is E4M3 [E, O, I] with FP32 scales, [E, O] or [E, ceil(O / 128), ceil(I / 128)]; sums are scaled, not
  * weights. Its codes that are not numbers (0x7f, 0xff) are not told apart: they count as 480. */
 #define DFLASH_MOE_MOST_ROWS 512
@@ -375,7 +379,8 @@ typedef enum
     DFLASH_MOE_MXFP4 = 1,
     DFLASH_MOE_FP8_ROWS = 2, /* a scale for each row */
     DFLASH_MOE_FP8_BLOCKS = 3, /* a scale for each block of 128 by 128 */
-    DFLASH_MOE_INT4 = 4 /* a scale for each 32 of a row */
+    DFLASH_MOE_INT4 = 4, /* a scale for each 32 of a row */
+    DFLASH_MOE_NVFP4 = 5 /* a scale for each 16 of a row, and one for the row */
 } dflash_moe_format;
 
 typedef struct
@@ -407,6 +412,8 @@ typedef struct
     const float* correction; /* [experts]: scores are sigmoids, chosen by their sums with these; or null: softmax */
     int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; not with clamped */
     float share_scale;
+    const float* gate_up_row_scales; /* NVFP4's [count, 2 F] */
+    const float* down_row_scales; /* NVFP4's [count, H] */
 } dflash_moe_params;
 
 /* Bytes of scratch that dflash_moe needs. */
@@ -416,8 +423,8 @@ DFLASH_API cudaError_t dflash_moe_workspace(const dflash_moe_params* params, siz
 DFLASH_API cudaError_t dflash_moe(
     const dflash_moe_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
-/* The same for many rows, of numbers or MXFP4, on Hopper: an expert is read once for up to 64 of the rows that chose
- * it. Both are cudaErrorNotSupported on other GPUs. */
+/* The same for many rows, of numbers, MXFP4 or NVFP4, on Hopper: an expert is read once for up to 64 of the rows that
+ * chose it. Both are cudaErrorNotSupported on other GPUs. */
 DFLASH_API cudaError_t dflash_moe_many_workspace(const dflash_moe_params* params, size_t* bytes);
 
 DFLASH_API cudaError_t dflash_moe_many(

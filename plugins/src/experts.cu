@@ -94,6 +94,7 @@ cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const
     case Weight::kMxfp4: error = launch_products<T, Weight::kMxfp4, kTokens>(p, space, device, stream); break;
     case Weight::kFp8: error = launch_products<T, Weight::kFp8, kTokens>(p, space, device, stream); break;
     case Weight::kInt4: error = launch_products<T, Weight::kInt4, kTokens>(p, space, device, stream); break;
+    case Weight::kNvfp4: error = launch_products<T, Weight::kNvfp4, kTokens>(p, space, device, stream); break;
     default: error = launch_products<T, Weight::kNumbers, kTokens>(p, space, device, stream);
     }
     return error ? error : launch_sum<T>(p, space.route, space.y, stream);

@@ -68,12 +68,14 @@ struct Device
 
 inline bool is_routed(dflash_moe_params const& p)
 {
-    int const multiple = p.format == DFLASH_MOE_MXFP4 ? 32 : p.format == DFLASH_MOE_INT4 ? kInt4Inputs : 16;
-    bool const has_scales = p.format == DFLASH_MOE_NUMBERS || (p.gate_up_scales && p.down_scales);
+    bool const is_nvfp4 = p.format == DFLASH_MOE_NVFP4;
+    int const multiple = p.format == DFLASH_MOE_INT4 ? kInt4Inputs : p.format == DFLASH_MOE_MXFP4 || is_nvfp4 ? 32 : 16;
+    bool const has_scales = p.format == DFLASH_MOE_NUMBERS
+        || (p.gate_up_scales && p.down_scales && (!is_nvfp4 || (p.gate_up_row_scales && p.down_row_scales)));
     return p.rows >= 0 && p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1
         && p.top_k <= std::min(kMostTopK, p.experts) && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts
         && p.hidden >= multiple && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
-        && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_INT4
+        && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_NVFP4
         && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
         && p.logits_dtype <= DFLASH_FP32 && has_scales && !(p.gelu && p.clamped);
 }
@@ -134,6 +136,7 @@ inline Product gate_up_product(dflash_moe_params const& p, Route const& route, v
     product.route = route;
     product.weight = p.gate_up;
     product.scales = p.gate_up_scales;
+    product.row_scales = p.gate_up_row_scales;
     product.bias = p.gate_up_bias;
     product.x = x;
     product.out = h;
@@ -154,6 +157,7 @@ inline Product down_product(dflash_moe_params const& p, Route const& route, void
     product.route = route;
     product.weight = p.down;
     product.scales = p.down_scales;
+    product.row_scales = p.down_row_scales;
     product.bias = p.down_bias;
     product.x = h;
     product.out = y;

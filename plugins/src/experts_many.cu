@@ -29,8 +29,8 @@ struct Workspace
     size_t bytes;
 
     Workspace(dflash_moe_params const& p, void* start)
-        : x_pitch(p.format == DFLASH_MOE_MXFP4 ? many::pitch_of<true>(p.hidden) : many::pitch_of<false>(p.hidden))
-        , h_pitch(p.format == DFLASH_MOE_MXFP4 ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
+        : x_pitch(is_packed(weight_of(p)) ? many::pitch_of<true>(p.hidden) : many::pitch_of<false>(p.hidden))
+        , h_pitch(is_packed(weight_of(p)) ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
     {
         Scratch scratch{static_cast<unsigned char*>(start)};
         size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
@@ -164,10 +164,10 @@ cudaError_t launch_lay_out(
 // -- the products -----------------------------------------------------------------------------------------------------
 
 // Stages that fit in a block's shared memory beside the scales.
-int stages_that_fit(Device const& device, int inputs, bool is_packed)
+int stages_that_fit(Device const& device, int inputs, Weight weight)
 {
     int stages = many::kMostStages;
-    while (stages > 0 && many::SharedLayout(inputs, is_packed, stages).bytes > device.shared_bytes)
+    while (stages > 0 && many::SharedLayout(inputs, weight, stages).bytes > device.shared_bytes)
     {
         --stages;
     }
@@ -213,49 +213,61 @@ cudaError_t map_all(dflash_moe_params const& p, many::Launch& launch, int pitch)
     return error;
 }
 
-template <typename T, bool kPacked, bool kGateUp>
+template <typename T, Weight kWeight, bool kGateUp>
 cudaError_t launch_product(
     dflash_moe_params const& p, many::Launch& launch, int pitch, Device const& device, cudaStream_t stream)
 {
-    constexpr auto kernel = many::many_product_kernel<T, kPacked, kGateUp>;
+    constexpr bool kPacked = is_packed(kWeight);
+    constexpr auto kernel = many::many_product_kernel<T, kWeight, kGateUp>;
     launch.units = (launch.p.outputs + many::kUnitRows - 1) / many::kUnitRows;
     launch.steps = pitch / many::Stage<kPacked>::kColumns;
-    launch.stages = stages_that_fit(device, launch.p.inputs, kPacked);
+    launch.stages = stages_that_fit(device, launch.p.inputs, kWeight);
     cudaError_t error = map_all<kPacked>(p, launch, pitch);
     error = error ? error : allow_shared_bytes<kernel>(device.shared_bytes);
     if (error != cudaSuccess)
     {
         return error;
     }
-    int const bytes = many::SharedLayout(launch.p.inputs, kPacked, launch.stages).bytes;
+    int const bytes = many::SharedLayout(launch.p.inputs, kWeight, launch.stages).bytes;
     return launch_kernel(kernel, dim3(device.processors), many::Crew<kPacked>::kThreads, bytes, stream, launch);
 }
 
-template <typename T, bool kPacked>
+template <typename T, Weight kWeight>
 cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
     many::Launch launch = {};
     launch.p = gate_up_product(p, space.route, space.x, space.h);
     launch.pitch = space.h_pitch;
-    cudaError_t const error = launch_product<T, kPacked, true>(p, launch, space.x_pitch, device, stream);
+    cudaError_t const error = launch_product<T, kWeight, true>(p, launch, space.x_pitch, device, stream);
     if (error != cudaSuccess)
     {
         return error;
     }
     launch.p = down_product(p, space.route, space.h, space.y);
     launch.pitch = p.hidden;
-    return launch_product<T, kPacked, false>(p, launch, space.h_pitch, device, stream);
+    return launch_product<T, kWeight, false>(p, launch, space.h_pitch, device, stream);
 }
 
-template <typename T, bool kPacked>
+template <typename T, Weight kWeight>
 cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
 {
     Workspace const space(p, workspace);
     cudaError_t error = launch_choice(p, space.route, stream);
-    error = error ? error : launch_lay_out<kPacked>(p, space, device, stream);
-    error = error ? error : launch_products<T, kPacked>(p, space, device, stream);
+    error = error ? error : launch_lay_out<is_packed(kWeight)>(p, space, device, stream);
+    error = error ? error : launch_products<T, kWeight>(p, space, device, stream);
     return error ? error : launch_sum<T>(p, space.route, space.y, stream);
+}
+
+template <typename T>
+cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
+{
+    switch (weight_of(p))
+    {
+    case Weight::kMxfp4: return launch_moe<T, Weight::kMxfp4>(p, workspace, device, stream);
+    case Weight::kNvfp4: return launch_moe<T, Weight::kNvfp4>(p, workspace, device, stream);
+    default: return launch_moe<T, Weight::kNumbers>(p, workspace, device, stream);
+    }
 }
 
 cudaError_t check(dflash_moe_params const& p, Device& device)
@@ -274,9 +286,9 @@ cudaError_t check(dflash_moe_params const& p, Device& device)
     {
         return cudaErrorNotSupported;
     }
-    bool const does_fit
-        = stages_that_fit(device, std::max(p.hidden, p.columns), p.format == DFLASH_MOE_MXFP4) >= many::kLeastStages;
-    bool const is_decoded = p.format == DFLASH_MOE_NUMBERS || p.format == DFLASH_MOE_MXFP4;
+    Weight const weight = weight_of(p);
+    bool const does_fit = stages_that_fit(device, std::max(p.hidden, p.columns), weight) >= many::kLeastStages;
+    bool const is_decoded = weight == Weight::kNumbers || weight == Weight::kMxfp4 || weight == Weight::kNvfp4;
     return is_routed(p) && is_decoded && does_fit ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -308,11 +320,6 @@ extern "C" cudaError_t dflash_moe_many(
     {
         return cudaErrorInvalidValue;
     }
-    if (p->dtype == DFLASH_FP16)
-    {
-        return p->format == DFLASH_MOE_MXFP4 ? launch_moe<__half, true>(*p, workspace, device, stream)
-                                             : launch_moe<__half, false>(*p, workspace, device, stream);
-    }
-    return p->format == DFLASH_MOE_MXFP4 ? launch_moe<__nv_bfloat16, true>(*p, workspace, device, stream)
-                                         : launch_moe<__nv_bfloat16, false>(*p, workspace, device, stream);
+    return p->dtype == DFLASH_FP16 ? launch_moe<__half>(*p, workspace, device, stream)
+                                   : launch_moe<__nv_bfloat16>(*p, workspace, device, stream);
 }

@@ -23,7 +23,7 @@ constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
 constexpr int kScaleBuffers = 2; // items whose scales are there
 
-// Who multiplies. MXFP4 is unpacked by as many warps as there are registers for.
+// Who multiplies. E2M1 is unpacked by as many warps as there are registers for.
 template <bool kPacked>
 struct Crew
 {
@@ -54,7 +54,7 @@ struct Stage
 };
 
 // Inputs of a token lie in the order in which products take them: registers get a weight by sixteen bytes a lane, and
-// MXFP4's numbers come out of their words in pairs. Columns are exchanged within 32, or 128 of MXFP4.
+// E2M1's numbers come out of their words in pairs. Columns are exchanged within 32, or 128 of E2M1.
 template <bool kPacked>
 __host__ __device__ __forceinline__ int place_of(int column)
 {
@@ -86,17 +86,19 @@ struct Launch
     CUtensorMap inputs[kBoxes]; // [atoms, pairs, kAtom], in so many sixteens of tokens
 };
 
-// Bytes of shared memory, in order: the stages, the scales of two items [2, units, 32, blocks], the barriers.
+// Bytes of shared memory, in order: the stages, the scales of two items [2, units, 32 rows], the barriers.
 struct SharedLayout
 {
+    int row_scale_bytes; // of a row
     int scale_bytes; // of an item
     int scales_at;
     int barriers_at;
     int bytes;
 
-    __host__ __device__ SharedLayout(int inputs, bool is_packed, int stages)
-        : scale_bytes(is_packed ? Crew<true>::kItemUnits * kUnitRows * (inputs / 32) : 0)
-        , scales_at(stages * (is_packed ? Stage<true>::kBytes : Stage<false>::kBytes))
+    __host__ __device__ SharedLayout(int inputs, Weight weight, int stages)
+        : row_scale_bytes(inputs / 32 * scale_bytes_of(weight))
+        , scale_bytes(Crew<true>::kItemUnits * kUnitRows * row_scale_bytes)
+        , scales_at(stages * (is_packed(weight) ? Stage<true>::kBytes : Stage<false>::kBytes))
         , barriers_at(scales_at + kScaleBuffers * scale_bytes)
         , bytes(barriers_at + 2 * (kMostStages + kScaleBuffers) * 8)
     {

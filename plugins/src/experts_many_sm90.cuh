@@ -2,14 +2,16 @@
 // chose it.
 //
 // One block an SM. One warp has the lines of a weight and the tokens' inputs brought, as many ahead as fit; warpgroups
-// take the weight into registers, unpacked there where it is MXFP4, and multiply it by the inputs as they lie in shared
-// memory. Weights are what instructions take as rows, so that few tokens waste little.
+// take the weight into registers, unpacked there where it is MXFP4 or NVFP4, and multiply it by the inputs as they lie
+// in shared memory. Weights are what instructions take as rows, so that few tokens waste little.
 #pragma once
 
 #include "experts_many_layout.cuh"
+#include "experts_many_loading_sm90.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
 #include "mxfp4.cuh"
+#include "nvfp4.cuh"
 #include "wgmma.cuh"
 
 namespace dflash
@@ -22,236 +24,6 @@ namespace many
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 using namespace sm90;
-
-// -- copies -----------------------------------------------------------------------------------------------------------
-
-// A weight is read once: what else the L2 cache has should stay there.
-__device__ __forceinline__ uint64_t read_once_policy()
-{
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ __forceinline__ void copy_weight(
-    uint32_t to, CUtensorMap const& map, int byte, int row, int expert, uint32_t barrier, uint64_t policy)
-{
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(&map), "r"(byte), "r"(row), "r"(expert), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-__device__ __forceinline__ void copy_inputs(uint32_t to, CUtensorMap const& map, int pair, int atom, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(0), "r"(pair), "r"(atom), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int bytes, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-// -- shared memory ----------------------------------------------------------------------------------------------------
-
-// A place in a ring, and the phase of its barriers.
-struct Place
-{
-    int at = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance(int places)
-    {
-        if (++at == places)
-        {
-            at = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-template <bool kPacked>
-struct Shared
-{
-    using S = Stage<kPacked>;
-
-    SharedLayout const layout;
-    uint32_t const start;
-    uint32_t const barriers;
-
-    __device__ __forceinline__ Shared(Launch const& launch, uint32_t memory)
-        : layout(launch.p.inputs, kPacked, launch.stages)
-        , start(memory)
-        , barriers(memory + layout.barriers_at)
-    {
-    }
-
-    __device__ __forceinline__ uint32_t weight(int stage) const
-    {
-        return start + stage * S::kBytes;
-    }
-
-    __device__ __forceinline__ uint32_t inputs(int stage) const
-    {
-        return start + stage * S::kBytes + S::kWeightBytes;
-    }
-
-    __device__ __forceinline__ uint32_t scales(int buffer) const
-    {
-        return start + layout.scales_at + buffer * layout.scale_bytes;
-    }
-
-    __device__ __forceinline__ uint32_t full(int stage) const
-    {
-        return barriers + stage * 8;
-    }
-
-    __device__ __forceinline__ uint32_t empty(int stage) const
-    {
-        return barriers + (kMostStages + stage) * 8;
-    }
-
-    __device__ __forceinline__ uint32_t scales_full(int buffer) const
-    {
-        return barriers + (2 * kMostStages + buffer) * 8;
-    }
-
-    __device__ __forceinline__ uint32_t scales_empty(int buffer) const
-    {
-        return barriers + (2 * kMostStages + kScaleBuffers + buffer) * 8;
-    }
-
-    // By one thread.
-    __device__ __forceinline__ void init() const
-    {
-        for (int i = 0; i < kMostStages; ++i)
-        {
-            init_barrier(full(i), 1);
-            init_barrier(empty(i), Crew<kPacked>::kWarps);
-        }
-        for (int i = 0; i < kScaleBuffers; ++i)
-        {
-            init_barrier(scales_full(i), 1);
-            init_barrier(scales_empty(i), Crew<kPacked>::kWarps);
-        }
-        fence_barrier_inits();
-    }
-};
-
-// -- loading ----------------------------------------------------------------------------------------------------------
-
-// Has the stages of a block's items brought: one thread's work.
-template <bool kPacked, bool kGateUp>
-struct Loader
-{
-    using S = Stage<kPacked>;
-
-    Launch const& launch;
-    Shared<kPacked> const& shared;
-    uint64_t const policy;
-    Place next; // stage
-    Place next_scales;
-
-    __device__ __forceinline__ Loader(Launch const& launch_, Shared<kPacked> const& shared_)
-        : launch(launch_)
-        , shared(shared_)
-        , policy(read_once_policy())
-    {
-    }
-
-    // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs.
-    __device__ __forceinline__ void load(Items items)
-    {
-        int ahead = min(launch.stages, launch.steps);
-        if (!items.are_left())
-        {
-            wait();
-        }
-        for (bool is_first = true; items.are_left(); is_first = false)
-        {
-            Item const item = items.next();
-            load_scales(item);
-            for (int step = 0; is_first && step < ahead; ++step)
-            {
-                load_weights(item, step, step, 0);
-            }
-            if (is_first)
-            {
-                wait();
-            }
-            for (int step = 0; step < launch.steps; ++step)
-            {
-                if (step >= ahead)
-                {
-                    load_weights(item, step, next.at, next.phase);
-                }
-                load_inputs(item, step);
-                next.advance(launch.stages);
-            }
-            ahead = 0;
-        }
-    }
-
-    __device__ __forceinline__ static int boxes_of(Item const& item)
-    {
-        return (item.group.tokens + kBoxTokens - 1) / kBoxTokens;
-    }
-
-    __device__ __forceinline__ void load_weights(Item const& item, int step, int stage, uint32_t phase) const
-    {
-        uint32_t const barrier = shared.full(stage), to = shared.weight(stage);
-        wait_for_phase(shared.empty(stage), phase ^ 1);
-        expect_bytes(barrier, item.count * kUnitRows * S::kLineBytes + boxes_of(item) * kBoxTokens * S::kTokenBytes);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-        {
-            copy_weight(to + half * S::kHalfBytes, launch.weight[item.count - 1], step * S::kLineBytes,
-                first_row<kGateUp>(launch.p, item, half), item.group.expert, barrier, policy);
-        }
-    }
-
-    __device__ __forceinline__ void load_inputs(Item const& item, int step) const
-    {
-        copy_inputs(shared.inputs(next.at), launch.inputs[boxes_of(item) - 1], item.group.first, step * S::kAtoms,
-            shared.full(next.at));
-    }
-
-    // Rows behind the weight's last have no scales: theirs may be any.
-    __device__ __forceinline__ void load_scales(Item const& item)
-    {
-        if constexpr (kPacked)
-        {
-            Product const& p = launch.p;
-            int const blocks = p.inputs / 32;
-            uint32_t const barrier = shared.scales_full(next_scales.at), to = shared.scales(next_scales.at);
-            int first[2], bytes[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                first[half] = first_row<kGateUp>(p, item, half);
-                bytes[half] = max(0, min(item.count * kHalfRows, p.outputs - first[half])) * blocks;
-            }
-            wait_for_phase(shared.scales_empty(next_scales.at), next_scales.phase ^ 1);
-            expect_bytes(barrier, bytes[0] + bytes[1]);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                int64_t const row = static_cast<int64_t>(item.group.expert) * p.outputs + first[half];
-                if (bytes[half] > 0)
-                {
-                    int const at = half * Crew<kPacked>::kItemUnits * kHalfRows * blocks;
-                    copy_bytes(to + at, static_cast<uint8_t const*>(p.scales) + row * blocks, bytes[half], barrier);
-                }
-            }
-            next_scales.advance(kScaleBuffers);
-        }
-    }
-};
 
 // -- multiplying ------------------------------------------------------------------------------------------------------
 
@@ -269,11 +41,19 @@ __device__ __forceinline__ uint32_t read_byte(uint32_t from)
     return x;
 }
 
+__device__ __forceinline__ uint32_t read_two_bytes(uint32_t from)
+{
+    uint16_t x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from));
+    return x;
+}
+
 // Multiplies a warpgroup's units by a group's inputs. Of each 16 rows of a unit, a warp's, lane l has parts of the rows
 // l / 4 and l / 4 + 8; the first eight are of the unit's first half, the others of its second.
-template <typename T, bool kPacked, bool kGateUp>
+template <typename T, Weight kWeight, bool kGateUp>
 struct Mainloop
 {
+    static constexpr bool kPacked = is_packed(kWeight);
     using S = Stage<kPacked>;
     using C = Crew<kPacked>;
     using Format = Mxfp4<T>;
@@ -285,21 +65,21 @@ struct Mainloop
         uint4 upper[S::kChunks];
         uint4 lower[S::kChunks];
         uint32_t scale[2] = {}; // of upper and lower
-        uint32_t factor[2] = {};
-        bool is_large = false; // a scale of the warp's is beyond what one factor can be
+        uint32_t factor[2] = {}; // of NVFP4: two, each of what meets an atom of inputs
+        bool is_large = false; // a scale of MXFP4 of the warp's is beyond what one factor can be
     };
 
     Launch const& launch;
-    Shared<kPacked> const& shared;
+    Shared<kWeight> const& shared;
     int const warpgroup;
     int const row; // of a half
     int const quad;
     int const part;
-    int const blocks; // of MXFP4 in a row
+    int const blocks; // of 32 in a row
     Place next; // stage
     Place next_scales;
 
-    __device__ __forceinline__ Mainloop(Launch const& launch_, Shared<kPacked> const& shared_)
+    __device__ __forceinline__ Mainloop(Launch const& launch_, Shared<kWeight> const& shared_)
         : launch(launch_)
         , shared(shared_)
         , warpgroup(__shfl_sync(kAll, threadIdx.x / 128, 0)) // which says that it is a warp's
@@ -420,17 +200,34 @@ struct Mainloop
         }
         if constexpr (kPacked)
         {
-            // Past a row's end its numbers are zeros; any scale of its own will do.
-            uint32_t const scale = shared.scales(next_scales.at) + unit_row * blocks + min(step * 4 + part, blocks - 1);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                line.scale[half] = read_byte(scale + half * Crew<kPacked>::kItemUnits * kHalfRows * blocks);
-                line.factor[half] = Format::factor(min(line.scale[half], Format::kMostScale));
-            }
-            line.is_large = __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
+            read_scales(line, unit_row, step);
         }
         return line;
+    }
+
+    __device__ __forceinline__ void read_scales(Line& line, int unit_row, int step) const
+    {
+        // Past a row's end its numbers are zeros; any scale of its own will do.
+        int const block = min(step * 4 + part, blocks - 1), row_bytes = shared.layout.row_scale_bytes;
+        uint32_t const scales = shared.scales(next_scales.at);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            uint32_t const from = scales + half * Crew<true>::kItemUnits * kHalfRows * row_bytes;
+            if constexpr (kWeight == Weight::kNvfp4)
+            {
+                // Both scales of 32 numbers, of eight rows beside each other.
+                uint32_t const at = (unit_row - quad) * row_bytes + (block * 8 + quad) * 2;
+                line.factor[half] = Nvfp4<T>::factors(read_two_bytes(from + at));
+            }
+            else
+            {
+                line.scale[half] = read_byte(from + unit_row * row_bytes + block);
+                line.factor[half] = Format::factor(min(line.scale[half], Format::kMostScale));
+            }
+        }
+        line.is_large = kWeight == Weight::kMxfp4
+            && __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
     }
 
     // Makes of a line the operand that meets an atom of inputs, in the order of `place_of`.
@@ -440,8 +237,8 @@ struct Mainloop
         {
             uint4 const& u = line.upper[0];
             uint4 const& l = line.lower[0];
-            unpack(a, 0, atom == 0 ? u.x : u.z, atom == 0 ? u.y : u.w, line.factor[0]);
-            unpack(a, 1, atom == 0 ? l.x : l.z, atom == 0 ? l.y : l.w, line.factor[1]);
+            unpack(a, 0, atom == 0 ? u.x : u.z, atom == 0 ? u.y : u.w, line.factor[0], atom);
+            unpack(a, 1, atom == 0 ? l.x : l.z, atom == 0 ? l.y : l.w, line.factor[1], atom);
             if (line.is_large)
             {
                 multiply_excess(a, 0, line.scale[0]);
@@ -464,9 +261,9 @@ struct Mainloop
         }
     }
 
-    // Unpacks two words of MXFP4. half: 0, of an upper row; 1, of a lower one.
+    // Unpacks two words of E2M1. half: 0, of an upper row; 1, of a lower one.
     __device__ __forceinline__ static void unpack(
-        Operand& a, int half, uint32_t first, uint32_t second, uint32_t factor)
+        Operand& a, int half, uint32_t first, uint32_t second, uint32_t factor, int atom)
     {
         uint32_t pairs[2][4];
         Format::spread(first, pairs[0]);
@@ -474,7 +271,14 @@ struct Mainloop
 #pragma unroll
         for (int word = 0; word < 2; ++word)
         {
-            Format::multiply(pairs[word], factor);
+            if constexpr (kWeight == Weight::kNvfp4)
+            {
+                Nvfp4<T>::multiply(pairs[word], factor, atom);
+            }
+            else
+            {
+                Format::multiply(pairs[word], factor);
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
@@ -507,7 +311,7 @@ struct Mainloop
 // -- what becomes of the sums -----------------------------------------------------------------------------------------
 
 // Finishes and stores a unit's sums. A lane has two tokens' sums of two rows: a gate and its up, or two outputs.
-template <typename T, bool kPacked, bool kGateUp>
+template <typename T, Weight kWeight, bool kGateUp>
 struct Epilogue
 {
     Launch const& launch;
@@ -515,12 +319,19 @@ struct Epilogue
     Item const& item;
     int const row; // of a half
 
+    // What the products' sum is.
+    __device__ __forceinline__ static float scaled(float sum, [[maybe_unused]] float scale)
+    {
+        return kWeight == Weight::kNvfp4 ? sum * Nvfp4<T>::kRest * scale : sum;
+    }
+
     template <int kTiles>
     __device__ __forceinline__ void store(int unit, float const (&c)[kTiles][4]) const
     {
         int rows[2];
         bool are_there[2];
         float bias[2] = {};
+        [[maybe_unused]] float scale[2] = {}; // NVFP4's
         int const limit[2] = {kGateUp ? p.outputs / 2 : p.outputs, p.outputs};
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -532,15 +343,21 @@ struct Epilogue
                 bias[half] = to_float(
                     static_cast<T const*>(p.bias)[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]);
             }
+            if constexpr (kWeight == Weight::kNvfp4)
+            {
+                scale[half] = are_there[half]
+                    ? p.row_scales[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]
+                    : 0.f;
+            }
         }
         T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(item.group.first) * launch.pitch;
-        int const places[2] = {kGateUp ? place_of<kPacked>(rows[0]) : rows[0], rows[1]};
+        int const places[2] = {kGateUp ? place_of<is_packed(kWeight)>(rows[0]) : rows[0], rows[1]};
 #pragma unroll
         for (int i = 0; i < 2 * kTiles; ++i)
         {
             int const token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-            float const upper = rounded<T>(c[i / 2][i % 2] + bias[0]);
-            float const lower = rounded<T>(c[i / 2][2 + i % 2] + bias[1]);
+            float const upper = rounded<T>(scaled(c[i / 2][i % 2], scale[0]) + bias[0]);
+            float const lower = rounded<T>(scaled(c[i / 2][2 + i % 2], scale[1]) + bias[1]);
             T* const to = out + token * launch.pitch;
             if (token < item.group.tokens && are_there[0])
             {
@@ -555,18 +372,18 @@ struct Epilogue
 };
 
 // Computes an item for up to 8 kTiles tokens.
-template <int kTiles, typename T, bool kPacked, bool kGateUp>
-__device__ __forceinline__ void compute(Mainloop<T, kPacked, kGateUp>& mainloop, Item const& item)
+template <int kTiles, typename T, Weight kWeight, bool kGateUp>
+__device__ __forceinline__ void compute(Mainloop<T, kWeight, kGateUp>& mainloop, Item const& item)
 {
     if (mainloop.unit_of(0) >= item.count)
     {
         mainloop.skip();
         return;
     }
-    constexpr int kUnits = Crew<kPacked>::kGroupUnits;
+    constexpr int kUnits = Crew<is_packed(kWeight)>::kGroupUnits;
     float c[kUnits][kTiles][4] = {};
     mainloop.multiply(c);
-    Epilogue<T, kPacked, kGateUp> const epilogue{mainloop.launch, mainloop.launch.p, item, mainloop.row};
+    Epilogue<T, kWeight, kGateUp> const epilogue{mainloop.launch, mainloop.launch.p, item, mainloop.row};
 #pragma unroll
     for (int i = 0; i < kUnits; ++i)
     {
@@ -579,16 +396,17 @@ __device__ __forceinline__ void compute(Mainloop<T, kPacked, kGateUp>& mainloop,
 
 #endif
 
-// kPacked: the weight is MXFP4. kGateUp: the first product, which ends with the activation.
-template <typename T, bool kPacked, bool kGateUp>
-__global__ void __launch_bounds__(Crew<kPacked>::kThreads, 1) many_product_kernel(__grid_constant__ Launch const launch)
+// kGateUp: the first product, which ends with the activation.
+template <typename T, Weight kWeight, bool kGateUp>
+__global__ void __launch_bounds__(Crew<is_packed(kWeight)>::kThreads, 1)
+    many_product_kernel(__grid_constant__ Launch const launch)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using C = Crew<kPacked>;
+    using C = Crew<is_packed(kWeight)>;
     extern __shared__ __align__(1024) unsigned char memory[];
     // The routing is known: the kernel before this one waited for it before it let this one begin.
     trigger();
-    Shared<kPacked> const shared(launch, shared_address(memory));
+    Shared<kWeight> const shared(launch, shared_address(memory));
     if (threadIdx.x == 0)
     {
         shared.init();
@@ -600,7 +418,7 @@ __global__ void __launch_bounds__(Crew<kPacked>::kThreads, 1) many_product_kerne
         release_registers<C::kLoaderRegisters>();
         if (threadIdx.x == C::kWarps * 32)
         {
-            Loader<kPacked, kGateUp>(launch, shared).load(items);
+            Loader<kWeight, kGateUp>(launch, shared).load(items);
         }
         else
         {
@@ -610,7 +428,7 @@ __global__ void __launch_bounds__(Crew<kPacked>::kThreads, 1) many_product_kerne
     }
     take_registers<C::kMainloopRegisters>();
     wait();
-    Mainloop<T, kPacked, kGateUp> mainloop(launch, shared);
+    Mainloop<T, kWeight, kGateUp> mainloop(launch, shared);
     while (items.are_left())
     {
         Item const item = items.next();

@@ -3,183 +3,18 @@
 // A warp takes 16 rows of a weight, a granule, and all of their inputs, so that no sum leaves it.
 #pragma once
 
-#include "experts_work.cuh"
+#include "experts_loading.cuh"
 #include "fp8.cuh"
 #include "instructions.cuh"
 #include "int4.cuh"
 #include "launch.cuh"
 #include "mxfp4.cuh"
+#include "nvfp4.cuh"
 
 namespace dflash
 {
 namespace moe
 {
-
-// -- loading ----------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, bool is_there)
-{
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
-}
-
-__device__ __forceinline__ void copy_async_8(uint32_t to, void const* from)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
-}
-
-// Loads a warp's granules into its ring: units of 16 rows of 128 bytes, each second row's halves swapped, and of INT4
-// their scales behind them. A lane copies 16 bytes of every fourth row.
-template <Weight kWeight, bool kGateUp>
-struct Weights
-{
-    static constexpr int kUnitBytes = unit_bytes(kWeight);
-
-    Product const& p;
-    Layout const& layout;
-    int const lane;
-    int const blocks; // of MXFP4 or INT4 in a row
-    int64_t const gap;
-    uint32_t const ring;
-    uint32_t const at; // this lane's of a unit
-    Cursor cursor;
-    int unit = 0;
-    int slot = 0;
-    int scale_buffer = 0;
-    char const* from = nullptr; // this lane's first of the granule
-    char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
-
-    __device__ __forceinline__ Weights(
-        Product const& p_, Layout const& layout_, Share const& share, int lane_, unsigned char const* ring_)
-        : p(p_)
-        , layout(layout_)
-        , lane(lane_)
-        , blocks(p_.inputs / 32)
-        , gap(Rows<kGateUp>::gap(p_))
-        , ring(shared_address(ring_))
-        , at(ring + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16)
-        , cursor(p_.route, share)
-    {
-    }
-
-    // Starts loading the unit after those that are on their way, if there is one.
-    __device__ __forceinline__ void load_next()
-    {
-        if (!cursor.is_at_end())
-        {
-            if (unit == 0)
-            {
-                begin_granule();
-            }
-            bool const is_there = unit * kLine + lane % 8 * 16 < layout.row_bytes;
-            char const* const unit_from = from + (is_there ? unit * kLine : 0);
-#pragma unroll
-            for (int i = 0; i < kGranule / 4; ++i)
-            {
-                copy_async_16(at + slot * kUnitBytes + i * 4 * kLine,
-                    unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
-            }
-            if (kWeight == Weight::kInt4 && lane < kGranule)
-            {
-                copy_async_16(ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine,
-                    scales_from + unit * kInt4ScaleLine, true);
-            }
-            slot = slot + 1 == kUnits ? 0 : slot + 1;
-            if (++unit == layout.units)
-            {
-                unit = 0;
-                cursor.advance();
-            }
-        }
-        commit_copies(); // empty ones at the end, so that the count of pending ones stays right
-    }
-
-    __device__ __forceinline__ void begin_granule()
-    {
-        int64_t const row = static_cast<int64_t>(cursor.expert) * p.outputs + cursor.granule * Rows<kGateUp>::kFirst;
-        from = static_cast<char const*>(p.weight) + (row + lane / 8) * layout.row_bytes + lane % 8 * 16;
-        if constexpr (kWeight == Weight::kInt4)
-        {
-            int64_t const own = row + lane + (lane < 8 ? 0 : gap);
-            scales_from = static_cast<char const*>(p.scales) + own * blocks * 2;
-        }
-        if constexpr (kWeight == Weight::kMxfp4)
-        {
-            uint8_t const* const scales = static_cast<uint8_t const*>(p.scales) + row * blocks;
-            uint32_t const to = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes;
-#pragma unroll 2
-            for (int i = lane; i < 2 * blocks; i += 32)
-            {
-                copy_async_8(to + i * 8, scales + i * 8 + (i < blocks ? 0 : gap * blocks));
-            }
-            scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
-        }
-    }
-};
-
-// Where a lane finds eight inputs, and in which order it takes them.
-template <Weight kWeight>
-struct Order
-{
-    static constexpr int kWords = is_packed(kWeight) ? 4 : kWeight == Weight::kFp8 ? 2 : 1; // of a part of a step
-    static constexpr int kStepBytes = 64 * kWords; // of a token's inputs, that half of a unit meets
-
-    static __device__ __forceinline__ int place(int chunk)
-    {
-        int const in_step = chunk % (4 * kWords);
-        return chunk / (4 * kWords) * kStepBytes + in_step % kWords * 64 + in_step / kWords * 16;
-    }
-
-    static __device__ __forceinline__ uint4 ordered(uint4 const& x)
-    {
-        if constexpr (is_packed(kWeight))
-        {
-            return paired(x);
-        }
-        else if constexpr (kWeight == Weight::kFp8)
-        {
-            return paired_in_words(x);
-        }
-        return x;
-    }
-};
-
-// Copies a group's inputs into shared memory, in the order in which lanes take them: of a step the parts' first 16
-// bytes, then their second ones.
-template <typename T, Weight kWeight, int kTokens, bool kGateUp>
-__device__ __forceinline__ void load_inputs(
-    Product const& p, Layout const& layout, Group const& group, unsigned char* inputs)
-{
-    int const chunks = p.inputs / 8;
-    for (int chunk = threadIdx.x; chunk < layout.token_bytes / 16; chunk += blockDim.x)
-    {
-        int const place = Order<kWeight>::place(chunk);
-#pragma unroll
-        for (int first = 0; first < kTokens; first += 8)
-        {
-            uint4 taken[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-            {
-                taken[i] = {};
-                if (first + i < group.tokens && chunk < chunks)
-                {
-                    int const pair = group.first + first + i;
-                    int64_t const row = kGateUp ? p.route.rows[pair] : pair;
-                    taken[i] = reinterpret_cast<uint4 const*>(static_cast<T const*>(p.x) + row * p.inputs)[chunk];
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-            {
-                if (first + i < group.tokens)
-                {
-                    *reinterpret_cast<uint4*>(inputs + (first + i) * layout.pitch + place)
-                        = Order<kWeight>::ordered(taken[i]);
-                }
-            }
-        }
-    }
-}
 
 // -- multiplying ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +92,7 @@ struct Mainloop
     unsigned char const* const inputs;
     int const quad;
     int const part;
-    int const blocks; // of MXFP4 or INT4 in a row
+    int const blocks; // of 32 in a row
     uint32_t const at; // this lane's of a unit
     int slot = 0;
     int scale_buffer = 0;
@@ -326,6 +161,15 @@ struct Mainloop
             a.upper_scale = scales[block];
             a.lower_scale = scales[block + 8 * blocks];
         }
+        if constexpr (kWeight == Weight::kNvfp4)
+        {
+            // Both scales of 32 numbers, of eight rows beside each other.
+            uint16_t const* const scales
+                = reinterpret_cast<uint16_t const*>(ring + kUnits * kUnit + scale_buffer * layout.scale_bytes) + quad;
+            int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
+            a.upper_scale = scales[block * 8];
+            a.lower_scale = scales[(block + blocks) * 8];
+        }
         if constexpr (kWeight == Weight::kInt4)
         {
             uint16_t const* const own
@@ -346,6 +190,10 @@ struct Mainloop
         if constexpr (kWeight == Weight::kMxfp4)
         {
             multiply_mxfp4(c, tiles, a, b);
+        }
+        else if constexpr (kWeight == Weight::kNvfp4)
+        {
+            multiply_nvfp4(c, tiles, a, b);
         }
         else if constexpr (kWeight == Weight::kInt4)
         {
@@ -431,6 +279,35 @@ struct Mainloop
         }
     }
 
+    __device__ __forceinline__ void multiply_nvfp4(
+        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
+    {
+        uint32_t const upper[4] = {a.upper.x, a.upper.y, a.upper.z, a.upper.w};
+        uint32_t const lower[4] = {a.lower.x, a.lower.y, a.lower.z, a.lower.w};
+        // Of the first two words, and of the others.
+        uint32_t const upper_factors = Nvfp4<T>::factors(a.upper_scale);
+        uint32_t const lower_factors = Nvfp4<T>::factors(a.lower_scale);
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+        {
+            uint32_t u[4], l[4];
+            Format::spread(upper[word], u);
+            Format::spread(lower[word], l);
+            Nvfp4<T>::multiply(u, upper_factors, word / 2);
+            Nvfp4<T>::multiply(l, lower_factors, word / 2);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile)
+            {
+                if (tile < tiles)
+                {
+                    uint4 const b = *reinterpret_cast<uint4 const*>(b_from + tile * 8 * layout.pitch + word * 64);
+                    multiply_add<T>(c[tile], {u[0], l[0], u[1], l[1]}, b.x, b.y);
+                    multiply_add<T>(c[tile], {u[2], l[2], u[3], l[3]}, b.z, b.w);
+                }
+            }
+        }
+    }
+
     __device__ __forceinline__ void multiply_mxfp4(
         float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
     {
@@ -485,7 +362,7 @@ struct Mainloop
 // -- what becomes of the sums -----------------------------------------------------------------------------------------
 
 // Finishes and stores a granule's sums. A lane has two tokens' sums of two rows: a gate and its up, or two outputs.
-template <typename T, bool kGateUp>
+template <typename T, Weight kWeight, bool kGateUp>
 struct Epilogue
 {
     Product const& p;
@@ -494,6 +371,7 @@ struct Epilogue
     int const row;
     int const second_row;
     float bias[2] = {};
+    [[maybe_unused]] float scale[2] = {}; // NVFP4's
 
     __device__ __forceinline__ Epilogue(Product const& p_, Group const& group_, int granule, int lane_)
         : p(p_)
@@ -508,6 +386,18 @@ struct Epilogue
             bias[0] = to_float(biases[row]);
             bias[1] = to_float(biases[second_row]);
         }
+        if constexpr (kWeight == Weight::kNvfp4)
+        {
+            float const* const scales = p.row_scales + static_cast<int64_t>(group.expert) * p.outputs;
+            scale[0] = scales[row];
+            scale[1] = scales[second_row];
+        }
+    }
+
+    // What the products' sum is. half: 0, of the first row; 1, of the second.
+    __device__ __forceinline__ float scaled(float sum, int half) const
+    {
+        return kWeight == Weight::kNvfp4 ? sum * Nvfp4<T>::kRest * scale[half] : sum;
     }
 
     template <int kTiles>
@@ -525,7 +415,8 @@ struct Epilogue
                 {
                     continue;
                 }
-                float const upper = rounded<T>(c[tile][i] + bias[0]), lower = rounded<T>(c[tile][2 + i] + bias[1]);
+                float const upper = rounded<T>(scaled(c[tile][i], 0) + bias[0]);
+                float const lower = rounded<T>(scaled(c[tile][2 + i], 1) + bias[1]);
                 int64_t const pair = group.first + token;
                 if constexpr (kGateUp)
                 {
@@ -587,7 +478,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
         int const last = min(share.granules, to - index * share.stride);
         for (int granule = from % share.stride + warp; granule < last; granule += warps)
         {
-            Epilogue<T, kGateUp> const epilogue(p, group, granule, lane);
+            Epilogue<T, kWeight, kGateUp> const epilogue(p, group, granule, lane);
             float c[kTiles][4] = {};
             if constexpr (kWeight == Weight::kFp8)
             {

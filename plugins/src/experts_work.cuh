@@ -25,13 +25,20 @@ enum class Weight
     kNumbers, // of the rows' type
     kMxfp4,
     kFp8,
-    kInt4
+    kInt4,
+    kNvfp4
 };
 
-// Eight numbers a word, with scales of 32.
+// Eight numbers a word, with scales of 32, or two of 16.
 __host__ __device__ constexpr bool is_packed(Weight weight)
 {
-    return weight == Weight::kMxfp4 || weight == Weight::kInt4;
+    return weight == Weight::kMxfp4 || weight == Weight::kInt4 || weight == Weight::kNvfp4;
+}
+
+// Bytes of scales of 32 numbers of E2M1.
+__host__ __device__ constexpr int scale_bytes_of(Weight weight)
+{
+    return weight == Weight::kMxfp4 ? 1 : weight == Weight::kNvfp4 ? 2 : 0;
 }
 
 // Bytes that a warp loads at a time: of INT4 the scales with the numbers.
@@ -45,14 +52,18 @@ inline Weight weight_of(dflash_moe_params const& p)
     return p.format == DFLASH_MOE_NUMBERS ? Weight::kNumbers
         : p.format == DFLASH_MOE_MXFP4    ? Weight::kMxfp4
         : p.format == DFLASH_MOE_INT4     ? Weight::kInt4
+        : p.format == DFLASH_MOE_NVFP4    ? Weight::kNvfp4
                                           : Weight::kFp8;
 }
 
 struct Product
 {
     Route route;
-    void const* weight; // [E, outputs, inputs]: numbers, MXFP4's blocks, INT4's words, or E4M3
-    void const* scales; // MXFP4's, INT4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; or null
+    void const* weight; // [E, outputs, inputs]: numbers, MXFP4's blocks, NVFP4's, INT4's words, or E4M3
+    // MXFP4's, INT4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; NVFP4's [E, outputs / 8, inputs / 32,
+    // 8, 2]; or null
+    void const* scales;
+    float const* row_scales; // NVFP4's [E, outputs]
     void const* bias; // [E, outputs], or null
     void const* x; // of gate and up [N, inputs]; of down [pairs, inputs]
     void* out; // of gate and up [pairs, outputs / 2]; of down [pairs, outputs]
@@ -79,7 +90,7 @@ struct Layout
     int row_bytes; // of the weight
     int units; // of a row, the last one's end past the row's perhaps
     int steps; // halves of units that have inputs
-    int scale_bytes; // of a granule, of MXFP4
+    int scale_bytes; // of a granule, of MXFP4 and NVFP4
     int scale_buffers; // granules that a warp's ring can reach into, and the one that it is at
     int warp_bytes;
     int token_bytes; // inputs, zeros up to the last step's end
@@ -91,7 +102,7 @@ struct Layout
                                            : inputs * 2)
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
-        , scale_bytes(weight == Weight::kMxfp4 ? kGranule * (inputs / 32) : 0)
+        , scale_bytes(kGranule * (inputs / 32) * scale_bytes_of(weight))
         , scale_buffers((kUnits + units - 1) / units + 1)
         , warp_bytes(kUnits * unit_bytes(weight) + scale_buffers * scale_bytes)
         , token_bytes(steps * (kLine / 2)

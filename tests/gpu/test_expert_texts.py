@@ -52,13 +52,17 @@ class Family:
 
     make: object
     precisions: tuple[str | None, ...] = ("bf16", "fp16")
-    experts_in_fp8: bool = False
+    experts: str | None = None  # their layout, of `tests.quantized`
+    compared: str = "some"  # of the experts, a row's whose logits are compared
 
 
 FAMILIES = {
     "gpt-oss": Family(gpt_oss),
     "qwen3-moe": Family(qwen3_moe),
-    "qwen3-moe in fp8": Family(qwen3_moe, (None,), experts_in_fp8=True),  # BF16 beside
+    "qwen3-moe in fp8": Family(qwen3_moe, (None,), "blocks"),  # BF16 beside
+    # Of some, rounding sends the first rows to others, which moves all later ones: on a CPU with the kernels' roundings
+    # the median is 1.3 times that with torch's, and of another seed's weights 0.9 to 1.05 times.
+    "qwen3-moe in nvfp4": Family(qwen3_moe, (None,), "nvfp4", compared="all"),
     "minimax-m2": Family(minimax),
 }
 HALVES = [(name, precision) for name, family in FAMILIES.items() for precision in family.precisions]
@@ -78,8 +82,8 @@ def make_pair(folder, family, top_k):
                 tensors[name] = (tensor / 2 if name in routers else tensor).bfloat16()
 
     edit_tensors(target, soften)
-    if FAMILIES[family].experts_in_fp8:
-        quantize_folder(target, "blocks", within=".experts.")
+    if (layout := FAMILIES[family].experts) is not None:
+        quantize_folder(target, layout, within=".experts.")
     return target, make_drafter(folder / "drafter", target, block_size=16, head_size=64, intermediate=128, seed=3)
 
 
@@ -160,7 +164,7 @@ def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(family, precision, 
 @pytest.mark.parametrize(("family", "precision"), HALVES)
 def test_in_half_precision_logits_are_as_near_to_fp32_as_the_cpus(family, precision, pair):
     """A prompt's rows at once, as many as a block has, and one by one; by the median, which no other expert moves."""
-    ids, folders = PROMPTS[2] + PROMPTS[1], pair(family, CHOSEN["some"])
+    ids, folders = PROMPTS[2] + PROMPTS[1], pair(family, CHOSEN[FAMILIES[family].compared])
     with load(folders, "cpu", precision or "bf16") as rounded, load(folders, "cpu") as exact:
         expected = all_logits(exact, ids)
         of_cpu = _errors(all_logits(rounded, ids), expected)

@@ -9,7 +9,7 @@ from trtllm_dflash.cost.prediction import (
     FP8_CACHE_ERROR_BOUND,
     FP8_DRAFTER_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
-    MXFP4_SHARE,
+    decoded_share,
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
@@ -135,9 +135,9 @@ def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
     ]
     if config.backend != "torch" or isinstance(config.target, PlannedConfig):
         return notes
-    if stored == "MXFP4":
-        notes.append(f"Experts: MXFP4 is read at {MXFP4_SHARE:.0%} of the bandwidth counted on, as an H200 decodes it.")
-    dequantized = stored == "NVFP4" or (stored in ("FP8", "FP8-BLOCKS", "INT4") and config.precision == "fp32")
+    if (share := decoded_share(config)) is not None:
+        notes.append(f"Experts: {stored} is read at {share:.0%} of the bandwidth counted on, as an H200 decodes it.")
+    dequantized = stored in ("FP8", "FP8-BLOCKS", "INT4", "NVFP4") and config.precision == "fp32"
     where = "" if dequantized else "without our kernels, "
     notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
     return notes

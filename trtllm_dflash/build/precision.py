@@ -8,7 +8,7 @@ import torch
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import pair_weights, target_weights, without_kernels
+from trtllm_dflash.models import pair_weights, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
@@ -177,11 +177,10 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
     if kind is not WeightPrecision.FP8 and not (weights and all(weight.stack is not None for weight in weights)):
         said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
     if any(weight.stack is not None for weight in weights):
-        more = ", but by our kernels, on a GPU in BF16 and FP16"
-        if kind is WeightPrecision.NVFP4:
-            more = "; with --precision bf16 they take more memory, and on a GPU our kernels"
-            more *= without_kernels(model) is None
-        said.append(f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time{more}")
+        said.append(
+            f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time, but by our "
+            "kernels, on a GPU in BF16 and FP16"
+        )
     return "; ".join(said) or None
 
 

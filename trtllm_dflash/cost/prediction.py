@@ -15,14 +15,18 @@ sums alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 from typing import Literal
 
-from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds
+from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds, is_expert
 from trtllm_dflash.cost.gpus import PublishedGPU
 from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
+from trtllm_dflash.models import target_weights
+from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.step import Drafting
 
 #: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models, of mixtures
@@ -40,8 +44,9 @@ _LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 12.2e-6, 25.6e-6, 36e-6
 _ROW = 15.2e-9  # seconds a layer for each row, of 4,096 numbers
 _ROW_SIZE = 4096
 
-#: Of the copy rate, that experts in MXFP4 are read and decoded at; others are read as any weight.
-MXFP4_SHARE = 0.628
+# Of the copy rate, that experts in MXFP4 are read and decoded at, and in NVFP4, which layers alone were timed in
+# (experts-nvfp4-h200.json); others are read as any weight.
+_MXFP4_SHARE, _NVFP4_SHARE = 0.628, 0.75
 # Experts: their kernels' and the router's latency in a layer; the share of a large product's rate; and the rows of a
 # tile, for each of which an expert is read once.
 _EXPERTS, _EXPERTS_GEMM, _TILE = 24.4e-6, 0.965, 16
@@ -140,4 +145,17 @@ def _experts_read(config: EngineConfig, part: PartWork) -> float:
     rows_of_each = part.rows * moe.top_k / experts_touched(moe, part.rows)
     # The last tile is on average half empty, and there is one at least.
     tiles = max(1.0, rows_of_each / _TILE + (_TILE - 1) / (2 * _TILE))
-    return part.experts.bytes * tiles / (MXFP4_SHARE if moe.mxfp4 and config.backend == "torch" else _STREAM)
+    return part.experts.bytes * tiles / (decoded_share(config) or _STREAM)
+
+
+def decoded_share(config: EngineConfig) -> float | None:
+    """The share of the copy rate at which our kernels read and decode experts in four bits; None: they are others."""
+    moe = config.target.moe
+    if config.backend != "torch" or moe is None:
+        return None
+    return _MXFP4_SHARE if moe.mxfp4 else _NVFP4_SHARE if _are_nvfp4(config.target) else None
+
+
+@lru_cache  # a plan asks for the same again and again
+def _are_nvfp4(target: DecoderConfig) -> bool:
+    return any(is_expert(w) and w.precision is WeightPrecision.NVFP4 for w in target_weights(target))

@@ -13,12 +13,12 @@ Tensor = torch.Tensor
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
 #: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
-#: and of MXFP4. Measured on an H200.
-_MANY_ROWS, _MANY_PACKED_ROWS = 8, 14
+#: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still). Measured on an H200.
+_MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS = 8, 14, 4.5
 
 # Members of `dflash_moe_format`.
-_NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4 = range(5)
-_NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4")
+_NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
+_NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4", "NVFP4")
 
 
 MoEParams = structure(
@@ -28,6 +28,7 @@ MoEParams = structure(
     pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out expert_scale correction",
     ints_="gelu",
     floats_="share_scale",
+    pointers_="gate_up_row_scales down_row_scales",
 )
 
 
@@ -55,11 +56,13 @@ class Matrix:
         ValueError: scales or biases are not of the shape that goes with the numbers.
     """
 
-    # [E, O, I] of the rows' type, or E4M3; INT4's [E, O, I / 8] int32; MXFP4's [E, O, I / 32, 16] uint8, and
-    # `interleave` of them beside BF16
+    # [E, O, I] of the rows' type, or E4M3; INT4's [E, O, I / 8] int32; MXFP4's [E, O, I / 32, 16] and NVFP4's
+    # [E, O, I / 2] uint8, and `interleave` of them beside BF16
     values: Tensor
-    scales: Tensor | None = None  # MXFP4's uint8, INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128
+    # MXFP4's uint8, INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128; NVFP4's E4M3, `tile_scales`
+    scales: Tensor | None = None
     bias: Tensor | None = None  # [E, O]
+    row_scales: Tensor | None = None  # NVFP4's FP32 [E, O]
 
     def __post_init__(self) -> None:
         # The kernels find their places by the numbers' shape alone: of another they would read other numbers.
@@ -70,13 +73,17 @@ class Matrix:
             _INT4: of_block,
             _FP8_ROWS: (experts, outputs),
             _FP8_BLOCKS: (experts, -(-outputs // 128), -(-inputs // 128)),
+            _NVFP4: (experts, outputs // 8, inputs // 32, 8, 2),
         }
         for name, tensor, shape in (
             ("scales", self.scales, expected.get(self.format, ())),
             ("biases", self.bias, (experts, outputs)),
+            ("rows' scales", self.row_scales, (experts, outputs)),
         ):
             is_right = tensor is None or tensor.shape == shape
             check(is_right, f"{name} {None if tensor is None else list(tensor.shape)}, not {list(shape)}: {self}")
+        has_both = (self.format == _NVFP4) == (self.row_scales is not None)
+        check(has_both, f"NVFP4 alone has rows' scales, and always: {self}")
 
     def __str__(self) -> str:
         return f"{_NAMES[self.format]} of experts {list(self.shape)}"
@@ -85,9 +92,8 @@ class Matrix:
     def shape(self) -> tuple[int, int, int]:
         """E, O and I."""
         experts, outputs, columns = self.values.shape[:3]
-        if self.format == _MXFP4 and self.values.dtype == torch.uint8:
-            return experts, outputs, columns * 32
-        return experts, outputs, columns * (8 if self.values.dtype == torch.int32 else 1)
+        in_bytes = {_MXFP4: 32, _NVFP4: 2}.get(self.format, 1)  # numbers to one index
+        return experts, outputs, columns * (8 if self.values.dtype == torch.int32 else in_bytes)
 
     @property
     def format(self) -> int:
@@ -96,20 +102,25 @@ class Matrix:
             return _NUMBERS
         if self.scales.dtype == torch.uint8:
             return _MXFP4
+        if self.scales.dtype == torch.float8_e4m3fn:
+            return _NVFP4
         if self.values.dtype == torch.int32:
             return _INT4
         return _FP8_ROWS if self.scales.ndim == 2 else _FP8_BLOCKS
 
     def suits(self, dtype: torch.dtype) -> bool:
         """Whether its tensors are of the types that go with rows of a type."""
+        packed = torch.int32 if dtype == torch.bfloat16 else torch.uint8
         types = {
             _NUMBERS: (dtype, None),
-            _MXFP4: (torch.int32 if dtype == torch.bfloat16 else torch.uint8, torch.uint8),
+            _MXFP4: (packed, torch.uint8),
             _INT4: (torch.int32, torch.bfloat16),
+            _NVFP4: (packed, torch.float8_e4m3fn),
         }
         expected = types.get(self.format, (torch.float8_e4m3fn, torch.float32))
         found = self.values.dtype, None if self.scales is None else self.scales.dtype
-        return found == expected and (self.bias is None or self.bias.dtype == dtype)
+        is_scaled = self.row_scales is None or self.row_scales.dtype == torch.float32
+        return found == expected and is_scaled and (self.bias is None or self.bias.dtype == dtype)
 
 
 class MoE:
@@ -146,7 +157,8 @@ class MoE:
         for matrix in (self._gate_up, self._down):
             if not matrix.suits(x.dtype) or matrix.format != self._gate_up.format:
                 return False
-            tensors += [part for part in (matrix.values, matrix.scales, matrix.bias) if part is not None]
+            parts = matrix.values, matrix.scales, matrix.bias, matrix.row_scales
+            tensors += [part for part in parts if part is not None]
         self._check_sizes(x, logits)
         if not all(tensor.is_contiguous() for tensor in tensors):
             return False
@@ -181,7 +193,7 @@ class MoE:
         """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""
         many = self._many
         if many is None:
-            least = _MANY_PACKED_ROWS if params.format == _MXFP4 else _MANY_ROWS
+            least = {_MXFP4: _MANY_MXFP4_ROWS, _NVFP4: _MANY_NVFP4_ROWS}.get(params.format, _MANY_ROWS)
             many = params.rows * params.top_k >= least * params.experts
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
@@ -219,4 +231,6 @@ class MoE:
             correction=address(routing.correction),
             gelu=int(routing.gelu),
             share_scale=routing.scale,
+            gate_up_row_scales=address(gate_up.row_scales),
+            down_row_scales=address(down.row_scales),
         )

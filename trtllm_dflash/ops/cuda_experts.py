@@ -1,6 +1,6 @@
 """`TorchOps` on a GPU with our kernels for experts, where they take them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -10,6 +10,7 @@ from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.mxfp4 import interleave
+from trtllm_dflash.ops.nvfp4_tiles import Nvfp4Tiles, have_tiles, interleave_values, tile_scales
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
@@ -56,16 +57,29 @@ def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> k
 def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Puts words for MXFP4's blocks into a rank's weights, as the kernels take them beside rows of a type.
 
-    No more than one matrix is in memory twice, and a few of its experts several times.
+    NVFP4's numbers likewise, and tiles for their scales. No more than one matrix is in memory twice, and a few of its
+    experts several times.
     """
-    if dtype != torch.bfloat16:
+    if dtype not in kernels.HALVES:
         return
-    for name in [name for name in weights if name.endswith(".blocks")]:
-        blocks = weights.pop(name)
-        words = torch.empty(*blocks.shape[:2], blocks[0, 0].numel() // 4, dtype=torch.int32, device=blocks.device)
-        for to, part in zip(words.split(_PART), blocks.split(_PART), strict=True):
-            to.copy_(interleave(part))
-        weights[name.removesuffix("blocks") + "words"] = words
+    has_words = dtype == torch.bfloat16
+    for name in [name for name in weights if has_words and name.endswith(".blocks")]:
+        weights[name.removesuffix("blocks") + "words"] = _in_words(weights.pop(name), interleave)
+    for name in [name for name in weights if name.endswith(".global_scale")]:
+        key = name.removesuffix("global_scale")
+        values, scale = weights[key + "weight"], weights[key + "scale"]
+        if values.ndim == 3 and have_tiles(values, scale):
+            weights[key + "tiles"] = tile_scales(weights.pop(key + "scale"))
+            if has_words:
+                weights[key + "words"] = _in_words(weights.pop(key + "weight"), interleave_values)
+
+
+def _in_words(numbers: Tensor, interleaved: Callable[[Tensor], Tensor]) -> Tensor:
+    """Interleaves the bytes of experts' matrices [E, O, ...]: int32 [E, O, bytes / 4]."""
+    words = torch.empty(*numbers.shape[:2], numbers[0, 0].numel() // 4, dtype=torch.int32, device=numbers.device)
+    for to, part in zip(words.split(_PART), numbers.split(_PART), strict=True):
+        to.copy_(interleaved(part))
+    return words
 
 
 def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
@@ -82,6 +96,9 @@ def _is_known(layer: MoELayer, experts: Experts) -> bool:
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
+    if isinstance(matrix.quantized, Nvfp4Tiles):
+        stored = matrix.quantized
+        return kernels.Matrix(stored.values, stored.tiles, matrix.bias, stored.global_scale)
     if isinstance(matrix.quantized, Fp8Weight | Int4Weight):
         return kernels.Matrix(matrix.quantized.values, matrix.quantized.scale, matrix.bias)
     values = next(each for each in (matrix.weight, matrix.words, matrix.blocks) if each is not None)

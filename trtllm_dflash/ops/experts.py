@@ -11,6 +11,7 @@ from trtllm_dflash.ops.activations import gelu, sigmoid, silu
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize, in_order
+from trtllm_dflash.ops.nvfp4_tiles import Nvfp4Tiles
 
 Tensor = torch.Tensor
 
@@ -29,7 +30,7 @@ class ExpertMatrix:
     blocks: Tensor | None  # [E, O, I / 32, 16] uint8
     scales: Tensor | None  # [E, O, I / 32] uint8
     bias: Tensor | None  # [E, O]
-    quantized: QuantizedWeight | None = None  # `weight` with its scales, where it has some
+    quantized: QuantizedWeight | Nvfp4Tiles | None = None  # `weight` with its scales, where it has some
     words: Tensor | None = None  # int32 [E, O, I / 8], `interleave` of the blocks, in their place
 
     @classmethod
@@ -38,6 +39,10 @@ class ExpertMatrix:
         weight, blocks, scales, bias, words = (
             weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias", "words")
         )
+        if (tiles := weights.get(f"{name}.tiles")) is not None:
+            values = weight if words is None else words
+            assert values is not None
+            return cls(weight, None, None, bias, Nvfp4Tiles(values, tiles, weights[f"{name}.global_scale"]))
         stored = None if weight is None else linear_weight(weights, name)
         return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored, words)
 

@@ -92,6 +92,9 @@ class MoELayer:
     | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
     | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
 
+    Beside our kernels and FP16 or BF16, `.tiles` stand for NVFP4's `.scale`: `ops.nvfp4_tiles.tile_scales` of it, E4M3
+    [E, O / 8, I / 32, 8, 2]; and, with BF16, `.words` for its `.weight`.
+
     A router of sigmoid scores has `{prefix}router.correction_bias` FP32 [experts], whole on every rank; torch takes one
     without it too. Where there is `{prefix}router.expert_scale` [experts], an expert's weight in a row is multiplied by
     its number.

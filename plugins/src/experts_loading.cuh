@@ -1,0 +1,182 @@
+// Loading for the products of a mixture of experts: a warp's units of a weight with their scales, and a group's inputs.
+#pragma once
+
+#include "experts_work.cuh"
+#include "fp8.cuh"
+#include "instructions.cuh"
+#include "mxfp4.cuh"
+
+namespace dflash
+{
+namespace moe
+{
+
+__device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, bool is_there)
+{
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
+}
+
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t to, void const* from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes));
+}
+
+// Loads a warp's granules into its ring: units of 16 rows of 128 bytes, each second row's halves swapped, and of INT4
+// their scales behind them. A lane copies 16 bytes of every fourth row.
+template <Weight kWeight, bool kGateUp>
+struct Weights
+{
+    static constexpr int kUnitBytes = unit_bytes(kWeight);
+
+    Product const& p;
+    Layout const& layout;
+    int const lane;
+    int const blocks; // of 32 in a row
+    int64_t const gap;
+    uint32_t const ring;
+    uint32_t const at; // this lane's of a unit
+    Cursor cursor;
+    int unit = 0;
+    int slot = 0;
+    int scale_buffer = 0;
+    char const* from = nullptr; // this lane's first of the granule
+    char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
+
+    __device__ __forceinline__ Weights(
+        Product const& p_, Layout const& layout_, Share const& share, int lane_, unsigned char const* ring_)
+        : p(p_)
+        , layout(layout_)
+        , lane(lane_)
+        , blocks(p_.inputs / 32)
+        , gap(Rows<kGateUp>::gap(p_))
+        , ring(shared_address(ring_))
+        , at(ring + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16)
+        , cursor(p_.route, share)
+    {
+    }
+
+    // Starts loading the unit after those that are on their way, if there is one.
+    __device__ __forceinline__ void load_next()
+    {
+        if (!cursor.is_at_end())
+        {
+            if (unit == 0)
+            {
+                begin_granule();
+            }
+            bool const is_there = unit * kLine + lane % 8 * 16 < layout.row_bytes;
+            char const* const unit_from = from + (is_there ? unit * kLine : 0);
+#pragma unroll
+            for (int i = 0; i < kGranule / 4; ++i)
+            {
+                copy_async_16(at + slot * kUnitBytes + i * 4 * kLine,
+                    unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
+            }
+            if (kWeight == Weight::kInt4 && lane < kGranule)
+            {
+                copy_async_16(ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine,
+                    scales_from + unit * kInt4ScaleLine, true);
+            }
+            slot = slot + 1 == kUnits ? 0 : slot + 1;
+            if (++unit == layout.units)
+            {
+                unit = 0;
+                cursor.advance();
+            }
+        }
+        commit_copies(); // empty ones at the end, so that the count of pending ones stays right
+    }
+
+    __device__ __forceinline__ void begin_granule()
+    {
+        int64_t const row = static_cast<int64_t>(cursor.expert) * p.outputs + cursor.granule * Rows<kGateUp>::kFirst;
+        from = static_cast<char const*>(p.weight) + (row + lane / 8) * layout.row_bytes + lane % 8 * 16;
+        if constexpr (kWeight == Weight::kInt4)
+        {
+            int64_t const own = row + lane + (lane < 8 ? 0 : gap);
+            scales_from = static_cast<char const*>(p.scales) + own * blocks * 2;
+        }
+        if constexpr (constexpr int kBytes = scale_bytes_of(kWeight); kBytes > 0)
+        {
+            int const row_bytes = blocks * kBytes;
+            uint8_t const* const scales = static_cast<uint8_t const*>(p.scales) + row * row_bytes;
+            uint32_t const to = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes;
+#pragma unroll 2
+            for (int i = lane; i < 2 * blocks; i += 32)
+            {
+                copy_async<8 * kBytes>(
+                    to + i * 8 * kBytes, scales + i * 8 * kBytes + (i < blocks ? 0 : gap * row_bytes));
+            }
+            scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
+        }
+    }
+};
+
+// Where a lane finds eight inputs, and in which order it takes them.
+template <Weight kWeight>
+struct Order
+{
+    static constexpr int kWords = is_packed(kWeight) ? 4 : kWeight == Weight::kFp8 ? 2 : 1; // of a part of a step
+    static constexpr int kStepBytes = 64 * kWords; // of a token's inputs, that half of a unit meets
+
+    static __device__ __forceinline__ int place(int chunk)
+    {
+        int const in_step = chunk % (4 * kWords);
+        return chunk / (4 * kWords) * kStepBytes + in_step % kWords * 64 + in_step / kWords * 16;
+    }
+
+    static __device__ __forceinline__ uint4 ordered(uint4 const& x)
+    {
+        if constexpr (is_packed(kWeight))
+        {
+            return paired(x);
+        }
+        else if constexpr (kWeight == Weight::kFp8)
+        {
+            return paired_in_words(x);
+        }
+        return x;
+    }
+};
+
+// Copies a group's inputs into shared memory, in the order in which lanes take them: of a step the parts' first 16
+// bytes, then their second ones.
+template <typename T, Weight kWeight, int kTokens, bool kGateUp>
+__device__ __forceinline__ void load_inputs(
+    Product const& p, Layout const& layout, Group const& group, unsigned char* inputs)
+{
+    int const chunks = p.inputs / 8;
+    for (int chunk = threadIdx.x; chunk < layout.token_bytes / 16; chunk += blockDim.x)
+    {
+        int const place = Order<kWeight>::place(chunk);
+#pragma unroll
+        for (int first = 0; first < kTokens; first += 8)
+        {
+            uint4 taken[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+            {
+                taken[i] = {};
+                if (first + i < group.tokens && chunk < chunks)
+                {
+                    int const pair = group.first + first + i;
+                    int64_t const row = kGateUp ? p.route.rows[pair] : pair;
+                    taken[i] = reinterpret_cast<uint4 const*>(static_cast<T const*>(p.x) + row * p.inputs)[chunk];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+            {
+                if (first + i < group.tokens)
+                {
+                    *reinterpret_cast<uint4*>(inputs + (first + i) * layout.pitch + place)
+                        = Order<kWeight>::ordered(taken[i]);
+                }
+            }
+        }
+    }
+}
+
+} // namespace moe
+} // namespace dflash
