@@ -39,6 +39,7 @@ class StepKind:
     prompt_rows: int = 0  # besides; pieces of prompts may take those too that decoding slots leave
     tree: int = 0  # nodes of the trees that are drafted, out of the engine's whole block; 0: chains
     shaped: bool = False  # whether it has log-probabilities, penalties and masks, for slots that ask for them
+    shares: bool = False  # whether slots share its rows, and those of the blocks: `rows` are what each has on average
 
     @property
     def pieces(self) -> int:
@@ -89,7 +90,9 @@ def prompt_sizes(chunk: int) -> list[int]:
     return sorted(sizes | {max(chunk, _LEAST_PROMPT_ROWS)})
 
 
-def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0) -> list[StepKind]:
+def step_kinds(
+    max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0, shares: bool = False
+) -> list[StepKind]:
     """Every kind of step that decodes up to `max_batch` slots, plainly or with these draft lengths; the largest first.
 
     Args:
@@ -97,6 +100,7 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
         sampled: whether slots may sample; steps in which none does are among the kinds in any case.
         chunk: the most prompt rows beside them; 0: steps only decode.
         tree: nodes of the trees that take the place of the longest drafts; 0: all are chains.
+        shares: whether slots that draft less than the most share their rows.
     """
     drafts = _drafts(lengths, tree)
     kinds = [
@@ -110,6 +114,9 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
     if tree:
         grown = drafts[-1] + 1
         kinds = [replace(k, tree=tree) if (k.drafting, k.rows) == (Drafting.BLOCK, grown) else k for k in kinds]
+    if shares:
+        most = drafts[-1] + 1
+        kinds = [replace(k, shares=k.drafting is Drafting.BLOCK and k.rows < most) for k in kinds]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 

@@ -31,6 +31,7 @@ from trtllm_dflash.runtime.prefill_budget import (
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.runtime.shared_rows import SharedRows
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.runtime.step_times import decoding_times, step_times
 from trtllm_dflash.session.session import Session
@@ -85,7 +86,8 @@ class Service:
         if settings.harvest:
             self._harvest = Harvest(Path(settings.harvest), settings.harvest_share, settings.harvest_mb * 10**6)
         lengths = _lengths(self._config, settings)
-        times = cache(lambda: step_times(session, folder, lengths))
+        shares = _shares(session, settings)
+        times = cache(lambda: step_times(session, folder, lengths, shares))
         length = _choose_draft_length(session, settings, times)
         budget = _choose_budget(session, settings, times)
         self._scheduler = Scheduler(session, settings.draft, length, budget, settings.prefill_share, clock=clock)
@@ -292,6 +294,11 @@ def _lengths(config: EngineConfig, settings: ServiceSettings) -> list[int]:
     return draft_lengths(config.block_size) if settings.draft_length == "auto" else [settings.draft_length]
 
 
+def _shares(session: Session, settings: ServiceSettings) -> bool:
+    """Whether slots share the rows of their steps: not on a CPU, where whole blocks cost more than they bring."""
+    return session.limits.divides and session.device.type == "cuda" and settings.draft_length == "auto"
+
+
 def _choose_draft_length(
     session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes]
 ) -> DraftLength:
@@ -302,9 +309,11 @@ def _choose_draft_length(
     if config.drafter is None or not settings.draft:
         chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
     elif settings.draft_length == "auto":
-        chosen = AdaptiveDraftLength(decoding_times(times(), _lengths(config, settings)), config.draft_tree)
+        rule = SharedRows if _shares(session, settings) else AdaptiveDraftLength
+        chosen = rule(decoding_times(times(), _lengths(config, settings)), config.draft_tree)
         why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
         why += f", and trees of {config.draft_tree} in the whole block's place" if config.draft_tree else ""
+        why += ", shorter ones by survival" if rule is SharedRows else ""
     else:
         chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"
     _log.info("%s: draft length %s", config.name, why)

@@ -1,66 +1,62 @@
 """The rows that the slots of a step share: as many as commit most tokens a second, by the chances of their drafts.
 
-Every slot drafts a whole block; how many of all drafts are verified the host chooses here, and whose they are, the
-device does (see `session.shares`). It tells the chances of the drafts that it has made: the sum of the largest so many
-is what so many more rows commit. No service chooses this rule by itself: on a CPU the drafter's whole blocks cost more
-than the better rows bring.
+How many rows there are the host chooses here; whose they are, the device does (see `session.shares`), by what each
+draft is likely to commit. It tells the host what so many more rows would commit; what they did commit corrects that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from trtllm_dflash.runtime.draft_length import PROBE_STEPS, DraftLength, StepTimes, seconds_of
+from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.runtime.draft_length import MEMORY, AdaptiveDraftLength, StepTimes
 
 
-class SharedRows(DraftLength):
-    """The number of shared rows that most tokens a second come of, by measured step times and the drafts' own chances.
+class SharedRows(AdaptiveDraftLength):
+    """The draft length, on average over a step's slots, of most committed tokens a second.
+
+    Shorter blocks than the longest share their rows. What is told of them is used while they do; until then the
+    observed survival of drafts is, as where nothing is shared.
 
     Args:
-        times: as `AdaptiveDraftLength`'s, of steps whose slots share their rows; the longest length is the whole block.
+        times: as `AdaptiveDraftLength`'s, of steps that share their rows; of the longest length, of those that do not.
+        tree: likewise.
     """
 
     shares = True
 
-    def __init__(self, times: StepTimes) -> None:
-        self._times = times
-        self._lengths = sorted({drafts for _, drafts in times})
-        self._steps = 0
-        self._tries = False  # to draft and verify all, whatever the chances
-        self._committed: list[float] = []  # tokens a slot that each length commits, by the drafts made last
+    def __init__(self, times: StepTimes, tree: int = 0) -> None:
+        super().__init__(times, tree)
+        self._tree = tree
+        self._foreseen: list[
+            float
+        ] = []  # drafts that a slot commits, by its drafts; none: the last step shared no rows
+        # Sums over steps of what was accepted and of what was foreseen, the recent ones more.
+        self._right = self._expected = 0.0
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(self._lengths)
+    def foresee(self, gains: Sequence[float]) -> None:
+        self._foreseen = list(accumulate(gains, initial=0.0))
 
-    def choose(self, slots: int) -> int:
-        """Chooses the whole block, or nothing where no draft is worth its row; from time to time it tries again."""
-        self._steps += 1
-        if self._steps % PROBE_STEPS == 0:
-            self._tries = True
-        return self._lengths[-1] if self._tries or self._best(slots) else 0
-
-    def share(self, slots: int) -> int:
-        if self._tries:  # verified, too: chances that are wrong are corrected by what is verified
-            self._tries = False
-            return self._lengths[-1]
-        return self._best(slots)
-
-    def foresee(self, chances: Sequence[float]) -> None:
-        block = self._lengths[-1]
-        slots = len(chances) // block
-        if not slots:
+    def observe_shared(self, drafts: float, accepted: float) -> None:
+        if not self._foreseen:
             return
-        sums = list(accumulate(chances, initial=0.0))
-        self._committed = [1 + sums[slots * drafts] / slots for drafts in self._lengths]
+        below = min(int(drafts), len(self._foreseen) - 2)
+        low, high = self._foreseen[below : below + 2]
+        keep = MEMORY / (MEMORY + 1)
+        self._right = keep * self._right + accepted
+        self._expected = keep * self._expected + low + (high - low) * (drafts - below)
 
-    def _best(self, slots: int) -> int:
-        if not self._committed:
-            return self._lengths[-1]
-        rates = [n / seconds_of(self._times, slots, k) for n, k in zip(self._committed, self._lengths, strict=True)]
-        return self._lengths[max(range(len(rates)), key=rates.__getitem__)]
+    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
+        self._foreseen = []
+        super().observe(verified)
 
-
-def shared_rows(rule: DraftLength, rows: Sequence[tuple[int, int]]) -> int:
-    """Counts the rows that a step's decoding slots share, of slots and their most rows; 0: nobody has drafts."""
-    drafting = sum(most > 1 for _, most in rows)
-    return len(rows) + drafting * rule.share(drafting) if drafting else 0
+    def _committed(self) -> list[float]:
+        committed = super()._committed()
+        if not self._foreseen:
+            return committed
+        factor = self._right / self._expected if self._expected else 1.0
+        longest = len(committed) - 1
+        committed = [min(1 + factor * drafts, 1.0 + i) for i, drafts in enumerate(self._foreseen)]
+        if self._tree:
+            tokens = ImposedAcceptance(committed[longest], longest + 1).of_tree(self._tree)
+            committed[longest] = committed[longest] if tokens is None else tokens
+        return committed

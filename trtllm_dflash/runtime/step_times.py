@@ -31,26 +31,27 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     Args:
         folder: the engine's directory, where there is one.
         lengths: of drafts, as in `Prepare`: none at all for steps that have nothing of the drafter.
+        shared: whether slots share the rows of steps with fewer drafts than a whole block.
     """
-    machine, kind = _machine(session), _kind(session, lengths)
+    machine, kind = _machine(session), _kind(session, lengths, shared)
     kept = _read(folder / FILE, machine) if folder is not None else {}
     times = kept.get(kind, {})
     missing = [drafts for drafts in lengths if all(drafts != known for _, known, _ in times)]
     if times and not missing:
         return times
-    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing).items()}
+    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing, shared).items()}
     if session.limits.mixes and session.device.type == "cuda":
-        times |= measure_mixed(session, missing)
+        times |= measure_mixed(session, missing, shared)
     if folder is not None:
         _write(folder / FILE, machine, {**kept, kind: times})
     return times
 
 
-def _kind(session: Session, lengths: Sequence[int]) -> str:
+def _kind(session: Session, lengths: Sequence[int], shared: bool) -> str:
     if not lengths:
         return "plain"
     nodes = session.config.draft_tree
-    return f"drafting trees of {nodes}" if nodes else "drafting"
+    return ("drafting" if not nodes else f"drafting trees of {nodes}") + (", rows shared" if shared else "")
 
 
 def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
@@ -62,11 +63,11 @@ def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
     }
 
 
-def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
+def measure(session: Session, lengths: Sequence[int], shared: bool = False) -> StepTimes:
     """Times each number of slots with each draft length (as in `step_times`); seconds, the median of a few rounds."""
     config = session.config
     position = min(_POSITION, config.max_seq_len - 1)
-    session.prepare(Prepare(tuple(lengths), sampled=False))
+    session.prepare(Prepare(tuple(lengths), sampled=False, shares=shared))
     times = {}
     # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
@@ -74,17 +75,14 @@ def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
         for slot in range(slots):
             session.run(_first(slot, position, lengths)).read()
         for drafts in lengths or [0]:
-            tree = config.draft_tree if drafts == config.block_size - 1 else 0  # as the scheduler drafts
-            rows = [(slot, (tree or drafts) + 1) for slot in range(slots)]
-            step = Step(rows, [], _drafting(drafts, lengths), drafts + 1, sampled=False, tree=tree)
-            times[slots, drafts] = _seconds(session, step)
+            times[slots, drafts] = _seconds(session, _step(session, range(slots), [], drafts, lengths, shared))
     return times
 
 
-def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
+def measure_mixed(session: Session, lengths: Sequence[int], shared: bool = False) -> MixedStepTimes:
     """Times steps that read prompts beside few and many slots, with few and many drafts of `lengths`, as `measure`."""
     config = session.config
-    session.prepare(Prepare(tuple(lengths), sampled=False))
+    session.prepare(Prepare(tuple(lengths), sampled=False, shares=shared))
     times = {}
     every = list(lengths) or [0]
     few = {every[0], *every[3:4], *every[5:6], every[-1]}
@@ -95,11 +93,23 @@ def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
         for drafts in few:
             for tokens in prompt_sizes(config.chunk):
                 ids = [0] * min(tokens, session.limits.prompt_rows, config.max_seq_len - 1)
-                rows = [(slot, drafts + 1) for slot in decoding]
                 piece = Piece(slots - 1, 0, ids, True)
-                step = Step(rows, [piece], _drafting(drafts, lengths), drafts + 1, sampled=False)
+                step = _step(session, decoding, [piece], drafts, lengths, shared)
                 times[slots, drafts, len(ids)] = _seconds(session, step)
     return times
+
+
+def _step(
+    session: Session, slots: Sequence[int], pieces: list[Piece], drafts: int, lengths: Sequence[int], shared: bool
+) -> Step:
+    """Makes the step of these slots and pieces that the scheduler makes of so many drafts."""
+    longest, drafting = session.config.block_size - 1, _drafting(drafts, lengths)
+    if shared and 0 < drafts < longest:
+        rows, share = [(slot, longest + 1) for slot in slots], len(slots) * (drafts + 1)
+        return Step(rows, pieces, drafting, drafts + 1, sampled=False, chances=True, share=share)
+    tree = session.config.draft_tree if drafts == longest else 0
+    rows = [(slot, (tree or drafts) + 1) for slot in slots]
+    return Step(rows, pieces, drafting, drafts + 1, sampled=False, tree=tree)
 
 
 def _first(slot: int, position: int, lengths: Sequence[int]) -> Step:
