@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -386,3 +387,32 @@ def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):
     session = Idle(config, loaded.session.weights, loaded.session.device)
     assert set(measure(session, ())) == {(1, 0), (3, 0)}
     assert {kind.drafting for _, kind in session.asked} == {Drafting.OFF}
+
+
+def test_slots_share_the_rows_of_every_length_but_the_whole_block():
+    """Of few slots and beside prompts, for which fewer sizes are captured, too."""
+    for block in (8, 10, 16):
+        lengths = draft_lengths(block)
+        for tree in (0, 15) if block == 16 else (0,):
+            config = SimpleNamespace(max_batch=32, block_size=block, draft_tree=tree, drafter=object())
+            graphs = StepGraphs(config, lambda kind: kind, 512)
+            graphs.prepare(Prepare(tuple(lengths), sampled=False, shares=True), lambda *_: None)
+            for slots in (1, 7, 24):
+                for drafts in lengths[1:-1]:
+                    for pieces in ([], [300], [20, 40]):
+                        share = slots * (drafts + 1)
+                        rows = [(slot, block) for slot in range(slots)]
+                        step = Step(rows, [], Drafting.BLOCK, drafts + 1, False, chances=True, share=share)
+                        kind, _ = graphs.find_flat(step, pieces)
+                        assert kind.shares and kind.tree == 0 and kind.rows < block
+                        assert kind.all_rows >= share + sum(pieces)
+            whole = Step([(0, block)], [], Drafting.BLOCK, block, False, tree=tree)
+            assert not graphs.find_flat(whole, [])[0].shares
+
+
+def test_the_words_of_a_step_say_how_many_rows_its_slots_share():
+    kind = StepKind(4, 8, Drafting.BLOCK, False, prompt_rows=64, shares=True)
+    alone = Step([(2, 16), (0, 16)], [], Drafting.BLOCK, 6, False, chances=True, share=12)
+    assert flat_words(alone, kind)[:8] == [2, 16, -1, 32, 0, 16, -1, 32], "all that are computed"
+    beside = replace(alone, pieces=[Piece(1, 0, [5] * 40, True)])
+    assert flat_words(beside, kind)[:12] == [2, 16, -1, 12, 0, 16, -1, 12, 1, 40, 0, 1]

@@ -91,7 +91,7 @@ def prompt_sizes(chunk: int) -> list[int]:
 
 
 def step_kinds(
-    max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0, shares: bool = False
+    max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0, shared_block: int = 0
 ) -> list[StepKind]:
     """Every kind of step that decodes up to `max_batch` slots, plainly or with these draft lengths; the largest first.
 
@@ -100,23 +100,21 @@ def step_kinds(
         sampled: whether slots may sample; steps in which none does are among the kinds in any case.
         chunk: the most prompt rows beside them; 0: steps only decode.
         tree: nodes of the trees that take the place of the longest drafts; 0: all are chains.
-        shares: whether slots that draft less than the most share their rows.
+        shared_block: rows of the block of which slots that draft less share their rows; 0: they do not.
     """
     drafts = _drafts(lengths, tree)
     kinds = [
         StepKind(slots, rows, drafting, samples)
         for slots in batch_sizes(max_batch)
-        for drafting, rows in _decoding_rows(slots, drafts)
+        for drafting, rows in _decoding_rows(slots, drafts, shared_block)
         for samples in {False, sampled}
     ]
     if chunk:
-        kinds += _mixed_kinds(max_batch, drafts, sampled, chunk)
+        kinds += _mixed_kinds(max_batch, drafts, sampled, chunk, shared_block)
     if tree:
         grown = drafts[-1] + 1
         kinds = [replace(k, tree=tree) if (k.drafting, k.rows) == (Drafting.BLOCK, grown) else k for k in kinds]
-    if shares:
-        most = drafts[-1] + 1
-        kinds = [replace(k, shares=k.drafting is Drafting.BLOCK and k.rows < most) for k in kinds]
+    kinds = [replace(k, shares=k.drafting is Drafting.BLOCK and k.rows < shared_block) for k in kinds]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 
@@ -158,11 +156,11 @@ def _drafts(lengths: Iterable[int], tree: int) -> list[int]:
     return drafts
 
 
-def _decoding_rows(slots: int, drafts: list[int]) -> list[tuple[Drafting, int]]:
+def _decoding_rows(slots: int, drafts: list[int], shared_block: int) -> list[tuple[Drafting, int]]:
     """Rows of each of so many slots, by drafting, in steps that only decode."""
     blocks = {length + 1 for length in drafts if length}
     if slots <= _FEW_SLOTS:
-        blocks = {rows for rows in blocks if rows in _ROWS_OF_FEW or rows == max(blocks)}
+        blocks = _among(blocks, _ROWS_OF_FEW, shared_block)
     runs = [(Drafting.OFF, 1)] + [(Drafting.BLOCK, rows) for rows in blocks]
     if 0 in drafts:
         # A step that drafts nothing more verifies what the one before it left, once: not every size is worth a graph.
@@ -173,10 +171,16 @@ def _decoding_rows(slots: int, drafts: list[int]) -> list[tuple[Drafting, int]]:
     return runs
 
 
-def _mixed_kinds(max_batch: int, drafts: list[int], sampled: bool, chunk: int) -> list[StepKind]:
+def _among(blocks: set[int], sizes: tuple[int, ...], shared_block: int) -> set[int]:
+    """Chooses the blocks that are of these sizes, the largest, and the largest of those whose rows are shared."""
+    largest = {max(blocks, default=0), max((rows for rows in blocks if rows < shared_block), default=0)}
+    return {rows for rows in blocks if rows in sizes or rows in largest}
+
+
+def _mixed_kinds(max_batch: int, drafts: list[int], sampled: bool, chunk: int, shared_block: int) -> list[StepKind]:
     """Kinds with prompt rows: fewer sizes of the rest, for prompts take the rows that decoding slots leave."""
     blocks = {length + 1 for length in drafts if length}
-    few = {rows for rows in blocks if rows in _MIXED_ROWS or rows == max(blocks)}
+    few = _among(blocks, _MIXED_ROWS, shared_block)
     kept = Drafting.CONTEXT if drafts else Drafting.OFF  # no drafts: then the drafter keeps up all the same
     runs = [(Drafting.BLOCK, rows) for rows in sorted(few)] + [(kept, 1)]
     kinds = [

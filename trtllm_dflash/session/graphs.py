@@ -45,7 +45,8 @@ class StepGraphs(Generic[Graph]):
         lengths = call.lengths if self._config.drafter is not None else ()
         # Trees are drafted where a chain would be the whole block.
         tree = self._config.draft_tree if self._config.block_size - 1 in lengths else 0
-        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree, call.shares)
+        shared = self._config.block_size if call.shares else 0
+        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree, shared)
         if call.shaped:
             kinds += shaped_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
             kinds.sort(key=lambda kind: kind.all_rows, reverse=True)
