@@ -55,13 +55,15 @@ def spread(low: float, high: float) -> SlotAccept:
     return of
 
 
-def run_round(session: Session, batch: int, drafts: int, shares: bool, length: int, steps: int) -> tuple[float, int]:
-    """Times so many steps: seconds of each, and the tokens that all of them commit."""
+def run_round(
+    session: Session, batch: int, drafts: int, shares: bool, length: int, steps: int, turn: int
+) -> tuple[float, int]:
+    """Times so many steps: seconds of each, and the tokens that all of them commit, other ones in each turn."""
     most = session.config.block_size if shares else drafts + 1
     share = batch * (drafts + 1) if shares else 0
     begin: dict[str, Any] = {"drafting": Drafting.BLOCK, "block": drafts + 1, "sampled": False, "chances": shares}
     for slot in range(batch):
-        piece = Piece(slot, length, [0], True, SlotSampling(seed=slot + 1))
+        piece = Piece(slot, length, [0], True, SlotSampling(seed=batch * turn + slot))
         outcome = session.run(Step([], [piece], **begin))
     step = Step([(slot, most) for slot in range(batch)], [], share=share, **begin)
     launched: deque[Outcome] = deque()
@@ -110,7 +112,7 @@ def main() -> None:
             rounds: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
             for turn in range(1 + asked.rounds):
                 for shares in (False, True) if turn % 2 else (True, False):
-                    of = batch, drafts, shares, asked.cache_length, asked.steps
+                    of = batch, drafts, shares, asked.cache_length, asked.steps, turn
                     rounds[shares].append(run_round(session, *of))
             ways = {}
             for shares, name in ((False, "own"), (True, "shared")):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams, Structured
-from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, shaped_kinds, step_kinds
+from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, shaped_kinds, shared_lengths, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -389,16 +389,16 @@ def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):
     assert {kind.drafting for _, kind in session.asked} == {Drafting.OFF}
 
 
-def test_slots_share_the_rows_of_every_length_but_the_whole_block():
-    """Of few slots and beside prompts, for which fewer sizes are captured, too."""
+def test_slots_share_the_rows_of_every_length_that_may_be_shared():
+    """Beside prompts, for which fewer sizes are captured, too."""
     for block in (8, 10, 16):
         lengths = draft_lengths(block)
         for tree in (0, 15) if block == 16 else (0,):
             config = SimpleNamespace(max_batch=32, block_size=block, draft_tree=tree, drafter=object())
             graphs = StepGraphs(config, lambda kind: kind, 512)
             graphs.prepare(Prepare(tuple(lengths), sampled=False, shares=True), lambda *_: None)
-            for slots in (1, 7, 24):
-                for drafts in lengths[1:-1]:
+            for slots in (9, 24):
+                for drafts in shared_lengths(block):
                     for pieces in ([], [300], [20, 40]):
                         share = slots * (drafts + 1)
                         rows = [(slot, block) for slot in range(slots)]
@@ -406,8 +406,9 @@ def test_slots_share_the_rows_of_every_length_but_the_whole_block():
                         kind, _ = graphs.find_flat(step, pieces)
                         assert kind.shares and kind.tree == 0 and kind.rows < block
                         assert kind.all_rows >= share + sum(pieces)
-            whole = Step([(0, block)], [], Drafting.BLOCK, block, False, tree=tree)
-            assert not graphs.find_flat(whole, [])[0].shares
+            for drafts in lengths[1:]:
+                own = Step([(0, block)], [], Drafting.BLOCK, drafts + 1, False, tree=tree * (drafts == block - 1))
+                assert not graphs.find_flat(own, [])[0].shares
 
 
 def test_the_words_of_a_step_say_how_many_rows_its_slots_share():

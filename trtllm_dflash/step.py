@@ -92,7 +92,7 @@ Foretell: TypeAlias = Callable[[Ops[Any], StepInputs[Any], Any], Any]
 
 @dataclass(frozen=True)
 class Judgement:
-    """Which drafts survive, and what is foretold of them; None: what the drafter itself says."""
+    """Rules of which drafts survive, and of what is foretold of them; None: what the drafter itself says."""
 
     accept: Accept
     foretell: Foretell | None = None

@@ -13,7 +13,7 @@ from tests.gpu.test_ragged_attention import ints
 from tests.gpu.test_rows import Decode, Layout, prompt
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams, kernels
-from trtllm_dflash.engine.ladder import draft_lengths
+from trtllm_dflash.engine.ladder import draft_lengths, shared_lengths
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -167,19 +167,22 @@ def test_drafts_are_kept_and_learnt_from_as_on_the_host(step, begun):
 class Shared(FixedDraftLength):
     """So many drafts a slot, shared."""
 
-    shares = True
+    may_share = True
 
 
 class SharedAtRandom(Shared):
     """Any length at any step: shared, whole blocks or trees, and none."""
 
     lengths = tuple(draft_lengths(16))
+    shares = False
 
     def __init__(self) -> None:
         self._chance = random.Random(8)
 
     def choose(self, slots: int) -> int:
-        return self._chance.choice(self.lengths)
+        drafts = self._chance.choice(self.lengths)
+        self.shares = drafts in shared_lengths(16) and self._chance.random() < 0.7
+        return drafts
 
 
 def run(llm: LLM, prompts, params, rule, chance: random.Random | None = None):
@@ -196,7 +199,7 @@ def run(llm: LLM, prompts, params, rule, chance: random.Random | None = None):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_shared_rows_commit_more_and_any_difference_of_text_is_a_near_tie(precision):
-    llm = load_trees("off", precision, max_batch=8)
+    llm = load_trees("off", precision, max_batch=12)
     prompts = [llm.encode(text) for text in shipped_prompts(8)]
     params = SamplingParams(max_tokens=96, ignore_eos=True)
     shared, each = run(llm, prompts, params, Shared(7)), run(llm, prompts, params, FixedDraftLength(7))
@@ -209,14 +212,13 @@ def test_shared_rows_commit_more_and_any_difference_of_text_is_a_near_tie(precis
     rows, most = (sum(reply.drafted_tokens for reply in replies) for replies in (shared, each))
     print(precision, "steps", steps, "each its own", fixed, "drafts", rows, most)
     assert steps < fixed / 1.05
-    assert rows / steps <= 1.02 * most / fixed, "with as many rows a step"
+    assert rows / steps <= 1.05 * most / fixed, "with about as many rows a step: nobody's are shared, too"
 
 
 @pytest.mark.parametrize("nodes", ["off", 15])
 def test_lengths_in_any_order_and_requests_at_any_time_change_no_text(nodes):
-    llm = load_trees(nodes, max_batch=6)
-    texts = shipped_prompts(16)
-    prompts = [llm.encode(text) for text in texts]
+    llm = load_trees(nodes, max_batch=12)
+    prompts = [llm.encode(text) for text in shipped_prompts(16)]
     chance = random.Random(3)
     params = [SamplingParams(max_tokens=chance.randint(5, 80)) for _ in prompts]
     for i in (2, 7):
@@ -234,14 +236,14 @@ def test_lengths_in_any_order_and_requests_at_any_time_change_no_text(nodes):
 
 def test_sampled_replies_of_shared_rows_are_those_of_plain_steps():
     """But for numbers that roundings put on another side of a bound: in less than a third of the replies."""
-    llm = load_trees("off", max_batch=6)
+    llm = load_trees("off", max_batch=12)
     prompts, params = [llm.encode(text) for text in shipped_prompts(6)], SamplingParams(max_tokens=48, **SAMPLED)
     drafted, plain = run(llm, prompts, params, Shared(5)), llm.generate(prompts, params, draft=False)
     assert sum(a == b for a, b in zip(tokens(drafted), tokens(plain), strict=True)) >= len(prompts) * 2 // 3
 
 
 def test_auto_shares_rows_and_captures_nothing_while_it_serves(captures):
-    llm = load_trees("auto", max_batch=8)
+    llm = load_trees("auto", max_batch=12)
     prompts, params = shipped_prompts(12), SamplingParams(max_tokens=64)
     expected = llm.generate(prompts, params)
     service = llm.service(ServiceSettings(draft_length="auto"))

@@ -20,6 +20,10 @@ _MIXED_ROWS = (4, 6, 8, 16)
 _SHAPED_SLOTS = (1, 2, 4, 8, 32, 128)
 _SHAPED_ROWS = (8, 16)
 
+#: The fewest slots that share the rows of their steps, and the most drafts of each on average: where rows are dear and
+#: all sizes are captured.
+LEAST_SHARING, MOST_SHARED_DRAFTS = _FEW_SLOTS + 1, 7
+
 #: Pieces of prompts in one step, at most.
 PIECES = 8
 
@@ -60,6 +64,11 @@ class StepKind:
         return self.slots * self.rows + self.prompt_rows
 
     @property
+    def block_rows(self) -> int:
+        """Rows of the blocks that slots which share rows draft: half as many again, for the best of more are better."""
+        return -(-3 * self.segments * self.rows // 2)
+
+    @property
     def logit_rows(self) -> int:
         """Rows that get logits: all of decoding slots, and one of each piece."""
         return self.slots * self.rows + self.segments - self.slots
@@ -73,6 +82,11 @@ def batch_sizes(most: int) -> list[int]:
 def draft_lengths(block_size: int) -> list[int]:
     """Lists the draft lengths of a drafter with this block size, its whole block among them."""
     return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})
+
+
+def shared_lengths(block_size: int) -> list[int]:
+    """Lists the draft lengths, on average, of slots that share rows."""
+    return [drafts for drafts in LENGTHS if 0 < drafts <= min(MOST_SHARED_DRAFTS, block_size - 2)]
 
 
 def most_pieces(chunk: int) -> int:
@@ -100,21 +114,25 @@ def step_kinds(
         sampled: whether slots may sample; steps in which none does are among the kinds in any case.
         chunk: the most prompt rows beside them; 0: steps only decode.
         tree: nodes of the trees that take the place of the longest drafts; 0: all are chains.
-        shared_block: rows of the block of which slots that draft less share their rows; 0: they do not.
+        shared_block: rows of the block of which slots that draft less may share their rows, besides; 0: they do not.
     """
     drafts = _drafts(lengths, tree)
     kinds = [
         StepKind(slots, rows, drafting, samples)
         for slots in batch_sizes(max_batch)
-        for drafting, rows in _decoding_rows(slots, drafts, shared_block)
+        for drafting, rows in _decoding_rows(slots, drafts)
         for samples in {False, sampled}
     ]
     if chunk:
-        kinds += _mixed_kinds(max_batch, drafts, sampled, chunk, shared_block)
+        kinds += _mixed_kinds(max_batch, drafts, sampled, chunk)
     if tree:
         grown = drafts[-1] + 1
         kinds = [replace(k, tree=tree) if (k.drafting, k.rows) == (Drafting.BLOCK, grown) else k for k in kinds]
-    kinds = [replace(k, shares=k.drafting is Drafting.BLOCK and k.rows < shared_block) for k in kinds]
+    kinds += [
+        replace(kind, shares=True)
+        for kind in kinds
+        if kind.drafting is Drafting.BLOCK and _is_shared(kind, shared_block)
+    ]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 
@@ -148,6 +166,11 @@ def shaped_kinds(
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 
+def _is_shared(kind: StepKind, block: int) -> bool:
+    """Whether slots may share the rows of such a step."""
+    return kind.slots >= LEAST_SHARING and kind.rows <= min(MOST_SHARED_DRAFTS + 1, block - 1)
+
+
 def _drafts(lengths: Iterable[int], tree: int) -> list[int]:
     """Sorts draft lengths; the longest is a tree's nodes, where trees take its place."""
     drafts = sorted(set(lengths))
@@ -156,11 +179,11 @@ def _drafts(lengths: Iterable[int], tree: int) -> list[int]:
     return drafts
 
 
-def _decoding_rows(slots: int, drafts: list[int], shared_block: int) -> list[tuple[Drafting, int]]:
+def _decoding_rows(slots: int, drafts: list[int]) -> list[tuple[Drafting, int]]:
     """Rows of each of so many slots, by drafting, in steps that only decode."""
     blocks = {length + 1 for length in drafts if length}
     if slots <= _FEW_SLOTS:
-        blocks = _among(blocks, _ROWS_OF_FEW, shared_block)
+        blocks = {rows for rows in blocks if rows in _ROWS_OF_FEW or rows == max(blocks)}
     runs = [(Drafting.OFF, 1)] + [(Drafting.BLOCK, rows) for rows in blocks]
     if 0 in drafts:
         # A step that drafts nothing more verifies what the one before it left, once: not every size is worth a graph.
@@ -171,16 +194,10 @@ def _decoding_rows(slots: int, drafts: list[int], shared_block: int) -> list[tup
     return runs
 
 
-def _among(blocks: set[int], sizes: tuple[int, ...], shared_block: int) -> set[int]:
-    """Chooses the blocks that are of these sizes, the largest, and the largest of those whose rows are shared."""
-    largest = {max(blocks, default=0), max((rows for rows in blocks if rows < shared_block), default=0)}
-    return {rows for rows in blocks if rows in sizes or rows in largest}
-
-
-def _mixed_kinds(max_batch: int, drafts: list[int], sampled: bool, chunk: int, shared_block: int) -> list[StepKind]:
+def _mixed_kinds(max_batch: int, drafts: list[int], sampled: bool, chunk: int) -> list[StepKind]:
     """Kinds with prompt rows: fewer sizes of the rest, for prompts take the rows that decoding slots leave."""
     blocks = {length + 1 for length in drafts if length}
-    few = _among(blocks, _MIXED_ROWS, shared_block)
+    few = {rows for rows in blocks if rows in _MIXED_ROWS or rows == max(blocks)}
     kept = Drafting.CONTEXT if drafts else Drafting.OFF  # no drafts: then the drafter keeps up all the same
     runs = [(Drafting.BLOCK, rows) for rows in sorted(few)] + [(kept, 1)]
     kinds = [

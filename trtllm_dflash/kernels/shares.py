@@ -38,7 +38,7 @@ KeepDraftsParams = structure(
 
 @dataclass(frozen=True)
 class Foretold:
-    """What slots keep of their drafts' chances; FP32, contiguous."""
+    """Chances of drafts, as slots keep them; FP32, contiguous."""
 
     foretold: Tensor  # [slots, drafts] product of the probabilities down to each draft; 0: none. Negative: a guess
     outlook: Tensor  # [slots] mean log-probability of a draft behind right ones

@@ -45,8 +45,13 @@ def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
 class DraftLength(ABC):
     """Chooses K, the number of drafts after the bonus token."""
 
-    #: Whether the slots of a step share its rows, where each has fewer than the most: by the chances of their drafts.
-    shares = False
+    #: Whether slots may ever share a step's rows, by the chances of their drafts.
+    may_share = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether they share those of the step that was chosen last."""
+        return self.may_share
 
     @property
     @abstractmethod
@@ -60,8 +65,8 @@ class DraftLength(ABC):
     def foresee(self, gains: Sequence[float]) -> None:  # noqa: B027
         """Records what one more draft a slot, on average, is likely to commit, after none, one and so on."""
 
-    def observe_shared(self, drafts: float, accepted: float) -> None:  # noqa: B027
-        """Records what a step's sequences verified and accepted, on average, of the rows that they shared."""
+    def observe_shared(self, slots: int, drafts: float, accepted: float) -> None:  # noqa: B027
+        """Records what a step's sequences verified and accepted, on average, of rows that they shared."""
 
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
         """Records the drafts of a step's sequences: numbers of sequences by drafts verified, and accepted of them."""

@@ -1,4 +1,4 @@
-"""How a step drafts: how much, chains or trees, and whether the slots share their rows."""
+"""The choice of what a step drafts: how much, chains or trees, and whether the slots share their rows."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from trtllm_dflash.step import Drafting
 
 @dataclass(frozen=True)
 class StepDrafts:
-    """What a step drafts, and how its slots verify what the one before it has left."""
+    """The drafts that a step makes, and how its slots verify those that the one before it has left."""
 
     drafting: Drafting
     block: int  # rows of the block to draft; of slots that share their rows, on average
@@ -21,6 +21,7 @@ class StepDrafts:
     shares: bool = False  # whether slots share the rows of such blocks
     share: int = 0  # rows that they share in this step; 0: each has its own
     rows: int = 1  # that the next step may verify of a slot
+    most: int | None = None  # that this one verifies of a slot: others are dropped; None: all
 
 
 class DraftChooser:
@@ -37,12 +38,12 @@ class DraftChooser:
         self._limits, self._length, self._draft = limits, length, draft
         self._longest, self._tree = config.block_size - 1, config.draft_tree
         self._drafts = self._longest  # of a slot, that the last step has made
-        self._left = False  # whether it has left drafts at all
+        self._left = self._left_shared = False  # whether it has left drafts at all, and such as share rows
 
     @property
-    def shares(self) -> bool:
-        """Whether slots share rows at all."""
-        return self._draft and self._limits.divides and self._length.shares
+    def may_share(self) -> bool:
+        """Whether slots may ever share rows."""
+        return self._draft and self._limits.divides and self._length.may_share
 
     def choose(
         self, batch: Batch, pieces: list[Stay], begin: list[Stay], reading: list[Stay], slots: int
@@ -63,7 +64,7 @@ class DraftChooser:
     def like(self, batch: Batch, reading: list[Stay]) -> Step:
         """Makes a step like the next one of a batch is likely to be, with no pieces of prompts yet."""
         drafts = min(max(batch.block - 1, 0), self._longest)
-        if self.shares:
+        if self.may_share:
             drafts = min(drafts, self._drafts)
         if not self._draft:
             return Step(batch.rows, [], Drafting.OFF, 1, batch.sampled)
@@ -73,6 +74,7 @@ class DraftChooser:
     def note(self, launched: StepDrafts) -> None:
         """Notes what the step drafts that was launched."""
         self._drafts, self._left = launched.block - 1, launched.drafting is Drafting.BLOCK
+        self._left_shared = launched.shares
 
     def _of(self, batch: Batch, reading: list[Stay], drafts: int) -> StepDrafts:
         block, may_differ = drafts + 1, self._limits.shapes_trees or not is_shaped(batch, reading)
@@ -82,8 +84,9 @@ class DraftChooser:
             # The best tree of a block is one of the whole block. All verify chains while anybody asks for more.
             tree = self._tree if may_differ else 0
             return StepDrafts(Drafting.BLOCK, block, tree, rows=tree + 1 if tree else block)
-        if not (self.shares and may_differ):
-            return StepDrafts(Drafting.BLOCK, block, rows=block)
+        if not (self.may_share and self._length.shares and may_differ):
+            # A step whose slots all have as many rows as some have of shared ones would take much longer.
+            return StepDrafts(Drafting.BLOCK, block, rows=block, most=block if self._left_shared else None)
         drafting = sum(most > 1 for _, most in batch.rows)
         is_shared = drafting and self._left and not batch.guided
         share = len(batch.rows) + drafting * drafts if is_shared else 0

@@ -70,7 +70,7 @@ class Scheduler:
         self._ahead = session.ahead if ahead is None else ahead
         self._clock = clock
         lengths = self._draft_length.lengths if self._draft else ()
-        session.prepare(Prepare(lengths, config.sampling, self._limits.shapes, self._chooser.shares))
+        session.prepare(Prepare(lengths, config.sampling, self._limits.shapes, self._chooser.may_share))
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
         margin = (self._ahead + 2) * (max(config.block_size, config.draft_tree + 1) if self._draft else 1)
         self._queue = Queue()
@@ -298,6 +298,7 @@ class Scheduler:
         last = [stay for stay, count in pieces if stay.launched + count == stay.prompt]
         begin, slots = [stay for stay, _ in pieces], self._slots_computed(batch, last)
         drafts = self._chooser.choose(batch, begin, last, self._prefilling, slots)
+        batch = batch if drafts.most is None else batch.cut(drafts.most)
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         calls = [piece_of(stay, count) for stay, count in pieces]
@@ -326,7 +327,7 @@ class Scheduler:
         self._chooser.note(drafts)
         if batch.stays:
             self._decoded += 1
-            if batch.drafts and batch.block != drafts.rows:
+            if batch.drafts and (batch.block != drafts.rows or drafts.most is not None):
                 for stay in batch.stays:
                     stay.block = drafts.rows
                 self._batch = None
@@ -432,7 +433,8 @@ class Scheduler:
                 self._draft_length.observe(counts)
             else:
                 accepted = sum(n * count for (_, n), count in counts.items())
-                self._draft_length.observe_shared(sum(every) / len(every), accepted / len(every))
+                slots = len(every)
+                self._draft_length.observe_shared(slots, sum(every) / slots, accepted / slots)
 
     def _retire(self, stay: Stay) -> None:
         """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trtllm_dflash.engine.ladder import batch_sizes, prompt_sizes
+from trtllm_dflash.engine.ladder import LEAST_SHARING, batch_sizes, prompt_sizes
 from trtllm_dflash.runtime.draft_length import StepTimes
 from trtllm_dflash.runtime.prefill_budget import MixedStepTimes
 from trtllm_dflash.session.calls import Piece, Prepare, Step
@@ -31,7 +31,7 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     Args:
         folder: the engine's directory, where there is one.
         lengths: of drafts, as in `Prepare`: none at all for steps that have nothing of the drafter.
-        shared: whether slots share the rows of steps with fewer drafts than a whole block.
+        shared: whether they are those of steps whose slots share rows, none of which reads prompts.
     """
     machine, kind = _machine(session), _kind(session, lengths, shared)
     kept = _read(folder / FILE, machine) if folder is not None else {}
@@ -40,8 +40,8 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     if times and not missing:
         return times
     times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing, shared).items()}
-    if session.limits.mixes and session.device.type == "cuda":
-        times |= measure_mixed(session, missing, shared)
+    if session.limits.mixes and session.device.type == "cuda" and not shared:
+        times |= measure_mixed(session, missing)
     if folder is not None:
         _write(folder / FILE, machine, {**kept, kind: times})
     return times
@@ -71,6 +71,7 @@ def measure(session: Session, lengths: Sequence[int], shared: bool = False) -> S
     times = {}
     # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
+    sizes = [slots for slots in sizes if slots >= LEAST_SHARING] if shared else sizes
     for slots in sizes:
         for slot in range(slots):
             session.run(_first(slot, position, lengths)).read()
@@ -79,10 +80,10 @@ def measure(session: Session, lengths: Sequence[int], shared: bool = False) -> S
     return times
 
 
-def measure_mixed(session: Session, lengths: Sequence[int], shared: bool = False) -> MixedStepTimes:
+def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
     """Times steps that read prompts beside few and many slots, with few and many drafts of `lengths`, as `measure`."""
     config = session.config
-    session.prepare(Prepare(tuple(lengths), sampled=False, shares=shared))
+    session.prepare(Prepare(tuple(lengths), sampled=False))
     times = {}
     every = list(lengths) or [0]
     few = {every[0], *every[3:4], *every[5:6], every[-1]}
@@ -94,17 +95,22 @@ def measure_mixed(session: Session, lengths: Sequence[int], shared: bool = False
             for tokens in prompt_sizes(config.chunk):
                 ids = [0] * min(tokens, session.limits.prompt_rows, config.max_seq_len - 1)
                 piece = Piece(slots - 1, 0, ids, True)
-                step = _step(session, decoding, [piece], drafts, lengths, shared)
+                step = _step(session, decoding, [piece], drafts, lengths)
                 times[slots, drafts, len(ids)] = _seconds(session, step)
     return times
 
 
 def _step(
-    session: Session, slots: Sequence[int], pieces: list[Piece], drafts: int, lengths: Sequence[int], shared: bool
+    session: Session,
+    slots: Sequence[int],
+    pieces: list[Piece],
+    drafts: int,
+    lengths: Sequence[int],
+    shared: bool = False,
 ) -> Step:
     """Makes the step of these slots and pieces that the scheduler makes of so many drafts."""
     longest, drafting = session.config.block_size - 1, _drafting(drafts, lengths)
-    if shared and 0 < drafts < longest:
+    if shared:
         rows, share = [(slot, longest + 1) for slot in slots], len(slots) * (drafts + 1)
         return Step(rows, pieces, drafting, drafts + 1, sampled=False, chances=True, share=share)
     tree = session.config.draft_tree if drafts == longest else 0

@@ -253,14 +253,8 @@ class CudaSession(TorchSession):
             self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
-        slots = len(call.decode)
-        outcome = outcome_of(captured.decided, kind, slots, len(call.pieces), report)
-        if shaped:
-            places = {slot: place for place, (slot, _) in enumerate(call.decode)}
-            places |= {piece.slot: slots + place for place, piece in enumerate(call.pieces)}
-            self._left = Left(outcome, places, first=kind.rows + 2)
-        else:
-            self._left = None
+        outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report)
+        self._left = Left.of(outcome, call, kind.rows) if shaped else None
         return outcome
 
     def drafts(self, slots: list[int]) -> list[list[int]]:
@@ -311,7 +305,7 @@ class CudaSession(TorchSession):
         layout, slots, has_trees = begun.layout, self._slots, bool(self.config.draft_tree)
         assert layout is not None
         tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
-        divided = kind.rows * kind.segments if kind.shares else 0
+        divided = kind.block_rows if kind.shares else 0
         out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree, divided=divided)
         if kind.shaped:
             kernels.keep_replies(layout, self._shapes.penalties, out.accepted)

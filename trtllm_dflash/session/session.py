@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def gains(self) -> list[float]:
-        """What one more draft a slot, on average, is likely to commit of those that were made, after so many."""
+        """Tokens that one more draft a slot, on average, is likely to commit of those that were made, after so many."""
         return self._gained
 
     def read(self) -> list[list[int]]:
