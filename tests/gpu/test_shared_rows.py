@@ -211,8 +211,8 @@ def test_shared_rows_commit_more_and_any_difference_of_text_is_a_near_tie(precis
     steps, fixed = (sum(reply.steps for reply in replies) for replies in (shared, each))
     rows, most = (sum(reply.drafted_tokens for reply in replies) for replies in (shared, each))
     print(precision, "steps", steps, "each its own", fixed, "drafts", rows, most)
-    assert steps < fixed / 1.05
-    assert rows / steps <= 1.05 * most / fixed, "with about as many rows a step: nobody's are shared, too"
+    assert steps < fixed / 1.08
+    assert rows / steps <= 1.2 * most / fixed, "nobody's rows are shared, too"
 
 
 @pytest.mark.parametrize("nodes", ["off", 15])
