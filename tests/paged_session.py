@@ -109,7 +109,7 @@ class PagedSession:
         for piece in step.pieces:
             self.sampling[piece.slot] = piece.sampling
             committed.append(self._segment(step, piece.slot, piece.start, piece.token_ids, 1))
-        return SimpleNamespace(read=lambda: committed, shared=None, chances=[])
+        return SimpleNamespace(read=lambda: committed, shared=None, gains=[])
 
     def _segment(self, step, slot, start, token_ids, logits):
         for position, token in enumerate(token_ids, start):

@@ -166,7 +166,7 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.time", SimpleNamespace(perf_counter=lambda: float(rows)))
     found = step_times(llm.session, tmp_path, LENGTHS)
     assert found == {(slots, drafts, 0): slots * (drafts + 1) for slots in (1, 3) for drafts in LENGTHS}
-    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths: {(1, 0): 1.0})
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths, shared: {(1, 0): 1.0})
     assert step_times(llm.session, tmp_path, LENGTHS) == found
     kept = json.loads((tmp_path / FILE).read_text())
     kept["machine"]["device"] = "another"
@@ -179,7 +179,7 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
 def test_step_times_that_are_not_kept_yet_are_measured_alone(llm, tmp_path, monkeypatch):
     measured = []
 
-    def measure(session, lengths):
+    def measure(session, lengths, shared):
         measured.append(list(lengths))
         return {(1, drafts): 1.0 + len(measured) for drafts in lengths or [0]}
 

@@ -3,12 +3,13 @@
 import random
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams, Structured
-from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, shaped_kinds, step_kinds
+from trtllm_dflash.engine.ladder import StepKind, draft_lengths, most_pieces, shaped_kinds, shared_lengths, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -386,3 +387,33 @@ def test_steps_of_an_engine_without_a_drafter_are_timed_plainly(loaded):
     session = Idle(config, loaded.session.weights, loaded.session.device)
     assert set(measure(session, ())) == {(1, 0), (3, 0)}
     assert {kind.drafting for _, kind in session.asked} == {Drafting.OFF}
+
+
+def test_slots_share_the_rows_of_every_length_that_may_be_shared():
+    """Beside prompts, for which fewer sizes are captured, too."""
+    for block in (8, 10, 16):
+        lengths = draft_lengths(block)
+        for tree in (0, 15) if block == 16 else (0,):
+            config = SimpleNamespace(max_batch=32, block_size=block, draft_tree=tree, drafter=object())
+            graphs = StepGraphs(config, lambda kind: kind, 512)
+            graphs.prepare(Prepare(tuple(lengths), sampled=False, shares=True), lambda *_: None)
+            for slots in (9, 24):
+                for drafts in shared_lengths(block):
+                    for pieces in ([], [300], [20, 40]):
+                        share = slots * (drafts + 1)
+                        rows = [(slot, block) for slot in range(slots)]
+                        step = Step(rows, [], Drafting.BLOCK, drafts + 1, False, chances=True, share=share)
+                        kind, _ = graphs.find_flat(step, pieces)
+                        assert kind.shares and kind.tree == 0 and kind.rows < block
+                        assert kind.all_rows >= share + sum(pieces)
+            for drafts in lengths[1:]:
+                own = Step([(0, block)], [], Drafting.BLOCK, drafts + 1, False, tree=tree * (drafts == block - 1))
+                assert not graphs.find_flat(own, [])[0].shares
+
+
+def test_the_words_of_a_step_say_how_many_rows_its_slots_share():
+    kind = StepKind(4, 8, Drafting.BLOCK, False, prompt_rows=64, shares=True)
+    alone = Step([(2, 16), (0, 16)], [], Drafting.BLOCK, 6, False, chances=True, share=12)
+    assert flat_words(alone, kind)[:8] == [2, 16, -1, 32, 0, 16, -1, 32], "all that are computed"
+    beside = replace(alone, pieces=[Piece(1, 0, [5] * 40, True)])
+    assert flat_words(beside, kind)[:12] == [2, 16, -1, 12, 0, 16, -1, 12, 1, 40, 0, 1]

@@ -11,7 +11,7 @@ V wait where its row is, and those of the accepted path are moved to their posit
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from trtllm_dflash.models.decoder import Decoder, Features
 from trtllm_dflash.models.drafter import Drafter
@@ -86,9 +86,25 @@ class StepOutputs(Generic[T]):
 Accept: TypeAlias = Callable[[Ops[Any], StepInputs[Any], Any], Acceptance[Any]]
 
 
+#: Tells what is foretold of a step's drafts, from the operations, its inputs and the drafter's own log-probabilities.
+Foretell: TypeAlias = Callable[[Ops[Any], StepInputs[Any], Any], Any]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Rules of which drafts survive, and of what is foretold of them; None: what the drafter itself says."""
+
+    accept: Accept
+    foretell: Foretell | None = None
+
+
 def accept_equals(ops: Ops[T], inputs: StepInputs[T], target_ids: T) -> Acceptance[T]:
     """Accepts the drafts that equal the target's own choices: the text is the target's, to the token."""
     return ops.accept(inputs.token_ids, target_ids, inputs.logit_rows, inputs.row_count)
+
+
+#: What keeps the text.
+BY_EQUALITY = Judgement(accept_equals)
 
 
 def _choose(ops: Ops[T], inputs: StepInputs[T], logits: T) -> T:
@@ -104,13 +120,13 @@ class DraftVerifyStep:
 
     Args:
         target, drafter: stateless; None for the drafter decodes plainly.
-        accept: which drafts survive. Anything but `accept_equals` gives up the text, for the sake of a measurement.
+        judgement: which drafts survive. Anything but `accept_equals` gives up the text, for the sake of a measurement.
     """
 
-    def __init__(self, target: Decoder, drafter: Drafter | None, accept: Accept = accept_equals) -> None:
+    def __init__(self, target: Decoder, drafter: Drafter | None, judgement: Judgement = BY_EQUALITY) -> None:
         self.target = target
         self.drafter = drafter
-        self._accept = accept
+        self._judgement = judgement
 
     def __call__(
         self,
@@ -143,15 +159,20 @@ class DraftVerifyStep:
         drafting: Drafting,
         tree: DraftTree | None = None,
         chances: bool = False,
+        divided: int = 0,
     ) -> StepOutputs[T]:
-        """Chooses, accepts and drafts, once the target has run. Arguments as in `__call__`."""
+        """Chooses, accepts and drafts, once the target has run.
+
+        Args: as in `__call__`, and
+            divided: rows that the blocks to draft divide among them; 0: each has the block's.
+        """
         drafter = None if drafting is Drafting.OFF else self.drafter
         features, logits = forward.features, forward.logits
         chosen = logits if inputs.penalties is None else ops.penalize(logits, inputs.penalties)
         chosen = chosen if inputs.mask is None else ops.mask(chosen, inputs.mask)
         target_ids = _choose(ops, inputs, chosen)
         logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
-        verdict = self._accept(ops, inputs, target_ids)
+        verdict = self._judgement.accept(ops, inputs, target_ids)
         next_start = verdict.next_start
         if next_start is None:
             next_start = ops.block_start(inputs.start, verdict.committed)
@@ -167,11 +188,15 @@ class DraftVerifyStep:
             context = drafter.context(drafts_by, taps, inputs.start)
             if drafting is Drafting.BLOCK:
                 block = context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
-                if tree is not None:
+                if divided:
+                    both = drafter.draft_divided(drafts_by, context, inputs.start, next_start, verdict, divided)
+                    next_tokens = drafts_by.keep_drafts(verdict.accepted, both[0], self._foretold(ops, inputs, both[1]))
+                elif tree is not None:
                     next_tokens, next_parents = drafter.draft_tree(drafts_by, *block, tree)
                 elif chances:
                     drafts, next_chances = drafter.draft_with_chances(drafts_by, *block)
                     next_tokens = ops.join_ids(verdict.bonus, drafts)
+                    next_chances = self._foretold(ops, inputs, next_chances)
                 else:
                     next_tokens = ops.join_ids(verdict.bonus, drafter.draft(drafts_by, *block))
             else:
@@ -189,6 +214,10 @@ class DraftVerifyStep:
             logprobs,
             prompt_logprobs,
         )
+
+    def _foretold(self, ops: Ops[T], inputs: StepInputs[T], log_probs: T) -> T:
+        told = self._judgement.foretell
+        return log_probs if told is None else cast(T, told(ops, inputs, log_probs))
 
     def prompt_logprobs(self, ops: Ops[T], hidden: T, prompt: PromptRows[T]) -> Logprobs[T]:
         """Computes log-probabilities of prompts' tokens, out of the target's last states [B, N, H]."""

@@ -182,6 +182,20 @@ def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:
     accepted, _, _, next_start = kernels.accept_rows(layout, targets)
     drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")
     kernels.end_rows(layout, tokens, kept_start, 63, targets, accepted, next_start, drafts, block)
+    shared_rows(layout, accepted, next_start, decoding)
+
+
+def shared_rows(layout: kernels.Rows, accepted: Tensor, next_start: Tensor, decoding: int) -> None:
+    """Division of a step's rows, and of its blocks', by chances of drafts, some of which are guesses."""
+    segments, drafts = len(layout.segments), 7
+    numbers = [torch.rand(*shape, device="cuda") for shape in ((segments, drafts), (segments,), (drafts,), (drafts,))]
+    kept = kernels.Foretold(numbers[0] - 0.2, numbers[1] - 1.0, numbers[2] + 1, numbers[3], 400.0)
+    words = torch.cat([layout.segments[:, [0, 3, 0, 3]] * ints(1, 1, 0, 0) + ints(0, 0, -1, 20)]).flatten()
+    kernels.divide_rows(words.contiguous(), kept, decoding, 20)
+    rows = 3 * segments
+    blocks = kernels.divide_blocks(layout, kept, next_start, accepted, rows, 5)
+    ids, log_probs = torch.zeros(rows, 8, dtype=torch.int32, device="cuda"), -torch.rand(rows, 8, device="cuda")
+    kernels.keep_drafts(layout, blocks, kept, accepted, ids[:, 0], log_probs[:, 0])
 
 
 def lay_out(

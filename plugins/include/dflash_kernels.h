@@ -694,6 +694,74 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_begin_rows(const dflash_begin_rows_params* params, cudaStream_t stream);
 
+/* Rows by survival: divides the rows that a step's decoding slots share, before dflash_begin_rows reads its words.
+ *
+ * A draft's chance is what was foretold of it, times how many drafts of its position survived of those expected to, and
+ * no more than the chance of the draft before it. Each decoding slot gets a row for its bonus token; the others go to
+ * the largest chances, of equal ones to the earlier position, then to the earlier segment. A chance of 0 gets none.
+ * At most 4,096 drafts of all segments together, here and below. */
+typedef struct
+{
+    int32_t decode_segments; /* D */
+    int32_t drafts; /* of a slot, at most */
+    int32_t most; /* rows that the decoding slots have together */
+    int32_t word_count;
+    const int32_t* words; /* as of dflash_begin_rows, but of each decoding slot the most rows that it may have, and in
+                             place of its logits the rows that all share */
+    const float* foretold; /* [slots, drafts] contiguous, as all of these; the sign is of no matter */
+    const float* expected; /* [drafts] */
+    const float* survived; /* [drafts] */
+    int32_t* divided; /* [word_count]: the words, with the rows that each gets */
+} dflash_divide_rows_params;
+
+DFLASH_API cudaError_t dflash_divide_rows(const dflash_divide_rows_params* params, cudaStream_t stream);
+
+/* Divides the rows of the blocks that a step drafts: each segment that has rows gets one for its bonus token and one
+ * draft; the others go to the largest chances, exp(outlook * (draft + 1)). Segments that do not decode have an outlook
+ * as slots have in the beginning. */
+typedef struct
+{
+    int32_t segment_count; /* G */
+    int32_t decode_segments; /* D */
+    int32_t drafts; /* of a slot, at most */
+    int32_t rows; /* M, that all blocks share, at least 2 G */
+    int32_t mask_id;
+    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    const int32_t* decoding; /* [D, 4] */
+    const int32_t* next_start; /* [G] */
+    const int32_t* bonus; /* [G] */
+    const float* outlook; /* [slots]: mean log-probability of a draft, the ones before it being right */
+    int32_t* words; /* [4 G + M]: of each segment slot, rows, next start, rows; then the rows' tokens */
+    float* gains; /* [drafts]: what one more draft a slot, on average, is likely to commit, after so many */
+} dflash_divide_blocks_params;
+
+DFLASH_API cudaError_t dflash_divide_blocks(const dflash_divide_blocks_params* params, cudaStream_t stream);
+
+/* Keeps the drafts of such blocks, what is foretold of them, and what a step's acceptance taught. */
+typedef struct
+{
+    int32_t segment_count; /* G */
+    int32_t decode_segments; /* D */
+    int32_t drafts; /* of a slot, at most */
+    int32_t id_stride; /* from one row's to the next one's */
+    int32_t log_prob_stride;
+    float memory; /* drafts at a position that are remembered: about so many, the recent ones more */
+    const int32_t* decoding; /* [D, 4] contiguous, as all of these */
+    const int32_t* accepted; /* [G] drafts */
+    const int32_t* blocks; /* [G, 4]: slot, start, first row, count of each segment's block */
+    const int32_t* bonus; /* [G] */
+    const int32_t* ids; /* [M] by stride: each row's likeliest token */
+    const float* log_probs; /* [M] by stride: theirs */
+    float* foretold; /* [slots, drafts]: product of the probabilities down to each draft; 0: it is not drafted. Negative
+                        numbers teach nothing */
+    float* outlook; /* [slots] */
+    float* expected; /* [drafts] */
+    float* survived; /* [drafts] */
+    int32_t* next_tokens; /* [G, 1 + drafts]: the bonus token and drafts, then zeros */
+} dflash_keep_drafts_params;
+
+DFLASH_API cudaError_t dflash_keep_drafts(const dflash_keep_drafts_params* params, cudaStream_t stream);
+
 /* What each slot that has rows keeps for the next step, and what the host reads. */
 typedef struct
 {

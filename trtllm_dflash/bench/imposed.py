@@ -14,7 +14,7 @@ from trtllm_dflash.ops.base import Acceptance, Ops
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.torch_session import SlotAccept
-from trtllm_dflash.step import Accept, StepInputs, accept_equals
+from trtllm_dflash.step import Judgement, StepInputs, accept_equals
 
 Tensor = torch.Tensor
 
@@ -25,7 +25,7 @@ _FACTOR, _SHIFTS = 0x9E3779B97F4A7C15 - 2**64, (31, 29)
 
 
 def imposed(acceptance: ImposedAcceptance, tree: int = 0) -> SlotAccept:
-    """Makes a session's `accept` that draws the number of accepted drafts, whatever was drafted.
+    """Makes a session's `accept` that draws the number of accepted drafts, whatever was drafted, and foretells it.
 
     A draft survives with the curve's probability once those before it have. The number drawn depends on the request's
     seed and the position alone, as sampling's does: give each request its own seed.
@@ -36,7 +36,7 @@ def imposed(acceptance: ImposedAcceptance, tree: int = 0) -> SlotAccept:
     """
     of_trees = acceptance.tree_survival(tree) if tree else None
 
-    def of(slots: SlotTensors) -> Accept:
+    def of(slots: SlotTensors) -> Judgement:
         rows = min(MAX_ROWS, slots.block)  # a tree's depth is the block's
         seeds = slots.seed  # [slots], written in place: a captured graph reads what a request left there
 
@@ -50,25 +50,33 @@ def imposed(acceptance: ImposedAcceptance, tree: int = 0) -> SlotAccept:
                 accepted = torch.where(inputs.row_count > tree, draw_accepted(*of, of_trees, rows), accepted)
             return ops.acceptance(accepted, target_ids, inputs.logit_rows, inputs.row_count)
 
-        return accept
+        def foretell(ops: Ops[Tensor], inputs: StepInputs[Tensor], log_probs: Tensor) -> Tensor:
+            return torch.full_like(log_probs, math.log(max(acceptance.survival, 1e-9)))
+
+        return Judgement(accept, foretell)
 
     return of
 
 
-def draw_accepted(seeds: Tensor, start: Tensor, survival: float, rows: int) -> Tensor:
+def draw_accepted(seeds: Tensor, start: Tensor, survival: float | Tensor, rows: int) -> Tensor:
     """Draws the number of accepted drafts [B] int32, of `rows` - 1: i or more with probability survival^i.
 
     Args:
         seeds: [B] int64 of the requests.
         start: [B] int32, the positions of the steps' first rows.
+        survival: of all, or [B] of each, between 0 and 1.
     """
-    if survival <= 0:
+    if isinstance(survival, Tensor):
+        rate: float | Tensor = survival.log().reciprocal()
+    elif survival <= 0:
         return torch.zeros_like(start)
-    if survival >= 1:
+    elif survival >= 1:
         return torch.full_like(start, rows - 1)
+    else:
+        rate = 1 / math.log(survival)
     # Few operations: each is a kernel of the steps that are measured.
     bits = (seeds ^ _KEY) * _FACTOR + start
     for shift in _SHIFTS:
         bits = (bits ^ (bits >> shift)) * _FACTOR
     numbers = ((bits >> 40) & 0xFFFFFF) * 2.0**-24 + 2.0**-25  # never 0
-    return (numbers.log() * (1 / math.log(survival))).int().clamp(max=rows - 1)
+    return (numbers.log() * rate).int().clamp(max=rows - 1)

@@ -20,6 +20,10 @@ _MIXED_ROWS = (4, 6, 8, 16)
 _SHAPED_SLOTS = (1, 2, 4, 8, 32, 128)
 _SHAPED_ROWS = (8, 16)
 
+#: The fewest slots that share the rows of their steps, and the most drafts of each on average: where rows are dear and
+#: all sizes are captured.
+LEAST_SHARING, MOST_SHARED_DRAFTS = _FEW_SLOTS + 1, 7
+
 #: Pieces of prompts in one step, at most.
 PIECES = 8
 
@@ -39,6 +43,7 @@ class StepKind:
     prompt_rows: int = 0  # besides; pieces of prompts may take those too that decoding slots leave
     tree: int = 0  # nodes of the trees that are drafted, out of the engine's whole block; 0: chains
     shaped: bool = False  # whether it has log-probabilities, penalties and masks, for slots that ask for them
+    shares: bool = False  # whether slots share its rows, and those of the blocks: `rows` are what each has on average
 
     @property
     def pieces(self) -> int:
@@ -59,6 +64,11 @@ class StepKind:
         return self.slots * self.rows + self.prompt_rows
 
     @property
+    def block_rows(self) -> int:
+        """Rows of the blocks that slots which share rows draft: half as many again, for the best of more are better."""
+        return -(-3 * self.segments * self.rows // 2)
+
+    @property
     def logit_rows(self) -> int:
         """Rows that get logits: all of decoding slots, and one of each piece."""
         return self.slots * self.rows + self.segments - self.slots
@@ -72,6 +82,11 @@ def batch_sizes(most: int) -> list[int]:
 def draft_lengths(block_size: int) -> list[int]:
     """Lists the draft lengths of a drafter with this block size, its whole block among them."""
     return sorted({drafts for drafts in LENGTHS if drafts < block_size} | {block_size - 1})
+
+
+def shared_lengths(block_size: int) -> list[int]:
+    """Lists the draft lengths, on average, of slots that share rows."""
+    return [drafts for drafts in LENGTHS if 0 < drafts <= min(MOST_SHARED_DRAFTS, block_size - 2)]
 
 
 def most_pieces(chunk: int) -> int:
@@ -89,7 +104,9 @@ def prompt_sizes(chunk: int) -> list[int]:
     return sorted(sizes | {max(chunk, _LEAST_PROMPT_ROWS)})
 
 
-def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0) -> list[StepKind]:
+def step_kinds(
+    max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int = 0, tree: int = 0, shared_block: int = 0
+) -> list[StepKind]:
     """Every kind of step that decodes up to `max_batch` slots, plainly or with these draft lengths; the largest first.
 
     Args:
@@ -97,6 +114,7 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
         sampled: whether slots may sample; steps in which none does are among the kinds in any case.
         chunk: the most prompt rows beside them; 0: steps only decode.
         tree: nodes of the trees that take the place of the longest drafts; 0: all are chains.
+        shared_block: rows of the block of which slots that draft less may share their rows, besides; 0: they do not.
     """
     drafts = _drafts(lengths, tree)
     kinds = [
@@ -110,6 +128,11 @@ def step_kinds(max_batch: int, lengths: Iterable[int], sampled: bool, chunk: int
     if tree:
         grown = drafts[-1] + 1
         kinds = [replace(k, tree=tree) if (k.drafting, k.rows) == (Drafting.BLOCK, grown) else k for k in kinds]
+    kinds += [
+        replace(kind, shares=True)
+        for kind in kinds
+        if kind.drafting is Drafting.BLOCK and _is_shared(kind, shared_block)
+    ]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
 
 
@@ -141,6 +164,11 @@ def shaped_kinds(
         ]
     kinds += [replace(kind, sampled=True) for kind in kinds if sampled]
     return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
+
+
+def _is_shared(kind: StepKind, block: int) -> bool:
+    """Whether slots may share the rows of such a step."""
+    return kind.slots >= LEAST_SHARING and kind.rows <= min(MOST_SHARED_DRAFTS + 1, block - 1)
 
 
 def _drafts(lengths: Iterable[int], tree: int) -> list[int]:

@@ -64,6 +64,7 @@ from trtllm_dflash.kernels.shape import (
     shape_changed_logits,
     shape_logits,
 )
+from trtllm_dflash.kernels.shares import MOST_SHARED, Blocks, Foretold, divide_blocks, divide_rows, keep_drafts
 from trtllm_dflash.kernels.support import HOPPER, OLDEST_GPU, gpu_name, why_unsupported
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "MAX_ROWS",
     "MOE_ROWS",
     "MOST_JOINED",
+    "MOST_SHARED",
     "OLDEST_GPU",
     "PAGE_TILE",
     "SKINNY_GPUS",
@@ -88,7 +90,9 @@ __all__ = [
     "AcceptedPaths",
     "AllReduce",
     "Append",
+    "Blocks",
     "DeltaNet",
+    "Foretold",
     "KeptPenalties",
     "LatentAppend",
     "Library",
@@ -114,6 +118,8 @@ __all__ = [
     "attention",
     "begin_rows",
     "cap",
+    "divide_blocks",
+    "divide_rows",
     "embed",
     "end_rows",
     "find",
@@ -121,6 +127,7 @@ __all__ = [
     "gpu_name",
     "grow_tree",
     "join_rows",
+    "keep_drafts",
     "keep_replies",
     "load",
     "load_for",

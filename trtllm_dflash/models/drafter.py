@@ -6,6 +6,7 @@ the block is not causal (in layers with a window it may be), and one pass drafts
 target's; a drafter with a reduced vocabulary brings its own head and a table from its ids to the target's.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from trtllm_dflash.models.dflash2 import (
     selector_weights,
 )
 from trtllm_dflash.models.weights import Part, Split, Weight, in_precision
-from trtllm_dflash.ops.base import AttentionLayer, Context, Ops, Residual
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, Ops, Residual
 from trtllm_dflash.ops.draft_tree import RANKS, DraftTree
 
 T = TypeVar("T")
@@ -159,6 +160,26 @@ class Drafter:
         ids, log_probs = ops.likeliest(self._logits(ops, rows))
         return self._target_ids(ops, ids), log_probs
 
+    def draft_divided(
+        self, ops: Ops[T], context: list[Context[T]], start: T, next_start: T, verdict: Acceptance[T], rows: int
+    ) -> tuple[T, T]:
+        """Drafts blocks of different lengths, `rows` rows together, without a selector.
+
+        Returns each row's likeliest token and its log-probability, [1, rows] each (see `Ops.keep_drafts`).
+        """
+        c = self.config
+        ids = ops.divide_blocks(next_start, verdict.bonus, rows, c.mask_token_id)
+        x = Residual(embedded(ops, ids, c))
+        for i, layer_context in enumerate(context):
+            ops.keep_context(self._attention(ops, i), layer_context, start)
+
+            def attend(qkv: T, i: int = i) -> T:
+                return ops.divided_attention(self._attention(ops, i), qkv)
+
+            x = self._layer(ops, i, x, attend)
+        likeliest, log_probs = ops.likeliest(self._logits(ops, Residual(ops.add_pending(x))))
+        return self._target_ids(ops, likeliest), log_probs
+
     def draft_tree(
         self,
         ops: Ops[T],
@@ -196,19 +217,19 @@ class Drafter:
         else:  # the target's embedding, and so its scale
             x = Residual(embedded(ops, ops.masked_block(bonus, rows, c.mask_token_id), c))
         for i, layer_context in enumerate(context):
-            x = self._layer(ops, i, layer_context, x, start, committed)
+
+            def attend(qkv: T, i: int = i, of_layer: Context[T] = layer_context) -> T:
+                return ops.block_attention(self._attention(ops, i), of_layer, qkv, start, committed)
+
+            x = self._layer(ops, i, x, attend)
         hidden = ops.add_pending(x)
         # Row 0 stands at the bonus token, which is known: mostly only the rows after it are drafts.
         return Residual(hidden if c.from_anchor else ops.drop_first_row(hidden))
 
-    def _layer(self, ops: Ops[T], i: int, rows: Context[T], x: Residual[T], start: T, committed: T) -> Residual[T]:
-        """Computes layer i of the block, after its context rows; see `draft`."""
+    def _layer(self, ops: Ops[T], i: int, x: Residual[T], attend: Callable[[T], T]) -> Residual[T]:
+        """Computes layer i of the block, whose rows attend so."""
         c = self.config
         prefix = f"{PREFIX}layers.{i}."
-
-        def attend(qkv: T) -> T:
-            return ops.block_attention(self._attention(ops, i), rows, qkv, start, committed)
-
         if c.convolution is not None:
             return convolved_layer(ops, prefix, x, c.norm_eps, attend)
         stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, c.norm_eps)

@@ -32,6 +32,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         window_pages: of every slot in layers with a window; None: the same.
         moves: of accepted paths, in all the target's caches, and the page tables of those; where slots have trees.
         reports: [1] int32: where it is 0 when the step runs, log-probabilities are not computed. None: they are.
+        foretold: what slots keep of their drafts' chances, where they share rows.
+        prompt_rows: those that are no decoding slot's, at most; None: all but `rows` for each of those.
 
     Raises:
         EngineError: the kernels are not built.
@@ -50,6 +52,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         window_pages: kernels.Pages | None = None,
         moves: Sequence[tuple[kernels.PathMoves, kernels.Pages]] = (),
         reports: Tensor | None = None,
+        foretold: kernels.Foretold | None = None,
+        prompt_rows: int | None = None,
     ) -> None:
         super().__init__(weights, caches, communicator)
         kernels.load()
@@ -60,7 +64,11 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         self._most = rows
         self._moves = moves
         self._reports = reports
+        self._foretold = foretold
+        own_rows = len(layout.row_segment) - len(layout.decoding) * rows
+        self._prompt_rows = own_rows if prompt_rows is None else prompt_rows
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
+        self._blocks: kernels.Blocks | None = None  # that are drafted, once they are divided
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x if rows.shape[1] == x.shape[1] else x[:, rows[0]]
@@ -81,8 +89,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
     def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         """Fills `out` with the attention of pieces of prompts: in cuts, where they are too few for whole items."""
         keys, values = self._caches(layer)
-        rows = len(q) - len(self._decoding) * self._most
-        if layer.scale is not None or not kernels.takes_prompts(q, keys, rows):
+        if layer.scale is not None or not kernels.takes_prompts(q, keys, self._prompt_rows):
             self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
             return
         window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
@@ -107,6 +114,15 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         out = torch.empty(segments * block, layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         self._attend(layer, q, self._layout.segments, block, out, causal=False, added=committed, block=block)
         return out.view(segments, block, -1)
+
+    def divided_attention(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        keys, values = self._caches(layer)
+        rows = self._divided.rows
+        out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
+        q = self._append_of(layer).rows(keys, values, self._pages_of(layer), rows, layer.heads, qkv[0], out)
+        assert self._foretold is not None
+        self._attend(layer, q, rows.segments, self._foretold.drafts + 1, out, causal=False)
+        return out[None]
 
     def _attend(
         self,
@@ -211,6 +227,37 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
 
     def slots(self, start: Tensor) -> Tensor:
         return self._layout.segments[:, 0]
+
+    # -- rows by survival --------------------------------------------------------------------------------------------
+
+    @property
+    def _divided(self) -> kernels.Blocks:
+        assert self._blocks is not None, "no blocks were divided"
+        return self._blocks
+
+    @property
+    def gains(self) -> Tensor:
+        """[drafts] FP32: what one more draft a slot, on average, is likely to commit in the blocks divided last."""
+        return self._divided.gains
+
+    @property
+    def drafting_slots(self) -> Tensor:
+        """[M] int32: whose each row of those blocks is."""
+        return self._divided.rows.logit_slot
+
+    def divide_blocks(self, next_start: Tensor, bonus: Tensor, rows: int, mask_id: int) -> Tensor:
+        assert self._foretold is not None
+        self._blocks = kernels.divide_blocks(self._layout, self._foretold, next_start, bonus, rows, mask_id)
+        return self._blocks.rows.token_ids[None]
+
+    def keep_drafts(self, accepted: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+        assert self._foretold is not None
+        of = self._layout, self._divided, self._foretold
+        return kernels.keep_drafts(*of, accepted, ids[0], log_probs[0])
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, ids = self.top_ids(logits, RANKS)
+        return ids[..., 0], log_probs[..., 0]
 
 
 @lru_cache

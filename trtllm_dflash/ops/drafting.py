@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from trtllm_dflash.ops.layers import AttentionLayer
+
 T = TypeVar("T")
 
 
@@ -34,6 +36,27 @@ class DraftingOps(ABC, Generic[T]):
     @abstractmethod
     def drop_last_row(self, x: T) -> T:
         """Drops the last row of x [B, N, ...]: [B, N - 1, ...]."""
+
+    # -- blocks of different lengths, which share a step's rows by the chances of their drafts ------------------------
+
+    def divide_blocks(self, next_start: T, bonus: T, rows: int, mask_id: int) -> T:
+        """Divides `rows` rows among the blocks to draft behind next_start [B]: their tokens [1, M], bonus and masks."""
+        raise NotImplementedError
+
+    def divided_attention(self, layer: AttentionLayer, qkv: T) -> T:
+        """Computes `block_attention` of those blocks, whose rows are flat: qkv [1, M, (Hq + 2 Hkv) * D].
+
+        The layer's context rows are in its cache already: `keep_context` comes before, and the blocks over it.
+        """
+        raise NotImplementedError
+
+    def keep_drafts(self, accepted: T, ids: T, log_probs: T) -> T:
+        """Keeps the likeliest tokens of those blocks' rows and their log-probabilities, [1, M] each.
+
+        Returns the next tokens [B, Bd], zeros behind each block's end. The acceptance [B] of this step's drafts teaches
+        how good such log-probabilities are.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def convolve_block(self, base: str, x: T, kernels: T, side: int) -> T:

@@ -29,7 +29,8 @@ class ExactOps(CudaOps):
 
     def for_drafts(self) -> CudaOps:
         shared = self.weights, self.caches, self.communicator, self._pages, self._layout
-        return CudaOps(*shared, self._most, self._window_pages, self._moves, self._reports)
+        more = self._window_pages, self._moves, self._reports, self._foretold, self._prompt_rows
+        return CudaOps(*shared, self._most, *more)
 
     def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False

@@ -1,6 +1,6 @@
 """The decoding slots of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_dflash.runtime.slots import Stay
 
@@ -35,6 +35,11 @@ class Batch:
             guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],
             penalized=[stay.slot for stay in stays if stay.sequence.params.penalizes],
         )
+
+    def cut(self, most: int) -> "Batch":
+        """Makes the same batch with so many rows of each slot, at most."""
+        rows = [(slot, min(count, most)) for slot, count in self.rows]
+        return replace(self, rows=rows, drafted=[count - 1 for _, count in rows], block=min(self.block, most))
 
 
 def is_shaped(batch: Batch, reading: list[Stay]) -> bool:

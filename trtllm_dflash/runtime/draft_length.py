@@ -45,8 +45,13 @@ def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
 class DraftLength(ABC):
     """Chooses K, the number of drafts after the bonus token."""
 
-    #: Whether the drafts that a step makes share the rows of the next one, as `share` says; else each has its own.
-    shares = False
+    #: Whether slots may ever share a step's rows, by the chances of their drafts.
+    may_share = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether they share those of the step that was chosen last."""
+        return self.may_share
 
     @property
     @abstractmethod
@@ -57,12 +62,11 @@ class DraftLength(ABC):
     def choose(self, slots: int) -> int:
         """Chooses the drafts to make in this step, for the next one to verify, with so many slots decoding."""
 
-    def share(self, slots: int) -> int:
-        """Chooses how many drafts a slot this step verifies, on average over so many slots that share its rows."""
-        raise NotImplementedError
+    def foresee(self, gains: Sequence[float]) -> None:  # noqa: B027
+        """Records what one more draft a slot, on average, is likely to commit, after none, one and so on."""
 
-    def foresee(self, chances: Sequence[float]) -> None:  # noqa: B027
-        """Records the chances of all drafts that the next step may verify, the largest first."""
+    def observe_shared(self, slots: int, drafts: float, accepted: float) -> None:  # noqa: B027
+        """Records what a step's sequences verified and accepted, on average, of rows that they shared."""
 
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
         """Records the drafts of a step's sequences: numbers of sequences by drafts verified, and accepted of them."""

@@ -13,9 +13,10 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
-from trtllm_dflash.runtime.batch import NOBODY, Batch, is_shaped
+from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.drafting import DraftChooser
 from trtllm_dflash.runtime.guiding import guide_step
 from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.logprobs import note_logprobs
@@ -24,7 +25,6 @@ from trtllm_dflash.runtime.pieces import divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
-from trtllm_dflash.runtime.shared_rows import shared_rows
 from trtllm_dflash.runtime.slots import Slots, Stay
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.session.calls import Prepare, Step
@@ -61,15 +61,16 @@ class Scheduler:
         config, self._limits = session.config, session.limits
         self._session = session
         self._draft = draft and config.drafter is not None
-        self._longest, self._tree = config.block_size - 1, config.draft_tree
+        self._longest = config.block_size - 1
         self._draft_length = draft_length or FixedDraftLength(self._longest)
+        self._chooser = DraftChooser(config, self._limits, self._draft_length, self._draft)
         self._budget = budget or FixedPrefillBudget(self._limits.prompt_rows)
         self._share = prefill_share
         self._credit = 1.0  # of prompts, where steps are not mixed: a piece costs 1
         self._ahead = session.ahead if ahead is None else ahead
         self._clock = clock
         lengths = self._draft_length.lengths if self._draft else ()
-        session.prepare(Prepare(lengths, config.sampling, self._limits.shapes))
+        session.prepare(Prepare(lengths, config.sampling, self._limits.shapes, self._chooser.may_share))
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
         margin = (self._ahead + 2) * (max(config.block_size, config.draft_tree + 1) if self._draft else 1)
         self._queue = Queue()
@@ -80,7 +81,6 @@ class Scheduler:
         self._batch: Batch | None = None  # of `_running`; None: it has changed
         self._launched: deque[Launched] = deque()
         self._pace = Pace()
-        self._told = False  # whether the last step told the chances of its drafts
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
         self._unwanted: list[Sequence] = []
@@ -287,31 +287,27 @@ class Scheduler:
 
     def _pieces(self, batch: Batch, waiting: list[Stay]) -> list[tuple[Stay, int]]:
         """Chooses how many tokens of these prompts a step with these decoding slots reads."""
-        drafts = min(max(batch.block - 1, 0), self._longest)
-        budget = self._budget.choose(len(batch.stays), drafts, len(self._prefilling), self._limits.prompt_rows)
+        like = self._chooser.like(batch, self._prefilling)
+        budget = self._budget.choose(len(batch.stays), like.block - 1, len(self._prefilling), self._limits.prompt_rows)
         pieces = divided(budget, waiting)
         # What the step computes in any case is not wasted on rows of nobody.
-        drafting = Drafting.BLOCK if drafts else Drafting.CONTEXT if self._draft else Drafting.OFF
-        like = Step(batch.rows, [], drafting, drafts + 1, batch.sampled)
         room = self._session.prompt_room(like, [count for _, count in pieces])
         return divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
 
     def _run(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
-        drafting, block = self._choose_block(batch, pieces)
-        tree = self._tree if block > self._longest else 0  # the best tree of a block is one of the whole block
-        if tree and not self._limits.shapes_trees and is_shaped(batch, self._prefilling):
-            tree = 0  # all verify chains while anybody asks
-        rows = tree + 1 if tree else block
+        last = [stay for stay, count in pieces if stay.launched + count == stay.prompt]
+        begin, slots = [stay for stay, _ in pieces], self._slots_computed(batch, last)
+        drafts = self._chooser.choose(batch, begin, last, self._prefilling, slots)
+        batch = batch if drafts.most is None else batch.cut(drafts.most)
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         calls = [piece_of(stay, count) for stay, count in pieces]
-        begin = [stay for stay, _ in pieces]
         batch, guides, masks = guide_step(self._session, batch, begin, calls, list(self._launched))
         step = Step(
             decode=batch.rows,
             pieces=calls,
-            drafting=drafting,
-            block=block,
+            drafting=drafts.drafting,
+            block=drafts.block,
             sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
             penalized=batch.penalized + [piece.slot for piece in calls if piece.penalties is not None],
             guides=guides,
@@ -321,28 +317,28 @@ class Scheduler:
             copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
             window_pages=self._slots.window_changes,
             window_copies=[stay.lease.window_copy for stay, _ in pieces if stay.lease.window_copy is not None],
-            tree=tree,
-            chances=self._limits.divides and self._draft_length.shares and block > 1 and not tree,
-            share=shared_rows(self._draft_length, batch.rows) if self._told and not batch.guided else 0,
+            tree=drafts.tree,
+            chances=drafts.shares,
+            share=drafts.share,
             state_copies=self._slots.state_copies,
         )
         outcome = self._session.run(step)
         self._slots.begin_changes()
-        self._told = step.chances
+        self._chooser.note(drafts)
         if batch.stays:
             self._decoded += 1
-            if batch.drafts and batch.block != rows:
+            if batch.drafts and (batch.block != drafts.rows or drafts.most is not None):
                 for stay in batch.stays:
-                    stay.block = rows
+                    stay.block = drafts.rows
                 self._batch = None
         errors = {} if masks is None else masks.errors
-        self._launched.append(Launched(batch, pieces, outcome, drafting, self._decoded, step.reports, errors))
+        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, self._decoded, step.reports, errors))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
             self._slots.keep_state(stay, stay.launched - count)
             if stay.launched == stay.prompt:
-                stay.block = rows
+                stay.block = drafts.rows
                 self._prefilling.remove(stay)
                 self._join(stay)
         self._count_step(batch, pieces)
@@ -359,24 +355,11 @@ class Scheduler:
             self._running.append(stay)
             self._batch = None
 
-    def _choose_block(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> tuple[Drafting, int]:
-        """Chooses whether a step drafts, and the rows of the block."""
-        if not self._draft:
-            return Drafting.OFF, 1
-        begin = [stay for stay, count in pieces if stay.launched + count == stay.prompt]
-        wanted = batch.drafts or any(stay.drafts and stay.sequence.room > 1 for stay in begin)
-        if not wanted and not pieces:
-            return Drafting.OFF, 1
-        drafts = 0
-        if wanted:
-            drafts = self._draft_length.choose(self._slots_computed(batch, begin))
-        return (Drafting.BLOCK if drafts else Drafting.CONTEXT), drafts + 1
-
     def _slots_computed(self, batch: Batch, begin: list[Stay]) -> int:
         """Counts the slots that a step of the running sequences, and of those that begin to decode, computes."""
         if self._limits.mixes:
             return len(batch.stays) + len(begin)
-        return 1 + max(stay.slot for stay in [*self._running, *begin])
+        return 1 + max((stay.slot for stay in [*self._running, *begin]), default=-1)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -391,8 +374,8 @@ class Scheduler:
         for stay, wrong in launched.errors.items():
             if not stay.over:
                 self._fail(stay, wrong)
-        if launched.outcome.chances:
-            self._draft_length.foresee(launched.outcome.chances)
+        if launched.outcome.gains:
+            self._draft_length.foresee(launched.outcome.gains)
         now = time.time_ns()
         wrote_drafter = launched.drafting is not Drafting.OFF
         if launched.batch.stays:
@@ -446,7 +429,12 @@ class Scheduler:
             counts = {(drafts, n): k for drafts, kept in verified.items() for n, k in Counter(kept).items()}
             statistics.recent.extend(recent)
             statistics.verified.update(counts)
-            self._draft_length.observe(counts)
+            if shared is None:
+                self._draft_length.observe(counts)
+            else:
+                accepted = sum(n * count for (_, n), count in counts.items())
+                slots = len(every)
+                self._draft_length.observe_shared(slots, sum(every) / slots, accepted / slots)
 
     def _retire(self, stay: Stay) -> None:
         """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.ladder import draft_lengths
+from trtllm_dflash.engine.ladder import LEAST_SHARING, draft_lengths, shared_lengths
 from trtllm_dflash.errors import (
     CancelledError,
     DFlashError,
@@ -31,6 +31,7 @@ from trtllm_dflash.runtime.prefill_budget import (
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence, Update
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.runtime.shared_rows import SharedRows
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.runtime.step_times import decoding_times, step_times
 from trtllm_dflash.session.session import Session
@@ -86,7 +87,7 @@ class Service:
             self._harvest = Harvest(Path(settings.harvest), settings.harvest_share, settings.harvest_mb * 10**6)
         lengths = _lengths(self._config, settings)
         times = cache(lambda: step_times(session, folder, lengths))
-        length = _choose_draft_length(session, settings, times)
+        length = _choose_draft_length(session, settings, times, folder)
         budget = _choose_budget(session, settings, times)
         self._scheduler = Scheduler(session, settings.draft, length, budget, settings.prefill_share, clock=clock)
         self._most = self._config.max_batch + settings.max_queue
@@ -292,8 +293,14 @@ def _lengths(config: EngineConfig, settings: ServiceSettings) -> list[int]:
     return draft_lengths(config.block_size) if settings.draft_length == "auto" else [settings.draft_length]
 
 
+def _may_share(session: Session) -> bool:
+    """Whether slots may share the rows of their steps: not on a CPU, where whole blocks cost more than they bring."""
+    is_worth_it = session.config.max_batch >= LEAST_SHARING and session.device.type == "cuda"
+    return session.limits.divides and is_worth_it and bool(shared_lengths(session.config.block_size))
+
+
 def _choose_draft_length(
-    session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes]
+    session: Session, settings: ServiceSettings, times: Callable[[], MixedStepTimes], folder: Path | None
 ) -> DraftLength:
     """Makes the rule of draft lengths that the settings choose; logs it, with the reason."""
     config = session.config
@@ -302,9 +309,15 @@ def _choose_draft_length(
     if config.drafter is None or not settings.draft:
         chosen, why = FixedDraftLength(0), "0: no drafter" if config.drafter is None else "0: --no-draft"
     elif settings.draft_length == "auto":
-        chosen = AdaptiveDraftLength(decoding_times(times(), _lengths(config, settings)), config.draft_tree)
+        alone, shares = decoding_times(times(), _lengths(config, settings)), _may_share(session)
+        if shares:
+            shared = step_times(session, folder, shared_lengths(config.block_size), shared=True)
+            chosen = SharedRows(alone, {key[:2]: seconds for key, seconds in shared.items()}, config.draft_tree)
+        else:
+            chosen = AdaptiveDraftLength(alone, config.draft_tree)
         why = f"0 to {config.block_size - 1}, what the load makes best by step times (auto)"
         why += f", and trees of {config.draft_tree} in the whole block's place" if config.draft_tree else ""
+        why += ", rows by survival where that commits more" if shares else ""
     else:
         chosen, why = FixedDraftLength(settings.draft_length), f"{settings.draft_length} (--draft-length)"
     _log.info("%s: draft length %s", config.name, why)

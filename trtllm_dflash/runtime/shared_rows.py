@@ -1,66 +1,125 @@
-"""The rows that the slots of a step share: as many as commit most tokens a second, by the chances of their drafts.
+"""Rows that a step's slots share, by the chances of their drafts, where that commits more than the same for all.
 
-Every slot drafts a whole block; how many of all drafts are verified the host chooses here, and whose they are, the
-device does (see `session.shares`). It tells the chances of the drafts that it has made: the sum of the largest so many
-is what so many more rows commit. No service chooses this rule by itself: on a CPU the drafter's whole blocks cost more
-than the better rows bring.
+How many rows there are the host chooses here; whose they are, the device does (see `session.shares`), by what each
+draft is likely to commit. It tells the host what so many more rows would commit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from trtllm_dflash.runtime.draft_length import PROBE_STEPS, DraftLength, StepTimes, seconds_of
+from trtllm_dflash.engine.ladder import LEAST_SHARING
+from trtllm_dflash.runtime.draft_length import MEMORY, AdaptiveDraftLength, StepTimes, seconds_of
+
+#: Steps after which the other way is tried, and steps of such a trial.
+TRIAL_STEPS, TRIAL = 256, 12
+#: Steps of a way that are not judged yet: they verify what the other one drafted.
+_FIRST = 3
+#: Steps of each way whose tokens and times are remembered: about so many, the recent ones more.
+_RECENT = 24
 
 
-class SharedRows(DraftLength):
-    """The number of shared rows that most tokens a second come of, by measured step times and the drafts' own chances.
+class _Way:
+    """The rate of one way of drafting: tokens that its latest steps have committed, and their time."""
 
-    Args:
-        times: as `AdaptiveDraftLength`'s, of steps whose slots share their rows; the longest length is the whole block.
-    """
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
 
-    shares = True
-
-    def __init__(self, times: StepTimes) -> None:
-        self._times = times
-        self._lengths = sorted({drafts for _, drafts in times})
-        self._steps = 0
-        self._tries = False  # to draft and verify all, whatever the chances
-        self._committed: list[float] = []  # tokens a slot that each length commits, by the drafts made last
+    def note(self, tokens: float, seconds: float) -> None:
+        keep = 1 - 1 / _RECENT
+        self._tokens, self._seconds = keep * self._tokens + tokens, keep * self._seconds + seconds
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(self._lengths)
+    def rate(self) -> float | None:
+        """Tokens of a slot a second; None: nothing is known."""
+        return self._tokens / self._seconds if self._seconds else None
+
+
+class SharedRows(AdaptiveDraftLength):
+    """The draft length of most committed tokens a second, the same for all or on average of slots that share rows.
+
+    Which of both it is, is tried: one is what the drafts' own chances make of it, the other wastes no time on them.
+
+    Args:
+        times, tree: as in `AdaptiveDraftLength`.
+        shared_times: of steps whose slots share their rows.
+    """
+
+    may_share = True
+
+    def __init__(self, times: StepTimes, shared_times: StepTimes, tree: int = 0) -> None:
+        super().__init__(times, tree)
+        self._shared_times = shared_times
+        self._shared_lengths = sorted({drafts for _, drafts in shared_times})
+        self._foreseen: list[float] = []  # drafts that a slot commits, by the number that it has on average
+        # Sums over steps of what was accepted and of what was foreseen, the recent ones more.
+        self._right = self._expected = 0.0
+        self._ways = {False: _Way(), True: _Way()}  # by whether rows are shared
+        self._turn, self._is_better = TRIAL_STEPS - 5 * TRIAL, False
+        self._in_row = 0  # outcomes of steps that shared rows, without others between
+        self._sharing = False
+
+    @property
+    def shares(self) -> bool:
+        return self._sharing
 
     def choose(self, slots: int) -> int:
-        """Chooses the whole block, or nothing where no draft is worth its row; from time to time it tries again."""
-        self._steps += 1
-        if self._steps % PROBE_STEPS == 0:
-            self._tries = True
-        return self._lengths[-1] if self._tries or self._best(slots) else 0
+        own = super().choose(slots)
+        if slots < LEAST_SHARING or not self._shared_lengths:
+            self._sharing = False
+            return own
+        self._turn = (self._turn + 1) % TRIAL_STEPS
+        if self._turn == 0:
+            rates = self._ways[True].rate, self._ways[False].rate
+            self._is_better = None not in rates and rates[0] > rates[1]  # type: ignore[operator]
+        is_trial = self._turn >= TRIAL_STEPS - TRIAL
+        self._sharing = self._is_better != is_trial
+        if not (self._sharing or own):  # nothing of it will be observed
+            self._ways[False].note(1, seconds_of(self._times, slots, 0))
+        return self._shared_length(slots, own) if self._sharing else own
 
-    def share(self, slots: int) -> int:
-        if self._tries:  # verified, too: chances that are wrong are corrected by what is verified
-            self._tries = False
-            return self._lengths[-1]
-        return self._best(slots)
+    def foresee(self, gains: Sequence[float]) -> None:
+        self._foreseen = list(accumulate(gains, initial=0.0))
 
-    def foresee(self, chances: Sequence[float]) -> None:
-        block = self._lengths[-1]
-        slots = len(chances) // block
-        if not slots:
+    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
+        super().observe(verified)
+        self._in_row = 0
+        slots = sum(verified.values())
+        if slots < LEAST_SHARING:
             return
-        sums = list(accumulate(chances, initial=0.0))
-        self._committed = [1 + sums[slots * drafts] / slots for drafts in self._lengths]
+        accepted = sum(n * count for (_, n), count in verified.items()) / slots
+        drafts = max(drafts for drafts, _ in verified)
+        self._ways[False].note(1 + accepted, self._between(self._times, slots, drafts))
 
-    def _best(self, slots: int) -> int:
-        if not self._committed:
-            return self._lengths[-1]
-        rates = [n / seconds_of(self._times, slots, k) for n, k in zip(self._committed, self._lengths, strict=True)]
-        return self._lengths[max(range(len(rates)), key=rates.__getitem__)]
+    def observe_shared(self, slots: int, drafts: float, accepted: float) -> None:
+        if not self._foreseen or slots < LEAST_SHARING:
+            return
+        keep = MEMORY / (MEMORY + 1)
+        self._right = keep * self._right + accepted
+        self._expected = keep * self._expected + self._foreseen_of(drafts)
+        self._in_row += 1
+        if self._in_row > _FIRST:
+            self._ways[True].note(1 + accepted, self._between(self._shared_times, slots, drafts))
 
+    def _shared_length(self, slots: int, own: int) -> int:
+        """Chooses the drafts of slots that share rows, on average."""
+        if not self._foreseen:
+            return min(self._shared_lengths, key=lambda drafts: abs(drafts - own))
+        factor = self._right / self._expected if self._expected else 1.0
 
-def shared_rows(rule: DraftLength, rows: Sequence[tuple[int, int]]) -> int:
-    """Counts the rows that a step's decoding slots share, of slots and their most rows; 0: nobody has drafts."""
-    drafting = sum(most > 1 for _, most in rows)
-    return len(rows) + drafting * rule.share(drafting) if drafting else 0
+        def rate(drafts: int) -> float:
+            return (1 + factor * self._foreseen_of(drafts)) / seconds_of(self._shared_times, slots, drafts)
+
+        return max(self._shared_lengths, key=rate)
+
+    def _foreseen_of(self, drafts: float) -> float:
+        below = min(int(drafts), len(self._foreseen) - 2)
+        low, high = self._foreseen[below : below + 2]
+        return low + (high - low) * (drafts - below)
+
+    def _between(self, times: StepTimes, slots: int, drafts: float) -> float:
+        """Predicts a step's time: between the measured numbers of drafts, on a straight line."""
+        known = sorted({measured for _, measured in times})
+        above = next((measured for measured in known if measured >= drafts), known[-1])
+        below = max((measured for measured in known if measured <= drafts), default=above)
+        low, high = (seconds_of(times, slots, measured) for measured in (below, above))
+        return low if above == below else low + (high - low) * (drafts - below) / (above - below)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trtllm_dflash.engine.ladder import batch_sizes, prompt_sizes
+from trtllm_dflash.engine.ladder import LEAST_SHARING, batch_sizes, prompt_sizes
 from trtllm_dflash.runtime.draft_length import StepTimes
 from trtllm_dflash.runtime.prefill_budget import MixedStepTimes
 from trtllm_dflash.session.calls import Piece, Prepare, Step
@@ -31,26 +31,27 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     Args:
         folder: the engine's directory, where there is one.
         lengths: of drafts, as in `Prepare`: none at all for steps that have nothing of the drafter.
+        shared: whether they are those of steps whose slots share rows, none of which reads prompts.
     """
-    machine, kind = _machine(session), _kind(session, lengths)
+    machine, kind = _machine(session), _kind(session, lengths, shared)
     kept = _read(folder / FILE, machine) if folder is not None else {}
     times = kept.get(kind, {})
     missing = [drafts for drafts in lengths if all(drafts != known for _, known, _ in times)]
     if times and not missing:
         return times
-    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing).items()}
-    if session.limits.mixes and session.device.type == "cuda":
+    times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing, shared).items()}
+    if session.limits.mixes and session.device.type == "cuda" and not shared:
         times |= measure_mixed(session, missing)
     if folder is not None:
         _write(folder / FILE, machine, {**kept, kind: times})
     return times
 
 
-def _kind(session: Session, lengths: Sequence[int]) -> str:
+def _kind(session: Session, lengths: Sequence[int], shared: bool) -> str:
     if not lengths:
         return "plain"
     nodes = session.config.draft_tree
-    return f"drafting trees of {nodes}" if nodes else "drafting"
+    return ("drafting" if not nodes else f"drafting trees of {nodes}") + (", rows shared" if shared else "")
 
 
 def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
@@ -62,22 +63,20 @@ def decoding_times(times: MixedStepTimes, lengths: Sequence[int]) -> StepTimes:
     }
 
 
-def measure(session: Session, lengths: Sequence[int]) -> StepTimes:
+def measure(session: Session, lengths: Sequence[int], shared: bool = False) -> StepTimes:
     """Times each number of slots with each draft length (as in `step_times`); seconds, the median of a few rounds."""
     config = session.config
     position = min(_POSITION, config.max_seq_len - 1)
-    session.prepare(Prepare(tuple(lengths), sampled=False))
+    session.prepare(Prepare(tuple(lengths), sampled=False, shares=shared))
     times = {}
     # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
     sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
+    sizes = [slots for slots in sizes if slots >= LEAST_SHARING] if shared else sizes
     for slots in sizes:
         for slot in range(slots):
             session.run(_first(slot, position, lengths)).read()
         for drafts in lengths or [0]:
-            tree = config.draft_tree if drafts == config.block_size - 1 else 0  # as the scheduler drafts
-            rows = [(slot, (tree or drafts) + 1) for slot in range(slots)]
-            step = Step(rows, [], _drafting(drafts, lengths), drafts + 1, sampled=False, tree=tree)
-            times[slots, drafts] = _seconds(session, step)
+            times[slots, drafts] = _seconds(session, _step(session, range(slots), [], drafts, lengths, shared))
     return times
 
 
@@ -95,11 +94,28 @@ def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
         for drafts in few:
             for tokens in prompt_sizes(config.chunk):
                 ids = [0] * min(tokens, session.limits.prompt_rows, config.max_seq_len - 1)
-                rows = [(slot, drafts + 1) for slot in decoding]
                 piece = Piece(slots - 1, 0, ids, True)
-                step = Step(rows, [piece], _drafting(drafts, lengths), drafts + 1, sampled=False)
+                step = _step(session, decoding, [piece], drafts, lengths)
                 times[slots, drafts, len(ids)] = _seconds(session, step)
     return times
+
+
+def _step(
+    session: Session,
+    slots: Sequence[int],
+    pieces: list[Piece],
+    drafts: int,
+    lengths: Sequence[int],
+    shared: bool = False,
+) -> Step:
+    """Makes the step of these slots and pieces that the scheduler makes of so many drafts."""
+    longest, drafting = session.config.block_size - 1, _drafting(drafts, lengths)
+    if shared:
+        rows, share = [(slot, longest + 1) for slot in slots], len(slots) * (drafts + 1)
+        return Step(rows, pieces, drafting, drafts + 1, sampled=False, chances=True, share=share)
+    tree = session.config.draft_tree if drafts == longest else 0
+    rows = [(slot, (tree or drafts) + 1) for slot in slots]
+    return Step(rows, pieces, drafting, drafts + 1, sampled=False, tree=tree)
 
 
 def _first(slot: int, position: int, lengths: Sequence[int]) -> Step:

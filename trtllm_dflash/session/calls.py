@@ -107,7 +107,7 @@ class Step:
     decode: list[tuple[int, int]]  # slot, and rows of it that are verified: the bonus token and drafts, a tree's too
     pieces: list[Piece]
     drafting: Drafting
-    block: int  # rows of the block to draft for the next step
+    block: int  # rows of the block to draft for the next step; with chances, what each slot's has on average
     sampled: bool  # False: all of them are greedy
     pages: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index in its table, page
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # page from, page to, its first rows
@@ -119,7 +119,8 @@ class Step:
     penalized: list[int] = field(default_factory=list)  # slots that choose by penalized logits
     guides: list[Guide] = field(default_factory=list)  # of slots whose replies have a grammar
     masks: Masks | None = None  # of the guides' rows
-    chances: bool = False  # whether chains are drafted with their chances, by which the next step may share rows
+    chances: bool = False  # whether chains are drafted with their chances, by which the next step may share rows; they
+    # may be as long as the drafter's whole block
     share: int = 0  # rows of all decoding slots, to be divided by those; each has at most its own. 0: each has its own
 
     @property
@@ -183,6 +184,7 @@ class Prepare:
     lengths: tuple[int, ...]  # of drafts, that are chosen among; 0: none are made, and the drafter keeps up
     sampled: bool  # besides greedy ones
     shaped: bool = False  # besides those without log-probabilities, penalties and masks
+    shares: bool = False  # whether slots share the rows of steps that draft less than the most
 
 
 Call = Step | Prefill | Decode | Copy | CopyStates | Place | Prepare
@@ -217,7 +219,7 @@ def words_of(call: Call) -> Iterator[int]:
             yield from _listed(piece.next_ids)
             yield from _listed(list(_penalty_words(piece.penalties)))
     elif isinstance(call, Prepare):
-        yield from (3, call.sampled, call.shaped, *call.lengths)
+        yield from (3, call.sampled, call.shaped, call.shares, *call.lengths)
     elif isinstance(call, Decode):
         yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
     else:
@@ -235,8 +237,8 @@ def call_of(words: list[int]) -> Call:
     if kind == 6:
         return CopyStates(*rest)
     if kind == 3:
-        sampled, shaped, *lengths = rest
-        return Prepare(tuple(lengths), bool(sampled), bool(shaped))
+        sampled, shaped, shares, *lengths = rest
+        return Prepare(tuple(lengths), bool(sampled), bool(shaped), bool(shares))
     if kind == 1:
         drafting, block, sampled, *row_counts = rest
         return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))

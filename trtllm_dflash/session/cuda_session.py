@@ -35,6 +35,7 @@ from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
+from trtllm_dflash.session.captured_shares import CapturedShares, outcome_of
 from trtllm_dflash.session.choice import (
     TORCH,
     Choice,
@@ -46,7 +47,7 @@ from trtllm_dflash.session.choice import (
     slots_attention,
     torch_choice,
 )
-from trtllm_dflash.session.graphs import StepGraphs, words_of
+from trtllm_dflash.session.graphs import StepGraphs, decoded_rows, words_of
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome
@@ -110,6 +111,7 @@ class CudaSession(TorchSession):
         self._pages = self._page_tables(self._tables)
         self._window_pages = self._page_tables(self._window_tables) if self.paging.window else self._pages
         self._moves = self._path_moves() if config.draft_tree else []
+        self._captured_shares = CapturedShares.of(config, device) if is_ours else None
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
@@ -221,7 +223,7 @@ class CudaSession(TorchSession):
         if not self._flat:
             return replace(limits, shapes=True)
         pieces = min(limits.pieces, most_pieces(self.config.chunk))
-        return replace(limits, pieces=pieces, divides=False, shapes_trees=False)
+        return replace(limits, pieces=pieces, divides=self._captured_shares is not None, shapes_trees=False)
 
     def prompt_room(self, call: Step, pieces: list[int]) -> int:
         if not self._flat:
@@ -230,7 +232,7 @@ class CudaSession(TorchSession):
             kind, _ = self._graphs.find_flat(call, pieces, is_shaped(call))
         except EngineError:  # said where it is run
             return super().prompt_room(call, pieces)
-        return min(kind.all_rows - sum(count for _, count in call.decode), self.limits.prompt_rows)
+        return min(kind.all_rows - decoded_rows(call), self.limits.prompt_rows)
 
     def _run_step(self, call: Step) -> Outcome:
         if not self._flat:
@@ -251,14 +253,8 @@ class CudaSession(TorchSession):
             self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
-        slots = len(call.decode)
-        outcome = Outcome(captured.decided[: slots + len(call.pieces)], report)
-        if shaped:
-            places = {slot: place for place, (slot, _) in enumerate(call.decode)}
-            places |= {piece.slot: slots + place for place, piece in enumerate(call.pieces)}
-            self._left = Left(outcome, places, first=kind.rows + 2)
-        else:
-            self._left = None
+        outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report)
+        self._left = Left.of(outcome, call, kind.rows) if shaped else None
         return outcome
 
     def drafts(self, slots: list[int]) -> list[list[int]]:
@@ -270,6 +266,9 @@ class CudaSession(TorchSession):
     def _begin_flat(self, words: Tensor, kind: StepKind) -> Begun:
         """Runs a step up to its choice of tokens, from tensors on the device alone."""
         slots, has_trees = self._slots, bool(self.config.draft_tree)
+        if kind.shares:
+            assert self._captured_shares is not None
+            words = self._captured_shares.divided(words, kind)
         layout = kernels.begin_rows(
             words,
             slots.tokens,
@@ -294,7 +293,7 @@ class CudaSession(TorchSession):
             shapes=self._shapes if kind.shaped else None,
             logprobs=kind.shaped,
         )
-        ops = self._ops(layout, kind.rows)
+        ops = self._ops(layout, self._slots.block if kind.shares else kind.rows, kind.prompt_rows)
         forward = self._step.forward(ops, inputs, kind.drafting)
         if kind.shaped and kind.pieces:
             assert self._hidden is not None
@@ -306,7 +305,8 @@ class CudaSession(TorchSession):
         layout, slots, has_trees = begun.layout, self._slots, bool(self.config.draft_tree)
         assert layout is not None
         tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
-        out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree)
+        divided = kind.block_rows if kind.shares else 0
+        out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree, divided=divided)
         if kind.shaped:
             kernels.keep_replies(layout, self._shapes.penalties, out.accepted)
         outputs = kernels.end_rows(
@@ -318,10 +318,15 @@ class CudaSession(TorchSession):
             out.accepted,
             out.next_start,
             out.next_tokens,
-            width=kind.rows,
+            width=self._slots.block if kind.shares else kind.rows,
             next_parents=out.next_parents,
             parents=slots.parents if has_trees else None,
         )
+        if self._captured_shares is not None and kind.drafting is Drafting.BLOCK:
+            if kind.shares:
+                assert isinstance(begun.ops, CudaOps)
+                return self._captured_shares.told(outputs, layout, begun.ops.gains), None
+            self._captured_shares.forget()
         # With the next drafts: grammars ask for them.
         return torch.cat([outputs, out.next_tokens], dim=1) if kind.shaped else outputs, out.logprobs
 
@@ -406,10 +411,12 @@ class CudaSession(TorchSession):
     def _page_tables(self, tables: list[list[int]]) -> kernels.Pages:
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
-    def _ops(self, layout: kernels.Rows, rows: int) -> CudaOps:
+    def _ops(self, layout: kernels.Rows, rows: int, prompt_rows: int | None = None) -> CudaOps:
         every, kind = (self.weights, self.caches, self.communicator), ExactOps if self._is_exact else CudaOps
         reports = None if self._shaping is None else self._shaping.reports
-        return kind(*every, self._pages, layout, rows, self._window_pages, self._moves, reports)
+        foretold = None if self._captured_shares is None else self._captured_shares.kept
+        pages, more = (self._pages, self._window_pages), (reports, foretold, prompt_rows)
+        return kind(*every, pages[0], layout, rows, pages[1], self._moves, *more)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""

@@ -12,12 +12,12 @@ from trtllm_dflash.step import Drafting
 
 Graph = TypeVar("Graph")
 
-#: Decoding slots, rows of each, the block, the tree out of it, its drafting, sampled, shaped; all rows and pieces of
-#: prompts, where there are any.
-_Asked: TypeAlias = tuple[int, int, int, int, Drafting, bool, bool, int, int]
+#: Decoding slots, rows of each, the block, the tree out of it, its drafting, sampled, shaped, whether rows are shared;
+#: all rows and pieces of prompts, where there are any.
+_Asked: TypeAlias = tuple[int, int, int, int, Drafting, bool, bool, bool, int, int]
 
-#: Drafting, sampled, shaped, with prompts.
-_Alike: TypeAlias = tuple[Drafting, bool, bool, bool]
+#: Drafting, sampled, shaped, whether rows are shared, with prompts.
+_Alike: TypeAlias = tuple[Drafting, bool, bool, bool, bool]
 
 
 class StepGraphs(Generic[Graph]):
@@ -45,7 +45,8 @@ class StepGraphs(Generic[Graph]):
         lengths = call.lengths if self._config.drafter is not None else ()
         # Trees are drafted where a chain would be the whole block.
         tree = self._config.draft_tree if self._config.block_size - 1 in lengths else 0
-        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
+        shared = self._config.block_size if call.shares else 0
+        kinds = step_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree, shared)
         if call.shaped:
             kinds += shaped_kinds(self._config.max_batch, lengths, call.sampled, self._chunk, tree)
             kinds.sort(key=lambda kind: kind.all_rows, reverse=True)
@@ -76,25 +77,25 @@ class StepGraphs(Generic[Graph]):
             EngineError: there is none: it was not prepared for, and no request waits for a capture.
         """
         rows = max(call.row_counts)
-        return self._find((len(call.row_counts), rows, call.block, 0, call.drafting, call.sampled, False, 0, 0))
+        return self._find((len(call.row_counts), rows, call.block, 0, call.drafting, call.sampled, False, False, 0, 0))
 
     def find_slots(self, call: Step) -> tuple[StepKind, Graph]:
         """Finds likewise the kind of a shaped step of [slots, rows], which computes the slots up to its last one."""
         counts = [count for _, count in call.decode]
         slots = 1 + max(slot for slot, _ in call.decode)
-        return self._find((slots, max(counts), call.block, 0, call.drafting, call.sampled, True, 0, 0))
+        return self._find((slots, max(counts), call.block, 0, call.drafting, call.sampled, True, False, 0, 0))
 
     def find_flat(self, call: Step, pieces: list[int], shaped: bool = False) -> tuple[StepKind, Graph]:
         """Finds the smallest kind that a step fits in, with pieces of so many rows, and its graph. Errors as in `find`.
 
         The step's own pieces do not count.
         """
-        counts = [count for _, count in call.decode]
+        slots = len(call.decode)
         # Without pieces the rows of all are no matter: each slot then has place for as many as any.
-        all_rows = sum(counts) + sum(pieces) if pieces else 0
-        rows = max(counts, default=0)
-        asked = len(counts), rows, call.block, call.tree, call.drafting, call.sampled, shaped, all_rows, len(pieces)
-        return self._find(asked)
+        all_rows = decoded_rows(call) + sum(pieces) if pieces else 0
+        rows = -(-call.share // slots) if call.share else max((count for _, count in call.decode), default=0)
+        how = call.block, call.tree, call.drafting, call.sampled, shaped, call.chances
+        return self._find((slots, rows, *how, all_rows, len(pieces)))
 
     def _find(self, asked: _Asked) -> tuple[StepKind, Graph]:
         kind = self._found.get(asked)
@@ -113,12 +114,13 @@ class StepGraphs(Generic[Graph]):
         drafting: Drafting,
         sampled: bool,
         shaped: bool,
+        shares: bool,
         all_rows: int,
         pieces: int,
     ) -> StepKind:
         if drafting is Drafting.BLOCK:
             rows = max(rows, block, tree + 1)  # one number for both, so that there are few graphs
-        for kind in self._alike(drafting, sampled, shaped, pieces > 0):
+        for kind in self._alike(drafting, sampled, shaped, shares, pieces > 0):
             fits = kind.slots >= slots and kind.rows >= rows and kind.tree >= tree
             fits = fits and kind.pieces >= pieces and kind.segments >= slots + pieces
             if fits and kind.all_rows >= all_rows:
@@ -128,16 +130,20 @@ class StepGraphs(Generic[Graph]):
         what += ", with log-probabilities, penalties or masks" if shaped else ""
         raise EngineError(f"a {what}, drafting {drafting.value}, was not prepared for: see Session.prepare")
 
-    def _alike(self, drafting: Drafting, sampled: bool, shaped: bool, with_prompts: bool) -> list[StepKind]:
-        """Lists the kinds that draft, sample and are shaped so, the smallest first."""
-        asked = drafting, sampled, shaped, with_prompts
+    def _alike(
+        self, drafting: Drafting, sampled: bool, shaped: bool, shares: bool, with_prompts: bool
+    ) -> list[StepKind]:
+        """Lists the kinds that draft, sample, are shaped and share rows so, the smallest first."""
+        asked = drafting, sampled, shaped, shares, with_prompts
         alike = self._sorted.get(asked)
         if alike is None:
             kinds = [
-                kind for kind in self._graphs if (kind.drafting, kind.sampled, kind.shaped, kind.pieces > 0) == asked
+                kind
+                for kind in self._graphs
+                if (kind.drafting, kind.sampled, kind.shaped, kind.shares, kind.pieces > 0) == asked
             ]
             if not kinds and with_prompts and drafting is Drafting.OFF:
-                return self._alike(Drafting.CONTEXT, sampled, shaped, True)  # see `_serves`
+                return self._alike(Drafting.CONTEXT, sampled, shaped, shares, True)  # see `_serves`
             alike = sorted(kinds, key=lambda kind: (kind.all_rows, kind.slots, kind.rows))
             self._sorted[asked] = alike
         return alike
@@ -149,11 +155,21 @@ class StepGraphs(Generic[Graph]):
         self._sorted.clear()
 
 
+def decoded_rows(call: Step) -> int:
+    """Counts the rows of a step's decoding slots."""
+    return call.share or sum(count for _, count in call.decode)
+
+
 def words_of(call: Step, kind: StepKind) -> list[int]:
-    """Writes down a step as `kernels.begin_rows` reads it, for a captured kind."""
+    """Writes down a step as `kernels.begin_rows` reads it, for a captured kind.
+
+    Where slots share their rows, their counts are the most that each may have, as `kernels.divide_rows` reads them.
+    """
+    # Rows that no piece takes are computed in any case.
+    shared = decoded_rows(call) if call.pieces else kind.slots * kind.rows
     words: list[int] = []
     for slot, count in call.decode:
-        words += (slot, count, -1, count)
+        words += (slot, count, -1, shared if kind.shares else count)
     for piece in call.pieces:
         words += (piece.slot, len(piece.token_ids), piece.start, 1)
     words += [0] * (4 * kind.segments - len(words))

@@ -34,17 +34,12 @@ class Outcome:
         decided: Tensor,
         report: Report | None = None,
         shared: Tensor | None = None,
-        chances: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> None:
-        """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D] and chances [n].
-
-        Attributes:
-            shared: rows that each decoding slot got of those that they share; None: each had its own.
-            chances: of the drafts that were made, of all slots together, the largest first.
-        """
+        """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D] and gains [drafts]."""
         self.report = report or Report()
-        self.shared: list[int] | None = None if shared is None else shared.tolist()
-        self.chances: list[float] = [] if chances is None else chances.tolist()
+        self._shared: list[int] | None = None if shared is None else shared.tolist()
+        self._gained: list[float] = [] if gains is None else gains.tolist()
         self._event: torch.cuda.Event | None = None
         if decided.is_cuda:
             # Pinned, so that the copy runs behind the step while the host goes on.
@@ -56,6 +51,16 @@ class Outcome:
         self._rows: list[list[int]] | None = None  # of it, once they are read
         self._places: list[int] | None = None
 
+    @property
+    def shared(self) -> list[int] | None:
+        """Rows that each decoding slot got of those that they share; None: each had its own."""
+        return self._shared
+
+    @property
+    def gains(self) -> list[float]:
+        """Tokens that one more draft a slot, on average, is likely to commit of those that were made, after so many."""
+        return self._gained
+
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
         tokens = [ids[: accepted + 1] for accepted, *ids in self.read_whole()]
@@ -66,8 +71,13 @@ class Outcome:
         if self._rows is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._rows = self._decided.tolist()
+            self._rows = self._parse(self._decided)
         return self._rows
+
+    def _parse(self, host: Tensor) -> list[list[int]]:
+        """Takes apart what has come from the device."""
+        rows: list[list[int]] = host.tolist()
+        return rows
 
     def of(self, places: list[int]) -> "Outcome":
         """Chooses what `read` returns: the tokens of these places, in this order."""

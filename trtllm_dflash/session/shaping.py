@@ -180,6 +180,12 @@ class Left:
     places: dict[int, int]  # of its slots, in the outcome
     first: int  # column
 
+    @classmethod
+    def of(cls, outcome: Outcome, call: Step, rows: int) -> "Left":
+        """Finds the drafts of a step that was captured for so many rows a slot."""
+        every = [slot for slot, _ in call.decode] + [piece.slot for piece in call.pieces]
+        return cls(outcome, {slot: place for place, slot in enumerate(every)}, first=rows + 2)
+
     def drafts(self, slots: list[int]) -> list[list[int]]:
         """Reads the drafts of some of its slots."""
         rows = self.outcome.read_whole()

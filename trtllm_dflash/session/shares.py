@@ -12,6 +12,8 @@ Tensor = torch.Tensor
 
 #: Drafts at a position that are remembered: about so many, the recent ones more; and what is believed before the first.
 MEMORY, BELIEF = 400.0, 4.0
+#: The probability of a draft that nobody has told.
+GUESS = 0.85
 
 
 class Shares:
@@ -40,24 +42,30 @@ class Shares:
         chances = self._chances(slots, most).t()  # by position first
         best = chances.flatten().sort(descending=True, stable=True).indices[: max(0, total - len(slots))]
         taken = torch.zeros(chances.numel(), dtype=torch.int32, device=best.device).index_fill_(0, best, 1)
-        return 1 + (taken.view(chances.shape) * (chances >= 0)).sum(dim=0).int()
+        return 1 + (taken.view(chances.shape) * (chances > 0)).sum(dim=0).int()
 
-    def chances(self, slots: Tensor, most: Tensor) -> Tensor:
-        """Lists the chances of these slots' drafts, the largest first; -1 for those that there are not."""
-        return self._chances(slots, most).flatten().sort(descending=True).values
+    def forget(self) -> None:
+        """Guesses the chances of all drafts: those of a step that does not tell them. They teach nothing."""
+        self._foretold[:] = -(GUESS ** torch.arange(1.0, self._foretold.shape[1] + 1))
+
+    def gains(self, slots: Tensor, most: Tensor) -> Tensor:
+        """Sums the chances of these slots' drafts [drafts]: of a draft a slot on average, then one more, best first."""
+        chances = self._chances(slots, most).clamp(min=0).flatten().sort(descending=True).values
+        return chances.view(self._foretold.shape[1], len(slots)).sum(dim=1) / max(len(slots), 1)
 
     def learn(self, slots: Tensor, rows: Tensor, accepted: Tensor) -> None:
         """Learns from a step that verified `rows` [B] of these slots, and accepted so many drafts [B] of each."""
         position = torch.arange(1, self._foretold.shape[1] + 1, device=slots.device)
-        verified = (position < rows[:, None]).float()  # [B, drafts]
+        foretold = self._foretold[slots]
+        verified = ((position < rows[:, None]) & (foretold > 0)).float()  # [B, drafts]
         tries = verified.sum(dim=0)
         keep = (MEMORY / (MEMORY + tries)).clamp(max=1)
-        self._expected.mul_(keep).add_((self._foretold[slots] * verified).sum(dim=0))
+        self._expected.mul_(keep).add_((foretold * verified).sum(dim=0))
         self._survived.mul_(keep).add_((verified * (position <= accepted[:, None])).sum(dim=0))
 
     def _chances(self, slots: Tensor, most: Tensor) -> Tensor:
         """Corrects the chances of these slots' drafts [B, drafts], falling with the position; -1: there is none."""
-        corrected = (self._foretold[slots] * (self._survived / self._expected)).clamp(max=1)
+        corrected = (self._foretold[slots].abs() * (self._survived / self._expected)).clamp(max=1)
         falling = corrected.cummin(dim=1).values
         position = torch.arange(1, falling.shape[1] + 1, device=slots.device)
         return torch.where(position < most[:, None], falling, -1.0)

@@ -39,12 +39,12 @@ from trtllm_dflash.session.weights import (
     packed_weights,
     why_rows_differ,
 )
-from trtllm_dflash.step import Accept, Drafting, DraftVerifyStep, PromptRows, StepInputs, StepOutputs, accept_equals
+from trtllm_dflash.step import BY_EQUALITY, Drafting, DraftVerifyStep, Judgement, PromptRows, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
 
 #: Makes the rule of which drafts survive from what the device keeps of every slot.
-SlotAccept: TypeAlias = Callable[[SlotTensors], Accept]
+SlotAccept: TypeAlias = Callable[[SlotTensors], Judgement]
 
 
 class TorchSession(Session):
@@ -78,8 +78,8 @@ class TorchSession(Session):
         self.weights = packed_weights(complete) if device.type == "cpu" else complete
         self._inexact = why_rows_differ(self.weights) if device.type == "cpu" else None
         drafter = Drafter(config.drafter) if config.drafter else None
-        rule = accept_equals if accept is None else accept(self._slots)
-        self._step = DraftVerifyStep(build_target(config.target), drafter, rule)
+        judgement = BY_EQUALITY if accept is None else accept(self._slots)
+        self._step = DraftVerifyStep(build_target(config.target), drafter, judgement)
         self.states = _allocate_states(config, device)
         if isinstance(self.states, CudaStates):
             join_weights(self.weights, self._step.target.joined_linears())
@@ -153,7 +153,7 @@ class TorchSession(Session):
             start=self._int32([segment.start for segment in layout.segments]),
             row_count=layout.counts,
             logit_rows=layout.logit_rows,
-            block_offsets=self._offsets(call.block),
+            block_offsets=self._offsets(self.config.block_size if call.chances else call.block),
             sampling=self._row_sampling(layout) if call.sampled else None,
             penalties=self._penalties_of(call, layout, token_ids),
             mask=self._mask_of(call, layout),
@@ -178,13 +178,15 @@ class TorchSession(Session):
         if shared is not None:
             slots = layout.slots[: len(decode)]
             self._shares.learn(slots, shared, out.accepted[: len(decode)])
-        chances = None
+        gains = None
         if out.next_chances is not None:
-            chances = self._note_chances(call, layout, out.next_chances)
+            gains = self._note_chances(call, layout, out.next_chances)
+        elif call.drafting is Drafting.BLOCK:
+            self._shares.forget()
         first_prompts = list(accumulate(_next_counts(call), initial=0))
         starts = [segment.start for segment in layout.segments]
         report = Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts, starts)
-        return Outcome(decided, report, shared, chances)
+        return Outcome(decided, report, shared, gains)
 
     def _divide(self, call: Step) -> Tensor:
         """Divides the rows that a step's decoding slots share by the chances of their drafts: rows of each."""
@@ -192,11 +194,11 @@ class TorchSession(Session):
         return self._shares.divide(slots, most, call.share)
 
     def _note_chances(self, call: Step, layout: Layout, log_probs: Tensor) -> Tensor:
-        """Notes the log-probabilities of the drafts that a step has made; lists those of slots that use them."""
+        """Notes the log-probabilities of the drafts that a step has made; sums those of slots that use them."""
         self._shares.note(layout.slots, log_probs)
         drafting = [slot for slot, rows in call.decode if rows > 1] + [p.slot for p in call.pieces if p.last]
-        block = torch.full((len(drafting),), call.block)
-        return self._shares.chances(torch.tensor(drafting, dtype=torch.int64), block)
+        block = torch.full((len(drafting),), self.config.block_size)
+        return self._shares.gains(torch.tensor(drafting, dtype=torch.int64), block)
 
     def _penalties_of(self, call: Step, layout: Layout, token_ids: Tensor) -> Penalties[Tensor] | None:
         """Makes the penalties of a step with token_ids [N]; None where nobody has any."""

@@ -1,0 +1,93 @@
+"""The choice of what a step drafts: how much, chains or trees, and whether the slots share their rows."""
+
+from dataclasses import dataclass
+
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.runtime.batch import Batch, is_shaped
+from trtllm_dflash.runtime.draft_length import DraftLength
+from trtllm_dflash.runtime.slots import Stay
+from trtllm_dflash.session.calls import Step
+from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.step import Drafting
+
+
+@dataclass(frozen=True)
+class StepDrafts:
+    """The drafts that a step makes, and how its slots verify those that the one before it has left."""
+
+    drafting: Drafting
+    block: int  # rows of the block to draft; of slots that share their rows, on average
+    tree: int = 0  # nodes of the trees to draft out of it; 0: chains
+    shares: bool = False  # whether slots share the rows of such blocks
+    share: int = 0  # rows that they share in this step; 0: each has its own
+    rows: int = 1  # that the next step may verify of a slot
+    most: int | None = None  # that this one verifies of a slot: others are dropped; None: all
+
+
+class DraftChooser:
+    """Chooses what each step drafts.
+
+    Args:
+        config: the engine.
+        limits: of its session.
+        length: chooses how much to draft.
+        draft: False decodes plainly, without the drafter's work.
+    """
+
+    def __init__(self, config: EngineConfig, limits: StepLimits, length: DraftLength, draft: bool) -> None:
+        self._limits, self._length, self._draft = limits, length, draft
+        self._longest, self._tree = config.block_size - 1, config.draft_tree
+        self._drafts = self._longest  # of a slot, that the last step has made
+        self._left = self._left_shared = False  # whether it has left drafts at all, and such as share rows
+
+    @property
+    def may_share(self) -> bool:
+        """Whether slots may ever share rows."""
+        return self._draft and self._limits.divides and self._length.may_share
+
+    def choose(
+        self, batch: Batch, pieces: list[Stay], begin: list[Stay], reading: list[Stay], slots: int
+    ) -> StepDrafts:
+        """Chooses for the next step of a batch.
+
+        Args:
+            pieces: whose prompts it reads; begin: to the end.
+            reading: whose prompts are being read at all.
+            slots: that it computes.
+        """
+        wanted = batch.drafts or any(stay.drafts and stay.sequence.room > 1 for stay in begin)
+        if not self._draft or not (wanted or pieces):
+            return StepDrafts(Drafting.OFF, 1)
+        drafts = self._length.choose(slots) if wanted else 0
+        return self._of(batch, reading, drafts)
+
+    def like(self, batch: Batch, reading: list[Stay]) -> Step:
+        """Makes a step like the next one of a batch is likely to be, with no pieces of prompts yet."""
+        drafts = min(max(batch.block - 1, 0), self._longest)
+        if self.may_share:
+            drafts = min(drafts, self._drafts)
+        if not self._draft:
+            return Step(batch.rows, [], Drafting.OFF, 1, batch.sampled)
+        of = self._of(batch, reading, drafts)
+        return Step(batch.rows, [], of.drafting, of.block, batch.sampled, chances=of.shares, share=of.share)
+
+    def note(self, launched: StepDrafts) -> None:
+        """Notes what the step drafts that was launched."""
+        self._drafts, self._left = launched.block - 1, launched.drafting is Drafting.BLOCK
+        self._left_shared = launched.shares
+
+    def _of(self, batch: Batch, reading: list[Stay], drafts: int) -> StepDrafts:
+        block, may_differ = drafts + 1, self._limits.shapes_trees or not is_shaped(batch, reading)
+        if not drafts:
+            return StepDrafts(Drafting.CONTEXT, block)
+        if drafts >= self._longest:
+            # The best tree of a block is one of the whole block. All verify chains while anybody asks for more.
+            tree = self._tree if may_differ else 0
+            return StepDrafts(Drafting.BLOCK, block, tree, rows=tree + 1 if tree else block)
+        if not (self.may_share and self._length.shares and may_differ):
+            # A step whose slots all have as many rows as some have of shared ones would take much longer.
+            return StepDrafts(Drafting.BLOCK, block, rows=block, most=block if self._left_shared else None)
+        drafting = sum(most > 1 for _, most in batch.rows)
+        is_shared = drafting and self._left and not batch.guided
+        share = len(batch.rows) + drafting * drafts if is_shared else 0
+        return StepDrafts(Drafting.BLOCK, block, shares=True, share=share, rows=self._longest + 1)

@@ -1,0 +1,90 @@
+"""Captured steps whose slots share rows: what the device keeps of drafts' chances, and what the host reads of them."""
+
+import torch
+
+from trtllm_dflash import kernels
+from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.ladder import PIECES, StepKind
+from trtllm_dflash.session.report import Report
+from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.shares import BELIEF, GUESS, MEMORY
+
+Tensor = torch.Tensor
+
+
+class CapturedShares:
+    """Divides the rows of captured steps by the chances of their slots' drafts."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        slots, drafts = config.max_batch, config.block_size - 1
+        self.kept = kernels.Foretold(
+            torch.zeros(slots, drafts, device=device),
+            torch.full((slots,), GUESS, device=device).log_(),
+            torch.full((drafts,), BELIEF, device=device),
+            torch.full((drafts,), BELIEF, device=device),
+            MEMORY,
+        )
+        # Nobody foretold it, and so it teaches nothing: that is what the sign says.
+        self._guess = -(GUESS ** torch.arange(1.0, drafts + 1, device=device)).expand(slots, -1).contiguous()
+        self.forget()
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> "CapturedShares | None":
+        """Makes it for an engine; None where its slots share no rows: they draft nothing, or on several ranks."""
+        drafts = max(config.max_batch, PIECES) * (config.block_size - 1)
+        if config.drafter is None or config.block_size < 3 or config.tp > 1 or drafts > kernels.MOST_SHARED:
+            return None
+        return cls(config, device)
+
+    def forget(self) -> None:
+        """Guesses the chances of all drafts: those of a step that does not tell them."""
+        self.kept.foretold.copy_(self._guess)
+
+    def divided(self, words: Tensor, kind: StepKind) -> Tensor:
+        """Divides a step's rows, written down in `words`, among its decoding slots."""
+        if not kind.slots:
+            return words
+        return kernels.divide_rows(words, self.kept, kind.slots, kind.slots * kind.rows)
+
+    def told(self, decided: Tensor, layout: kernels.Rows, gains: Tensor) -> Tensor:
+        """Joins what the host reads: decided [G, 1 + Bd], the segments' rows [G] and the blocks' gains [drafts]."""
+        return torch.cat([decided.flatten(), layout.segments[:, 3], gains.view(torch.int32)])
+
+
+def outcome_of(decided: Tensor, kind: StepKind, slots: int, pieces: int, report: Report | None) -> Outcome:
+    """Makes the outcome of a captured step in which so many slots and pieces took part."""
+    if kind.shares:
+        return SharedOutcome(decided, kind.segments, slots, pieces)
+    return Outcome(decided[: slots + pieces], report)
+
+
+class SharedOutcome(Outcome):
+    """The outcome of a step whose slots share its rows.
+
+    Args:
+        told: as `CapturedShares.told` joins it.
+        segments: G.
+        slots, pieces: those that took part.
+    """
+
+    def __init__(self, told: Tensor, segments: int, slots: int, pieces: int) -> None:
+        super().__init__(told)
+        self._segments, self._slots, self._pieces = segments, slots, pieces
+
+    @property
+    def shared(self) -> list[int]:
+        self.read_whole()
+        return self._counts
+
+    @property
+    def gains(self) -> list[float]:
+        self.read_whole()
+        return self._gains
+
+    def _parse(self, host: Tensor) -> list[list[int]]:
+        segments, taking_part = self._segments, self._slots + self._pieces
+        drafts = (len(host) - 2 * segments) // (segments + 1)
+        of_segments = segments * (2 + drafts)
+        self._counts = host[of_segments : of_segments + self._slots].tolist()
+        self._gains = host[of_segments + segments :].view(torch.float32).tolist()
+        return host[:of_segments].view(segments, -1)[:taking_part].tolist()
