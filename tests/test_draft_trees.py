@@ -281,7 +281,7 @@ def test_calls_of_trees_go_to_other_ranks():
         (7, {}, "cpu", "--draft-tree 7: choose auto, off, 15, 31 or 63"),
         ("much", {}, "cpu", "--draft-tree much: choose auto, off, 15, 31 or 63"),
         (15, {"drafter": None}, "cpu", "--draft-tree 15: this engine has no drafter"),
-        ("31", {"backend": "tensorrt"}, "cuda", "--draft-tree 31: TensorRT plans verify chains alone; leave it out"),
+        ("31", {"backend": "tensorrt"}, "cuda", "--draft-tree 31: this plan drafts chains; leave it out, or build"),
         (15, {}, "cuda", "--draft-tree 15: on a GPU trees need our CUDA kernels, which compute bf16 and fp16"),
         (63, {"block_size": 2}, "cpu", "--draft-tree 63: blocks of 2 have not so many nodes"),
     ],

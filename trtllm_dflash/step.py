@@ -50,6 +50,8 @@ class StepInputs(Generic[T]):
     shapes: KeptShapes | None = None  # penalties and masks of captured steps, in place of these two
     logprobs: bool = False  # whether log-probabilities of the choices are computed
     prompt: "PromptRows[T] | None" = None  # rows of prompts whose log-probabilities are computed
+    parents: T | None = None  # [B, R] for plans of trees: each logit row's parent, -1 for row 0's; None: chains
+    tree: bool = False  # for the same: whether a tree is drafted
 
 
 @dataclass(frozen=True)

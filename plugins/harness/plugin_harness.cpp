@@ -31,7 +31,27 @@ struct Case
     bool has_sinks;
     bool is_in_place;
     int page_rows = 0; // 0: linear caches
+    int paths = 0; // R of a layer whose rows may be trees: as many as rows where they are; 0: of another
 };
+
+// The row of a row's parent in a slot's tree, which has branches on every level; of a run the row before.
+int parent_of(Case const& c, int slot, int row)
+{
+    return c.paths == c.rows ? (row - 1) / (2 + slot % 2) : row - 1;
+}
+
+// The rows from the root to this one, itself included.
+std::vector<int> path_of(Case const& c, int slot, int row)
+{
+    std::vector<int> path;
+    for (; row > 0; row = parent_of(c, slot, row))
+    {
+        path.push_back(row);
+    }
+    path.push_back(0);
+    std::reverse(path.begin(), path.end());
+    return path;
+}
 
 // -- float64 ----------------------------------------------------------------------------------------------------------
 
@@ -119,23 +139,29 @@ Expected computed(Case const& c, Inputs const& in)
             {
                 auto const k = row_of(in.qkv, row + size_t(c.heads + h) * c.size);
                 auto const v = row_of(in.qkv, row + size_t(c.heads + c.kv_heads + h) * c.size);
-                write(h, first + i, normed_and_rotated(k, c.has_norms ? &k_norm : nullptr, in, first + i, c.type), v);
+                int const position = first + static_cast<int>(path_of(c, b, i).size()) - 1;
+                write(h, first + i, normed_and_rotated(k, c.has_norms ? &k_norm : nullptr, in, position, c.type), v);
             }
         }
         for (int i = 0; i < c.rows; ++i)
         {
+            std::vector<int> const path = path_of(c, b, i);
+            int const position = first + static_cast<int>(path.size()) - 1;
             for (int h = 0; h < c.heads; ++h)
             {
                 size_t const row = (size_t(b) * c.rows + i) * (c.heads + 2 * c.kv_heads) * c.size;
                 auto const q = normed_and_rotated(
-                    row_of(in.qkv, row + size_t(h) * c.size), c.has_norms ? &q_norm : nullptr, in, first + i, c.type);
-                int const past = c.context_rows ? first + c.rows : first + i + 1;
-                int const oldest = c.window ? std::max(0, first + i - c.window + 1) : 0;
+                    row_of(in.qkv, row + size_t(h) * c.size), c.has_norms ? &q_norm : nullptr, in, position, c.type);
+                // Of a tree the nth key behind the first row is the path's nth row.
+                int const past = c.context_rows ? first + c.rows : position + 1;
+                int const oldest = c.window ? std::max(0, (c.context_rows ? first + i : position) - c.window + 1) : 0;
+                auto const place
+                    = [&](int key) { return c.context_rows || key < first ? key : first + path[key - first]; };
                 std::vector<double> weights(past);
                 double top = c.has_sinks ? in.sinks[h] : -INFINITY;
                 for (int key = oldest; key < past; ++key)
                 {
-                    double const* k = e.keys.data() + cache_row(b, h / group, key);
+                    double const* k = e.keys.data() + cache_row(b, h / group, place(key));
                     for (int d = 0; d < c.size; ++d)
                     {
                         weights[key] += q[d] * k[d];
@@ -152,7 +178,7 @@ Expected computed(Case const& c, Inputs const& in)
                 double* out = e.out.data() + ((size_t(b) * c.rows + i) * c.heads + h) * c.size;
                 for (int key = oldest; key < past; ++key)
                 {
-                    double const* v = e.values.data() + cache_row(b, h / group, key);
+                    double const* v = e.values.data() + cache_row(b, h / group, place(key));
                     for (int d = 0; d < c.size; ++d)
                     {
                         out[d] += weights[key] / sum * v[d];
@@ -167,9 +193,9 @@ Expected computed(Case const& c, Inputs const& in)
 IPluginV3* created(IPluginCreatorV3One& creator, Case const& c, int index)
 {
     int32_t const numbers[] = {c.heads, c.kv_heads, c.size, c.context_rows == 0, c.window, c.has_norms, c.has_sinks,
-        c.context_rows ? index : -1, c.page_rows};
-    char const* const names[] = {
-        "heads", "kv_heads", "head_size", "causal", "window", "has_norms", "has_sinks", "context_index", "page_rows"};
+        c.paths > 0, c.context_rows ? index : -1, c.page_rows};
+    char const* const names[] = {"heads", "kv_heads", "head_size", "causal", "window", "has_norms", "has_sinks",
+        "has_tree", "context_index", "page_rows"};
     float const eps = static_cast<float>(kEps);
     std::vector<PluginField> fields;
     for (size_t i = 0; i < std::size(names); ++i)
@@ -309,6 +335,29 @@ std::vector<Tensor> tensors_of(Case const& c, Inputs const& in, Layout const& la
     if (c.has_sinks)
     {
         tensors.push_back(tensor(in.sinks, {c.heads}, DataType::kFLOAT));
+    }
+    if (c.paths)
+    {
+        std::vector<int32_t> positions, words;
+        for (int b = 0; b < in.slots; ++b)
+        {
+            for (int i = 0; i < c.rows; ++i)
+            {
+                positions.push_back(in.start[b] + static_cast<int>(path_of(c, b, i).size()) - 1);
+            }
+            for (int i = 0; i < c.paths; ++i)
+            {
+                uint64_t bits = 0;
+                for (int row : path_of(c, b, i))
+                {
+                    bits |= uint64_t{1} << row;
+                }
+                words.push_back(static_cast<int32_t>(bits));
+                words.push_back(static_cast<int32_t>(bits >> 32));
+            }
+        }
+        tensors.push_back(tensor(positions, {in.slots, c.rows}, DataType::kINT32));
+        tensors.push_back(tensor(words, {in.slots, c.paths, 2}, DataType::kINT32));
     }
     if (c.context_rows)
     {
@@ -539,7 +588,7 @@ int main(int count, char** arguments)
     auto* const creator = static_cast<IPluginCreatorV3One*>(creators[0]);
     require(count_of_creators == 2 && std::string(creator->getPluginName()) == "DFlashBlockAttention"
             && std::string(creator->getPluginVersion()) == "1" && std::string(creator->getPluginNamespace()) == "dflash"
-            && creator->getFieldNames()->nbFields == 10,
+            && creator->getFieldNames()->nbFields == 11,
         "the creator is another");
     int32_t const wrong = 5;
     PluginField const field("heads", &wrong, PluginFieldType::kINT32, 1);
@@ -569,6 +618,10 @@ int main(int count, char** arguments)
         {"a chunk of 90 rows, pages of 64", kBf16, 8, 2, 64, 90, 0, 0, true, false, true, 64},
         {"draft, 16 context rows, pages of 64", kBf16, 8, 2, 128, 16, 16, 0, true, false, true, 64},
         {"draft, pages of 128, present elsewhere", kHalf, 8, 4, 64, 16, 70, 0, true, false, false, 128},
+        {"a tree of 15", kBf16, 32, 8, 128, 16, 0, 0, true, false, true, 0, 16},
+        {"a tree of 63, window and sinks", kHalf, 16, 2, 64, 64, 0, 128, false, true, true, 0, 64},
+        {"a tree of 31, pages of 64", kBf16, 8, 2, 128, 32, 0, 0, true, false, true, 64, 32},
+        {"a chunk of 90 rows, where rows may be trees", kBf16, 8, 2, 64, 90, 0, 0, true, false, true, 0, 1},
     };
     for (auto const& each : cases)
     {

@@ -1,5 +1,7 @@
 #include "block_attention_plugin.h"
 
+#include "tree_segments.h"
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -20,7 +22,7 @@ enum Input : int32_t
     kCos,
     kSin,
     kAlwaysThere,
-    kMostInputs = kAlwaysThere + 6
+    kMostInputs = kAlwaysThere + 8
 };
 
 enum Output : int32_t
@@ -41,8 +43,8 @@ BlockAttentionFields fields_of(BlockAttentionSettings const* s)
     using S = BlockAttentionSettings;
     return {number("heads", &S::heads), number("kv_heads", &S::kv_heads), number("head_size", &S::head_size),
         number("causal", &S::causal), number("window", &S::window), number("has_norms", &S::has_norms),
-        number("has_sinks", &S::has_sinks), number("context_index", &S::context_index),
-        number("page_rows", &S::page_rows),
+        number("has_sinks", &S::has_sinks), number("has_tree", &S::has_tree),
+        number("context_index", &S::context_index), number("page_rows", &S::page_rows),
         PluginField("norm_eps", s ? &s->norm_eps : nullptr, PluginFieldType::kFLOAT32, 1)};
 }
 
@@ -62,12 +64,18 @@ bool read_fields(PluginFieldCollection const& from, BlockAttentionSettings& to)
         std::memcpy(const_cast<void*>(found->data), field.data, sizeof(int32_t));
     }
     return to.heads > 0 && to.kv_heads > 0 && to.heads % to.kv_heads == 0 && to.window >= 0 && to.page_rows >= 0
-        && (to.head_size == 64 || to.head_size == 128);
+        && (to.head_size == 64 || to.head_size == 128) && (!to.has_tree || (to.causal && to.context_index < 0));
 }
 
 size_t aligned(size_t bytes)
 {
     return (bytes + 255) / 256 * 256;
+}
+
+// Of a tree's segments, and of the segment of each row; a call's rows are not one where they are more.
+size_t segments_bytes(int32_t slots, int32_t rows)
+{
+    return aligned(size_t{16} * slots) + aligned(size_t{4} * slots * std::min(rows, DFLASH_TREE_MOST_ROWS));
 }
 
 int32_t dtype_of(PluginTensorDesc const& tensor)
@@ -137,6 +145,11 @@ int32_t BlockAttentionPlugin::sinks_at() const
     return settings_.has_sinks ? kAlwaysThere + 2 * (settings_.has_norms != 0) : -1;
 }
 
+int32_t BlockAttentionPlugin::tree_at() const
+{
+    return settings_.has_tree ? kAlwaysThere + 2 * (settings_.has_norms != 0) + (settings_.has_sinks != 0) : -1;
+}
+
 int32_t BlockAttentionPlugin::context_at() const
 {
     return settings_.context_index >= 0 ? kAlwaysThere + 2 * (settings_.has_norms != 0) + (settings_.has_sinks != 0)
@@ -150,7 +163,7 @@ int32_t BlockAttentionPlugin::table_at() const
 
 int32_t BlockAttentionPlugin::input_count() const
 {
-    return kAlwaysThere + 2 * (settings_.has_norms != 0) + (settings_.has_sinks != 0)
+    return kAlwaysThere + 2 * (settings_.has_norms != 0) + (settings_.has_sinks != 0) + 2 * (settings_.has_tree != 0)
         + 2 * (settings_.context_index >= 0) + (settings_.page_rows > 0);
 }
 
@@ -201,7 +214,9 @@ bool BlockAttentionPlugin::supportsFormatCombination(
         return false;
     }
     DataType const type = in_out[position].desc.type;
-    if (position == kStart || position == table_at() || (context_at() >= 0 && position == context_at() + 1))
+    bool const is_of_tree = tree_at() >= 0 && (position == tree_at() || position == tree_at() + 1);
+    if (position == kStart || position == table_at() || is_of_tree
+        || (context_at() >= 0 && position == context_at() + 1))
     {
         return type == DataType::kINT32;
     }
@@ -278,7 +293,8 @@ size_t BlockAttentionPlugin::getWorkspaceSize(
         }
         most = std::max(most, bytes);
     }
-    return queries + most;
+    auto const rows = static_cast<int32_t>(largest[kQkv].dims.d[1]);
+    return queries + most + (settings_.has_tree ? segments_bytes(p.slots, rows) : 0);
 }
 
 // -- run --------------------------------------------------------------------------------------------------------------
@@ -298,7 +314,20 @@ bool BlockAttentionPlugin::has_shapes(PluginTensorDesc const* in, int32_t inputs
         is_right = context.nbDims == 3 && context.d[0] == qkv.d[0] && context.d[2] % layer == 0
             && context.d[2] / layer > s.context_index && volume(in[context_at() + 1].dims) == qkv.d[0];
     }
+    if (is_right && tree_at() >= 0)
+    {
+        Dims const& paths = in[tree_at() + 1].dims;
+        is_right = volume(in[tree_at()].dims) == qkv.d[0] * qkv.d[1] && paths.nbDims == 3 && paths.d[0] == qkv.d[0]
+            && paths.d[2] == 2 && (paths.d[1] == 1 || is_tree(in));
+    }
     return is_right;
+}
+
+// Whether a call's rows are trees: a prompt has one path, of its last row.
+bool BlockAttentionPlugin::is_tree(PluginTensorDesc const* in) const
+{
+    int64_t const rows = in[kQkv].dims.d[1];
+    return tree_at() >= 0 && in[tree_at() + 1].dims.d[1] == rows && rows <= DFLASH_TREE_MOST_ROWS;
 }
 
 bool BlockAttentionPlugin::has_cache_shapes(PluginTensorDesc const* in) const
@@ -388,6 +417,23 @@ int32_t BlockAttentionPlugin::enqueue(PluginTensorDesc const* in, PluginTensorDe
         committed = static_cast<int32_t const*>(inputs[context_at() + 1]);
         append.committed = committed;
     }
+    cudaError_t error = cudaSuccess;
+    char* scratch = static_cast<char*>(workspace) + aligned(size_t{2} * p.slots * p.q_slot_stride);
+    if (is_tree(in))
+    {
+        // As flat rows, of a segment a slot.
+        auto* const segments = reinterpret_cast<int32_t*>(scratch);
+        int32_t* const row_segment = segments + aligned(size_t{16} * p.slots) / sizeof(int32_t);
+        scratch += segments_bytes(p.slots, p.rows);
+        error = make_tree_segments(start, p.slots, p.rows, segments, row_segment, stream);
+        append.segments = p.segments = segments;
+        append.row_segment = row_segment;
+        append.row_position = static_cast<int32_t const*>(inputs[tree_at()]);
+        append.rows = p.slots * p.rows;
+        append.out = outputs[kAttention];
+        p.row_path = static_cast<uint64_t const*>(inputs[tree_at() + 1]);
+        p.pages = table_at() >= 0 ? p.pages : p.slots;
+    }
     append.q_out = workspace;
     append.keys = outputs[kPresentKey];
     append.values = outputs[kPresentValue];
@@ -400,7 +446,7 @@ int32_t BlockAttentionPlugin::enqueue(PluginTensorDesc const* in, PluginTensorDe
         append.page_table_stride = p.page_table_stride;
         append.page_rows = p.page_rows;
     }
-    cudaError_t error = dflash_append(&append, stream);
+    error = error == cudaSuccess ? dflash_append(&append, stream) : error;
     if (error != cudaSuccess)
     {
         return error;
@@ -419,7 +465,6 @@ int32_t BlockAttentionPlugin::enqueue(PluginTensorDesc const* in, PluginTensorDe
     {
         return error;
     }
-    char* scratch = static_cast<char*>(workspace) + aligned(size_t{2} * p.slots * p.q_slot_stride);
     return dflash_attention(&p, scratch, bytes, stream);
 }
 

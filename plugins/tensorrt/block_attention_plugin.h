@@ -25,12 +25,13 @@ struct BlockAttentionSettings
     int32_t window = 0; // a row at position p sees keys > p - window; 0: no window
     int32_t has_norms = 0; // with inputs q_norm and k_norm
     int32_t has_sinks = 0; // with input sinks
+    int32_t has_tree = 0; // a target's layer, of rows that may be trees: with inputs positions and paths
     int32_t context_index = -1; // a drafter's layer: its place in input context; -1: without that input
     int32_t page_rows = 0; // of a page, with input page_table; 0: caches are a run of rows a slot
     float norm_eps = 0.f;
 };
 
-using BlockAttentionFields = std::array<nvinfer1::PluginField, 10>;
+using BlockAttentionFields = std::array<nvinfer1::PluginField, 11>;
 
 // Inputs, in this order (B slots, N rows, S cache length, D head size):
 //   qkv         [B, N, (heads + 2 kv_heads) * D]   what the rows' projection gave
@@ -40,11 +41,15 @@ using BlockAttentionFields = std::array<nvinfer1::PluginField, 10>;
 //   cos, sin    [positions, D / 2]
 //   q_norm, k_norm  [D]                            with has_norms
 //   sinks       [heads] float                      with has_sinks
+//   positions   [B, N] int32                       with has_tree: where each row of a tree stands
+//   paths       [B, R, 2] int32                    likewise: a bit for each row that it sees of them, low word first
 //   context     [B, Q, layers * 2 * kv_heads * D]  with context_index: K, then V, of each layer
 //   committed   [B] int32                          with context_index: how many of the Q rows become permanent
 //   page_table  [B, width] int32                   with page_rows: where each slot's pages lie
 // With page_rows the past is [pages, kv_heads, page_rows, D], and S is width * page_rows: position p of slot b is row
 // p % page_rows of page page_table[b, p / page_rows]. page_rows is a multiple of 64, or width is 1.
+// With has_tree, and R = N of at most 64, each slot's rows are a tree: row i lies i rows behind start, is rotated by
+// its own position, and sees all keys before start and the rows whose bits are set. With R = 1 they are a prompt's run.
 // Outputs:
 //   attention   [B, N, heads * D]
 //   present_key, present_value                     as past: bind them to the same addresses
@@ -93,11 +98,13 @@ private:
     // Places of the inputs that are not always there; -1 where they are not.
     int32_t norms_at() const;
     int32_t sinks_at() const;
+    int32_t tree_at() const;
     int32_t context_at() const;
     int32_t table_at() const;
     int32_t input_count() const;
     bool has_shapes(nvinfer1::PluginTensorDesc const* in, int32_t inputs) const;
     bool has_cache_shapes(nvinfer1::PluginTensorDesc const* in) const;
+    bool is_tree(nvinfer1::PluginTensorDesc const* in) const;
     dflash_attention_params attention(nvinfer1::PluginTensorDesc const* in) const;
 
     BlockAttentionSettings const settings_;

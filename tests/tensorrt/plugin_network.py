@@ -145,7 +145,7 @@ class PluginTensorRT:
     def create_plugin(self, name: str, fields: Any, phase: Any) -> dict[str, float] | None:
         """As `block_attention_plugin.cpp` reads the fields."""
         values = self._settings(fields, phase)
-        assert len(values) == 9
+        assert len(values) == 10
         return values if values["head_size"] in (16, 64, 128) else None  # 16: of the smallest checkpoints
 
     def create_delta_plugin(self, name: str, fields: Any, phase: Any) -> dict[str, float] | None:

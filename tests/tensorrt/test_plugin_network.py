@@ -23,6 +23,8 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 
 from tests.tensorrt.evaluator import trt
 from tests.tensorrt.plugin_network import LIBRARY, PluginBuilder, PluginTensorRT, use_plugins
+from tests.tensorrt.test_draft_tree import Sessions, make_prompts
+from tests.tensorrt.test_draft_tree import make_pair as make_tree_pair
 from tests.tensorrt.test_moe_network import make_moe_pair
 from tests.tensorrt.test_network import Both, compare_generation, make_config, make_pair
 from tests.tensorrt.test_session import CPU, EvaluatedEngine, replies
@@ -121,6 +123,20 @@ def test_a_session_gets_the_same_replies_from_a_plan_with_plugins(
     prompts = [[5, 6, 7], list(range(30)), [9] * 11, [*range(28), 3, 3]]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     assert replies(TorchSession(plain, weights, CPU), prompts, params) == replies(session, prompts, params)
+
+
+@pytest.mark.parametrize(("family", "nodes"), [("qwen3", 63), ("gpt-oss", 15)])
+def test_plugins_attend_along_the_paths_of_trees(
+    builder: PluginBuilder, tmp_path: Path, family: str, nodes: int
+) -> None:
+    sessions = Sessions(make_tree_pair(tmp_path, family, window=16), nodes, builder=builder, plugin="0" * 64)
+    for slot, prompt in enumerate(make_prompts(30, 5)):
+        sessions.read(slot, prompt)
+    for _ in range(4):
+        sessions.decode([(0, nodes + 1), (1, nodes + 1)])
+    sessions.decode([(0, nodes + 1), (1, nodes + 1)], block=8)
+    sessions.decode([(0, 8), (1, 8)])
+    assert sum(sessions.accepted) > 0 and sessions.moved > 0
 
 
 # -- from the command line to the plan, and back -----------------------------------------------------------------------

@@ -240,10 +240,12 @@ def assert_replies_equal(torch_session: TorchSession, session: TensorRTSession, 
     assert replies(torch_session, prompts, params) == replies(session, prompts, params)
 
 
-def replies(session: Any, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], list[int]]]:
+def replies(
+    session: Any, prompts: list[list[int]], params: SamplingParams, most: int = 9
+) -> list[tuple[list[int], list[int]]]:
     """What a scheduler over a session gives: tokens, and drafts accepted by step. The second prompt decodes plainly."""
     scheduler = Scheduler(session)
-    sequences = [Sequence(prompt, params, 9, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
+    sequences = [Sequence(prompt, params, most, frozenset(), draft=i != 1) for i, prompt in enumerate(prompts)]
     for sequence in sequences:
         scheduler.submit(sequence)
     while scheduler.busy:

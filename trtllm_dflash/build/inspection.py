@@ -51,6 +51,8 @@ class Inspection:
             return None
         taps = ", ".join(map(str, drafter.tap_layers))
         words = f"drafter of {drafter.layers} layers, block {self.config.block_size}, tap layers {taps}"
+        if self.config.plan_tree:
+            words += f", trees of {self.config.plan_tree}"
         if drafter.linear_precision is not None:
             words += f", {drafter.linear_precision.value} matrices"
         if drafter.draft_vocab_size is not None:

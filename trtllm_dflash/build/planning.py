@@ -34,12 +34,14 @@ from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.kernels import HEAD_SIZES, why_no_delta_net
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
+from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_delta_net import NET_CHUNK
 from trtllm_dflash.ops.tensorrt_drafting import MOST_DRAFTS
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.pairs.prompts import PROMPTS
+from trtllm_dflash.session.trees import why_no_trees
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         max_seq_len=models.max_seq_len,
         chunk=models.chunk,
         block_size=models.block_size,
+        plan_tree=settings.draft_tree or 0,
         target=models.target,
         drafter=models.drafter,
         kv=caches.kv,
@@ -122,6 +125,7 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         plugin=_plugin_digest(settings, models),
         versions=_versions(settings.backend),
     )
+    _check_trees(config)
     limits = choose_limits(config, settings, room)
     config = config.model_copy(update=limits.changes)
     if settings.gpu is not None and settings.gpu.lower() in GPUS:
@@ -344,6 +348,23 @@ def _check_tensorrt_settings(settings: BuildSettings, models: PlannedModels) -> 
     for name, default in DEFAULTS_OF_TENSORRT.items():
         if getattr(settings, name) != default:
             raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
+
+
+def _check_trees(config: EngineConfig) -> None:
+    """Check that a plan can be made for its trees."""
+    nodes, block = config.plan_tree, config.block_size
+    if not nodes:
+        return
+    reason = why_no_trees(config, nodes)
+    # Chains come out of the same list of nodes.
+    longest = min(nodes, max(draft_tree(nodes, block).depths)) if reason is None else block
+    if longest < block - 1:
+        reason = f"its nodes make chains of {longest} drafts, blocks have {block - 1}; use --block-size {longest + 1}"
+    shortest = min((window for window in config.target.windows or () if window is not None), default=block)
+    if config.plugin is not None and shortest < block:
+        reason = f"the plugin's trees need windows of at least a block; this target's is {shortest}; leave --plugin out"
+    if reason is not None:
+        raise SettingsError(f"--draft-tree {nodes}: {reason}")
 
 
 def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None:

@@ -2,17 +2,25 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.build.caches import CachePrecision
 from trtllm_dflash.build.precision import DrafterPrecision, TargetPrecision
 from trtllm_dflash.catalog import PairFacts, ServingLimits
 from trtllm_dflash.engine.config import Backend
+from trtllm_dflash.ops.draft_tree import TREE_SIZES
 
 #: Prompt and reply together, in tokens, where nothing else is said and the model takes as many.
 DEFAULT_MAX_SEQ_LEN = 4096
 #: Sequences at a time, likewise.
 DEFAULT_MAX_BATCH = 8
+
+
+def _tree_size(nodes: int) -> int:
+    if nodes not in TREE_SIZES:
+        raise PydanticCustomError("draft_tree", f"choose {', '.join(map(str, TREE_SIZES[:-1]))} or {TREE_SIZES[-1]}")
+    return nodes
 
 
 class BuildSettings(BaseModel):
@@ -47,11 +55,12 @@ class BuildSettings(BaseModel):
     optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
     workspace: PositiveInt | None = None  # MiB of scratch that a kernel may take; None: all there is
     workers: PositiveInt = 1  # ranks compiled at a time
+    draft_tree: Annotated[int, AfterValidator(_tree_size)] | None = None  # nodes of its trees of drafts; None: chains
     plugin: str | None = None  # libdflash_plugin.so: attention is that plugin; None: TensorRT's own layers
 
 
 #: The settings that are TensorRT's alone, and their defaults, which another backend's must keep.
 DEFAULTS_OF_TENSORRT: dict[str, Any] = {
     name: BuildSettings.model_fields[name].default
-    for name in ("sampling", "optimization_level", "workspace", "workers", "plugin")
+    for name in ("sampling", "optimization_level", "workspace", "workers", "draft_tree", "plugin")
 }

@@ -10,9 +10,12 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
+from trtllm_dflash.ops.draft_tree import draft_tree
 from trtllm_dflash.ops.nvfp4 import Transcoded
+from trtllm_dflash.ops.tensorrt_draft_tree import IS_TREE
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import TensorRTPluginOps
+from trtllm_dflash.ops.tensorrt_tree_rows import PARENTS
 from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, TYPES, Binding, Shape, step_io
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
@@ -61,11 +64,14 @@ def build_network(
     io = step_io(config, config.sampling)
     tensors = {name: _add_input(trt, network, name, binding) for name, binding in io.inputs.items()}
     kind = TensorRTOps if config.plugin is None else TensorRTPluginOps
-    ops = kind(network, weights, tensors, config.tp, rank, capability, max(config.chunk, config.block_size))
+    tree = draft_tree(config.plan_tree, config.block_size) if config.plan_tree else None
+    most, deepest = max(config.chunk, config.slot_rows), None if tree is None else config.block_size - 1
+    ops = kind(network, weights, tensors, config.tp, rank, capability, most, deepest)
     drafter = Drafter(config.drafter) if config.drafter else None
     step = DraftVerifyStep(build_target(config.target), drafter)
-    out = step(ops, _step_inputs(tensors), Drafting.BLOCK if drafter else Drafting.OFF)
-    for name in ("target_ids", "accepted", "next_start", "next_tokens"):
+    out = step(ops, _step_inputs(tensors), Drafting.BLOCK if drafter else Drafting.OFF, tree)
+    names = ["target_ids", "accepted", "next_start", "next_tokens"]
+    for name in names if tree is None else [*names, "next_parents"]:
         tensor = getattr(out, name)
         tensor.name = name
         network.mark_output(tensor)
@@ -95,14 +101,17 @@ def _step_inputs(tensors: dict[str, Any]) -> StepInputs[Any]:
 
 
 def _profile(config: EngineConfig, io: IO, which: int) -> dict[str, Range]:
-    """Lists the shapes of each input: a chunk of one slot with one logit row, or a block of every slot."""
-    slots, rows, logit_rows = (1, config.chunk, 1) if which == PREFILL else (config.max_batch, *[config.block_size] * 2)
-    sizes = {"token_ids": rows, "logit_rows": logit_rows, "uniform": logit_rows}
+    """Lists the shapes of each input: a chunk of one slot with one logit row, or a block or tree of every slot."""
+    slots, rows, logit_rows = (1, config.chunk, 1) if which == PREFILL else (config.max_batch, *[config.slot_rows] * 2)
+    sizes = {"token_ids": rows, "logit_rows": logit_rows, "uniform": logit_rows, PARENTS: logit_rows}
     profile = {}
     for name, binding in io.inputs.items():
         if name == "block_offsets":
             block = config.block_size
             profile[name] = Range((1, 2), (1, block), (1, block))
+            continue
+        if name == IS_TREE:
+            profile[name] = Range((1,), (1,), (1,))
             continue
         rest = (sizes[name],) if name in sizes else binding.shape[1:]
         least = (1,) if name in sizes else binding.shape[1:]

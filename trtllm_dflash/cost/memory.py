@@ -304,8 +304,19 @@ def _scratch(config: EngineConfig, gpu: GPU | None) -> int:
     decomposed = config.backend == "tensorrt" and max(target.head_sizes) > MOST_FUSED
     # Of all heads, rows and keys, before and after the softmax.
     scores = 2 * rows * units_per_rank(target.heads, config.tp) * config.cache_length * size if decomposed else 0
-    parts = widened + scores + _nets(config, rows) + _shaping(config, logit_rows, gpu)
+    parts = widened + scores + _trees(config, rows) + _nets(config, rows) + _shaping(config, logit_rows, gpu)
     return rows * wide * size + logit_rows * logits * 4 + parts
+
+
+def _trees(config: EngineConfig, rows: int) -> int:
+    """Counts the bytes that a TensorRT plan with trees takes besides: masks, and the accepted rows that are moved."""
+    if not config.plan_tree:
+        return 0
+    target = [shape for name, shape in cache_shapes(config).items() if not name.startswith(PREFIX)]
+    moved = sum(heads * size for _, heads, _, size in target) * config.cache_dtype.itemsize
+    # Of each row and key whether it is of the same tree, and whether it is seen: a byte each.
+    masks = 2 * rows * config.cache_length if config.plugin is None else 0
+    return masks + config.max_batch * config.block_size * moved
 
 
 def _nets(config: EngineConfig, rows: int) -> int:

@@ -51,6 +51,7 @@ class EngineConfig(BaseModel):
     target: DecoderConfig
     drafter: DrafterConfig | None
     draft_tree: NonNegativeInt = 0  # nodes of the trees that a session may draft; 0: chains alone
+    plan_tree: NonNegativeInt = 0  # nodes of the trees that TensorRT plans are made for; 0: for chains alone
     kv: Literal["fp8"] | None = None  # of all caches; None: `precision`
     page_size: PositiveInt | None = None  # tokens in a page of the caches; None: what the session's kernels like
     kv_memory: PositiveInt | None = None  # bytes of caches on each GPU; None: all slots at their full length
@@ -96,7 +97,7 @@ class EngineConfig(BaseModel):
     @property
     def slot_rows(self) -> int:
         """The most rows of a decoding slot in one step: the bonus token and drafts."""
-        return max(self.block_size, self.draft_tree + 1)
+        return max(self.block_size, self.draft_tree + 1, self.plan_tree + 1)
 
     @property
     def cache_length(self) -> int:

@@ -8,15 +8,14 @@ The attention layer has a causal mask and lengths, but neither window nor sink, 
   whatever the query holds, so heads are `SINK_SIZE` wider than the model's: in the first of the added dimensions that
   key has 1, every query its head's sink, and all other keys 0. Its value is zero, as are the values' added dimensions.
   One more logit in an additive mask would do without the wider caches (by an eighth, at a head size of 64), but a mask
-  of every head, row and key of the cache is far more to read, and it forbids the causal mask and the lengths.
+  of every head, row and key of the cache is far more to read, and it forbids the causal mask.
 """
-
-from collections.abc import Mapping
 
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
+from trtllm_dflash.ops.tensorrt_layers import ITensor
+from trtllm_dflash.ops.tensorrt_tree_rows import TensorRTTreeRows
 
 #: The widest heads that TensorRT has fused kernels for, as far as is known: of TensorRT-RTX 1.7.1, SM89 and SM120.
 MOST_FUSED = 256
@@ -33,14 +32,12 @@ def write_sink_key(keys: torch.Tensor) -> None:
     keys[:, :, 0, -SINK_SIZE] = 1
 
 
-class TensorRTAttention(TensorRTLayers):
+class TensorRTAttention(TensorRTTreeRows):
     """Emits the caches and attention of `Ops`.
 
     A cache whose heads are wider than the rows that come into it is one of a layer with sinks: [B, heads, 1 + S,
     D + SINK_SIZE], with the sink's key at row 0 (see `write_sink_key`) and the token at position p at row 1 + p.
     """
-
-    caches: Mapping[str, ITensor]
 
     def append_kv(self, name: str, rows: ITensor, start: ITensor) -> ITensor:
         self._scope = name
@@ -65,6 +62,21 @@ class TensorRTAttention(TensorRTLayers):
         sinks: str | None = None,
         scale: float | None = None,
     ) -> ITensor:
+        return self._attention(q, keys, values, lengths, causal, window, sinks, scale)
+
+    def _attention(
+        self,
+        q: ITensor,
+        keys: ITensor,
+        values: ITensor,
+        lengths: ITensor,
+        causal: bool,
+        window: int | None,
+        sinks: str | None,
+        scale: float | None,
+        tree_start: ITensor | None = None,
+    ) -> ITensor:
+        """Emits `attention`; of a target's rows that may be trees, from tree_start [B] on."""
         size = q.shape[3]
         # The layer has no scale of its own.
         q = self._binary("PROD", q, self._fill(size**-0.5 if scale is None else scale, 4, q.dtype), "scale")
@@ -72,14 +84,23 @@ class TensorRTAttention(TensorRTLayers):
             q = self._with_sinks(q, sinks, keys.shape[3])
         if window is None:
             # LOWER_RIGHT aligns the last row with the last of `lengths` keys: lengths count padded rows too.
-            kind = self.trt.CausalMaskKind.LOWER_RIGHT if causal else self.trt.CausalMaskKind.NONE
-            lengths = lengths if sinks is None else self._past_sink(lengths)
+            is_run, has_sink = causal and tree_start is None, sinks is not None
+            kind = self.trt.CausalMaskKind.LOWER_RIGHT if is_run else self.trt.CausalMaskKind.NONE
+            lengths = self._past_sink(lengths) if has_sink else lengths
+            mask = None
+            if tree_start is not None:
+                mask = self._once(
+                    tree_start, f"tree {has_sink}", lambda: self._tree_mask(q, keys, tree_start, has_sink)
+                )
             layer = self._attend(q, keys, values, kind)
             layer.key_value_lengths = lengths
+            if mask is not None:
+                layer.mask = mask
         else:
-            what = f"window {window} {causal} {sinks is not None}"
+            has_sink, is_tree = sinks is not None, tree_start is not None
+            what = f"window {window} {causal} {has_sink} {is_tree}"
             rows, mask = self._once(
-                lengths, what, lambda: self._window(q, keys, lengths, causal, window, sinks is not None)
+                lengths, what, lambda: self._window(q, keys, lengths, causal, window, has_sink, is_tree)
             )
             keys, values = (self._gather(x, rows, axis=2, per_slot=True) for x in (keys, values))
             layer = self._attend(q, keys, values, self.trt.CausalMaskKind.NONE)
@@ -99,7 +120,7 @@ class TensorRTAttention(TensorRTLayers):
         return layer
 
     def _window(
-        self, q: ITensor, keys: ITensor, lengths: ITensor, causal: bool, window: int, has_sink: bool
+        self, q: ITensor, keys: ITensor, lengths: ITensor, causal: bool, window: int, has_sink: bool, is_tree: bool
     ) -> tuple[ITensor, ITensor]:
         """Finds the cache rows [B, K] that any of q's N rows sees, and the mask of each row, bool [B, 1, N, K].
 
@@ -115,13 +136,16 @@ class TensorRTAttention(TensorRTLayers):
         # Before the first token there is nothing, and padded rows may stand past the cache's end.
         last = self._ints(keys.shape[2] - sink - 1, 2)
         rows = self._binary("MIN", self._binary("MAX", position, self._ints(0, 2)), last)
-        # Row i stands at window - 1 + i.
-        row = self._reshape(self._range(count), (1, 1, -1, 1))
         key_4d = self._reshape(key, (1, 1, 1, -1))
-        age = self._binary("SUB", self._binary("SUM", row, self._ints(window - 1, 4)), key_4d)  # [1, 1, N, K]
-        mask = self._binary("LESS", age, self._ints(window, 4))
-        if causal:
-            mask = self._binary("AND", mask, self._binary("GREATER", age, self._ints(-1, 4)))
+        if is_tree:
+            mask = self._tree_window(q, self._binary("SUB", key, self._ints(window - 1, 2)), window)
+        else:
+            # Row i stands at window - 1 + i.
+            row = self._reshape(self._range(count), (1, 1, -1, 1))
+            age = self._binary("SUB", self._binary("SUM", row, self._ints(window - 1, 4)), key_4d)  # [1, 1, N, K]
+            mask = self._binary("LESS", age, self._ints(window, 4))
+            if causal:
+                mask = self._binary("AND", mask, self._binary("GREATER", age, self._ints(-1, 4)))
         exists = self._binary("GREATER", self._reshape(position, (0, 1, 1, -1)), self._ints(-1, 4))
         mask = self._binary("AND", mask, exists)  # [B, 1, N, K]
         if has_sink:

@@ -17,6 +17,15 @@ class TensorRTDrafting(TensorRTLayers, DraftingOps[ITensor]):
     tp: int
     rank: int
 
+    def _collective(self, x: ITensor, operation: ITensor, reduction: ITensor, label: str) -> ITensor:
+        layer = self.network.add_dist_collective(x, operation, reduction, -1, [])
+        layer.num_ranks = self.tp
+        return self._layer(layer, label)
+
+    def _all_gather(self, x: ITensor) -> ITensor:
+        """Joins x [1, ...] of every rank: [tp, ...]."""
+        return self._collective(x, self.trt.CollectiveOperation.ALL_GATHER, self.trt.ReduceOperation.NONE, "all_gather")
+
     def drop_last_row(self, x: ITensor) -> ITensor:
         return self._slice(x, 1, 0, self._binary("SUB", self._size(x, 1), self._longs(1)))
 
@@ -78,10 +87,7 @@ class TensorRTDrafting(TensorRTLayers, DraftingOps[ITensor]):
         each = best.shape[2]
         ids = self._cast(self._binary("SUM", ids, self._ints(self.rank * vocabulary, 3)), self.trt.float32)
         pairs = self._concat([self._reshape(x, (1, 1, -1)) for x in (best, ids)], axis=1)  # [1, 2, B * N * C]
-        gather = self.trt.CollectiveOperation.ALL_GATHER
-        layer = self.network.add_dist_collective(pairs, gather, self.trt.ReduceOperation.NONE, -1, [])
-        layer.num_ranks = self.tp
-        pairs = self._layer(layer, "all_gather")  # [tp, 2, B * N * C]
+        pairs = self._all_gather(pairs)  # [tp, 2, B * N * C]
         shape = self._concat([self._size(best, 0), self._size(best, 1), self._longs(self.tp * each)], axis=0)
 
         def joined(which: int) -> ITensor:

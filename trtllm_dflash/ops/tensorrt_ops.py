@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops.base import Acceptance, Ops, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Ops, SamplingInputs
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
 from trtllm_dflash.ops.tensorrt_delta_net import TensorRTDeltaNet
-from trtllm_dflash.ops.tensorrt_drafting import TensorRTDrafting
+from trtllm_dflash.ops.tensorrt_draft_tree import TensorRTDraftTree
 from trtllm_dflash.ops.tensorrt_family_ops import TensorRTFamilyOps
 from trtllm_dflash.ops.tensorrt_latent import TensorRTLatent
 from trtllm_dflash.ops.tensorrt_layers import ITensor
@@ -42,7 +42,7 @@ class TensorRTOps(
     TensorRTAttention,
     TensorRTDeltaNet,
     TensorRTMoE,
-    TensorRTDrafting,
+    TensorRTDraftTree,
     TensorRTFamilyOps,
     TensorRTLatent,
     Ops[ITensor],
@@ -59,6 +59,8 @@ class TensorRTOps(
             None: as every GPU takes them.
         most_rows: of a slot in a call, where the target has gated delta nets; then `caches` has their states and the
             inputs that say which rows those absorb (see `TensorRTDeltaNet`).
+        deepest: drafts on the longest path of a tree, where drafts may be trees; then `caches` has the inputs of those
+            too (see `TensorRTTreeRows` and `TensorRTDraftTree`).
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TensorRTOps(
         rank: int = 0,
         capability: int | None = None,
         most_rows: int = 1,
+        deepest: int | None = None,
     ) -> None:
         super().__init__(load_tensorrt(), network, weights)
         self.caches = caches
@@ -77,6 +80,7 @@ class TensorRTOps(
         self.rank = rank
         self.capability = capability
         self.most_rows = most_rows
+        self.deepest = deepest
         self._rotated: dict[str, tuple[str, ITensor, ITensor]] = {}  # table, what was rotated, by which positions
 
     # -- the network -----------------------------------------------------------------------------------------------
@@ -112,6 +116,15 @@ class TensorRTOps(
     def concat(self, xs: Sequence[ITensor]) -> ITensor:
         return self._concat(xs, axis=2)
 
+    def self_attention(self, attention: AttentionLayer, qkv: ITensor, start: ITensor) -> ITensor:
+        if self.deepest is None:
+            return super().self_attention(attention, qkv, start)
+        q, k, v = self._split_qkv(attention, qkv, self._tree_positions(start, qkv))
+        keys = self.append_kv(attention.prefix + "key", k, start)
+        values = self.append_kv(attention.prefix + "value", v, start)
+        seen = attention.window, attention.sinks, attention.scale
+        return self._attention(q, keys, values, self.key_lengths(start, qkv), True, *seen, tree_start=start)
+
     def split_heads(self, x: ITensor, first: int, count: int, head_size: int) -> ITensor:
         # Columns that are sliced straight from a product make the compiler store its weights once for each profile.
         shape = (0, 0, x.shape[2] // head_size, head_size)
@@ -139,12 +152,6 @@ class TensorRTOps(
             return x
         operation, sum_ = self.trt.CollectiveOperation.ALL_REDUCE, self.trt.ReduceOperation.SUM
         return self._collective(x, operation, sum_, "all_reduce")
-
-    def _collective(self, x: ITensor, operation: Any, reduction: Any, label: str) -> ITensor:
-        reduction = self.trt.ReduceOperation.NONE if reduction is None else reduction
-        layer = self.network.add_dist_collective(x, operation, reduction, -1, [])
-        layer.num_ranks = self.tp
-        return self._layer(layer, label)
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 
@@ -211,7 +218,7 @@ class TensorRTOps(
         offset = self._ints(self.rank * logits.shape[2], 2)
         pair = [best, self._cast(self._binary("SUM", ids, offset), self.trt.float32)]
         pairs = self._concat([self._reshape(x, (1, 1, -1)) for x in pair], axis=1)  # [1, 2, B * R]
-        pairs = self._collective(pairs, self.trt.CollectiveOperation.ALL_GATHER, None, "all_gather")  # [tp, 2, B * R]
+        pairs = self._all_gather(pairs)  # [tp, 2, B * R]
         values, ids = self._slice(pairs, 1, 0, 1), self._slice(pairs, 1, 1, 1)
         is_best = self._binary("EQUAL", values, self._reduce("MAX", values, 0))
         ids = self._reduce("MIN", self._select(is_best, ids, self._fill(1 << 24, 3)), 0)  # [1, 1, B * R]
@@ -257,7 +264,10 @@ class TensorRTOps(
 
         cut = self._binary("MIN", self._smallest_kept(logits, beyond_top_p), self._reduce("MAX", logits, 2))
         mass = self._select(self._at_least(logits, cut), mass, zero)
-        drawn = self._inverse_cdf(mass, self._reshape(sampling.uniform, (0, 0, 1)))
+        uniform = sampling.uniform
+        if self.deepest is not None:  # by depth, as a row's position is
+            uniform = self._gather(uniform, self._depths(), axis=1, per_slot=True)
+        drawn = self._inverse_cdf(mass, self._reshape(uniform, (0, 0, 1)))
         return self._select(self._reshape(is_greedy, (0, 1)), self._best(logits)[1], drawn)
 
     def _top_k_counts(self, top_k: ITensor, vocabulary: int) -> ITensor:
@@ -314,7 +324,7 @@ class TensorRTOps(
         if self.tp == 1:
             return logits
         flat = self._reshape(logits, (1, -1, logits.shape[2]))  # [1, B * R, V/tp]
-        ranks = self._collective(flat, self.trt.CollectiveOperation.ALL_GATHER, None, "all_gather")
+        ranks = self._all_gather(flat)
         vocabulary = self.tp * logits.shape[2]
         rows = self._reshape(ranks, (-1, vocabulary), first=(1, 0, 2))  # [B * R, V]
         shape = self._concat([self._size(logits, 0), self._size(logits, 1), self._longs(vocabulary)], axis=0)
@@ -323,6 +333,8 @@ class TensorRTOps(
     def accept(
         self, token_ids: ITensor, target_ids: ITensor, logit_rows: ITensor, row_count: ITensor
     ) -> Acceptance[ITensor]:
+        if self.deepest is not None:
+            return self._accept_tree(token_ids, target_ids, logit_rows, row_count)
         self._scope = "accept"
         one = self._ints(1, 2)
         next_rows = self._binary("SUM", logit_rows, one)  # [B, R]: where each choice's draft stands

@@ -70,8 +70,9 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
         rank: int = 0,
         capability: int | None = None,
         most_rows: int = 1,
+        deepest: int | None = None,
     ) -> None:
-        super().__init__(network, weights, caches, tp, rank, capability, most_rows)
+        super().__init__(network, weights, caches, tp, rank, capability, most_rows, deepest)
         self._creator_of(PLUGIN)
 
     def _creator_of(self, plugin: tuple[str, str, str]) -> Any:
@@ -83,7 +84,8 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
     def self_attention(self, attention: AttentionLayer, qkv: ITensor, start: ITensor) -> ITensor:
         if 2 * self.weights[attention.rope + ".cos"].shape[1] != attention.head_size:
             return TensorRTOps.self_attention(self, attention, qkv, start)  # the plugin rotates whole heads
-        return self._emit(attention, qkv, start, causal=True, context_index=-1, context=[])
+        tree = [] if self.deepest is None else [self._tree_positions(start, qkv), self._tree_paths()]
+        return self._emit(attention, qkv, start, causal=True, context_index=-1, more=tree)
 
     def context_rows(self, layer: AttentionLayer, kv: ITensor, index: int, start: ITensor) -> Context[ITensor]:
         return Context((kv,), index)  # as projected, of all layers: the plugin takes its layer's part
@@ -96,7 +98,7 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
     ) -> ITensor:
         rows = context
         inputs = [*rows.tensors, committed]
-        return self._emit(layer, qkv, start, causal=False, context_index=rows.index, context=inputs)
+        return self._emit(layer, qkv, start, causal=False, context_index=rows.index, more=inputs)
 
     def _emit(
         self,
@@ -105,8 +107,9 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
         start: ITensor,
         causal: bool,
         context_index: int,
-        context: list[ITensor],
+        more: list[ITensor],
     ) -> ITensor:
+        """Emits a layer; `more` inputs are a tree's or a context's."""
         self._scope = attention.prefix + "self_attn"
         names = [attention.prefix + "key", attention.prefix + "value"]
         inputs = [qkv, start, *(self.caches[name] for name in names)]
@@ -115,8 +118,8 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
             inputs += [self._weight(f"{attention.prefix}self_attn.{which}_norm.weight") for which in ("q", "k")]
         if attention.sinks is not None:
             inputs.append(self._constant(self.weights[attention.sinks].float()))
-        plugin = self._plugin(attention, causal, context_index)
-        emitted = self.network.add_plugin_v3(inputs + context, [], plugin)
+        plugin = self._plugin(attention, causal, context_index, causal and bool(more))
+        emitted = self.network.add_plugin_v3(inputs + more, [], plugin)
         if emitted is None:
             raise EngineError(f"{attention.prefix}: TensorRT refused the plugin")
         emitted.name = self._unique("plugin")
@@ -126,7 +129,7 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
             self.network.mark_output(present)
         return emitted.get_output(0)
 
-    def _plugin(self, attention: AttentionLayer, causal: bool, context_index: int) -> ITensor:
+    def _plugin(self, attention: AttentionLayer, causal: bool, context_index: int, has_tree: bool) -> ITensor:
         numbers = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
@@ -135,6 +138,7 @@ class TensorRTPluginOps(TensorRTDeltaPlugin, TensorRTOps):
             "window": attention.window or 0,
             "has_norms": int(attention.norm_eps is not None),
             "has_sinks": int(attention.has_sinks),
+            "has_tree": int(has_tree),
             "context_index": context_index,
         }
         plugin = self._create(PLUGIN, attention.prefix, numbers, attention.norm_eps or 0.0)

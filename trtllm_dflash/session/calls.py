@@ -140,6 +140,7 @@ class Prefill:
     drafting: Drafting
     block: int  # rows of the block to draft
     sampling: SlotSampling = SlotSampling()
+    tree: int = 0  # nodes of the tree to draft out of the block; 0: a chain
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class Decode:
     drafting: Drafting
     block: int  # rows of the block to draft for the next step
     sampled: bool  # False: all of them are greedy
+    tree: int = 0  # nodes of the trees to draft out of the block; 0: chains
 
 
 @dataclass(frozen=True)
@@ -221,9 +223,9 @@ def words_of(call: Call) -> Iterator[int]:
     elif isinstance(call, Prepare):
         yield from (3, call.sampled, call.shaped, call.shares, *call.lengths)
     elif isinstance(call, Decode):
-        yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, *call.row_counts)
+        yield from (1, _DRAFTING.index(call.drafting), call.block, call.sampled, call.tree, *call.row_counts)
     else:
-        yield from (2, call.slot, call.start, call.last, _DRAFTING.index(call.drafting), call.block)
+        yield from (2, call.slot, call.start, call.last, _DRAFTING.index(call.drafting), call.block, call.tree)
         yield from _sampling_words(call.sampling)
         yield from call.token_ids
 
@@ -240,13 +242,13 @@ def call_of(words: list[int]) -> Call:
         sampled, shaped, shares, *lengths = rest
         return Prepare(tuple(lengths), bool(sampled), bool(shaped), bool(shares))
     if kind == 1:
-        drafting, block, sampled, *row_counts = rest
-        return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled))
+        drafting, block, sampled, tree, *row_counts = rest
+        return Decode(row_counts, _DRAFTING[drafting], block, bool(sampled), tree)
     if kind == 4:
         return _step_of(rest)
-    slot, start, last, drafting, block = rest[:5]
-    sampling, token_ids = _sampling_of(rest[5:10]), rest[10:]
-    return Prefill(slot, start, token_ids, bool(last), _DRAFTING[drafting], block, sampling)
+    slot, start, last, drafting, block, tree = rest[:6]
+    sampling, token_ids = _sampling_of(rest[6:11]), rest[11:]
+    return Prefill(slot, start, token_ids, bool(last), _DRAFTING[drafting], block, sampling, tree)
 
 
 def _step_of(words: list[int]) -> Step:

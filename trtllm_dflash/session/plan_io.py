@@ -11,7 +11,9 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_attention import PRESENT
 from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
+from trtllm_dflash.ops.tensorrt_draft_tree import IS_TREE, PATH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+from trtllm_dflash.ops.tensorrt_tree_rows import PARENTS
 
 Shape = tuple[int, ...]
 
@@ -49,6 +51,10 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
         inputs["uniform"] = Binding(row, torch.float32)
     outputs = {"target_ids": rows, "accepted": slots, "next_start": slots}
     outputs["next_tokens"] = rows if config.drafter is not None else Binding((-1, 1), torch.int32)
+    if config.plan_tree:
+        inputs[PARENTS], inputs[IS_TREE] = rows, Binding((1,), torch.int32)
+        outputs["next_tokens"] = outputs["next_parents"] = Binding((-1, config.plan_tree + 1), torch.int32)
+        outputs[PATH] = rows
     for name, (_, *shape) in cache_shapes(config).items():
         inputs[name] = outputs[name + PRESENT] = Binding((-1, *shape), config.cache_dtype)
     states = state_tensors(config)

@@ -6,6 +6,7 @@ take part, launches, and reads a step's outcome at any later time.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -108,7 +109,7 @@ class Session(ABC):
         self.device = device
         self.communicator = communicator
         self.paging = paging or linear_paging(config)
-        self.caches = _allocate_caches(config, device, self.paging)
+        self.caches = self._allocate_caches()
         self._slots = SlotTensors(config, device)
         self._closed = False
 
@@ -156,13 +157,13 @@ class Session(ABC):
             (piece,) = call.pieces
             assert not call.decode
             drafting, block = call.drafting, call.block
-            prefill = Prefill(piece.slot, piece.start, piece.token_ids, piece.last, drafting, block, piece.sampling)
-            return self.prefill(prefill)
+            read = piece.token_ids, piece.last
+            return self.prefill(Prefill(piece.slot, piece.start, *read, drafting, block, piece.sampling, call.tree))
         slots = [slot for slot, _ in call.decode]
         row_counts = [0] * (1 + max(slots))
         for slot, rows in call.decode:
             row_counts[slot] = rows
-        return self.decode(Decode(row_counts, call.drafting, call.block, call.sampled)).of(slots)
+        return self.decode(Decode(row_counts, call.drafting, call.block, call.sampled, call.tree)).of(slots)
 
     def _copy_first(self, call: Step) -> None:
         """Makes a step's copies, of K/V rows and of kept states, as calls of their own."""
@@ -212,7 +213,9 @@ class Session(ABC):
         self._check_open()
         with self._stream():
             out = self._run(_moved(inputs, self.device), drafting, first_slot)
-            return StepOutputs(out.target_ids.cpu(), out.accepted.cpu(), out.next_start.cpu(), out.next_tokens.cpu())
+            parents = None if out.next_parents is None else out.next_parents.cpu()
+            chosen, accepted = out.target_ids.cpu(), out.accepted.cpu()
+            return StepOutputs(chosen, accepted, out.next_start.cpu(), out.next_tokens.cpu(), parents)
 
     def follow(self) -> None:
         """Runs what rank 0 sends, until it closes its session."""
@@ -238,6 +241,21 @@ class Session(ABC):
         self.caches = {}
         self._free()
         self.communicator.close()
+
+    def _allocate_caches(self) -> dict[str, Tensor]:
+        config, shapes = self.config, cache_shapes(self.config, self.paging)
+        try:
+            return self._make_caches(shapes)
+        except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
+            raise EngineError(
+                f"there is no memory for {gigabytes(cache_bytes(config, self.paging))} of caches: {config.max_batch} "
+                f"slots of {config.max_seq_len} tokens; build with a smaller --max-batch or --max-seq-len"
+            ) from error
+
+    def _make_caches(self, shapes: dict[str, tuple[int, int, int, int]]) -> dict[str, Tensor]:
+        """Makes caches of zeros of these shapes, by name."""
+        dtype = self.config.cache_dtype
+        return {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, shape in shapes.items()}
 
     @abstractmethod
     def _run(self, inputs: StepInputs[Tensor], drafting: Drafting, first_slot: int) -> StepOutputs[Tensor]:
@@ -312,6 +330,7 @@ class Session(ABC):
             logit_rows=rows,
             block_offsets=self._offsets(call.block),
             sampling=self._sampling_of(here, start[:, None] + rows) if call.sampling.temperature > 0 else None,
+            tree=call.tree > 0,
         )
 
     def _keep_prefill(self, call: Prefill, out: StepOutputs[Tensor]) -> Tensor:
@@ -319,15 +338,20 @@ class Session(ABC):
         self._slots.start[here] = out.next_start
         if call.last:
             self._slots.tokens[here, : out.next_tokens.shape[1]] = out.next_tokens
+            if out.next_parents is not None:
+                self._slots.parents[here, : out.next_parents.shape[1]] = out.next_parents
         return _decided(out)
 
     def _run_decode(self, call: Decode) -> Tensor:
         row_count = self._int32(call.row_counts)
-        return self._decode_rows(row_count, max(call.row_counts), call.drafting, call.block, call.sampled)
+        rows, is_tree = max(call.row_counts), call.tree > 0
+        return self._decode_rows(row_count, rows, call.drafting, call.block, call.sampled, is_tree)
 
-    def _decode_rows(self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool) -> Tensor:
+    def _decode_rows(
+        self, row_count: Tensor, rows: int, drafting: Drafting, block: int, sampled: bool, tree: bool = False
+    ) -> Tensor:
         """Runs a step of the first slots, from tensors on the device alone; row_count [B] of `rows` rows are real."""
-        inputs = self._decode_inputs(row_count, rows, block, sampled)
+        inputs = replace(self._decode_inputs(row_count, rows, block, sampled), tree=tree)
         return self._keep_decoded(inputs, self._run(inputs, drafting, 0))
 
     def _decode_inputs(self, row_count: Tensor, rows: int, block: int, sampled: bool) -> StepInputs[Tensor]:
@@ -341,6 +365,7 @@ class Session(ABC):
             logit_rows=logit_rows,
             block_offsets=self._offsets(block),
             sampling=self._sampling_of(here, start[:, None] + logit_rows) if sampled else None,
+            parents=self._slots.parents[here, :rows] if self.config.plan_tree else None,
         )
 
     def _keep_decoded(self, inputs: StepInputs[Tensor], out: StepOutputs[Tensor]) -> Tensor:
@@ -352,6 +377,9 @@ class Session(ABC):
         self._slots.start[here] = torch.where(takes_part, next_start, inputs.start)
         tokens = self._slots.tokens[here, : out.next_tokens.shape[1]]
         tokens.copy_(torch.where(takes_part[:, None], out.next_tokens, tokens))
+        if out.next_parents is not None:
+            parents = self._slots.parents[here, : out.next_parents.shape[1]]
+            parents.copy_(torch.where(takes_part[:, None], out.next_parents, parents))
         return _decided(out)
 
     def _sampling_of(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
@@ -405,15 +433,6 @@ def _moved(inputs: StepInputs[Tensor], device: torch.device) -> StepInputs[Tenso
         logit_rows=inputs.logit_rows.to(device),
         block_offsets=inputs.block_offsets.to(device),
         sampling=sampling,
+        parents=None if inputs.parents is None else inputs.parents.to(device),
+        tree=inputs.tree,
     )
-
-
-def _allocate_caches(config: EngineConfig, device: torch.device, paging: Paging) -> dict[str, Tensor]:
-    shapes = cache_shapes(config, paging)
-    try:
-        return {name: torch.zeros(shape, dtype=config.cache_dtype, device=device) for name, shape in shapes.items()}
-    except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
-        raise EngineError(
-            f"there is no memory for {gigabytes(cache_bytes(config, paging))} of caches: {config.max_batch} "
-            f"slots of {config.max_seq_len} tokens; build with a smaller --max-batch or --max-seq-len"
-        ) from error

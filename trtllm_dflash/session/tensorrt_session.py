@@ -15,12 +15,15 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.communicator import Communicator, Solo, TorchDistributed
 from trtllm_dflash.ops.tensorrt_attention import PRESENT, write_sink_key
 from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
+from trtllm_dflash.ops.tensorrt_draft_tree import IS_TREE, PATH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import load_plugin
+from trtllm_dflash.ops.tensorrt_tree_rows import PARENTS
 from trtllm_dflash.session.calls import CopyStates, Place
 from trtllm_dflash.session.choice import Choice, precision_of
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, check_engine
+from trtllm_dflash.session.plan_paths import PlanPaths
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.states import PlanStates
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
@@ -43,6 +46,7 @@ class TensorRTSession(Session):
     def __init__(
         self, config: EngineConfig, engine: Any, device: torch.device, communicator: Communicator | None = None
     ) -> None:
+        self._paths: PlanPaths | None = None
         super().__init__(config, device, communicator or Solo())
         for name, cache in self.caches.items():
             if config.has_sink_keys and name.startswith("model.") and name.endswith("key"):
@@ -50,7 +54,7 @@ class TensorRTSession(Session):
         self.states = PlanStates(config, device)
         self.io = check_engine(engine, config)
         self._engine = engine
-        largest = max(config.chunk, config.max_batch * config.block_size)
+        largest = max(config.chunk, config.max_batch * config.slot_rows)
         self._buffers = {
             name: torch.zeros(largest, dtype=binding.dtype, device=device)
             for name, binding in (self.io.inputs | self.io.outputs).items()
@@ -94,7 +98,15 @@ class TensorRTSession(Session):
         """Tensors that the plan updates: [slots, ...] by name."""
         return self.caches | self.states.tensors
 
+    def _make_caches(self, shapes: dict[str, tuple[int, int, int, int]]) -> dict[str, Tensor]:
+        config = self.config
+        if not config.plan_tree:
+            return super()._make_caches(shapes)
+        self._paths = PlanPaths(shapes, config.cache_dtype, self.device, first=self._cache_rows("model.", 0))
+        return self._paths.caches
+
     def _free(self) -> None:
+        self._paths = None
         self.states.tensors = self.states.made = {}
         self._decode.clear()
         self._prefill = self._engine = self._communicator = None
@@ -112,12 +124,18 @@ class TensorRTSession(Session):
         self._enqueue(first_slot, shapes)
         self.states.advance(first_slot, inputs.start, inputs.row_count)
         slots = shapes["start"]
-        next_tokens = self._view("next_tokens", (*slots, drafted))
+        nodes, width = self.config.plan_tree, drafted if drafting is Drafting.BLOCK else 1
+        if inputs.tree:
+            width = nodes + 1
+        # Without a tree the chain comes first, and what follows it is not for the next step.
+        made = ("next_tokens", "next_parents") if nodes else ("next_tokens",)
+        rows = [self._view(name, (*slots, nodes + 1 if nodes else drafted))[:, :width] for name in made]
         return StepOutputs(  # copies: the next step writes over the buffers
             self._view("target_ids", shapes["logit_rows"]).clone(),
             self._view("accepted", slots).clone(),
             self._view("next_start", slots).clone(),
-            (next_tokens if drafting is Drafting.BLOCK else next_tokens[:, :1]).clone(),
+            rows[0].clone(),
+            rows[1].clone() if nodes else None,
         )
 
     def _cache_rows(self, name: str, tokens: int) -> int:
@@ -130,18 +148,18 @@ class TensorRTSession(Session):
         if shapes["logit_rows"] != shapes["token_ids"]:  # its length and its slot change with every call: no graph
             self._prefill = self._prefill or self._context(PREFILL)
             self._bind(self._prefill, first_slot, shapes)
-            self._execute(self._prefill, first_slot, *shapes["start"])
+            self._execute(self._prefill, first_slot, shapes)
             return
         key = (first_slot, *sorted(shapes.items()))
         if key in self._decode:
             context, graph = self._decode[key]
-            self._execute(context, first_slot, *shapes["start"]) if graph is None else graph.replay()
+            self._execute(context, first_slot, shapes) if graph is None else graph.replay()
             return
         # A context of its own: a graph is lost once its context takes another shape or address.
         context = self._context(DECODE)
         self._bind(context, first_slot, shapes)
-        self._execute(context, first_slot, *shapes["start"])
-        self._decode[key] = (context, self._capture(context, first_slot, *shapes["start"]))
+        self._execute(context, first_slot, shapes)
+        self._decode[key] = (context, self._capture(context, first_slot, shapes))
 
     def _context(self, profile: int) -> Any:
         context = self._engine.create_execution_context(load_tensorrt().ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -166,18 +184,21 @@ class TensorRTSession(Session):
             if not context.set_input_shape(name, shape):
                 raise EngineError(f"the engine takes no {name} of shape {shape}; build it with larger limits")
 
-    def _execute(self, context: Any, first_slot: int, slots: int) -> None:
+    def _execute(self, context: Any, first_slot: int, shapes: Shapes) -> None:
         if not context.execute_async_v3(self._handle()):
             raise EngineError("TensorRT could not run the step; its own lines above say why")
-        self.states.keep(first_slot, slots)
+        self.states.keep(first_slot, *shapes["start"])
+        if self._paths is not None:
+            path = self._view(PATH, shapes["logit_rows"])[:, : self.config.block_size]
+            self._paths.move(first_slot, self._view("start", shapes["start"]), path)
 
-    def _capture(self, context: Any, first_slot: int, slots: int) -> Any:
+    def _capture(self, context: Any, first_slot: int, shapes: Shapes) -> Any:
         """Captures the step as a CUDA graph; None without CUDA. Capturing runs nothing."""
         if self._own_stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._own_stream, capture_error_mode="thread_local"):
-            self._execute(context, first_slot, slots)
+            self._execute(context, first_slot, shapes)
         return graph
 
     def _handle(self) -> int:
@@ -228,6 +249,10 @@ def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], draft
     if "block_offsets" in io.inputs:
         block = inputs.block_offsets.shape[1] if drafting is Drafting.BLOCK else 2
         given["block_offsets"] = torch.arange(block, dtype=torch.int32)[None]
+    if config.plan_tree:
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32).expand(slots, -1)
+        given[PARENTS] = chain if inputs.parents is None else inputs.parents
+        given[IS_TREE] = torch.tensor([inputs.tree], dtype=torch.int32)
     sampling = inputs.sampling
     if "uniform" not in io.inputs:
         if sampling is not None and bool((sampling.temperature > 0).any()):

@@ -38,15 +38,17 @@ def with_trees(
     """Makes an engine's configuration with the trees that its session is to draft.
 
     Args:
-        choice: a `DraftTreeChoice`; auto drafts trees on one GPU where our kernels compute a dense target, chains
-            elsewhere.
+        choice: a `DraftTreeChoice`; auto drafts trees on one GPU where our kernels compute a dense target, and those
+            that a TensorRT plan was built for; chains elsewhere.
         kernels: that compute it.
 
     Raises:
         SettingsError: there is no such choice, or the engine or the device cannot verify such trees.
     """
     nodes = check_trees(config, choice, device)
-    if nodes is None:
+    if nodes is None and config.backend == "tensorrt":
+        nodes = config.plan_tree
+    elif nodes is None:
         nodes = _AUTO_NODES if _are_faster(config, device, kernels) else 0
     return config.model_copy(update={"draft_tree": nodes})
 
@@ -82,6 +84,26 @@ def _are_faster(config: EngineConfig, device: torch.device, kernels: Kernels) ->
 
 def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | None:
     """Explains why an engine cannot verify trees of so many nodes there; None where it can."""
+    reason = why_no_trees(config, nodes)
+    if reason is not None:
+        return reason
+    if config.backend == "tensorrt":
+        built = f"trees of {config.plan_tree}" if config.plan_tree else "chains"
+        return None if nodes == config.plan_tree else f"this plan drafts {built}; leave it out, or build with it"
+    if device.type != "cpu" and config.dtype == torch.float32:
+        return "on a GPU trees need our CUDA kernels, which compute bf16 and fp16; leave it out"
+    shortest = min((window for window in config.target.windows or () if window is not None), default=None)
+    if device.type != "cpu" and shortest is not None and shortest < config.block_size:
+        return f"on a GPU trees need windows of at least a block; this target's is {shortest}"
+    assert config.drafter is not None
+    taps = len(config.drafter.tap_layers)
+    if device.type != "cpu" and taps > MOST_JOINED:
+        return f"on a GPU trees need a drafter of at most {MOST_JOINED} taps; this one has {taps}"
+    return None
+
+
+def why_no_trees(config: EngineConfig, nodes: int) -> str | None:
+    """Explains why nothing verifies trees of so many nodes with these models; None where it can be done."""
     if config.drafter is None:
         return "this engine has no drafter"
     if config.drafter.selector is not None:
@@ -90,16 +112,6 @@ def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | No
         return "gated delta nets would need a state for each branch; leave it out"
     if config.target.latent_attention is not None:
         return "latent attention verifies chains alone so far; leave it out"
-    if config.backend == "tensorrt":
-        return "TensorRT plans verify chains alone; leave it out"
-    if device.type != "cpu" and config.dtype == torch.float32:
-        return "on a GPU trees need our CUDA kernels, which compute bf16 and fp16; leave it out"
-    shortest = min((window for window in config.target.windows or () if window is not None), default=None)
-    if device.type != "cpu" and shortest is not None and shortest < config.block_size:
-        return f"on a GPU trees need windows of at least a block; this target's is {shortest}"
-    taps = len(config.drafter.tap_layers)
-    if device.type != "cpu" and taps > MOST_JOINED:
-        return f"on a GPU trees need a drafter of at most {MOST_JOINED} taps; this one has {taps}"
     if listed_nodes(nodes, config.block_size) < 2 * nodes:
         return f"blocks of {config.block_size} have not so many nodes to choose from; give a smaller one"
     return None
