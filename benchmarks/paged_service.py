@@ -29,7 +29,7 @@ import torch
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.imposed import imposed
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.step import random_session
+from trtllm_dflash.bench.random_session import random_session
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.rates import measure_rates
 from trtllm_dflash.cost.shapes import shape_config

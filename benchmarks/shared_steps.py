@@ -19,7 +19,8 @@ import torch
 
 from trtllm_dflash.bench.imposed import draw_accepted
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.step import StepBenchSettings, check_kernels, fill_caches, make_plan, random_session
+from trtllm_dflash.bench.random_session import check_kernels, fill_caches, random_session
+from trtllm_dflash.bench.step import StepBenchSettings, make_plan
 from trtllm_dflash.ops.base import Acceptance, Ops
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.session.calls import Piece, Prepare, SlotSampling, Step

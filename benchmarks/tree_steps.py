@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.step import Arm, StepBench, StepBenchSettings, fill_caches, open_bench
+from trtllm_dflash.bench.random_session import fill_caches
+from trtllm_dflash.bench.step import Arm, StepBench, StepBenchSettings, open_bench
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.session.calls import Prepare
 from trtllm_dflash.session.cuda_session import CudaSession

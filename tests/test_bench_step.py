@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import refusal, run, succeeds
-from trtllm_dflash.bench import machine, plot, step
+from trtllm_dflash.bench import machine, plot, random_session, step
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.bench.step import StepBenchSettings, open_bench
 from trtllm_dflash.cost import rates
@@ -311,8 +311,8 @@ def test_cuda_without_a_gpu_is_refused():
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
-    monkeypatch.setattr(step, "free_memory", lambda device: 10**6)
-    monkeypatch.setattr(step, "random_weights", lambda *arguments: pytest.fail("allocated"))
+    monkeypatch.setattr(random_session, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(random_session, "random_weights", lambda *arguments: pytest.fail("allocated"))
     line = refusal("bench", "step", *QUICK, "--device", "cpu")
     assert "--shape tiny with 32 slots" in line
     assert "use a smaller --batch, --cache-length or --layers" in line
@@ -343,3 +343,9 @@ def test_a_plot_is_drawn(tmp_path):
     succeeds("bench", "step", *QUICK, "--batch", "1,2", "--plot", file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "end its name in" in refusal("bench", "step", *QUICK, "--plot", tmp_path / "step.jpeg")
+
+
+def test_slots_share_rows_on_a_gpu_alone(capsys):
+    settings = StepBenchSettings(shape="qwen3-0.6b", layers=1, device="cpu", batch="16", rows="8", share_rows=True)
+    with pytest.raises(SettingsError, match=r"--share-rows: 9 slots and more .* on one GPU"), open_bench(settings):
+        pass

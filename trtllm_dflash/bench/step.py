@@ -13,32 +13,30 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationInfo
 
 from trtllm_dflash.bench.machine import machine, versions
-from trtllm_dflash.bench.random_weights import random_weights
+from trtllm_dflash.bench.random_session import check_kernels, check_room, fill_caches, own_device, random_session
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
-from trtllm_dflash.cost.gpus import RESERVED, gigabytes, present_gpu
+from trtllm_dflash.cost.gpus import present_gpu
 from trtllm_dflash.cost.memory import plan_memory
-from trtllm_dflash.cost.rates import Rates, free_memory, measure_rates
+from trtllm_dflash.cost.rates import Rates, measure_rates
 from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.ladder import LEAST_SHARING, MOST_SHARED_DRAFTS, shared_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.session.calls import Decode, Piece, Place, Prefill, Prepare, Step
-from trtllm_dflash.session.choice import Choice, Kernels, find_kernels
+from trtllm_dflash.session.choice import Choice, Kernels
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.threads import limit_threads
-from trtllm_dflash.session.torch_backend import open_torch_session
-from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.session.trees import DraftTreeChoice, with_trees
 from trtllm_dflash.step import Drafting
 
 SCHEMA_VERSION = 1
 
 _BATCH = (1, 8, 32)
-_PAGES_AT_ONCE = 16
 _CACHE_LENGTH = 1024
 
 
@@ -76,6 +74,7 @@ class StepBenchSettings(BaseModel):
     cache_length: PositiveInt | None = None
     simulate_acceptance: float | None = None
     draft_tree: DraftTreeChoice | None = None
+    share_rows: bool = False
     rounds: PositiveInt = 7
     steps: Annotated[int, Field(ge=2)] = 20  # in a round; the first of them is not timed
 
@@ -84,10 +83,11 @@ class StepBenchSettings(BaseModel):
 class Arm:
     """A kind of step that is timed: its name, and how it drafts."""
 
-    name: Literal["plain", "context only", "drafted", "tree"]
+    name: Literal["plain", "context only", "drafted", "shared", "tree"]
     drafting: Drafting
     rows: int  # a slot, that are verified, and without a tree of the block that is drafted
     tree: int = 0  # nodes, drafted out of the whole block; 0: a chain
+    shares: bool = False  # whether slots share the rows, of which each has as many on average
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ class StepBench:
         """
         plan = self.plan
         lengths = {self._block(arm) - 1 for arm in plan.arms if arm.drafting is not Drafting.OFF}
-        self.session.prepare(Prepare(tuple(sorted(lengths)), sampled=False), progress)
+        shares = any(arm.shares for arm in plan.arms)
+        self.session.prepare(Prepare(tuple(sorted(lengths)), sampled=False, shares=shares), progress)
         done, total = 0, len(plan.batch) * len(plan.arms) * (1 + plan.rounds)
         for batch in plan.batch:
             seconds: dict[Arm, list[float]] = {arm: [] for arm in plan.arms}
@@ -287,12 +288,16 @@ class StepBench:
         return (read[-1] - read[0]) / (len(read) - 1)
 
     def _begin(self, arm: Arm, slot: int, position: int) -> Outcome:
-        if not arm.tree:
+        if not (arm.tree or arm.shares):
             return self.session.prefill(Prefill(slot, position, [0], True, arm.drafting, arm.rows))
         piece = Piece(slot, position, [0], last=True)
-        return self.session.run(Step([], [piece], arm.drafting, self._block(arm), sampled=False, tree=arm.tree))
+        how = arm.drafting, self._block(arm)
+        return self.session.run(Step([], [piece], *how, sampled=False, tree=arm.tree, chances=arm.shares))
 
     def _step(self, arm: Arm, batch: int) -> Outcome:
+        if arm.shares:
+            slots, share = [(slot, self.plan.config.block_size) for slot in range(batch)], batch * arm.rows
+            return self.session.run(Step(slots, [], arm.drafting, arm.rows, False, chances=True, share=share))
         if not arm.tree:
             return self.session.decode(Decode([arm.rows] * batch, arm.drafting, arm.rows, sampled=False))
         slots = [(slot, arm.rows) for slot in range(batch)]
@@ -359,11 +364,32 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
         arms.append(Arm("context only", Drafting.CONTEXT, 1))
     tree = config.draft_tree  # takes the place of the whole block's chain
     arms += [Arm("drafted", Drafting.BLOCK, count) for count in rows if 1 < count < most + (not tree)]
+    if settings.share_rows:
+        arms += _shared_arms(config, device, settings.kernels, rows, min(batch))
     if tree:
         arms.append(Arm("tree", Drafting.BLOCK, tree + 1, tree))
     imposed = settings.simulate_acceptance
     acceptance = None if imposed is None else ImposedAcceptance(imposed, most)
     return Plan(config, batch, arms, length, settings.rounds, settings.steps, acceptance)
+
+
+def _shared_arms(
+    config: EngineConfig, device: torch.device, kernels: Kernels, rows: tuple[int, ...], slots: int
+) -> list[Arm]:
+    """Lists the arms whose slots share their rows.
+
+    Raises:
+        SettingsError: slots share none there.
+    """
+    known = [count for count in rows if count - 1 in shared_lengths(config.block_size)]
+    is_captured = device.type == "cuda" and kernels == "auto" and config.dtype != torch.float32 and config.tp == 1
+    if not known or slots < LEAST_SHARING or config.drafter is None or not is_captured:
+        least, most = LEAST_SHARING, MOST_SHARED_DRAFTS + 1
+        raise SettingsError(
+            f"--share-rows: {least} slots and more (--batch) share 2 to {most} rows each (--rows), less than a block, "
+            "on one GPU with our kernels"
+        )
+    return [Arm("shared", Drafting.BLOCK, count, shares=True) for count in known]
 
 
 def _within(
@@ -418,81 +444,3 @@ def open_bench(settings: StepBenchSettings) -> Iterator[StepBench | None]:
             yield StepBench(session, plan, rates, random_weights=settings.engine is None)
     finally:
         session.close()
-
-
-def check_room(config: EngineConfig, device: torch.device) -> None:
-    """Checks that the engine fits the device's free memory, before any is allocated.
-
-    Raises:
-        EngineError: there is not enough.
-    """
-    cuda = device.type == "cuda"
-    plan = plan_memory(config, present_gpu() if cuda else None)
-    need = plan.total if cuda else (plan.total - plan.graphs) * config.tp
-    room = free_memory(device) - (RESERVED if cuda else 0)
-    if need > room:
-        where = torch.cuda.get_device_name(device) if cuda else "this machine"
-        raise EngineError(
-            f"--shape {config.name} with {config.max_batch} slots of {config.max_seq_len} tokens needs "
-            f"{gigabytes(need)}, and {where} has {gigabytes(max(room, 0))} to give: use a smaller --batch, "
-            "--cache-length or --layers"
-        )
-
-
-def check_kernels(config: EngineConfig, device: torch.device, kernels: Kernels) -> None:
-    """Checks that the CUDA kernels can be had where they are needed, before anything is allocated.
-
-    Raises:
-        EngineError: they would compute this engine, and are missing, stale or not for this GPU.
-    """
-    if device.type == "cuda":
-        find_kernels(config, kernels, torch.cuda.get_device_capability(device))
-
-
-def own_device(device: torch.device, world: World) -> torch.device:
-    """Finds the GPU of a rank.
-
-    Raises:
-        EngineError: there are fewer GPUs than ranks.
-    """
-    if device.type != "cuda":
-        return device
-    gpus = torch.cuda.device_count()
-    if gpus < world.size:
-        raise EngineError(f"--tp {world.size}: this machine has {gpus} GPUs, and each rank needs one")
-    device = torch.device("cuda", world.rank)
-    torch.cuda.set_device(device)  # NCCL takes the current one
-    return device
-
-
-def random_session(
-    config: EngineConfig,
-    device: torch.device,
-    world: World,
-    accept: SlotAccept | None = None,
-    kernels: Kernels = "auto",
-) -> Session:
-    """Makes a rank's session with random weights; `accept` and `kernels` as in `CudaSession`.
-
-    Raises:
-        EngineError: the device's memory ran out.
-    """
-    if device.type == "cpu":
-        limit_threads(config)
-    try:
-        weights = random_weights(config, world.rank, device)
-        return open_torch_session(config, weights, device, world.connect(device), accept, kernels)
-    except torch.OutOfMemoryError:
-        raise EngineError(
-            f"--shape {config.name}: the GPU's memory ran out; use a smaller --batch or --layers"
-        ) from None
-
-
-def fill_caches(session: Session) -> None:
-    """Fills the K/V caches with random rows: zeros would draw less of the GPU's power, and be faster."""
-    with torch.inference_mode():
-        for cache in session.caches.values():
-            for part in cache.split(_PAGES_AT_ONCE):  # not all: what is drawn may be wider than the cache
-                part.copy_(torch.randn(part.shape, dtype=session.config.dtype, device=part.device))
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)  # the steps run in a stream of their own

@@ -38,6 +38,7 @@ def bench() -> None:
 @click.option("--cache-length", type=int, help="Tokens that each slot holds.  [default: 1024, or less where less fits]")
 @click.option("--simulate-acceptance", type=float, help="Tokens a step to impose on the whole block, for tokens/s.")
 @draft_tree_option
+@click.option("--share-rows", is_flag=True, default=None, help="Also drafted steps whose slots share their rows.")
 @click.option("--rounds", type=int, help="The median is taken of so many.  [default: 7]")
 @click.option("--steps", type=int, help="In a round.  [default: 20]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON to this file.")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trtllm_dflash.bench.imposed import imposed
-from trtllm_dflash.bench.step import check_kernels, check_room, own_device, random_session
+from trtllm_dflash.bench.random_session import check_kernels, check_room, own_device, random_session
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.shapes import asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig
