@@ -1,20 +1,21 @@
 """Rows by survival: the slots of a step share its rows, which go to the likeliest drafts, and no text changes."""
 
 from collections import Counter
+from unittest.mock import MagicMock
 
 import torch
 from pytest import approx
 
 from tests.test_draft_trees import changed, tokens
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.engine.ladder import LEAST_SHARING
+from trtllm_dflash.engine.ladder import LEAST_SHARING, shared_lengths
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.shared_rows import SharedRows
 from trtllm_dflash.session.calls import Step, call_of, words_of
 from trtllm_dflash.session.shares import Shares
-from trtllm_dflash.step import Drafting
+from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 
 ALL = torch.arange(3)
 
@@ -87,6 +88,13 @@ SHARED = {(16, drafts): 1.1 + drafts / 4 for drafts in (1, 3)}
 SLOTS = 16
 
 
+def spread(mean):
+    """Numbers of drafts that slots have accepted, so many on average, and the slots of each."""
+    low = int(mean)
+    above = round((mean - low) * SLOTS)
+    return [(n, count) for n, count in ((low, SLOTS - above), (low + 1, above)) if count]
+
+
 def served(rule, own, shared, gains, steps=600):
     """Steps of a rule by way and drafts, where a slot commits so many drafts with its own and with shared rows."""
     chosen = Counter()
@@ -95,7 +103,7 @@ def served(rule, own, shared, gains, steps=600):
         chosen[rule.shares, drafts] += 1
         if rule.shares:
             rule.foresee(gains)
-            rule.observe_shared(SLOTS, drafts, shared[drafts])
+            rule.observe_shared(SLOTS, {(drafts, n): count for n, count in spread(shared[drafts])})
         elif drafts:
             rule.observe({(drafts, own[drafts]): SLOTS})
     return chosen
@@ -116,7 +124,7 @@ def test_shared_rows_are_as_many_as_their_drafts_are_worth():
     assert poor[False, 0] > 500 and poor[True, 1] < 60, "plainly, mostly"
     rule = SharedRows(TIMES, SHARED)
     rule.foresee([0.9, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0])
-    rule.observe_shared(SLOTS, 3, 0.3)  # a ninth of what was foreseen
+    rule.observe_shared(SLOTS, {(3, 0): 12, (3, 1): 4})  # a tenth of what was foreseen
     assert rule._shared_length(SLOTS, 3) == 1
 
 
@@ -125,6 +133,56 @@ def test_few_slots_have_their_own_rows():
     for _ in range(300):
         rule.choose(LEAST_SHARING - 1)
         assert not rule.shares
+
+
+def test_where_rows_may_not_be_shared_own_ones_are_chosen():
+    rule = SharedRows(TIMES, SHARED)
+    served(rule, {1: 0, 3: 1, 7: 1}, {1: 0.9, 3: 2.5}, [0.9, 0.9, 0.7, 0.1, 0.1, 0.1, 0.1])
+    assert rule.shares
+    assert rule.choose_own(SLOTS) in (0, 1, 3, 7) and not rule.shares
+
+
+def test_what_blocks_are_likely_to_commit_comes_from_the_drafter_s_operations():
+    """Of exact rows those are others than the target's."""
+    ops = MagicMock()
+    drafts_by = ops.for_drafts.return_value
+    drafts_by.keep_drafts.return_value = "tokens", "gains"
+    drafter = MagicMock()
+    drafter.draft_divided.return_value = "ids", "log-probabilities"
+    inputs = StepInputs("ids", "start", "count", "rows", "offsets")
+    out = DraftVerifyStep(MagicMock(), drafter).finish(ops, inputs, MagicMock(), Drafting.BLOCK, divided=24)
+    assert (out.next_tokens, out.next_gains) == ("tokens", "gains")
+    assert drafter.draft_divided.call_args.args[0] is drafts_by and drafter.draft_divided.call_args.args[-1] == 24
+    ops.keep_drafts.assert_not_called()
+
+
+def test_short_blocks_are_not_shared():
+    assert [shared_lengths(block) for block in (3, 4, 5, 8)] == [[], [], [1, 2, 3], [1, 2, 3, 5]]
+
+
+def test_rows_left_by_shared_ones_are_cut_and_teach_nothing_where_each_has_its_own_again(tiny):
+    """In the steps between: their drafts beyond a slot's block were never made."""
+
+    class Turns(FixedDraftLength):
+        may_share, lengths = True, (0, 3, 7, 15)
+        step, seen = 0, []
+
+        @property
+        def shares(self):
+            return self.step % 4 < 2
+
+        def choose(self, slots):
+            self.step += 1
+            return 7 if self.shares else (3, 0, 15)[self.step // 4 % 3]
+
+        def observe(self, verified):
+            self.seen.append(max(drafts for drafts, _ in verified))
+
+    llm, rule = changed(tiny, max_batch=4), Turns(7)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = [llm.encode([{"role": "user", "content": text}]) for kind in read_prompts(1).values() for text in kind]
+    assert tokens(run(llm, prompts, params, rule)) == tokens(llm.generate(prompts, params, draft=False))
+    assert rule.seen and all(drafts in (3, 7, 15) for drafts in rule.seen)
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class StepOutputs(Generic[T]):
     next_chances: T | None = None  # [B, Bd - 1] FP32 log-probabilities of the drafts, where they were to be told
     logprobs: Logprobs[T] | None = None  # [B, R] of target_ids
     prompt_logprobs: Logprobs[T] | None = None  # [B, P]
+    next_gains: T | None = None  # [Bd - 1] FP32, of blocks that share rows: see `Ops.keep_drafts`
 
 
 #: Says which drafts survive, from the operations, a step's inputs and the target's choices [B, R] at its logit rows.
@@ -183,7 +184,7 @@ class DraftVerifyStep:
             parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
             logprobs = Logprobs(*(ops.first_choices(x, verdict) for x in parts))
         self.target.keep_path(ops, inputs.start, verdict)
-        next_tokens, next_parents, next_chances = ops.column(verdict.bonus), None, None
+        next_tokens, next_parents, next_chances, next_gains = ops.column(verdict.bonus), None, None, None
         if drafter:
             # Before `fc`: its work is that of the rows that stay.
             taps, drafts_by = ops.final_rows(features.taps, verdict), ops.for_drafts()
@@ -192,7 +193,8 @@ class DraftVerifyStep:
                 block = context, inputs.start, verdict.committed, verdict.bonus, inputs.block_offsets
                 if divided:
                     both = drafter.draft_divided(drafts_by, context, inputs.start, next_start, verdict, divided)
-                    next_tokens = drafts_by.keep_drafts(verdict.accepted, both[0], self._foretold(ops, inputs, both[1]))
+                    told = self._foretold(drafts_by, inputs, both[1])
+                    next_tokens, next_gains = drafts_by.keep_drafts(verdict.accepted, both[0], told)
                 elif tree is not None:
                     next_tokens, next_parents = drafter.draft_tree(drafts_by, *block, tree)
                 elif chances:
@@ -215,6 +217,7 @@ class DraftVerifyStep:
             next_chances,
             logprobs,
             prompt_logprobs,
+            next_gains,
         )
 
     def _foretold(self, ops: Ops[T], inputs: StepInputs[T], log_probs: T) -> T:

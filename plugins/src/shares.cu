@@ -245,8 +245,9 @@ __global__ void __launch_bounds__(kThreads) divide_blocks_kernel(dflash_divide_b
         float sum = 0.f;
         for (int i = lane; i < active; i += 32)
         {
-            int const place = place_of(ranking.keys[draft * active + i]);
-            sum += expf(ranking.outlooks[place % count] * (place / count + 1));
+            uint64_t const key = ranking.keys[draft * active + i]; // 0: its chance is no number that is left
+            int const place = place_of(key);
+            sum += key ? expf(ranking.outlooks[place % count] * (place / count + 1)) : 0.f;
         }
         sum = sum_of_lanes(sum);
         if (lane == 0)

@@ -14,6 +14,7 @@ from tests.gpu.test_rows import Decode, Layout, prompt
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.engine.ladder import draft_lengths, shared_lengths
+from trtllm_dflash.runtime import shared_rows
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -242,8 +243,12 @@ def test_sampled_replies_of_shared_rows_are_those_of_plain_steps():
     assert sum(a == b for a, b in zip(tokens(drafted), tokens(plain), strict=True)) >= len(prompts) * 2 // 3
 
 
-def test_auto_shares_rows_and_captures_nothing_while_it_serves(captures):
-    llm = load_trees("auto", max_batch=12)
+@pytest.mark.parametrize("kernels_of", ["auto", "exact"])
+def test_auto_shares_rows_and_captures_nothing_while_it_serves(kernels_of, captures, monkeypatch):
+    monkeypatch.setattr(shared_rows, "TRIAL_STEPS", 32)
+    foreseen, foresee = [], shared_rows.SharedRows.foresee
+    monkeypatch.setattr(shared_rows.SharedRows, "foresee", lambda *given: foreseen.append(1) or foresee(*given))
+    llm = load_trees("auto" if kernels_of == "auto" else "off", max_batch=12, kernels=kernels_of)
     prompts, params = shipped_prompts(12), SamplingParams(max_tokens=64)
     expected = llm.generate(prompts, params)
     service = llm.service(ServiceSettings(draft_length="auto"))
@@ -256,6 +261,7 @@ def test_auto_shares_rows_and_captures_nothing_while_it_serves(captures):
         time.sleep(0.01)
     service.close()
     assert len(captures) == before
+    assert foreseen, "rows were shared"
     texts = [[token for update in replies[i] for token in update.token_ids] for i in range(len(prompts))]
     assert sum(a == b for a, b in zip(texts, tokens(expected), strict=True)) >= len(prompts) * 2 // 3
 

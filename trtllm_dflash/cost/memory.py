@@ -353,7 +353,8 @@ def _graphs(config: EngineConfig) -> int:
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
     asked = config.max_batch, lengths, config.sampling, config.chunk
-    kinds = len(step_kinds(*asked, config.draft_tree, config.block_size)) + len(shaped_kinds(*asked, config.draft_tree))
+    shared = config.block_size if config.tp == 1 else 0
+    kinds = len(step_kinds(*asked, config.draft_tree, shared)) + len(shaped_kinds(*asked, config.draft_tree))
     return kinds * layers * GRAPH_LAYER
 
 

@@ -24,6 +24,9 @@ _SHAPED_ROWS = (8, 16)
 #: all sizes are captured.
 LEAST_SHARING, MOST_SHARED_DRAFTS = _FEW_SLOTS + 1, 7
 
+#: Rows of the smallest block that slots share: beside prompts, too, fewer rows than it has are captured.
+_LEAST_SHARED_BLOCK = min(_MIXED_ROWS) + 1
+
 #: Pieces of prompts in one step, at most.
 PIECES = 8
 
@@ -85,7 +88,9 @@ def draft_lengths(block_size: int) -> list[int]:
 
 
 def shared_lengths(block_size: int) -> list[int]:
-    """Lists the draft lengths, on average, of slots that share rows."""
+    """Lists the draft lengths, on average, of slots that share rows; none of blocks too short for it."""
+    if block_size < _LEAST_SHARED_BLOCK:
+        return []
     return [drafts for drafts in LENGTHS if 0 < drafts <= min(MOST_SHARED_DRAFTS, block_size - 2)]
 
 
@@ -168,7 +173,7 @@ def shaped_kinds(
 
 def _is_shared(kind: StepKind, block: int) -> bool:
     """Whether slots may share the rows of such a step."""
-    return kind.slots >= LEAST_SHARING and kind.rows <= min(MOST_SHARED_DRAFTS + 1, block - 1)
+    return kind.slots >= LEAST_SHARING and kind.rows <= max(shared_lengths(block), default=0) + 1
 
 
 def _drafts(lengths: Iterable[int], tree: int) -> list[int]:

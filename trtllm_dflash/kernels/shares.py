@@ -120,9 +120,9 @@ def divide_blocks(layout: Rows, kept: Foretold, next_start: Tensor, bonus: Tenso
     )
     run("dflash_divide_blocks", params, stream())
     # Each block is a run of given tokens from a given position on, as a piece of a prompt is.
-    nobody = bonus.new_zeros(1, 1), bonus.new_zeros(1)
+    unread = bonus[:1, None], next_start[:1]  # kept tokens and starts: of segments that decode, of which there are none
     blocks = begin_rows(
-        words, *nobody, segments=segments, decode_segments=0, pieces=segments, rows=rows, logit_rows=rows, cuts=0
+        words, *unread, segments=segments, decode_segments=0, pieces=segments, rows=rows, logit_rows=rows, cuts=0
     )
     return Blocks(blocks, bonus, gains)
 

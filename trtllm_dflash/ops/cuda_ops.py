@@ -236,11 +236,6 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         return self._blocks
 
     @property
-    def gains(self) -> Tensor:
-        """[drafts] FP32: what one more draft a slot, on average, is likely to commit in the blocks divided last."""
-        return self._divided.gains
-
-    @property
     def drafting_slots(self) -> Tensor:
         """[M] int32: whose each row of those blocks is."""
         return self._divided.rows.logit_slot
@@ -250,10 +245,10 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         self._blocks = kernels.divide_blocks(self._layout, self._foretold, next_start, bonus, rows, mask_id)
         return self._blocks.rows.token_ids[None]
 
-    def keep_drafts(self, accepted: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+    def keep_drafts(self, accepted: Tensor, ids: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         assert self._foretold is not None
         of = self._layout, self._divided, self._foretold
-        return kernels.keep_drafts(*of, accepted, ids[0], log_probs[0])
+        return kernels.keep_drafts(*of, accepted, ids[0], log_probs[0]), self._divided.gains
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, ids = self.top_ids(logits, RANKS)

@@ -50,11 +50,12 @@ class DraftingOps(ABC, Generic[T]):
         """
         raise NotImplementedError
 
-    def keep_drafts(self, accepted: T, ids: T, log_probs: T) -> T:
+    def keep_drafts(self, accepted: T, ids: T, log_probs: T) -> tuple[T, T]:
         """Keeps the likeliest tokens of those blocks' rows and their log-probabilities, [1, M] each.
 
-        Returns the next tokens [B, Bd], zeros behind each block's end. The acceptance [B] of this step's drafts teaches
-        how good such log-probabilities are.
+        Returns the next tokens [B, Bd], zeros behind each block's end; and what one more draft a slot, on average, is
+        likely to commit, after none, one and so on, FP32 [Bd - 1]. The acceptance [B] of this step's drafts teaches how
+        good such log-probabilities are.
         """
         raise NotImplementedError
 

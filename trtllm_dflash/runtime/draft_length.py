@@ -62,11 +62,15 @@ class DraftLength(ABC):
     def choose(self, slots: int) -> int:
         """Chooses the drafts to make in this step, for the next one to verify, with so many slots decoding."""
 
+    def choose_own(self, slots: int) -> int:
+        """Chooses likewise, where slots may not share rows."""
+        return self.choose(slots)
+
     def foresee(self, gains: Sequence[float]) -> None:  # noqa: B027
         """Records what one more draft a slot, on average, is likely to commit, after none, one and so on."""
 
-    def observe_shared(self, slots: int, drafts: float, accepted: float) -> None:  # noqa: B027
-        """Records what a step's sequences verified and accepted, on average, of rows that they shared."""
+    def observe_shared(self, slots: int, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
+        """Records as `observe` does a step in which so many sequences shared rows, some of which had no drafts."""
 
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
         """Records the drafts of a step's sequences: numbers of sequences by drafts verified, and accepted of them."""

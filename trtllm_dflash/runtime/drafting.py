@@ -21,7 +21,7 @@ class StepDrafts:
     shares: bool = False  # whether slots share the rows of such blocks
     share: int = 0  # rows that they share in this step; 0: each has its own
     rows: int = 1  # that the next step may verify of a slot
-    most: int | None = None  # that this one verifies of a slot: others are dropped; None: all
+    most: int | None = None  # that this one verifies of a slot, of shared rows' drafts: others are dropped; None: all
 
 
 class DraftChooser:
@@ -58,8 +58,9 @@ class DraftChooser:
         wanted = batch.drafts or any(stay.drafts and stay.sequence.room > 1 for stay in begin)
         if not self._draft or not (wanted or pieces):
             return StepDrafts(Drafting.OFF, 1)
-        drafts = self._length.choose(slots) if wanted else 0
-        return self._of(batch, reading, drafts)
+        may_share = self.may_share and (self._limits.shapes_trees or not is_shaped(batch, reading))
+        choose = self._length.choose if may_share else self._length.choose_own
+        return self._of(batch, reading, choose(slots) if wanted else 0)
 
     def like(self, batch: Batch, reading: list[Stay]) -> Step:
         """Makes a step like the next one of a batch is likely to be, with no pieces of prompts yet."""
@@ -78,15 +79,16 @@ class DraftChooser:
 
     def _of(self, batch: Batch, reading: list[Stay], drafts: int) -> StepDrafts:
         block, may_differ = drafts + 1, self._limits.shapes_trees or not is_shaped(batch, reading)
+        # Where some have had a whole block's rows, all would have them: that takes much longer.
+        most = max(block, 2) if self._left_shared else None
         if not drafts:
-            return StepDrafts(Drafting.CONTEXT, block)
+            return StepDrafts(Drafting.CONTEXT, block, most=most)
         if drafts >= self._longest:
             # The best tree of a block is one of the whole block. All verify chains while anybody asks for more.
             tree = self._tree if may_differ else 0
-            return StepDrafts(Drafting.BLOCK, block, tree, rows=tree + 1 if tree else block)
+            return StepDrafts(Drafting.BLOCK, block, tree, rows=tree + 1 if tree else block, most=most)
         if not (self.may_share and self._length.shares and may_differ):
-            # A step whose slots all have as many rows as some have of shared ones would take much longer.
-            return StepDrafts(Drafting.BLOCK, block, rows=block, most=block if self._left_shared else None)
+            return StepDrafts(Drafting.BLOCK, block, rows=block, most=most)
         drafting = sum(most > 1 for _, most in batch.rows)
         is_shared = drafting and self._left and not batch.guided
         share = len(batch.rows) + drafting * drafts if is_shared else 0

@@ -20,6 +20,7 @@ class Launched:
     number: int  # of steps with decoding slots, up to this one
     reports: bool  # it has log-probabilities
     errors: dict[Stay, RequestError] = field(default_factory=dict)  # of replies whose grammars cannot be followed
+    is_cut: bool = False  # whether it verified but a part of drafts that slots had shared rows for
 
     @property
     def stays(self) -> list[Stay]:

@@ -332,7 +332,8 @@ class Scheduler:
                     stay.block = drafts.rows
                 self._batch = None
         errors = {} if masks is None else masks.errors
-        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, self._decoded, step.reports, errors))
+        of = self._decoded, step.reports, errors, drafts.most is not None
+        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, *of))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
@@ -374,8 +375,6 @@ class Scheduler:
         for stay, wrong in launched.errors.items():
             if not stay.over:
                 self._fail(stay, wrong)
-        if launched.outcome.gains:
-            self._draft_length.foresee(launched.outcome.gains)
         now = time.time_ns()
         wrote_drafter = launched.drafting is not Drafting.OFF
         if launched.batch.stays:
@@ -383,6 +382,8 @@ class Scheduler:
         for (stay, count), ids in zip(launched.pieces, committed[len(launched.batch.stays) :], strict=True):
             if not stay.over:
                 self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
+        if launched.outcome.gains:  # of the drafts that it has made: behind what was accepted of those before
+            self._draft_length.foresee(launched.outcome.gains)
         if launched.reports:
             note_logprobs(launched.outcome.report, [stay.sequence for stay in launched.stays])
 
@@ -397,7 +398,7 @@ class Scheduler:
                 stay.note_drafter_rows()
         shared = launched.outcome.shared
         every = batch.drafted if shared is None else [got - 1 for got in shared]
-        for stay, drafted, ids in zip(batch.stays, every, committed, strict=False):
+        for stay, drafted, most, ids in zip(batch.stays, every, batch.drafted, committed, strict=False):
             if stay.over:
                 continue  # this step was launched before that was known
             sequence = stay.sequence
@@ -416,6 +417,7 @@ class Scheduler:
                 sequence.drafted += drafted
                 sequence.accepted += accepted
                 verified[min(drafted, self._longest)].append(accepted)  # a tree's are counted by depth
+            if most:
                 recent.append(taken)
             changed.append(sequence)
             if sequence.left <= under_way:
@@ -425,16 +427,14 @@ class Scheduler:
         statistics = self.statistics
         statistics.committed_tokens += total
         statistics.kv_tokens_in_use += rows
-        if verified:
+        if recent:
             counts = {(drafts, n): k for drafts, kept in verified.items() for n, k in Counter(kept).items()}
             statistics.recent.extend(recent)
             statistics.verified.update(counts)
-            if shared is None:
+            if shared is not None:
+                self._draft_length.observe_shared(len(recent), counts)
+            elif not launched.is_cut:
                 self._draft_length.observe(counts)
-            else:
-                accepted = sum(n * count for (_, n), count in counts.items())
-                slots = len(every)
-                self._draft_length.observe_shared(slots, sum(every) / slots, accepted / slots)
 
     def _retire(self, stay: Stay) -> None:
         """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""

@@ -11,7 +11,7 @@ from trtllm_dflash.engine.ladder import LEAST_SHARING
 from trtllm_dflash.runtime.draft_length import MEMORY, AdaptiveDraftLength, StepTimes, seconds_of
 
 #: Steps after which the other way is tried, and steps of such a trial.
-TRIAL_STEPS, TRIAL = 256, 12
+TRIAL_STEPS, TRIAL = 256, 16
 #: Steps of a way that are not judged yet: they verify what the other one drafted.
 _FIRST = 3
 #: Steps of each way whose tokens and times are remembered: about so many, the recent ones more.
@@ -54,7 +54,7 @@ class SharedRows(AdaptiveDraftLength):
         # Sums over steps of what was accepted and of what was foreseen, the recent ones more.
         self._right = self._expected = 0.0
         self._ways = {False: _Way(), True: _Way()}  # by whether rows are shared
-        self._turn, self._is_better = TRIAL_STEPS - 5 * TRIAL, False
+        self._turn, self._is_better = TRIAL_STEPS - 4 * TRIAL, False
         self._in_row = 0  # outcomes of steps that shared rows, without others between
         self._sharing = False
 
@@ -72,10 +72,16 @@ class SharedRows(AdaptiveDraftLength):
             rates = self._ways[True].rate, self._ways[False].rate
             self._is_better = None not in rates and rates[0] > rates[1]  # type: ignore[operator]
         is_trial = self._turn >= TRIAL_STEPS - TRIAL
+        if self._turn == TRIAL_STEPS - TRIAL:
+            self._ways[not self._is_better] = _Way()  # what it was at another load says nothing
         self._sharing = self._is_better != is_trial
         if not (self._sharing or own):  # nothing of it will be observed
             self._ways[False].note(1, seconds_of(self._times, slots, 0))
         return self._shared_length(slots, own) if self._sharing else own
+
+    def choose_own(self, slots: int) -> int:
+        self._sharing = False
+        return super().choose(slots)
 
     def foresee(self, gains: Sequence[float]) -> None:
         self._foreseen = list(accumulate(gains, initial=0.0))
@@ -90,9 +96,11 @@ class SharedRows(AdaptiveDraftLength):
         drafts = max(drafts for drafts, _ in verified)
         self._ways[False].note(1 + accepted, self._between(self._times, slots, drafts))
 
-    def observe_shared(self, slots: int, drafts: float, accepted: float) -> None:
+    def observe_shared(self, slots: int, verified: Mapping[tuple[int, int], int]) -> None:
         if not self._foreseen or slots < LEAST_SHARING:
             return
+        drafts = sum(given * count for (given, _), count in verified.items()) / slots
+        accepted = sum(n * count for (_, n), count in verified.items()) / slots
         keep = MEMORY / (MEMORY + 1)
         self._right = keep * self._right + accepted
         self._expected = keep * self._expected + self._foreseen_of(drafts)
@@ -117,7 +125,8 @@ class SharedRows(AdaptiveDraftLength):
         return low + (high - low) * (drafts - below)
 
     def _between(self, times: StepTimes, slots: int, drafts: float) -> float:
-        """Predicts a step's time: between the measured numbers of drafts, on a straight line."""
+        """Predicts a step's time: of the next measured number of slots, between drafts on a straight line."""
+        slots = min((measured for measured, _ in times if measured >= slots), default=slots)
         known = sorted({measured for _, measured in times})
         above = next((measured for measured in known if measured >= drafts), known[-1])
         below = max((measured for measured in known if measured <= drafts), default=above)

@@ -4,7 +4,7 @@ import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.ladder import PIECES, StepKind
+from trtllm_dflash.engine.ladder import PIECES, StepKind, shared_lengths
 from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.session.shares import BELIEF, GUESS, MEMORY
@@ -27,18 +27,26 @@ class CapturedShares:
         # Nobody foretold it, and so it teaches nothing: that is what the sign says.
         self._guess = -(GUESS ** torch.arange(1.0, drafts + 1, device=device)).expand(slots, -1).contiguous()
         self.forget()
+        self._is_known = True  # whether the last step told the chances of its drafts
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> "CapturedShares | None":
         """Makes it for an engine; None where its slots share no rows: they draft nothing, or on several ranks."""
         drafts = max(config.max_batch, PIECES) * (config.block_size - 1)
-        if config.drafter is None or config.block_size < 3 or config.tp > 1 or drafts > kernels.MOST_SHARED:
+        is_worth_it = config.drafter is not None and bool(shared_lengths(config.block_size))
+        if not is_worth_it or config.tp > 1 or drafts > kernels.MOST_SHARED:
             return None
         return cls(config, device)
 
     def forget(self) -> None:
-        """Guesses the chances of all drafts: those of a step that does not tell them."""
+        """Guesses the chances of all drafts."""
         self.kept.foretold.copy_(self._guess)
+
+    def prepare(self, kind: StepKind) -> None:
+        """Prepares for a step of a kind, before it is launched: nobody has told the chances of what others drafted."""
+        if kind.shares and not self._is_known:
+            self.forget()
+        self._is_known = kind.shares
 
     def divided(self, words: Tensor, kind: StepKind) -> Tensor:
         """Divides a step's rows, written down in `words`, among its decoding slots."""

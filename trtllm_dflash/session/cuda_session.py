@@ -251,6 +251,10 @@ class CudaSession(TorchSession):
         kind, captured = self._graphs.find_flat(call, [len(piece.token_ids) for piece in call.pieces], shaped)
         if shaped:
             self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
+        if self._captured_shares is not None:
+            self._captured_shares.prepare(kind)
+        if self._captured_shares is not None:
+            self._captured_shares.prepare(kind)
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
         outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report)
@@ -322,11 +326,9 @@ class CudaSession(TorchSession):
             next_parents=out.next_parents,
             parents=slots.parents if has_trees else None,
         )
-        if self._captured_shares is not None and kind.drafting is Drafting.BLOCK:
-            if kind.shares:
-                assert isinstance(begun.ops, CudaOps)
-                return self._captured_shares.told(outputs, layout, begun.ops.gains), None
-            self._captured_shares.forget()
+        if kind.shares:
+            assert self._captured_shares is not None and out.next_gains is not None
+            return self._captured_shares.told(outputs, layout, out.next_gains), None
         # With the next drafts: grammars ask for them.
         return torch.cat([outputs, out.next_tokens], dim=1) if kind.shaped else outputs, out.logprobs
 
