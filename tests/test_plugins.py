@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 #: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
-INTERFACE = (24, "4cb3fa3fd7da1a8e")
+INTERFACE = (24, "de8ca3dbaaca2144")
 MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
 
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -100,6 +100,22 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
 def test_what_the_busiest_of_an_h200s_multiprocessors_reads_is_known(built, load, outputs, inputs, swiglu, thousandths):
     load(built / "libdflash_kernels.so")
     assert products._wide_load.__wrapped__(outputs, inputs, swiglu, 132) == thousandths
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "outputs", "thousandths"),
+    [
+        (256, 24576, 1031),  # 64 pairs of tiles, one for each of 66 clusters
+        (192, 24576, 1375),  # a tile of rows is not full
+        (512, 24576, 1031),
+        (2048, 24576, 1031),
+        (256, 34816, 1455),  # 91 pairs
+    ],
+)
+def test_what_the_busiest_of_an_h200s_multiprocessors_multiplies_is_known(built, load, rows, outputs, thousandths):
+    load(built / "libdflash_kernels.so")
+    assert products._bulk_load.__wrapped__(rows, outputs, 4096, 132) == thousandths
 
 
 @needs_compiler
@@ -268,6 +284,7 @@ def test_cuda_ops_need_the_library(load, tmp_path):
         ("plain", 17, "wide"),
         ("plain", 128, "wide"),
         ("plain", 129, None),
+        ("even", 129, "bulk"),
         ("uneven", 17, None),
         ("rows", 16, "skinny"),
         ("rows", 17, None),
@@ -280,6 +297,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     values, scale = quantize_rows(matrix)
     weight = {
         "plain": matrix.bfloat16(),
+        "even": matrix.bfloat16(),
         "uneven": matrix.bfloat16(),
         "rows": Fp8Weight(values, scale.flatten()),
         "blocks": Fp8Weight(matrix.to(torch.float8_e4m3fn), torch.ones(2, 1)),
@@ -302,6 +320,10 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         assert kernel == "wide"
         return product(x, values, None, bias, swiglu, None, residual, gelu)
 
+    def bulk_gemm(x, values, bias, gelu):
+        assert kernel == "bulk"
+        return product(x, values, None, bias, True, None, None, gelu)
+
     def product(x, values, scale, bias, swiglu, norm, residual, gelu):
         calls.append((values, scale, swiglu + gelu, norm is not None, residual is not None))
         if norm is not None:
@@ -315,9 +337,11 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "skinny_gemm", skinny_gemm)
     monkeypatch.setattr(kernels, "wide_gemm", wide_gemm)
+    monkeypatch.setattr(kernels, "bulk_gemm", bulk_gemm)
     monkeypatch.setattr(products, "is_hopper", lambda device: True)
     monkeypatch.setattr(products, "processors", lambda device: 132)
     monkeypatch.setattr(products, "_wide_load", lambda *sizes: 1200 if kind == "uneven" else 1050)
+    monkeypatch.setattr(products, "_bulk_load", lambda *sizes: 1050 if kind == "even" else 1200)
     gates = {False: TorchOps.swiglu, True: TorchOps.geglu}
     monkeypatch.setattr(kernels, "swiglu", lambda x, gelu=False: gates[gelu](None, x))
     torch_ops = TorchOps(weights, {})
@@ -340,6 +364,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         norms = int(kernel == "skinny")
         # gated, by SiLU or GELU; norm, residual
         kinds = [(0, 0, 0), (1, 0, 0), (0, norms, 0), (1, norms, 0), (2, norms, 0), (0, 0, 1), (0, 0, 0)]
+        kinds = [kind for kind in kinds if kind[0]] if kernel == "bulk" else kinds  # it gates
         assert [tuple(map(int, call[2:])) for call in calls] == kinds
         assert all(call[0] is weights["a.weight"] and call[1] is weights.get("a.scale") for call in calls)
     else:

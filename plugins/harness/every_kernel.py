@@ -717,6 +717,8 @@ def wide_products(dtype: torch.dtype) -> None:
             kernels.wide_gemm(x, weight, bias, residual=residual)
             kernels.wide_gemm(x, weight, bias, swiglu=True)
             kernels.wide_gemm(x, weight, swiglu=True, gelu=True)
+            kernels.bulk_gemm(x, weight, bias)
+            kernels.bulk_gemm(x, weight, gelu=True)
 
 
 def products_of_passes(dtype: torch.dtype) -> None:

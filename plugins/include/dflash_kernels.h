@@ -252,6 +252,13 @@ DFLASH_API cudaError_t dflash_wide_gemm(const dflash_skinny_gemm_params* params,
  */
 DFLASH_API int32_t dflash_wide_gemm_load(const dflash_skinny_gemm_params* params, int32_t processors);
 
+/* The same of hundreds of rows with SwiGLU or GELU, in tiles of 256 rows, where nobody asks for one order of sums
+ * whatever the number of rows. There are a multiple of 32 outputs; out lies at a multiple of 16 bytes. */
+DFLASH_API cudaError_t dflash_bulk_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
+
+/* Likewise, what the busiest of so many multiprocessors does then, in thousandths of an equal share. On the host. */
+DFLASH_API int32_t dflash_bulk_gemm_load(const dflash_skinny_gemm_params* params, int32_t processors);
+
 /* RMSNorm of x, or of x + residual, which is then stored too. H is a multiple of 8 and at most 32,768. */
 typedef struct
 {

@@ -18,10 +18,13 @@ namespace wide
 
 constexpr int kGroups = 2; // warpgroups that multiply
 constexpr int kConsumers = kGroups * 128;
-constexpr int kThreads = kConsumers + 32; // one more warp loads
+constexpr int kThreads = kConsumers + 64; // one more warp loads, and another the first stages' inputs
 constexpr int kLine = 128; // bytes of a row in one stage
 constexpr int kGranule = 16; // rows of a weight, with SwiGLU 8 of the gate and the 8 of up that belong to them
 constexpr int kMostStages = 16;
+// Bytes of weights that a block asks for at its begin, and then in a cycle until the ring is full. What is asked for
+// comes in no order, and what a norm before this kernel still reads comes behind it: so no more than memory gives.
+constexpr int kAskedAtOnce = 32 * 1024, kAskedInCycle = 18;
 constexpr int kLimit = 212 * 1024; // of shared memory: more than half, so that no two blocks share a multiprocessor
 
 // A tile: kRows tokens times kOutputs rows of a weight, whose inputs a cluster's kSplits blocks share.
@@ -189,27 +192,36 @@ struct Loader
             : "memory");
     }
 
-    // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs.
+    // Weights of the first stages come before the kernel waits for the one before it.
     __device__ __forceinline__ void load()
     {
-        Loader inputs = *this;
-        int ahead = 0;
-        for (; ahead < L::kStages && are_left(); ++ahead)
+        int64_t const begin = clock64();
+        for (int ahead = 0; ahead < L::kStages && are_left(); ++ahead)
         {
+            while ((clock64() - begin) * kAskedInCycle < ahead * L::kWeightBytes - kAskedAtOnce)
+            {
+            }
             load_weight();
             advance();
         }
         wait();
-        for (; ahead > 0; --ahead)
-        {
-            inputs.load_inputs();
-            inputs.advance();
-        }
         for (; are_left(); advance())
         {
             wait_for_phase(shared.empty(stage.at), stage.phase ^ 1);
             load_weight();
             load_inputs();
+        }
+    }
+
+    // Their inputs are what the kernel before makes, and come as soon as that has ended. By a thread of another warp,
+    // before or after the stage's bytes are expected: a barrier's count of bytes may be below zero.
+    __device__ __forceinline__ void load_first_inputs()
+    {
+        wait();
+        for (int ahead = 0; ahead < L::kStages && are_left(); ++ahead)
+        {
+            load_inputs();
+            advance();
         }
     }
 };
@@ -457,6 +469,10 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
     if (threadIdx.x == kConsumers)
     {
         Loader<L>{launch, shared, share}.load();
+    }
+    if (threadIdx.x == kConsumers + 32)
+    {
+        Loader<L>{launch, shared, share}.load_first_inputs();
     }
     wait();
     if (L::kSplits > 1)

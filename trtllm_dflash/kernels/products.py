@@ -16,6 +16,8 @@ SKINNY_ROWS = 16
 #: Rows up to which `wide_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may then have to
 #: read of the weight, in thousandths of an equal share.
 WIDE_ROWS, _WIDE_LOAD = 128, 1100
+#: Likewise, the most that the busiest multiprocessor may have to multiply where `bulk_gemm` is faster than cuBLAS.
+_BULK_LOAD = 1100
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
 
@@ -101,6 +103,30 @@ def wide_gemm(
     """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are."""
     check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual, gelu)
+
+
+def suits_bulk(x: Tensor, weight: Tensor) -> bool:
+    """Whether `bulk_gemm` takes x [..., I] and weight [O, I], and is faster than cuBLAS and a kernel that gates."""
+    rows = x.numel() // x.shape[-1]
+    if rows <= WIDE_ROWS or weight.shape[0] % 32 or not takes_wide(x, weight):
+        return False
+    return _bulk_load(rows, *weight.shape, processors(x.device)) <= _BULK_LOAD
+
+
+@cache
+def _bulk_load(rows: int, outputs: int, inputs: int, count: int) -> int:
+    params = SkinnyGemmParams(rows=rows, outputs=outputs, inputs=inputs, swiglu=1)
+    most: int = load().functions.dflash_bulk_gemm_load(ctypes.byref(params), count)
+    return most
+
+
+def bulk_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
+    """Multiplies hundreds of rows as `skinny_gemm` does few with `swiglu`: [..., O/2].
+
+    A row's bits may depend on how many there are. Weights' rows are a multiple of 32.
+    """
+    check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    return _product("dflash_bulk_gemm", x, weight, None, bias, True, None, None, gelu)
 
 
 def _product(

@@ -112,6 +112,8 @@ class CudaProducts(TorchOps):
             return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu)
         if scale is None and norm is None and kernels.suits_wide(x, values, swiglu):
             return kernels.wide_gemm(x, values, bias, swiglu, residual, gelu)
+        if swiglu and scale is None and norm is None and kernels.suits_bulk(x, values):
+            return kernels.bulk_gemm(x, values, bias, gelu)
         return None
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
