@@ -74,13 +74,14 @@ def test_torch_computes_the_same_of_experts_in_the_kernels_order(dtype, compute)
 
 
 def test_what_the_kernels_have_no_order_for_stays_as_it_is_stored():
-    """Columns that are no blocks of 32, rows that are not eights, and scales with a sign, which no export writes."""
-    odd = [stored(hidden=80), stored(), stored()]
+    """Columns that are no blocks of 32, rows that are not eights, and scales with a sign or NaN, which none writes."""
+    odd = [stored(hidden=80), stored(), stored(), stored()]
     for name in ("weight", "scale", "global_scale"):
         key = f"mlp.experts.down_proj.{name}"
         odd[1][key] = odd[1][key][:, :92].contiguous()
     odd[2]["mlp.experts.down_proj.scale"].view(torch.uint8)[3, 5, 2] += 0x80
-    for weights, left in zip(odd, ("gate_up_proj", "down_proj", "down_proj"), strict=True):
+    odd[3]["mlp.experts.down_proj.scale"].view(torch.uint8)[3, 5, 2] = 0x7F
+    for weights, left in zip(odd, ("gate_up_proj", "down_proj", "down_proj", "down_proj"), strict=True):
         before = dict(weights)
         interleave_experts(weights, torch.bfloat16)
         kept = {name for name in before if name in weights and weights[name] is before[name]}
