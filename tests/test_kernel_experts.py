@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trtllm_dflash.kernels import Matrix, MoE, Routing, experts
+from trtllm_dflash.kernels import Matrix, MoE, Routing, experts, takes_nvfp4
 
 EXPERTS, OUTPUTS, INPUTS = 3, 160, 256
 
@@ -112,3 +112,12 @@ def test_experts_in_a_type_that_the_kernels_do_not_have_are_not_refused_but_left
     """NVFP4's numbers are two a byte: their shape is half as wide."""
     matrices = (Matrix(zeros(3, *shape, dtype=torch.uint8)) for shape in ((64, 128), (256, 16)))
     assert not MoE(Routing(8, 0, 3, 2, normalized=True), *matrices).takes(halves(5, 256), halves(5, 8))
+
+
+@pytest.mark.parametrize(("capability", "widest"), [((9, 0), 8256), ((10, 0), 8256), ((12, 0), 2816)])
+def test_nvfp4_is_taken_as_wide_as_a_blocks_shared_memory_holds(capability, widest):
+    """The widest are those of `Layout` in experts_work.cuh, compiled for the host."""
+    sizes = range(32, 12_000, 32)
+    assert [size for size in sizes if takes_nvfp4(size, 32, capability)] == list(range(32, widest + 1, 32))
+    assert [size for size in sizes if takes_nvfp4(32, size, capability)] == list(range(32, widest + 1, 32))
+    assert not takes_nvfp4(1024, 48, capability) and not takes_nvfp4(80, 64, capability)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.quantized import quantize_stack
+from trtllm_dflash.kernels import HOPPER
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.cuda_experts import interleave_experts
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
@@ -47,7 +48,7 @@ def test_loaded_experts_stand_for_what_is_stored_to_the_bit(dtype):
     weights = stored()
     loaded = multiplied_weights(weights, dtype, torch.device("cpu"))
     assert loaded.keys() == weights.keys()  # nothing is dequantized
-    interleave_experts(loaded, dtype)
+    interleave_experts(loaded, dtype, HOPPER)
     for name in ("gate_up", "down"):
         key = f"mlp.experts.{name}_proj."
         assert (key + "tiles" in loaded) == (key + "scale" not in loaded) == (dtype in HALVES)
@@ -65,7 +66,7 @@ def test_loaded_experts_stand_for_what_is_stored_to_the_bit(dtype):
 def test_torch_computes_the_same_of_experts_in_the_kernels_order(dtype, compute):
     weights = stored()
     ordered = dict(weights)
-    interleave_experts(ordered, dtype)
+    interleave_experts(ordered, dtype, HOPPER)
     generator = torch.Generator().manual_seed(1)
     x, logits = (torch.randn(7, size, generator=generator) for size in (96, LAYER.experts))
     layer = replace(LAYER, first=1)
@@ -73,18 +74,31 @@ def test_torch_computes_the_same_of_experts_in_the_kernels_order(dtype, compute)
     assert found.equal(expected)
 
 
+def is_kept(weights: dict[str, Tensor], capability: tuple[int, int]) -> bool:
+    """Whether all of a layer stays as it is stored: none of its matrices is in another order."""
+    after = dict(weights)
+    interleave_experts(after, torch.bfloat16, capability)
+    return after.keys() == weights.keys() and all(after[name] is weights[name] for name in weights)
+
+
 def test_what_the_kernels_have_no_order_for_stays_as_it_is_stored():
-    """Columns that are no blocks of 32, rows that are not eights, and scales with a sign, which no export writes."""
-    odd = [stored(hidden=80), stored(), stored()]
+    """Columns that are no blocks of 32, rows that are not eights, and scales with a sign or NaN, which none writes."""
+    odd = [stored(hidden=80), stored(), stored(), stored()]
     for name in ("weight", "scale", "global_scale"):
         key = f"mlp.experts.down_proj.{name}"
         odd[1][key] = odd[1][key][:, :92].contiguous()
     odd[2]["mlp.experts.down_proj.scale"].view(torch.uint8)[3, 5, 2] += 0x80
-    for weights, left in zip(odd, ("gate_up_proj", "down_proj", "down_proj"), strict=True):
-        before = dict(weights)
-        interleave_experts(weights, torch.bfloat16)
-        kept = {name for name in before if name in weights and weights[name] is before[name]}
-        assert {f"mlp.experts.{left}.{last}" for last in ("weight", "scale", "global_scale")} <= kept
+    odd[3]["mlp.experts.down_proj.scale"].view(torch.uint8)[3, 5, 2] = 0x7F
+    for weights in odd:
+        assert is_kept(weights, HOPPER)
+
+
+def test_layers_that_the_kernels_do_not_compute_stay_as_they_are_stored():
+    """Too wide for a block's shared memory, or with one matrix of two in columns that are no blocks of 32."""
+    for hidden, columns, taken in ((2816, 32, (12, 0)), (32, 2816, (12, 0)), (2848, 32, HOPPER), (8256, 32, HOPPER)):
+        assert not is_kept(stored(hidden, columns), taken)
+    for hidden, columns, other in ((2848, 32, (12, 0)), (32, 2848, (12, 1)), (8288, 32, HOPPER), (96, 48, HOPPER)):
+        assert is_kept(stored(hidden, columns), other)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

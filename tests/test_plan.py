@@ -33,7 +33,6 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.foreign.shapes import published_drafter, published_target
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.session import choice
 from trtllm_dflash.step import Drafting
 
@@ -150,28 +149,6 @@ def test_ranks_that_hold_whole_experts_read_and_compute_as_much_as_ranks_that_ho
     )
     (a,), (b,) = (step_work(c, Drafting.OFF, batch=4, rows=1, length=100) for c in (sliced, whole))
     assert (a.bytes, a.flops) == pytest.approx((b.bytes, b.flops), rel=0.01)
-
-
-def test_experts_in_nvfp4_are_planned_as_our_kernels_read_them():
-    """In 4.5 bits a number, at the rate at which they are decoded; without our kernels, and in FP32, unpacked."""
-    plain = config("qwen3-coder-30b-a3b")
-    listed = [w.linear for w in build_target(plain.target).weights() if w.is_matrix and w.stack is None]
-    changes = {"linear_precision": WeightPrecision.NVFP4, "plain_linears": tuple(listed)}
-    nvfp4 = plain.model_copy(update={"target": plain.target.model_copy(update=changes)})
-    moe = plain.target.moe
-    numbers = plain.target.layers * moe.experts * 3 * plain.target.hidden_size * moe.intermediate_size
-    saved = weight_bytes(plain) - weight_bytes(nvfp4)
-    assert saved == pytest.approx(numbers * (16 - 4.5) / 8, rel=5e-3)  # rows have a scale, too
-    for batch, rows in ((1, 1), (8, 8)):
-        step = {"batch": batch, "rows": rows, "length": 1000}
-        a, b = (predict_step(StepCount(c), GPUS["h200"], Drafting.OFF, **step) for c in (plain, nvfp4))
-        assert b.floor < b.seconds < a.seconds
-        assert a.seconds - b.seconds < a.floor - b.floor  # decoding takes some of what is saved
-    said = assumptions(nvfp4, GPUS["h200"], None)
-    assert any(note.startswith("Experts: NVFP4 is read at ") for note in said)
-    for precision, says in ("bf16", "without our kernels, "), ("fp32", ""):
-        notes = assumptions(nvfp4.model_copy(update={"precision": precision}), GPUS["h200"], None)
-        assert f"Experts: {says}the torch backend unpacks their weights in memory: slower than this." in notes
 
 
 def test_layers_with_a_window_read_no_more_than_it():

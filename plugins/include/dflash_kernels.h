@@ -374,7 +374,8 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  *
  * In NVFP4 a weight is E2M1 numbers [E, O, I / 2], two a byte, and beside BF16 in the order of MXFP4's; scales in E4M3
  * [E, O / 8, I / 32, 8, 2], those of eight rows' 32 numbers beside each other; and FP32 scales [E, O]. E4M3 ones have
- * no sign; numbers times these are not rounded, and sums are scaled by the FP32 ones. H and F are multiples of 32.
+ * no sign and are numbers: 0x7f counts as 480. Numbers times these are not rounded, and sums are scaled by the FP32
+ * ones. H and F are multiples of 32.
  *
  * In FP8 a weight is E4M3 [E, O, I] with FP32 scales, [E, O] or [E, ceil(O / 128), ceil(I / 128)]; sums are scaled, not
  * weights. Its codes that are not numbers (0x7f, 0xff) are not told apart: they count as 480. */

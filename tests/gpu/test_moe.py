@@ -127,7 +127,7 @@ def make_kernel_inputs(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tenso
         name: tensor.cuda() if tensor.dtype == torch.uint8 else tensor.to("cuda", case.dtype)
         for name, tensor in weights.items()
     }
-    interleave_experts(kept, case.dtype)
+    interleave_experts(kept, case.dtype, torch.cuda.get_device_capability())
     x = torch.randn(case.rows, case.hidden, generator=generator)
     # Numbers of large scales are large.
     x *= 2.0 ** min(0, 125 - case.scales[1]) if case.packed else 1.0

@@ -42,7 +42,7 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
             "no step of such a target has been compared."
         )
     if target.moe is not None:
-        notes += _experts(config, target.moe)
+        notes += _experts(config, gpu, target.moe)
     notes += _caches(config, gpu)
     if target.linear_precision is not None:
         notes.append(_target(config, target.linear_precision))
@@ -122,7 +122,7 @@ def _ranks(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     return notes
 
 
-def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
+def _experts(config: EngineConfig, gpu: PublishedGPU, moe: MoEConfig) -> list[str]:
     precision, rest = config.precision.upper(), config.target.linear_precision
     stored = str(expert_precision(config)).upper()
     chosen = f"Every choice of {moe.top_k} of {moe.experts} is taken to be equally likely; real routing touches fewer."
@@ -135,10 +135,12 @@ def _experts(config: EngineConfig, moe: MoEConfig) -> list[str]:
     ]
     if config.backend != "torch" or isinstance(config.target, PlannedConfig):
         return notes
-    if (share := decoded_share(config)) is not None:
+    share = decoded_share(config, gpu)
+    if share is not None:
         notes.append(f"Experts: {stored} is read at {share:.0%} of the bandwidth counted on, as an H200 decodes it.")
-    dequantized = stored in ("FP8", "FP8-BLOCKS", "INT4", "NVFP4") and config.precision == "fp32"
-    where = "" if dequantized else "without our kernels, "
+    is_torchs = stored in ("MXFP4", "NVFP4") and share is None
+    is_torchs |= stored in ("FP8", "FP8-BLOCKS", "INT4") and config.precision == "fp32"
+    where = "" if is_torchs else "without our kernels, "
     notes.append(f"Experts: {where}the torch backend unpacks their weights in memory: slower than this.")
     return notes
 

@@ -23,7 +23,7 @@ from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched,
 from trtllm_dflash.cost.gpus import PublishedGPU
 from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, SKINNY_ROWS
+from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_nvfp4
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.weights import WeightPrecision
@@ -88,7 +88,7 @@ def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartW
     """Predicts the time of a step of these parts, one after the other."""
     rates = gpu.achieved(config.precision)
     stream = Rates(rates.copy * _STREAM, rates.gemm)
-    read = [_experts_read(config, part) / rates.copy for part in parts]
+    read = [_experts_read(config, gpu, part) / rates.copy for part in parts]
     multiplied = sum(part.experts.flops for part in parts) / (rates.gemm * _EXPERTS_GEMM)
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
     widening = config.dtype.itemsize // config.cache_dtype.itemsize  # FP8 caches save memory; time, only here and there
@@ -137,7 +137,7 @@ def _layer_latency(part: PartWork, tp: int) -> float:
     return (_LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many) + (_EXPERTS if part.experts.bytes else 0.0)
 
 
-def _experts_read(config: EngineConfig, part: PartWork) -> float:
+def _experts_read(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:
     """Bytes that a large copy would move in the time that reading the chosen experts takes."""
     moe = config.target.moe
     if moe is None or not part.experts.bytes:
@@ -145,15 +145,22 @@ def _experts_read(config: EngineConfig, part: PartWork) -> float:
     rows_of_each = part.rows * moe.top_k / experts_touched(moe, part.rows)
     # The last tile is on average half empty, and there is one at least.
     tiles = max(1.0, rows_of_each / _TILE + (_TILE - 1) / (2 * _TILE))
-    return part.experts.bytes * tiles / (decoded_share(config) or _STREAM)
+    return part.experts.bytes * tiles / (decoded_share(config, gpu) or _STREAM)
 
 
-def decoded_share(config: EngineConfig) -> float | None:
-    """The share of the copy rate at which our kernels read and decode experts in four bits; None: they are others."""
-    moe = config.target.moe
-    if config.backend != "torch" or moe is None:
+def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
+    """The share of the copy rate at which our kernels read and decode experts in four bits on a GPU.
+
+    None: they are others, or our kernels do not compute them.
+    """
+    moe, capability = config.target.moe, divmod(gpu.capability, 10)
+    if config.backend != "torch" or moe is None or config.dtype not in HALVES or capability < OLDEST_GPU:
         return None
-    return _MXFP4_SHARE if moe.mxfp4 else _NVFP4_SHARE if _are_nvfp4(config.target) else None
+    if moe.mxfp4:
+        return _MXFP4_SHARE
+    columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)
+    is_taken = takes_nvfp4(config.target.hidden_size, columns, capability)
+    return _NVFP4_SHARE if is_taken and _are_nvfp4(config.target) else None
 
 
 @lru_cache  # a plan asks for the same again and again

@@ -29,7 +29,7 @@ from trtllm_dflash.kernels.draft_tree import (
     top_ids,
 )
 from trtllm_dflash.kernels.embed import embed
-from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing
+from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing, takes_nvfp4
 from trtllm_dflash.kernels.gate import gate, takes_gate
 from trtllm_dflash.kernels.latent_attention import LatentAppend, attend_latent, takes_latent
 from trtllm_dflash.kernels.library import (
@@ -150,6 +150,7 @@ __all__ = [
     "takes_heads",
     "takes_latent",
     "takes_norm",
+    "takes_nvfp4",
     "takes_prompts",
     "takes_quantize",
     "takes_rotary",

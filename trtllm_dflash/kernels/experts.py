@@ -7,6 +7,7 @@ import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
 from trtllm_dflash.kernels.library import Pointer, load, run, stream, structure
+from trtllm_dflash.kernels.support import shared_bytes
 
 Tensor = torch.Tensor
 
@@ -20,6 +21,10 @@ _MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS = 8, 14, 4.5
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
 _NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4", "NVFP4")
 
+# Of `Layout` in experts_work.cuh: the fewest warps and rows of a block; 16 rows of a weight that a warp multiplies, by
+# 128 bytes of each, four times in its ring; and the bytes between one row's inputs and the next one's.
+_WARPS, _ROWS, _GRANULE, _LINE, _UNITS, _APART = 4, 8, 16, 128, 4, 64
+
 
 MoEParams = structure(
     "dflash_moe_params",
@@ -30,6 +35,22 @@ MoEParams = structure(
     floats_="share_scale",
     pointers_="gate_up_row_scales down_row_scales",
 )
+
+
+def takes_nvfp4(hidden: int, columns: int, capability: tuple[int, int]) -> bool:
+    """Whether the kernels compute experts of sizes H and F, of a rank, in NVFP4 on a GPU; before they are in order.
+
+    As `dflash_moe_workspace` has it: shared memory has to hold 8 rows of the wider, and each warp's ring and scales.
+    """
+    if hidden % 32 or columns % 32:
+        return False
+    inputs = max(hidden, columns)
+    units = -(-inputs // (2 * _LINE))
+    granules = -(-_UNITS // units) + 1  # that a warp's ring reaches into, and the one that it is at
+    warp = _UNITS * _GRANULE * _LINE + granules * _GRANULE * inputs // 16
+    halves = -(-inputs // _LINE)  # of units, whose inputs a row has, zeros behind them
+    row = -(-halves * 2 * _LINE // 128) * 128 + _APART
+    return _WARPS * warp + _ROWS * row <= shared_bytes(capability)
 
 
 @dataclass(frozen=True)

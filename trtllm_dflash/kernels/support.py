@@ -10,6 +10,9 @@ from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, HALVES, HEAD_SIZES
 OLDEST_GPU = (9, 0)
 #: Of those that compute attention from heads of all sizes, by instructions that no other GPUs have.
 HOPPER = (9, 0)
+#: KB of shared memory that a block can have: on Hopper and SM100 to SM110, and on others of ours (SM120), which have
+#: less. From the CUDA programming guide's table of compute capabilities.
+_LARGE_MAJORS, _LARGE_KB, _SMALL_KB = (9, 10, 11), 227, 99
 
 
 def why_unsupported(
@@ -34,6 +37,11 @@ def why_unsupported(
     if capability < OLDEST_GPU:
         return f"our CUDA kernels are for {gpu_name(OLDEST_GPU)} and later, not for {gpu_name(capability)}"
     return None
+
+
+def shared_bytes(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block can have on a GPU that the kernels are for."""
+    return 1024 * (_LARGE_KB if capability[0] in _LARGE_MAJORS else _SMALL_KB)
 
 
 def gpu_name(capability: tuple[int, int]) -> str:

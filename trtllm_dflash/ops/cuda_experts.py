@@ -17,6 +17,8 @@ Tensor = torch.Tensor
 
 #: Experts whose bits are put in order at a time.
 _PART = 8
+#: How the name ends by which a layer's experts are found to be in NVFP4.
+_DOWN_NVFP4 = ".experts.down_proj.global_scale"
 
 
 class CudaExperts(TorchOps):
@@ -54,10 +56,11 @@ def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> k
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
-def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Puts words for MXFP4's blocks into a rank's weights, as the kernels take them beside rows of a type.
 
-    NVFP4's numbers likewise, and tiles for their scales. No more than one matrix is in memory twice, and a few of its
+    NVFP4's numbers likewise, and tiles for their scales, in layers that the kernels compute on a GPU of that compute
+    capability: torch would undo both in every step. No more than one matrix is in memory twice, and a few of its
     experts several times.
     """
     if dtype not in kernels.HALVES:
@@ -65,13 +68,24 @@ def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     has_words = dtype == torch.bfloat16
     for name in [name for name in weights if has_words and name.endswith(".blocks")]:
         weights[name.removesuffix("blocks") + "words"] = _in_words(weights.pop(name), interleave)
-    for name in [name for name in weights if name.endswith(".global_scale")]:
-        key = name.removesuffix("global_scale")
-        values, scale = weights[key + "weight"], weights[key + "scale"]
-        if values.ndim == 3 and have_tiles(values, scale):
+    for name in [name for name in weights if name.endswith(_DOWN_NVFP4)]:
+        prefix = name.removesuffix(_DOWN_NVFP4)
+        keys = [f"{prefix}.experts.{matrix}_proj." for matrix in ("gate_up", "down")]
+        if not _are_taken(weights, keys, capability):
+            continue
+        for key in keys:
             weights[key + "tiles"] = tile_scales(weights.pop(key + "scale"))
             if has_words:
                 weights[key + "words"] = _in_words(weights.pop(key + "weight"), interleave_values)
+
+
+def _are_taken(weights: Mapping[str, Tensor], keys: list[str], capability: tuple[int, int]) -> bool:
+    """Whether the kernels compute a layer of experts whose down projection is in NVFP4: both matrices, or none."""
+    if any(key + "global_scale" not in weights for key in keys):
+        return False
+    stored = [(weights[key + "weight"], weights[key + "scale"]) for key in keys]
+    hidden, columns = (2 * values.shape[-1] for values, _ in stored)
+    return kernels.takes_nvfp4(hidden, columns, capability) and all(have_tiles(*each) for each in stored)
 
 
 def _in_words(numbers: Tensor, interleaved: Callable[[Tensor], Tensor]) -> Tensor:

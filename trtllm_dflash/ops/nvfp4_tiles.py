@@ -13,6 +13,8 @@ Tensor = torch.Tensor
 #: Rows whose scales lie beside each other, and scales of each there: a copy of 16 bytes, which a warp reads by eight
 #: rows at once.
 _ROWS, _SCALES = 8, BLOCK // NVFP4_BLOCK
+#: The code of E4M3's NaN; those beyond it have a sign.
+_NAN = 0x7F
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +40,10 @@ class Nvfp4Tiles:
 def have_tiles(values: Tensor, scale: Tensor) -> bool:
     """Whether our kernels have an order for numbers uint8 [..., O, I / 2] and scales [..., O, I / 16].
 
-    They read no sign of a scale, and ModelOpt writes none. Waits for the device.
+    They read no sign of a scale, and a NaN as 480; ModelOpt writes neither. Waits for the device.
     """
     is_whole = values.shape[-2] % _ROWS == 0 and values.shape[-1] % BLOCK_BYTES == 0
-    return is_whole and not bool((scale.view(torch.uint8) >= 0x80).any())
+    return is_whole and not bool((scale.view(torch.uint8) >= _NAN).any())
 
 
 def interleave_values(values: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class CudaSession(TorchSession):
         options = {"flat": is_ours, "paged": is_ours, "exact": self._is_exact}
         super().__init__(config, weights, device, communicator, accept, **options)
         if self._parts is not None:
-            interleave_experts(self.weights, config.dtype)
+            interleave_experts(self.weights, config.dtype, of_gpu[-1])
         if self.library is not None:
             self.communicator.share_memory(device)
             self._page_copies = self._copies_of_pages(windowed=False)
