@@ -199,7 +199,7 @@ def test_a_metric_says_what_computes(tiny):
 
 
 def test_step_times_of_other_kernels_are_not_taken(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths: {(1, 0): 1.0})
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths, shared: {(1, 0): 1.0})
     step_times(tiny.session, tmp_path, [0])
     kept = json.loads((tmp_path / FILE).read_text())
     kept["times"] = {"drafting": [[1, 0, 0, 2.0]]}
