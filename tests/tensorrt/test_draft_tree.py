@@ -66,9 +66,18 @@ class Sessions:
     """One engine in a torch session and in a TensorRT session, each step run in both and compared."""
 
     def __init__(
-        self, pair: Pair, nodes: int, sampled: bool = False, builder: Any = None, plugin: str | None = None
+        self,
+        pair: Pair,
+        nodes: int,
+        sampled: bool = False,
+        builder: Any = None,
+        plugin: str | None = None,
+        drafted: int | None = None,
     ) -> None:
-        config = make_config(pair, max_seq_len=128).model_copy(update={"sampling": sampled, "draft_tree": nodes})
+        """drafted: nodes of the trees that are drafted, 0: none are; None: those that the plan is made for."""
+        config = make_config(pair, max_seq_len=128)
+        drafted = nodes if drafted is None else drafted
+        config = config.model_copy(update={"sampling": sampled, "draft_tree": drafted})
         weights = read_rank_weights(pair, 1, 0, config.dtype)
         self.nodes, self.block = nodes, config.block_size
         self.sampled = sampled
@@ -120,19 +129,26 @@ def test_the_drafter_reads_no_more_rows_than_a_block_beyond_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, multiply = [], evaluator._LAYERS["MATRIX_MULTIPLY"]
+    moves, move = [], PlanPaths.move
 
     def noted(layer: Any, inputs: list[Tensor]) -> Any:
         if layer.name.startswith("drafter.fc"):
             rows.append(inputs[0].shape[1])
         return multiply(layer, inputs)
 
+    def noted_move(self: PlanPaths, first_slot: int, start: Tensor, path: Tensor) -> None:
+        moves.append(path.shape[1])
+        move(self, first_slot, start, path)
+
     monkeypatch.setitem(evaluator._LAYERS, "MATRIX_MULTIPLY", noted)
+    monkeypatch.setattr(PlanPaths, "move", noted_move)
     sessions = Sessions(make_pair(tmp_path, "qwen3"), 31)
     sessions.read(0, make_prompts(20)[0])
     sessions.decode([(0, 32)])
     sessions.decode([(0, 32)], block=9)
     sessions.decode([(0, 9)])
     assert rows == [20, 16, 16, 9]
+    assert moves == [16, 16, 9]  # nor are a prompt's moved
 
 
 def make_prompts(*lengths: int) -> list[list[int]]:
@@ -202,7 +218,7 @@ def test_both_ranks_grow_one_tree(tmp_path: Path) -> None:
     for rank in range(2):
         weights = complete_weights(read_rank_weights(pair, 2, rank, config.dtype), config, rank)
         networks.append(build_network(builder, config, weights, rank))
-        ranks.append(PlanPaths(cache_shapes(config), config.dtype, CPU, first=0))
+        ranks.append(PlanPaths(cache_shapes(config), config.dtype, CPU, first=0, most=16))
     prompts = make_prompts(9, 9, 9)
     for slot, prompt in enumerate(prompts):
         alone.read(slot, prompt)
@@ -246,16 +262,6 @@ def views(paths: PlanPaths, slots: slice) -> dict[str, Tensor]:
 
 def ints(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def test_a_path_s_rows_are_all_read_before_any_is_written() -> None:
-    shapes = dict.fromkeys(("model.layers.0.key", "model.layers.1.key", "drafter.layers.0.key"), (2, 1, 8, 1))
-    paths = PlanPaths(shapes, torch.float32, CPU, first=1)
-    for cache in paths.caches.values():
-        cache.copy_(torch.arange(16.0).view(2, 1, 8, 1))
-    paths.move(1, ints([2]), ints([[0, 2, 1, 3]]))
-    moved = [*range(8), 8, 9, 10, 11, 13, 12, 14, 15]
-    assert [cache.flatten().tolist() == moved for cache in paths.caches.values()] == [True, True, False]
 
 
 # -- single operations, of equals and of ranks that round otherwise ----------------------------------------------------
