@@ -1,13 +1,13 @@
 """Trees of drafts in TensorRT plans: the network, evaluated in a session, drafts and accepts as `RaggedOps` does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints import make_drafter, make_gpt_oss, make_target
+from tests.checkpoints import edit_tensors, make_drafter, make_gpt_oss, make_target
 from tests.conftest import refusal
 from tests.drafters import make_dflash2
 from tests.test_draft_trees import HOSTILE
@@ -22,6 +22,7 @@ from trtllm_dflash.models.weights import unit_range
 from trtllm_dflash.ops.draft_tree import RANKS, DraftTree, draft_tree
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.step_times import measure
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, SlotSampling, Step, call_of, words_of
 from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.session.weights import complete_weights
@@ -149,6 +150,20 @@ def test_the_drafter_reads_no_more_rows_than_a_block_beyond_a_prompt(
     sessions.decode([(0, 9)])
     assert rows == [20, 16, 16, 9]
     assert moves == [16, 16, 9]  # nor are a prompt's moved
+
+
+def test_drafts_that_nobody_made_are_measured_too(tmp_path: Path) -> None:
+    """Of a target that always chooses token 0, which all of them are."""
+    make_pair(tmp_path, "qwen3")
+
+    def prefer(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][0] *= 50
+
+    edit_tensors(tmp_path / "target", prefer)
+    session = Sessions(open_pair(tmp_path / "target", tmp_path / "drafter"), 31).tensorrt
+    times = measure(session, [0, 15])
+    assert list(times) == [(1, 0), (1, 15), (3, 0), (3, 15)]
+    assert (session._view("accepted", (3,)) == 15).all()
 
 
 def make_prompts(*lengths: int) -> list[list[int]]:
@@ -291,6 +306,28 @@ def computed(operation: Operation, given: list[dict[str, Tensor]]) -> list[tuple
 
 def grown(tree: DraftTree, given: list[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     return computed(lambda ops, x: ops.grow_tree(tree, x["bonus"], x["log_probs"], x["ids"]), given)
+
+
+@pytest.mark.parametrize(
+    ("parents", "accepted", "path"),
+    [
+        ([-1, 0, 0, 0, 0, 0], 1, [0, 1, 2, 3, 4, 5]),  # one token's siblings
+        ([-1, 0, 0, 2, 2, 0], 2, [0, 1, 3, 3, 4, 5]),
+        (range(-1, 31), 15, range(32)),  # deeper than any draft
+    ],
+)
+def test_what_is_accepted_of_rows_that_nobody_drafted_stays_among_them(
+    parents: Sequence[int], accepted: int, path: Sequence[int]
+) -> None:
+    rows = ints([range(len(parents))])
+    given = {"token_ids": rows * 0, "target_ids": rows * 0, "logit_rows": rows, "row_count": ints([len(parents)])}
+
+    def accept(ops: TensorRTOps, x: Any) -> tuple[Any, Any]:
+        verdict = ops.accept(x["token_ids"], x["target_ids"], x["logit_rows"], x["row_count"])
+        return verdict.accepted, verdict.path
+
+    ((found, order),) = computed(accept, [given | {"parents": ints([list(parents)])}])
+    assert found.tolist() == [accepted] and order.tolist() == [list(path)]
 
 
 @pytest.mark.parametrize("nodes", [15, 63])
