@@ -19,6 +19,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session import torch_session
 from trtllm_dflash.session.calls import Piece, Step, call_of, words_of
+from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.trees import tree_beside, with_trees
 from trtllm_dflash.step import Drafting
 
@@ -333,6 +334,16 @@ def test_a_gpu_joins_no_more_taps_than_its_kernel_takes(tiny):
 def test_auto_and_off_draft_chains(tiny):
     for choice in ("auto", "off"):
         assert with_trees(tiny.config, choice, torch.device("cpu")).draft_tree == 0
+
+
+@pytest.mark.parametrize("nodes", [0, 63])
+def test_before_any_drafts_a_slot_s_rows_are_a_chain_no_deeper_than_one_is(nodes, tiny):
+    config = tiny.config.model_copy(update={"draft_tree": nodes})
+    for parents in SlotTensors(config, torch.device("cpu")).parents.tolist():
+        depths = []
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        assert depths == [min(row, config.block_size - 1) for row in range(max(nodes + 1, config.block_size))]
 
 
 def test_a_wrong_flag_is_refused(tiny_engine, tmp_path):

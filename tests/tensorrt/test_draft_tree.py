@@ -1,13 +1,13 @@
 """Trees of drafts in TensorRT plans: the network, evaluated in a session, drafts and accepts as `RaggedOps` does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints import make_drafter, make_gpt_oss, make_target
+from tests.checkpoints import edit_tensors, make_drafter, make_gpt_oss, make_target
 from tests.conftest import refusal
 from tests.drafters import make_dflash2
 from tests.test_draft_trees import HOSTILE
@@ -22,6 +22,7 @@ from trtllm_dflash.models.weights import unit_range
 from trtllm_dflash.ops.draft_tree import RANKS, DraftTree, draft_tree
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.step_times import measure
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, SlotSampling, Step, call_of, words_of
 from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.session.weights import complete_weights
@@ -66,9 +67,18 @@ class Sessions:
     """One engine in a torch session and in a TensorRT session, each step run in both and compared."""
 
     def __init__(
-        self, pair: Pair, nodes: int, sampled: bool = False, builder: Any = None, plugin: str | None = None
+        self,
+        pair: Pair,
+        nodes: int,
+        sampled: bool = False,
+        builder: Any = None,
+        plugin: str | None = None,
+        drafted: int | None = None,
     ) -> None:
-        config = make_config(pair, max_seq_len=128).model_copy(update={"sampling": sampled, "draft_tree": nodes})
+        """drafted: nodes of the trees that are drafted, 0: none are; None: those that the plan is made for."""
+        config = make_config(pair, max_seq_len=128)
+        drafted = nodes if drafted is None else drafted
+        config = config.model_copy(update={"sampling": sampled, "draft_tree": drafted})
         weights = read_rank_weights(pair, 1, 0, config.dtype)
         self.nodes, self.block = nodes, config.block_size
         self.sampled = sampled
@@ -120,19 +130,40 @@ def test_the_drafter_reads_no_more_rows_than_a_block_beyond_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, multiply = [], evaluator._LAYERS["MATRIX_MULTIPLY"]
+    moves, move = [], PlanPaths.move
 
     def noted(layer: Any, inputs: list[Tensor]) -> Any:
         if layer.name.startswith("drafter.fc"):
             rows.append(inputs[0].shape[1])
         return multiply(layer, inputs)
 
+    def noted_move(self: PlanPaths, first_slot: int, start: Tensor, path: Tensor) -> None:
+        moves.append(path.shape[1])
+        move(self, first_slot, start, path)
+
     monkeypatch.setitem(evaluator._LAYERS, "MATRIX_MULTIPLY", noted)
+    monkeypatch.setattr(PlanPaths, "move", noted_move)
     sessions = Sessions(make_pair(tmp_path, "qwen3"), 31)
     sessions.read(0, make_prompts(20)[0])
     sessions.decode([(0, 32)])
     sessions.decode([(0, 32)], block=9)
     sessions.decode([(0, 9)])
     assert rows == [20, 16, 16, 9]
+    assert moves == [16, 16, 9]  # nor are a prompt's moved
+
+
+def test_drafts_that_nobody_made_are_measured_too(tmp_path: Path) -> None:
+    """Of a target that always chooses token 0, which all of them are."""
+    make_pair(tmp_path, "qwen3")
+
+    def prefer(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][0] *= 50
+
+    edit_tensors(tmp_path / "target", prefer)
+    session = Sessions(open_pair(tmp_path / "target", tmp_path / "drafter"), 31).tensorrt
+    times = measure(session, [0, 15])
+    assert list(times) == [(1, 0), (1, 15), (3, 0), (3, 15)]
+    assert (session._view("accepted", (3,)) == 15).all()
 
 
 def make_prompts(*lengths: int) -> list[list[int]]:
@@ -202,7 +233,7 @@ def test_both_ranks_grow_one_tree(tmp_path: Path) -> None:
     for rank in range(2):
         weights = complete_weights(read_rank_weights(pair, 2, rank, config.dtype), config, rank)
         networks.append(build_network(builder, config, weights, rank))
-        ranks.append(PlanPaths(cache_shapes(config), config.dtype, CPU, first=0))
+        ranks.append(PlanPaths(cache_shapes(config), config.dtype, CPU, first=0, most=16))
     prompts = make_prompts(9, 9, 9)
     for slot, prompt in enumerate(prompts):
         alone.read(slot, prompt)
@@ -248,16 +279,6 @@ def ints(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_a_path_s_rows_are_all_read_before_any_is_written() -> None:
-    shapes = dict.fromkeys(("model.layers.0.key", "model.layers.1.key", "drafter.layers.0.key"), (2, 1, 8, 1))
-    paths = PlanPaths(shapes, torch.float32, CPU, first=1)
-    for cache in paths.caches.values():
-        cache.copy_(torch.arange(16.0).view(2, 1, 8, 1))
-    paths.move(1, ints([2]), ints([[0, 2, 1, 3]]))
-    moved = [*range(8), 8, 9, 10, 11, 13, 12, 14, 15]
-    assert [cache.flatten().tolist() == moved for cache in paths.caches.values()] == [True, True, False]
-
-
 # -- single operations, of equals and of ranks that round otherwise ----------------------------------------------------
 
 
@@ -285,6 +306,28 @@ def computed(operation: Operation, given: list[dict[str, Tensor]]) -> list[tuple
 
 def grown(tree: DraftTree, given: list[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     return computed(lambda ops, x: ops.grow_tree(tree, x["bonus"], x["log_probs"], x["ids"]), given)
+
+
+@pytest.mark.parametrize(
+    ("parents", "accepted", "path"),
+    [
+        ([-1, 0, 0, 0, 0, 0], 1, [0, 1, 2, 3, 4, 5]),  # one token's siblings
+        ([-1, 0, 0, 2, 2, 0], 2, [0, 1, 3, 3, 4, 5]),
+        (range(-1, 31), 15, range(32)),  # deeper than any draft
+    ],
+)
+def test_what_is_accepted_of_rows_that_nobody_drafted_stays_among_them(
+    parents: Sequence[int], accepted: int, path: Sequence[int]
+) -> None:
+    rows = ints([range(len(parents))])
+    given = {"token_ids": rows * 0, "target_ids": rows * 0, "logit_rows": rows, "row_count": ints([len(parents)])}
+
+    def accept(ops: TensorRTOps, x: Any) -> tuple[Any, Any]:
+        verdict = ops.accept(x["token_ids"], x["target_ids"], x["logit_rows"], x["row_count"])
+        return verdict.accepted, verdict.path
+
+    ((found, order),) = computed(accept, [given | {"parents": ints([list(parents)])}])
+    assert found.tolist() == [accepted] and order.tolist() == [list(path)]
 
 
 @pytest.mark.parametrize("nodes", [15, 63])

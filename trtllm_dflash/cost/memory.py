@@ -1,6 +1,7 @@
 """The memory that an engine needs on each GPU, and whether it fits."""
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -312,8 +313,9 @@ def _trees(config: EngineConfig, rows: int) -> int:
     """Counts the bytes that a TensorRT plan with trees takes besides: masks, and the accepted rows that are moved."""
     if not config.plan_tree:
         return 0
-    target = [shape for name, shape in cache_shapes(config).items() if not name.startswith(PREFIX)]
-    moved = sum(heads * size for _, heads, _, size in target) * config.cache_dtype.itemsize
+    shapes = Counter(shape for name, shape in cache_shapes(config).items() if not name.startswith(PREFIX))
+    # Of one shape's caches after the other's.
+    moved = max(count * heads * size for (_, heads, _, size), count in shapes.items()) * config.cache_dtype.itemsize
     # Of each row and key whether it is of the same tree, and whether it is seen: a byte each.
     masks = 2 * rows * config.cache_length if config.plugin is None else 0
     return masks + config.max_batch * config.block_size * moved

@@ -153,7 +153,11 @@ class TensorRTDraftTree(TensorRTTreeRows, TensorRTDrafting):
     def _accept_tree(
         self, token_ids: ITensor, target_ids: ITensor, logit_rows: ITensor, row_count: ITensor
     ) -> Acceptance[ITensor]:
-        """Accepts the deepest path on which every token is the target's choice at its parent."""
+        """Accepts the deepest path on which every token is the target's choice at its parent.
+
+        Rows that nobody drafted, which are measured but not served, may be siblings of one token, or deeper than trees
+        are: of a depth's accepted rows the first counts, and none below the deepest draft.
+        """
         self._scope = "accept"
         row = self._reshape(self._logit_range(), (1, -1))
         tokens = self._gather(token_ids, logit_rows, axis=1, per_slot=True)
@@ -164,9 +168,11 @@ class TensorRTDraftTree(TensorRTTreeRows, TensorRTDrafting):
         is_right = self._binary("OR", is_root, self._binary("AND", is_chosen, is_real))
         misses = self._reshape(self._cast(self._not(is_right), self.trt.float32), (0, 1, 1, -1))
         missed = self._reshape(self._product(self._ancestors(), misses, "misses"), (0, -1))
-        is_accepted = self._binary("LESS", missed, self._fill(0.5, 2))  # [B, R]
-        count = self._reduce("SUM", self._cast(is_accepted, self.trt.int32), 1)
-        accepted = self._binary("SUB", count, self._ints(1, 2))  # [B, 1]
+        assert self.deepest is not None
+        is_within = self._binary("LESS", self._depths(), self._ints(self.deepest + 1, 2))
+        is_accepted = self._binary("AND", self._binary("LESS", missed, self._fill(0.5, 2)), is_within)  # [B, R]
+        depths = self._select(is_accepted, self._depths(), self._ints(0, 2))
+        accepted = self._reduce("MAX", depths, 1)  # [B, 1]
         path = self._path(is_accepted, accepted, row)
         last = self._gather(path, accepted, axis=1, per_slot=True)
         bonus = self._gather(target_ids, last, axis=1, per_slot=True)
@@ -176,12 +182,13 @@ class TensorRTDraftTree(TensorRTTreeRows, TensorRTDrafting):
         return Acceptance(accepted, committed, bonus, path=path)
 
     def _path(self, is_accepted: ITensor, accepted: ITensor, row: ITensor) -> ITensor:
-        """Finds the accepted row of each depth, of which there is one, and behind them each row itself: [B, R]."""
+        """Finds the first accepted row of each depth, and behind them each row itself: [B, R]."""
         depth = self._reshape(row, (1, -1, 1))
         is_here = self._binary("EQUAL", self._reshape(self._depths(), (0, 1, -1)), depth)
         is_here = self._binary("AND", is_here, self._reshape(is_accepted, (0, 1, -1)))  # [B, depths, R]
-        rows = self._select(is_here, self._reshape(row, (1, 1, -1)), self._ints(0, 3))
-        return self._select(self._binary("GREATER", row, accepted), row, self._reduce("SUM", rows, 2, keep=False))
+        last = self._binary("SUB", self._row_count(self.caches[PARENTS], 1), self._ints(1, 2))
+        rows = self._select(is_here, self._reshape(row, (1, 1, -1)), self._reshape(last, (1, 1, 1)))
+        return self._select(self._binary("GREATER", row, accepted), row, self._reduce("MIN", rows, 2, keep=False))
 
     def first_choices(self, x: ITensor, verdict: Acceptance[ITensor]) -> ITensor:
         return x if verdict.path is None else self._gather(x, verdict.path, axis=1, per_slot=True)

@@ -21,7 +21,10 @@ class SlotTensors:
         self.block = config.block_size
         slots, rows = config.max_batch, config.slot_rows if config.drafter else 1
         self.tokens = torch.zeros(slots, rows, dtype=torch.int32, device=device)  # bonus token and drafts
-        self.parents = torch.zeros(slots, rows, dtype=torch.int32, device=device)  # of those, where drafts may be trees
+        # Of those, where drafts may be trees. Before any are drafted a chain, no deeper than one is: what is measured
+        # may verify more rows than were drafted.
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=device).clamp_(max=max(self.block - 2, -1))
+        self.parents = chain.repeat(slots, 1)
         self.start = torch.zeros(slots, dtype=torch.int32, device=device)  # position of the bonus token
         self.temperature = torch.zeros(slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)

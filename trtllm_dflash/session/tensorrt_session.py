@@ -63,9 +63,11 @@ class TensorRTSession(Session):
         sizes = [engine.get_device_memory_size_for_profile_v2(profile) for profile in (PREFILL, DECODE)]
         self._scratch = torch.empty(max(*sizes, 1), dtype=torch.uint8, device=device)  # one: steps never overlap
         self._own_stream = None
+        self._pool: Any = None
         if device.type == "cuda":
             self._own_stream = torch.cuda.Stream(device)
             self._own_stream.wait_stream(torch.cuda.current_stream(device))  # the zeros above
+            self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         self._communicator = nccl_capsule(self.communicator) if config.tp > 1 else None
         self._prefill: Any = None
         self._decode: dict[Any, tuple[Any, Any]] = {}  # first slot and shapes -> context, its graph
@@ -100,9 +102,10 @@ class TensorRTSession(Session):
 
     def _make_caches(self, shapes: dict[str, tuple[int, int, int, int]]) -> dict[str, Tensor]:
         config = self.config
-        if not config.plan_tree:
+        if not config.draft_tree:  # the accepted rows of chains lie where they belong
             return super()._make_caches(shapes)
-        self._paths = PlanPaths(shapes, config.cache_dtype, self.device, first=self._cache_rows("model.", 0))
+        first, most = self._cache_rows("model.", 0), config.block_size
+        self._paths = PlanPaths(shapes, config.cache_dtype, self.device, first, most)
         return self._paths.caches
 
     def _free(self) -> None:
@@ -188,7 +191,7 @@ class TensorRTSession(Session):
         if not context.execute_async_v3(self._handle()):
             raise EngineError("TensorRT could not run the step; its own lines above say why")
         self.states.keep(first_slot, *shapes["start"])
-        if self._paths is not None:
+        if self._paths is not None and shapes["logit_rows"][1] > 1:
             path = self._view(PATH, shapes["logit_rows"])[:, : self.config.block_size]
             self._paths.move(first_slot, self._view("start", shapes["start"]), path)
 
@@ -197,7 +200,7 @@ class TensorRTSession(Session):
         if self._own_stream is None:
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._own_stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._own_stream, capture_error_mode="thread_local"):
             self._execute(context, first_slot, shapes)
         return graph
 
@@ -239,20 +242,22 @@ def check_version(config: EngineConfig, name: str, version: str) -> None:
 
 
 def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], drafting: Drafting) -> dict[str, Tensor]:
-    """Makes a step's input tensors, by name. Not drafting is drafting the least: one graph, so one set of weights.
+    """Makes a step's input tensors, by name, where `inputs` lie: the host waits for no copy.
+
+    Not drafting is drafting the least: one graph, so one set of weights.
 
     Raises:
         EngineError: the engine was built greedy, and the step is to sample.
     """
-    slots, rows = inputs.logit_rows.shape
+    (slots, rows), device = inputs.logit_rows.shape, inputs.logit_rows.device
     given = {name: getattr(inputs, name) for name in ("token_ids", "start", "row_count", "logit_rows")}
     if "block_offsets" in io.inputs:
         block = inputs.block_offsets.shape[1] if drafting is Drafting.BLOCK else 2
-        given["block_offsets"] = torch.arange(block, dtype=torch.int32)[None]
+        given["block_offsets"] = torch.arange(block, dtype=torch.int32, device=device)[None]
     if config.plan_tree:
-        chain = torch.arange(-1, rows - 1, dtype=torch.int32).expand(slots, -1)
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=device).expand(slots, -1)
         given[PARENTS] = chain if inputs.parents is None else inputs.parents
-        given[IS_TREE] = torch.tensor([inputs.tree], dtype=torch.int32)
+        given[IS_TREE] = torch.full((1,), int(inputs.tree), dtype=torch.int32, device=device)
     sampling = inputs.sampling
     if "uniform" not in io.inputs:
         if sampling is not None and bool((sampling.temperature > 0).any()):
@@ -260,12 +265,12 @@ def bound_inputs(config: EngineConfig, io: IO, inputs: StepInputs[Tensor], draft
         return given
     if sampling is not None:
         return given | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "uniform")}
-    nothing = torch.zeros(slots)  # a temperature of 0 is greedy
+    nothing = torch.zeros(slots, device=device)  # a temperature of 0 is greedy
     return given | {
         "temperature": nothing,
         "top_k": nothing.int(),
         "top_p": nothing + 1,
-        "uniform": torch.zeros(slots, rows),
+        "uniform": torch.zeros(slots, rows, device=device),
     }
 
 
