@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # Processes that share the tests; each computes on one thread, for threads that wait for each other make small models slow.
 WORKERS ?= 2
+# A file's tests stay in one process; tests/conftest.py has the order.
+DIST   := --dist loadfile --no-loadscope-reorder
 BIN    := .venv/bin
 
 .PHONY: setup demo test check coverage lowest audit lint types kernels plugin wheel clean
@@ -23,20 +25,20 @@ demo: setup
 	$(BIN)/trtllm-dflash demo
 
 test: setup lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) $(DIST)
 
 # The quick ones alone: before each commit.
 check: setup lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) $(DIST) -m "not slow"
 
 # All tests, and which lines they ran; a third slower.
 coverage: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) $(DIST) --cov --cov-report=term
 
 # All tests with the lowest versions that pyproject.toml allows of what it names; what those ask for is the newest.
 # torch stays the pinned one; TORCH=torch==2.7.0 tries the lowest, of which PyPI has the build with CUDA alone.
 lowest: .venv-lowest/ready
-	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest --numprocesses $(WORKERS) $(DIST)
 
 # Each `"name[extras]>=version,...; marker"` becomes `name==version; marker`. A bound that another one rules out is an
 # error here.

@@ -4,6 +4,7 @@ The process that hands tests to others reads this file, and waits for no torch: 
 """
 
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,21 @@ HYBRID = TINY.with_name("tiny-hybrid")
 # Examples are drawn slowly beside other work: no fault of theirs.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+#: Files that take longest for the number of their tests: they go first, so that no process is left with one in the end.
+LONGEST = (
+    *("test_plugins.py", "test_server.py", "test_row_exactness.py", "test_demo.py", "test_train_run.py"),
+    *("test_tensor_parallel.py", "test_killed_servers.py", "test_drain.py", "test_quantize.py", "test_hybrids.py"),
+    *("test_tiny_hybrid.py", "test_light_drafter.py", "test_draft_tree.py", "test_build.py", "test_load.py"),
+    *("test_departures.py", "test_draft_trees.py", "test_shared_rows.py", "test_shaped_steps.py", "test_gateway.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders files, for the Makefile hands them out one by one: the longest first, then those of most tests."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path], str(item.path)))
 
 
 def run(*arguments: object, stdin: str | bytes | None = None) -> Result:

@@ -253,8 +253,6 @@ class CudaSession(TorchSession):
             self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
         if self._captured_shares is not None:
             self._captured_shares.prepare(kind)
-        if self._captured_shares is not None:
-            self._captured_shares.prepare(kind)
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
         outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report)

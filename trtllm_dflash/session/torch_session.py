@@ -86,6 +86,7 @@ class TorchSession(Session):
             add_norms_less_one(self.weights)
         self._penalties: PenaltyTensors | None = None  # made when a request first has any
         self._shares = Shares(config.max_batch, max(config.block_size - 1, 1), device)
+        self._are_told = True  # whether the last step told the chances of its drafts
         self._windowed = windowed_caches(config, self.paging)
         # Of each slot, by position. Whoever gives pages says so with the steps; until then each has its share of all.
         slots, width = range(config.max_batch), self.paging.width
@@ -142,6 +143,8 @@ class TorchSession(Session):
             self._slots.set_drafts([(guide.slot, guide.drafts) for guide in call.guides])
         decode, shared = call.decode, None
         if call.share:
+            if not self._are_told:
+                self._shares.forget()
             shared = self._divide(call)
             decode = [(slot, rows) for (slot, _), rows in zip(decode, shared.tolist(), strict=True)]
         layout = Layout(list(self._segments(call, decode)), self.paging.rows)
@@ -181,8 +184,7 @@ class TorchSession(Session):
         gains = None
         if out.next_chances is not None:
             gains = self._note_chances(call, layout, out.next_chances)
-        elif call.drafting is Drafting.BLOCK:
-            self._shares.forget()
+        self._are_told = gains is not None
         first_prompts = list(accumulate(_next_counts(call), initial=0))
         starts = [segment.start for segment in layout.segments]
         report = Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts, starts)
