@@ -58,9 +58,9 @@ class DraftChooser:
         wanted = batch.drafts or any(stay.drafts and stay.sequence.room > 1 for stay in begin)
         if not self._draft or not (wanted or pieces):
             return StepDrafts(Drafting.OFF, 1)
-        may_share = self.may_share and (self._limits.shapes_trees or not is_shaped(batch, reading))
-        choose = self._length.choose if may_share else self._length.choose_own
-        return self._of(batch, reading, choose(slots) if wanted else 0)
+        may_differ = self._may_differ(batch, reading)
+        choose = self._length.choose if self.may_share and may_differ else self._length.choose_own
+        return self._of(batch, may_differ, choose(slots) if wanted else 0)
 
     def like(self, batch: Batch, reading: list[Stay]) -> Step:
         """Makes a step like the next one of a batch is likely to be, with no pieces of prompts yet."""
@@ -69,7 +69,7 @@ class DraftChooser:
             drafts = min(drafts, self._drafts)
         if not self._draft:
             return Step(batch.rows, [], Drafting.OFF, 1, batch.sampled)
-        of = self._of(batch, reading, drafts)
+        of = self._of(batch, self._may_differ(batch, reading), drafts)
         return Step(batch.rows, [], of.drafting, of.block, batch.sampled, chances=of.shares, share=of.share)
 
     def note(self, launched: StepDrafts) -> None:
@@ -77,19 +77,23 @@ class DraftChooser:
         self._drafts, self._left = launched.block - 1, launched.drafting is Drafting.BLOCK
         self._left_shared = launched.shares
 
-    def _of(self, batch: Batch, reading: list[Stay], drafts: int) -> StepDrafts:
-        block, may_differ = drafts + 1, self._limits.shapes_trees or not is_shaped(batch, reading)
+    def _may_differ(self, batch: Batch, reading: list[Stay]) -> bool:
+        """Whether slots may draft trees, or share rows: elsewhere all draft chains while anybody asks for more."""
+        return self._limits.shapes_trees or not is_shaped(batch, reading)
+
+    def _of(self, batch: Batch, may_differ: bool, drafts: int) -> StepDrafts:
+        block = drafts + 1
         # Where some have had a whole block's rows, all would have them: that takes much longer.
         most = max(block, 2) if self._left_shared else None
         if not drafts:
             return StepDrafts(Drafting.CONTEXT, block, most=most)
         if drafts >= self._longest:
-            # The best tree of a block is one of the whole block. All verify chains while anybody asks for more.
+            # The best tree of a block is one of the whole block.
             tree = self._tree if may_differ else 0
             return StepDrafts(Drafting.BLOCK, block, tree, rows=tree + 1 if tree else block, most=most)
         if not (self.may_share and self._length.shares and may_differ):
             return StepDrafts(Drafting.BLOCK, block, rows=block, most=most)
-        drafting = sum(most > 1 for _, most in batch.rows)
+        drafting = sum(count > 1 for _, count in batch.rows)
         is_shared = drafting and self._left and not batch.guided
         share = len(batch.rows) + drafting * drafts if is_shared else 0
         return StepDrafts(Drafting.BLOCK, block, shares=True, share=share, rows=self._longest + 1)

@@ -295,8 +295,7 @@ def _lengths(config: EngineConfig, settings: ServiceSettings) -> list[int]:
 
 def _may_share(session: Session) -> bool:
     """Whether slots may share the rows of their steps: not on a CPU, where whole blocks cost more than they bring."""
-    is_worth_it = session.config.max_batch >= LEAST_SHARING and session.device.type == "cuda"
-    return session.limits.divides and is_worth_it and bool(shared_lengths(session.config.block_size))
+    return session.limits.divides and session.config.max_batch >= LEAST_SHARING and session.device.type == "cuda"
 
 
 def _choose_draft_length(
