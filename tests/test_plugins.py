@@ -285,6 +285,8 @@ def test_cuda_ops_need_the_library(load, tmp_path):
         ("plain", 128, "wide"),
         ("plain", 129, None),
         ("even", 129, "bulk"),
+        ("even", 256, "bulk"),
+        ("even", 257, None),
         ("uneven", 17, None),
         ("rows", 16, "skinny"),
         ("rows", 17, None),

@@ -101,7 +101,9 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         plan.shares_tiles = is_wide || (w.row_blocks > 1 && !p.is_exact);
         bool const by_two = plan.shares_tiles && !is_wide;
         blocks = std::max(sms / (by_two ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
-        w.least_units = plan.shares_tiles ? 1 : 2; // one a warpgroup
+        // One a warpgroup, or as many as save less by being divided than combining them costs.
+        bool const is_full = int64_t{p.slots} * p.kv_heads * 4 >= blocks;
+        w.least_units = !plan.shares_tiles ? 2 : is_full ? 4 : 1;
     }
     else
     {
