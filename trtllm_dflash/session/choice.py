@@ -159,7 +159,6 @@ def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | No
         f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
         "not with FP8 caches": config.kv is not None,
         "not on several ranks": config.tp > 1,
-        "not with experts": config.target.moe is not None,
         "not with gated delta nets": config.target.delta is not None,
         "not with --draft-tree, whose keys lie in another order than the text's": config.draft_tree > 0,
         "not with sliding windows": any(config.target.windows or ()),
