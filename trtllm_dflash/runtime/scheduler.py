@@ -421,7 +421,8 @@ class Scheduler:
                 sequence.drafted += drafted
                 sequence.accepted += accepted
                 verified[min(drafted, self._longest)].append(accepted)  # a tree's are counted by depth
-                nodes += found[:accepted]
+                if found:
+                    nodes += found[:accepted]
             if most:
                 recent.append(taken)
             changed.append(sequence)
@@ -436,7 +437,8 @@ class Scheduler:
             counts = {(drafts, n): k for drafts, kept in verified.items() for n, k in Counter(kept).items()}
             statistics.recent.extend(recent)
             statistics.verified.update(counts)
-            statistics.ranks.update(nodes)
+            if nodes:
+                statistics.ranks.update(nodes)
             if shared is not None:
                 self._draft_length.observe_shared(len(recent), counts)
             elif not launched.is_cut:
