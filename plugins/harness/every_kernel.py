@@ -168,6 +168,8 @@ def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence
     kept = tokens, kept_start, 63, targets, found.accepted, found.next_start, drafts, block
     for given in (drafts, None):
         kernels.end_rows(layout, *kept, given, parents)
+    ranks = kernels.accept_paths(layout, targets).ranks
+    kernels.end_rows(layout, *kept, drafts, parents, ranks, depths=block - 1)
 
 
 def random_trees(slots: int, block: int) -> Tensor:

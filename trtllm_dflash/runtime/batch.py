@@ -14,6 +14,7 @@ class Batch:
     drafted: list[int]  # drafts of each among those rows
     drafts: bool  # whether any of them drafts
     block: int  # rows that those verify; 0: not all the same
+    trees: bool  # whether the drafts of all of those are trees
     sampled: bool
     logprobs: bool
     penalized: list[int]  # slots
@@ -30,6 +31,7 @@ class Batch:
             drafted=[count - 1 for count in counts],
             drafts=bool(blocks),
             block=blocks.pop() if len(blocks) == 1 else 0,
+            trees={stay.tree for stay in stays if stay.drafts} == {True},
             sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
             logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
             guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],
