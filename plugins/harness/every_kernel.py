@@ -476,7 +476,7 @@ def attention(dtype: torch.dtype) -> None:
 
 
 def exact_attention(dtype: torch.dtype) -> None:
-    """One row block to four of a head; cuts that a block has alone, and all of a slot's; a page and several; sinks."""
+    """One row block to four; cuts and tails apart, together, and all of a head; trees; a page and several; sinks."""
     if not is_hopper(CUDA):
         return
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -485,7 +485,8 @@ def exact_attention(dtype: torch.dtype) -> None:
         for rows, group in ((16, 4), (16, 1), (17, 4), (32, 4), (32, 5), (32, 8)):
             attend_flat(dtype, size, None, few, rows, 64, group=group, exact=True)
         attend_flat(dtype, size, None, [(900, 32), (0, 32)], 32, 2048, group=8, has_sinks=True, exact=True)
-        attend_flat(dtype, size, None, [(900, 1), (700, 3), (0, 0)], 16, 64, group=8, block=True, exact=True)
+        for rows in (16, 32, 64):
+            attend_flat(dtype, size, None, [(1500, rows), (0, 0), (500, rows)], rows, 64, tree=True, exact=True)
         attend_flat(dtype, size, None, few + [(600, 2)] * processors, 16, 64, exact=True)
         attend_flat(dtype, size, None, few + [(600, 32)] * (processors // 4), 32, 64, group=8, exact=True)
 

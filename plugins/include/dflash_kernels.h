@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 25
+#define DFLASH_ABI_VERSION 26
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -97,12 +97,15 @@ typedef struct
     int32_t pages; /* of the caches; with segments or a page table, else slots */
     int32_t block; /* with segments only */
     const uint64_t* row_path; /* [N]: the rows of its segment that a row sees, or null; with causal segments only */
-    int32_t is_exact; /* 1: keys are divided at multiples of DFLASH_EXACT_KEYS from a slot's first on, so that a row's
-                         bits depend on its own keys alone; on Hopper, heads to 128, no window or scales; else
-                         cudaErrorNotSupported */
+    int32_t is_exact; /* 1: a row's last DFLASH_EXACT_TAIL keys, and those before them as divided at multiples of
+                         DFLASH_EXACT_KEYS from a slot's first on, add up apart: so its bits depend on its own keys
+                         alone. On Hopper, causal segments of at most DFLASH_TREE_MOST_ROWS rows without `added`, heads
+                         to 128, no window or scales; else cudaErrorNotSupported. A row's path has at most
+                         DFLASH_EXACT_TAIL rows */
 } dflash_attention_params;
 
 #define DFLASH_EXACT_KEYS 512
+#define DFLASH_EXACT_TAIL 16
 
 /* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
 DFLASH_API cudaError_t dflash_attention_workspace(const dflash_attention_params* params, size_t* bytes);
