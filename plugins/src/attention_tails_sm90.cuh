@@ -114,10 +114,16 @@ struct Tails
         constexpr int kWarps = kConsumers / 32;
         if (count > kWarps)
         {
-            for (int job = warp; job < count; job += 2 * kWarps)
+            int job = warp;
+            for (; job + kWarps < count; job += 2 * kWarps)
             {
-                Item const items[2] = {item(job, chunks), item(min(job + kWarps, count - 1), chunks)};
+                Item const items[2] = {item(job, chunks), item(job + kWarps, chunks)};
                 attend<2>(items, 0, 1);
+            }
+            if (job < count)
+            {
+                Item const items[1] = {item(job, chunks)};
+                attend<1>(items, 0, 1);
             }
             return;
         }

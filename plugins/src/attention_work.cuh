@@ -20,7 +20,7 @@ struct Work
     int packed_rows; // group * Q
     float per_row; // 1 / Q
     int row_blocks; // M tiles that hold them
-    int ranges;
+    int ranges; // of a (slot, head) that is cut exactly, places for its cuts and its tails
     int least_units; // of a range
     int most_cuts; // of a (slot, head) that is cut exactly: see attention_exact_work.cuh
     int blocks; // that take ranges beside each other
