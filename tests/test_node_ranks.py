@@ -12,6 +12,7 @@ from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, TREE_SIZES, DraftTree, chain_tree, draft_tree, ranks_of
 from trtllm_dflash.ops.ragged_ops import RaggedOps
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 
@@ -161,6 +162,24 @@ def test_drafts_of_a_length_between_trees_are_not_counted_with_them(tiny, prompt
         scheduler.step()
     trees = sequence.accepted_per_step[2::3]  # the prompt's step was the first that drafted
     assert sum(scheduler.statistics.ranks.values()) == sum(trees) > 0
+
+
+def test_where_some_have_trees_and_others_chains_none_is_taken_for_the_other_s(tiny, prompts):
+    """Steps that read a prompt alone leave such slots, where the session does not mix them with decoding."""
+    scheduler = Scheduler(changed(tiny, draft_tree=15).session, draft_length=FixedDraftLength(7), ahead=0)
+    for ids in prompts[:2]:
+        scheduler.submit(tiny.intake.sequence(ids, GREEDY, True))
+    for _ in range(4):
+        scheduler.step()
+    stays = Batch.of(list(scheduler._slots)).stays
+    assert [stay.tree for stay in stays] == [False, False]
+    stays[0].tree, scheduler._batch = True, None
+    assert Batch.of(stays).mixed and not Batch.of(stays).trees
+    scheduler.step()
+    assert not any(stay.tree for stay in stays), "all have drafted chains now"
+    while scheduler.busy:
+        scheduler.step()
+    assert not scheduler.statistics.ranks
 
 
 def test_imposed_paths_have_no_ranks(tiny, prompts):

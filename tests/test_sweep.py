@@ -1,10 +1,12 @@
 """The sweep: loads, arms, acceptance that is imposed, what is read off the frontier, files, and going on."""
 
+import asyncio
 import csv
 import json
 import re
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from trtllm_dflash.sweep.pareto import Measured, compare, frontier, measured, ra
 from trtllm_dflash.sweep.plots import plot_acceptance
 from trtllm_dflash.sweep.report import read_plan
 from trtllm_dflash.sweep.results import read_results
+from trtllm_dflash.sweep.runtime_metrics import Drafts, Reading
 from trtllm_dflash.sweep.settings import SweepSettings
 from trtllm_dflash.sweep.summary import Requests, Round
 from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results, search_integer, search_real, tidy_command
@@ -608,3 +611,19 @@ def test_without_matplotlib_there_are_figures_and_word_of_what_is_missing(monkey
     assert "pip install 'trtllm-dflash[sweep]'" in result.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["results.csv", "results.json"]
     assert "matplotlib" in refusal("report", tmp_path, "--output", tmp_path / "page")
+
+
+@pytest.mark.parametrize("drafted_at", [[5, 4], []], ids=["told by replies", "not told"])
+def test_a_server_whose_metrics_end_with_a_round_costs_what_only_they_tell(drafted_at):
+    class Silent:
+        async def look(self, arm):
+            raise EngineError("no metrics any more")
+
+    round_ = Round.model_construct(arm="draft", drafted_at=drafted_at, accepted_by_rank=[])
+    counting = Sweep._count(SimpleNamespace(_target=Silent()), round_, Reading("trtllm-dflash", Drafts()))
+    if drafted_at:
+        asyncio.run(counting)
+        assert round_.accepted_by_rank == []
+    else:
+        with pytest.raises(EngineError, match="no metrics any more"):
+            asyncio.run(counting)

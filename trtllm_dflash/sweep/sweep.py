@@ -203,11 +203,20 @@ class Sweep:
             raise EngineError(f"{what}: no request succeeded: {reason}")
         if before is not None and (not round_.drafted_at or before.server == "trtllm-dflash"):
             await asyncio.sleep(0 if before.is_live else SETTLE_SECONDS)
-            after = await self._target.look(arm)
-            assert after is not None
-            _count(round_, before, after)
+            await self._count(round_, before)
         rounds.append(round_)
         self._write()
+
+    async def _count(self, round_: Round, before: Reading) -> None:
+        """Takes what the server has counted since; where replies told acceptance, it may have become silent."""
+        try:
+            after = await self._target.look(round_.arm)
+        except EngineError:
+            if not round_.drafted_at:
+                raise
+            return
+        assert after is not None
+        _count(round_, before, after)
 
     def _write(self) -> None:
         self.results.count(self.settings.at if self.results.complete else ())
