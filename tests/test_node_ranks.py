@@ -174,7 +174,7 @@ def test_where_some_have_trees_and_others_chains_none_is_taken_for_the_other_s(t
     stays = Batch.of(list(scheduler._slots)).stays
     assert [stay.tree for stay in stays] == [False, False]
     stays[0].tree, scheduler._batch = True, None
-    assert Batch.of(stays).mixed and not Batch.of(stays).trees
+    assert Batch.of(stays).trees is None
     scheduler.step()
     assert not any(stay.tree for stay in stays), "all have drafted chains now"
     while scheduler.busy:

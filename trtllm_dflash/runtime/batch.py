@@ -14,8 +14,7 @@ class Batch:
     drafted: list[int]  # drafts of each among those rows
     drafts: bool  # whether any of them drafts
     block: int  # rows that those verify; 0: not all the same
-    trees: bool  # whether the drafts of all of those are trees
-    mixed: bool  # whether those of some are trees, and of others chains
+    trees: bool | None  # whether the drafts of those are trees; None: not of all the same
     sampled: bool
     logprobs: bool
     penalized: list[int]  # slots
@@ -33,8 +32,7 @@ class Batch:
             drafted=[count - 1 for count in counts],
             drafts=bool(blocks),
             block=blocks.pop() if len(blocks) == 1 else 0,
-            trees=kinds == {True},
-            mixed=len(kinds) > 1,
+            trees=kinds.pop() if len(kinds) == 1 else None,
             sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
             logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
             guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],

@@ -328,7 +328,7 @@ class Scheduler:
         self._chooser.note(drafts)
         if batch.stays:
             self._decoded += 1
-            is_other = batch.block != drafts.rows or batch.mixed or batch.trees != (drafts.tree > 0)
+            is_other = batch.block != drafts.rows or batch.trees != (drafts.tree > 0)
             if batch.drafts and (is_other or drafts.most is not None):
                 for stay in batch.stays:
                     stay.block, stay.tree = drafts.rows, drafts.tree > 0
