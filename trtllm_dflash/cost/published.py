@@ -123,6 +123,8 @@ _GPT_OSS: dict[str, Any] = {
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
         "truncate": False,
         "original_max_position_embeddings": 4096,
     },
