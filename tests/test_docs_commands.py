@@ -13,6 +13,7 @@ from trtllm_dflash.cli import main
 #: Flags of other programs that the guides name.
 OTHERS = {
     "--disable-hybrid-kv-cache-manager",
+    "--enforce-eager",
     "--no-enable-prefix-caching",
     "--http-restricted-api",
     "--grpc-restricted-protocol",

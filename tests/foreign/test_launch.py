@@ -411,6 +411,30 @@ def test_a_field_that_a_runtime_does_not_have_is_an_error_in_its_schema():
         tensorrt_llm.DFlashConfig(speculative_model="m", max_draft_len=1, attention_backend="FLASH")
 
 
+# -- what a user adds ------------------------------------------------------------------------------------------------
+
+
+def test_words_after_two_dashes_end_the_runtimes_command():
+    asked = ("--model", "qwen3-8b", "--gpu", "h200")
+    for runtime in RUNTIMES:
+        plain = launched(runtime, *asked).splitlines()
+        added = succeeds("launch", "--runtime", runtime, *asked, "--dry-run", "--", "--enforce-eager", "--seed=1 2")
+        own = ["  # your own, after --", "  --enforce-eager '--seed=1 2'"]
+        assert added.splitlines() == [*plain[:-2], *own, *plain[-2:]]
+
+
+@pytest.mark.parametrize(("runtime", "checked"), [("vllm", True), ("sglang", True), ("tensorrt-llm", False)])
+def test_the_parser_that_has_the_flags_reads_the_users_own(runtime, checked):
+    launch = launch_of(settings(runtime, model="qwen3-8b")).with_words(("--its", "own"))
+    assert launch.words[-2:] == ["--its", "own"]
+    assert (launch.checked[-2:] == ("--its", "own")) is checked
+    assert launch.with_words(()) is launch
+
+
+def test_what_is_no_flag_is_not_handed_on():
+    assert "qwen3-4b: no such argument" in refused("vllm", "--model", "qwen3-8b", "qwen3-4b")
+
+
 # -- what it starts --------------------------------------------------------------------------------------------------
 
 

@@ -21,14 +21,18 @@ from trtllm_dflash.errors import SettingsError
 @click.option("--port", type=int, help="Port of its OpenAI API.  [default: 8000]")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for its files.  [default: a temporary one]")
 @click.option("--dry-run", is_flag=True, help="Print the command and files, each choice with its reason.")
-def launch(output: Path | None, dry_run: bool, **flags: Any) -> None:
-    """Serve a pair with TensorRT-LLM, vLLM or SGLang, until Ctrl-C."""
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORDS...]")
+def launch(output: Path | None, dry_run: bool, words: tuple[str, ...], **flags: Any) -> None:
+    """Serve a pair with TensorRT-LLM, vLLM or SGLang, until Ctrl-C.
+
+    What follows -- goes to the runtime's command as it is.
+    """
     from trtllm_dflash.foreign.launch import start
     from trtllm_dflash.foreign.registry import launch_of
 
     if dry_run and output is not None:
         raise SettingsError("--output: --dry-run writes nothing")
-    found = launch_of(launch_settings(flags))
+    found = launch_of(launch_settings(flags)).with_words(words)
     if dry_run:
         click.echo(found.script(), nl=False)
         return

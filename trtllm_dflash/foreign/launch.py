@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -63,6 +63,7 @@ class Launch:
         files: text by name, to stand in the folder that the command runs in.
         command: the words before the options.
         checked: the words that the runtime's own parser is given.
+        checks_options: whether they have the options, so that a user's own are checked too.
     """
 
     runtime: Runtime
@@ -71,6 +72,22 @@ class Launch:
     options: tuple[Option, ...]
     checked: tuple[str, ...]
     files: Mapping[str, str] = field(default_factory=dict)
+    checks_options: bool = True
+
+    def with_words(self, words: tuple[str, ...]) -> "Launch":
+        """Adds a user's own words, as the runtime's command takes them, after all others: the last of a flag wins.
+
+        Raises:
+            SettingsError: they do not begin with a flag.
+        """
+        if not words:
+            return self
+        if not words[0].startswith("-"):
+            raise SettingsError(
+                f"{words[0]}: no such argument; what follows -- is the runtime's own, and begins with a flag"
+            )
+        checked = (*self.checked, *words) if self.checks_options else self.checked
+        return replace(self, options=(*self.options, Option(words, "your own, after --")), checked=checked)
 
     @property
     def words(self) -> list[str]:

@@ -159,7 +159,7 @@ def launch(plan: Plan) -> Launch:
     if several:
         words = " ".join((*serve, *(word for option in options for word in option.words)))
         files[f"{plan.name}-{plan.method}.sbatch"] = _slurm(plan, words)
-    return Launch(RUNTIME, _head(plan), command, options, (plan.target, name), files)
+    return Launch(RUNTIME, _head(plan), command, options, (plan.target, name), files, checks_options=False)
 
 
 def cache_fraction(plan: Plan) -> float:
