@@ -26,16 +26,25 @@ from trtllm_dflash.cost.shapes import SHAPES
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.models import read_target_config
 
+#: gpt-oss's special tokens (openai/harmony, `registry.rs`), which other runtimes look up when they start.
+HARMONY = {
+    "<|startoftext|>": 199998,
+    "<|endoftext|>": 199999,
+    "<|return|>": 200002,
+    "<|constrain|>": 200003,
+    "<|channel|>": 200005,
+    "<|start|>": 200006,
+    "<|end|>": 200007,
+    "<|message|>": 200008,
+    "<|call|>": 200012,
+}
+
 
 def main() -> int:
     """Writes the checkpoints, builds, and writes the record; the exit code is the build's."""
     arguments = parse_arguments()
-    pair = arguments.folder / f"{arguments.shape}-{arguments.layers or 'all'}"
     begin = time.perf_counter()
-    if not (pair / "written").is_file():
-        target, _ = write_random_pair(pair, arguments.shape, arguments.layers, report)
-        write_tokenizer(target, read_target_config(SHAPES[arguments.shape].target).vocab_size)
-        (pair / "written").touch()
+    pair = write_pair(arguments.folder, arguments.shape, arguments.layers)
     written = time.perf_counter() - begin
     print(f"{pair}: {size_of(pair) / 1e9:.1f} GB, {written:.0f} s")
     if arguments.write_only:
@@ -71,6 +80,17 @@ def main() -> int:
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     return 0
+
+
+def write_pair(folder: Path, shape: str, layers: int | None = None, device: str = "cpu") -> Path:
+    """Writes target and drafter of a shape, with a made-up tokenizer, unless they stand there; returns their folder."""
+    pair = folder / f"{shape}-{layers or 'all'}"
+    if not (pair / "written").is_file():
+        target, _ = write_random_pair(pair, shape, layers, report, device)
+        special = HARMONY if SHAPES[shape].family == "gpt_oss" else None
+        write_tokenizer(target, read_target_config(SHAPES[shape].target).vocab_size, special)
+        (pair / "written").touch()
+    return pair
 
 
 def parse_arguments() -> argparse.Namespace:

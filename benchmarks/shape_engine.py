@@ -8,8 +8,10 @@ import json
 import random
 import string
 import time
+from collections.abc import Mapping
 from itertools import islice, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,19 +60,21 @@ def write_engine(
     write_tokenizer(folder, config.target.vocab_size)
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Writes a made-up tokenizer of so many tokens, with a plain chat template."""
-    made_up_tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
+def write_tokenizer(folder: Path, vocabulary: int, special: Mapping[str, int] | None = None) -> None:
+    """Writes a made-up tokenizer of so many tokens, with a plain chat template; `special` tokens by their ids."""
+    made_up_tokenizer(vocabulary, special or {}).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _PLAIN_TEMPLATE, "fix_mistral_regex": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def made_up_tokenizer(vocabulary: int) -> Tokenizer:
+def made_up_tokenizer(vocabulary: int, special: Mapping[str, int] = MappingProxyType({})) -> Tokenizer:
     """Makes a byte-level tokenizer: every byte, and words of four letters. It encodes a letter as one token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("Ġ" + "".join(word) for word in product(string.ascii_lowercase, repeat=4))
     tokens = islice([*letters, *islice(words, max(0, vocabulary - len(letters)))], vocabulary)
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    names = dict(enumerate(tokens)) | {number: token for token, number in special.items()}
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in names.items()}, []))
+    tokenizer.add_special_tokens(list(special))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

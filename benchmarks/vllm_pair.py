@@ -121,9 +121,9 @@ def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
     raise SystemExit(f"vLLM is not ready after {START:g} s")
 
 
-def complete(url: str, token_ids: list[int], max_tokens: int) -> Reply:
-    """A greedy reply with log-probabilities."""
-    body = {"model": "target", "prompt": token_ids, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 5}
+def complete(url: str, token_ids: list[int], max_tokens: int, **more: Any) -> Reply:
+    """A greedy reply with log-probabilities; `more` fields of the request."""
+    body = {"model": "target", "prompt": token_ids, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": 5, **more}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -36,13 +36,18 @@ _ARCHITECTURES = {
 
 
 def write_random_pair(
-    folder: Path, name: str, layers: int | None = None, progress: Progress = lambda *_: None
+    folder: Path,
+    name: str,
+    layers: int | None = None,
+    progress: Progress = lambda *_: None,
+    device: torch.device | str = "cpu",
 ) -> tuple[Path, Path]:
     """Writes a target and its drafter; returns their folders.
 
     Args:
         name: of a published shape that we compute.
         layers: of the target, where not the shape's.
+        device: where the numbers are drawn: other ones on a GPU, and sooner.
 
     Raises:
         SettingsError: the shape is not known, or we do not compute its family.
@@ -59,8 +64,8 @@ def write_random_pair(
     for part, settings in zip(folders, (target, _drafter_config(shape, target, drafter.model_dump())), strict=True):
         part.mkdir(parents=True)
         (part / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    _write_tensors(folders[0], parts_of(build_target(config).weights()), progress)
-    _write_tensors(folders[1], parts_of(Drafter(drafter).weights()), progress)
+    _write_tensors(folders[0], parts_of(build_target(config).weights()), progress, device)
+    _write_tensors(folders[1], parts_of(Drafter(drafter).weights()), progress, device)
     return folders
 
 
@@ -95,14 +100,16 @@ def _drafter_config(shape: Shape, target: dict[str, Any], drafter: dict[str, Any
     }
 
 
-def _write_tensors(folder: Path, parts: list[Part], progress: Progress) -> None:
+def _write_tensors(folder: Path, parts: list[Part], progress: Progress, device: torch.device | str) -> None:
     """Writes shards one after another, so that no more than one is in memory."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shards = list(_shards(parts))
     names: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({part.key: _random(part, generator) for part in shard}, folder / name, metadata={"format": "pt"})
+        save_file(
+            {part.key: _random(part, generator).cpu() for part in shard}, folder / name, metadata={"format": "pt"}
+        )
         names |= dict.fromkeys((part.key for part in shard), name)
         progress(f"{folder.name}, shards", number, len(shards))
     index = {"metadata": {"total_size": sum(map(_bytes_of, parts))}, "weight_map": names}
@@ -130,8 +137,8 @@ def _random(part: Part, generator: torch.Generator) -> torch.Tensor:
     if part.content is Content.E8M0:
         return torch.full(part.shape, _POWER, dtype=torch.uint8)
     if part.content is Content.E2M1_PAIRS:
-        return torch.randint(0, 256, part.shape, generator=generator, dtype=torch.uint8)
-    tensor = torch.empty(part.shape, dtype=torch.bfloat16)
+        return torch.randint(0, 256, part.shape, generator=generator, dtype=torch.uint8, device=generator.device)
+    tensor = torch.empty(part.shape, dtype=torch.bfloat16, device=generator.device)
     if tensor.ndim > 1 or "bias" in part.key or "sinks" in part.key:
         return tensor.normal_(0, _STD, generator=generator)
     return tensor.fill_(1)  # a norm
