@@ -19,7 +19,7 @@ _STEP = 2.0**-44
 class ExactOps(CudaOps):
     """Computes a target's part of a step as `CudaOps` does, each row's sums in one order.
 
-    Norms stay apart from the products behind them: the kernels of any number of rows do not take them.
+    Products of BF16 norm their rows. In FP16 norms stay apart: weights of a norm are scaled there, by parts of a row.
 
     Raises:
         EngineError: a product is of sizes that our kernels do not take.
@@ -35,7 +35,9 @@ class ExactOps(CudaOps):
     def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
     ) -> Tensor | None:
-        return None
+        if x.x.dtype != torch.bfloat16:
+            return None
+        return super()._normed_product(norm, name, Residual(x.x.contiguous(), x.pending), eps, swiglu, gelu)
 
     def _product(
         self,
@@ -50,7 +52,7 @@ class ExactOps(CudaOps):
         weight, x = linear_weight(self.weights, name), x.contiguous()
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
-        return kernels.wide_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, residual, gelu)
+        return kernels.exact_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, norm, residual, gelu)
 
     def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         for cuts in self._layout.cuts.split(_CUTS_AT_ONCE):
