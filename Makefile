@@ -65,7 +65,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(WORKERS)
 
 # The CUDA kernels: nvcc 12.9 or later. The TensorRT plugin too: TENSORRT_INCLUDE=DIR, where NvInfer.h lies.
 kernels:

@@ -17,14 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.ops.communicator import Solo
-from trtllm_dflash.session.calls import Decode, Prefill, Prepare
+from trtllm_dflash.session.calls import Piece, Prefill, Prepare, Step
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.step import Drafting
 
 STEPS = 12
-#: (batch, rows); one row: plain decoding.
-CASES = (1, 1), (1, 16), (8, 1), (8, 16), (32, 1), (32, 8)
 
 
 def main() -> None:
@@ -33,29 +31,48 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--cache-length", type=int, default=1024)
     parser.add_argument("--kernels", type=int, default=12, help="rows of a table")
+    parser.add_argument(
+        "--cases",
+        type=case,
+        nargs="+",
+        default=[case(text) for text in ("1x1", "1x16", "8x1", "8x16", "32x1", "32x8")],
+        metavar="SLOTSxROWS[+TOKENS]",
+        help="1 row: plain decoding; TOKENS of a prompt, which take the last slot",
+    )
     settings = parser.parse_args()
-    length = settings.cache_length
+    length, most = settings.cache_length, max(512, *(tokens for *_, tokens in settings.cases))
     config = shape_config(
-        settings.shape, precision="bf16", tp=1, max_batch=32, max_seq_len=length + 64 * STEPS, chunk=512
+        settings.shape, precision="bf16", tp=1, max_batch=32, max_seq_len=max(length + 64 * STEPS, most), chunk=most
     )
     device = torch.device("cuda")
     session = CudaSession(config, random_weights(config, 0, device), device, Solo())
-    session.prepare(Prepare(tuple({rows - 1 for _, rows in CASES if rows > 1}), sampled=False))
+    session.prepare(Prepare(tuple({rows - 1 for _, rows, _ in settings.cases if rows > 1}), sampled=False))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {settings.shape}, BF16, {length} cached tokens")
-    for batch, rows in CASES:
+    for batch, rows, tokens in settings.cases:
+        drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
         for slot in range(batch):
             session.prefill(Prefill(slot, length, [1], True, Drafting.CONTEXT, 1))
-        events = trace(session, Decode([rows] * batch, Drafting.BLOCK if rows > 1 else Drafting.OFF, rows, False))
-        print("\n".join(table(events, f"batch {batch}, {rows} rows", settings.kernels)), flush=True)
+        decode = [(slot, rows) for slot in range(batch - bool(tokens))]
+        pieces = [Piece(batch - 1, 0, [0] * tokens, True)] if tokens else []
+        title = f"batch {batch}, {rows} rows" + (f", {tokens} tokens of a prompt in the last" if tokens else "")
+        events = trace(session, Step(decode, pieces, drafting, rows, sampled=False))
+        print("\n".join(table(events, title, settings.kernels)), flush=True)
 
 
-def trace(session: CudaSession, call: Decode) -> list[dict[str, Any]]:
+def case(text: str) -> tuple[int, int, int]:
+    """Slots, rows of each, and tokens of a prompt."""
+    shape, _, tokens = text.partition("+")
+    slots, _, rows = shape.partition("x")
+    return int(slots), int(rows), int(tokens or 0)
+
+
+def trace(session: CudaSession, step: Step) -> list[dict[str, Any]]:
     """The device's activities of STEPS steps in order, each read while the next one runs."""
-    session.decode(call).read()
+    session.run(step).read()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         last: Outcome | None = None
         for _ in range(STEPS):
-            outcome = session.decode(call)
+            outcome = session.run(step)
             if last is not None:
                 last.read()
             last = outcome

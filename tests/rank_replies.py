@@ -1,4 +1,4 @@
-"""Replies of an engine, whatever its ranks. Each of them runs this as a program, and rank 0 prints.
+"""Replies of engines, whatever their ranks. Each of them runs this as a program, and rank 0 prints.
 
 It imports no other file of the tests: every rank would import what that needs.
 """
@@ -22,8 +22,10 @@ def replies(llm: LLM, prompts: list[list[int]]) -> list[list[list[list[int]]]]:
 
 
 if __name__ == "__main__":
-    with LLM.load(sys.argv[1], "cpu", draft_tree=sys.argv[3] if len(sys.argv) > 3 else "auto") as llm:
-        if llm.session.communicator.rank:
-            llm.session.follow()
-        else:
-            print(json.dumps(replies(llm, json.loads(sys.argv[2]))))
+    prompts, *engines = sys.argv[1:]  # each engine, and what it is to draft
+    for engine, draft_tree in zip(engines[::2], engines[1::2], strict=True):
+        with LLM.load(engine, "cpu", draft_tree=draft_tree) as llm:
+            if llm.session.communicator.rank:
+                llm.session.follow()
+            else:
+                print(json.dumps(replies(llm, json.loads(prompts))))

@@ -110,20 +110,24 @@ def test_a_slot_drafts_alone_as_in_a_batch_and_the_text_is_plain(name, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dflash2", "dspark, speculators, reduced"])
-def test_two_ranks_draft_as_one(name, tmp_path):
+def test_two_ranks_draft_as_one(tmp_path):
     pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
     from tests.test_tensor_parallel import generated
 
-    target = make_target(tmp_path / "target", vocab=64 if "reduced" in name else 16)
-    folder = make_kind(name, tmp_path / "drafter", target)
-    pair = {"name": "small", "target": str(target), "drafter": str(folder)}
-    build(BuildSettings(**pair, precision="fp32", tp=2, max_seq_len=128), tmp_path / "engine")
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 6]
-    with load(target, folder) as llm:
-        expected = replies(llm, prompts)
-    assert generated(tmp_path / "engine", prompts, 2) == expected
-    assert any(count for said in expected for _, accepted in said for count in accepted)
+    engines, expected = [], []
+    for name, vocab in (("dflash2", 16), ("dspark, speculators, reduced", 64)):
+        folder = tmp_path / name
+        folder.mkdir()
+        target = make_target(folder / "target", vocab=vocab)
+        drafter = make_kind(name, folder / "drafter", target)
+        pair = {"name": "small", "target": str(target), "drafter": str(drafter)}
+        build(BuildSettings(**pair, precision="fp32", tp=2, max_seq_len=128), folder / "engine")
+        engines += [folder / "engine", "auto"]
+        with load(target, drafter) as llm:
+            expected.append(replies(llm, prompts))
+        assert any(count for said in expected[-1] for _, accepted in said for count in accepted), name
+    assert generated(2, prompts, *engines) == expected
 
 
 # -- windows of any drafter --------------------------------------------------------------------------------------------

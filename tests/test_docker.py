@@ -139,6 +139,7 @@ def test_every_metric_of_the_dashboard_is_one_that_the_server_has():
     statistics.requests["completed"] += 1
     statistics.steps["decode"] += 1
     statistics.verified[1, 1] += 1
+    statistics.ranks[1] += 1
     statistics.recent.append(2)
     samples = statistics.samples()
     known = {sample.name for sample in samples}

@@ -301,7 +301,7 @@ def test_what_cannot_draft_trees_is_refused_in_one_line(choice, update, device, 
         ({"block_size": 8}, "auto", (9, 0), 0),
         ({"precision": "fp32"}, "auto", (9, 0), 0),
         ({}, "torch", (9, 0), 0),
-        ({}, "exact", (9, 0), 0),
+        ({}, "exact", (9, 0), 15),
         ({}, "auto", (8, 9), 0),
     ],
 )

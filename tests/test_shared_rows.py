@@ -12,7 +12,7 @@ from trtllm_dflash.engine.ladder import LEAST_SHARING, shared_lengths
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.runtime.shared_rows import SharedRows
+from trtllm_dflash.runtime.shared_rows import TRIAL, TRIAL_STEPS, SharedRows
 from trtllm_dflash.session.calls import Step, call_of, words_of
 from trtllm_dflash.session.shares import Shares
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
@@ -116,6 +116,25 @@ def test_rows_are_shared_where_that_commits_more_tokens_a_second():
     assert better[True, 3] > 480
     alike = served(SharedRows(TIMES, SHARED), {1: 1, 3: 3, 7: 7}, {1: 1.0, 3: 3.0}, [1.0] * 7)
     assert alike[False, 7] > 480 and 20 <= alike[True, 3] <= 60, "tried from time to time"
+
+
+def test_what_is_no_better_is_tried_more_and_more_seldom_until_the_load_is_another():
+    times, shared_times = (
+        kinds | {(32, drafts): 2 * seconds for (slots, drafts), seconds in kinds.items() if slots == 16}
+        for kinds in (TIMES, SHARED)
+    )
+    rule = SharedRows(times, shared_times)
+    own, shared, gains = {1: 1, 3: 3, 7: 7}, {1: 1.0, 3: 3.0}, [1.0] * 7
+    begin = served(rule, own, shared, gains, steps=64)
+    assert begin[True, 3] == TRIAL, "the first soon"
+    long = served(rule, own, shared, gains, steps=12_000)
+    assert long[True, 3] == 5 * TRIAL, "after 512, 1,024, 2,048 and twice 4,096 steps"
+    rule.choose(32)
+    soon = served(rule, own, shared, gains, steps=600)
+    assert soon[True, 3] >= TRIAL
+    # Found better once, it is questioned as soon as at first.
+    served(rule, {1: 0, 3: 1, 7: 1}, {1: 0.9, 3: 2.5}, [0.9, 0.9, 0.7, 0.1, 0.1, 0.1, 0.1], steps=1200)
+    assert rule.shares and rule._period <= 4 * TRIAL_STEPS
 
 
 def test_shared_rows_are_as_many_as_their_drafts_are_worth():

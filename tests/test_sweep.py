@@ -1,8 +1,12 @@
 """The sweep: loads, arms, acceptance that is imposed, what is read off the frontier, files, and going on."""
 
+import asyncio
+import csv
 import json
 import re
+import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +22,10 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.sweep.load import Reply
 from trtllm_dflash.sweep.pareto import Measured, compare, frontier, measured, rate_at
+from trtllm_dflash.sweep.plots import plot_acceptance
 from trtllm_dflash.sweep.report import read_plan
 from trtllm_dflash.sweep.results import read_results
+from trtllm_dflash.sweep.runtime_metrics import Drafts, Reading
 from trtllm_dflash.sweep.settings import SweepSettings
 from trtllm_dflash.sweep.summary import Requests, Round
 from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results, search_integer, search_real, tidy_command
@@ -312,6 +318,7 @@ def test_imposed_acceptance_is_served_and_said_to_be_imposed(swept):
         assert len(point.acceptance_by_position) == 7
         assert point.acceptance_by_position[0] == pytest.approx(survival, abs=0.2)
     assert results.points[0].acceptance_length is None
+    assert not any(point.accepted_by_rank for point in results.points)
     assert "imposed, not measured" in printed
     assert "random tokens" in printed
     page = (folder / "report.html").read_text()
@@ -428,6 +435,29 @@ def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_en
     assert point.mean_output_tokens == sum(len(reply.token_ids) for reply in replies) / 4
     reached = [sum(n > i for reply in replies for n in reply.accepted_per_step) / steps for i in range(15)]
     assert point.acceptance_by_position == pytest.approx(reached)
+    assert point.accepted_by_rank == [], "chains have none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arms", [["draft"], ["plain", "draft"]], ids=",".join)
+def test_accepted_nodes_of_trees_are_told_by_rank_and_drawn(arms, tiny_engine, tmp_path):
+    loads = ("--concurrency", "1,2", "--compare", ",".join(arms), "--requests", 4, "--max-tokens", 32)
+    trees = ("--draft-tree", 15, "--draft-length", 15, "--warmup", 1, "--device", "cpu")
+    succeeds("sweep", "--engine", tiny_engine, *loads, *trees, "--output", tmp_path)
+    results = read_results(tmp_path)
+    for point in results.points:
+        accepted = sum(sum(round_.requests.accepted) for round_ in results.rounds_of(point.arm, point.load))
+        assert sum(point.accepted_by_rank) == accepted, "not the warm-up's, and all of its rounds'"
+        assert bool(point.accepted_by_rank) == (point.arm == "draft")
+        assert point.arm == "plain" or 0 < sum(point.accepted_by_rank[1:]) < point.accepted_by_rank[0]
+    with (tmp_path / "results.csv").open() as stream:
+        told = [line["accepted_by_rank"] for line in csv.DictReader(stream)]
+    assert told == [" ".join(map(str, point.accepted_by_rank)) for point in results.points]
+    bare = tmp_path / "bare.png"
+    without = [point.model_copy(update={"accepted_by_rank": []}) for point in results.points]
+    assert plot_acceptance([results.model_copy(update={"points": without})], bare)
+    widths = [struct.unpack(">I", file.read_bytes()[16:20])[0] for file in (tmp_path / "acceptance.png", bare)]
+    assert widths[0] > widths[1], "bars by rank stand beside the rest"
 
 
 def test_a_target_in_fp8_is_swept_and_said_to_be(tmp_path):
@@ -581,3 +611,19 @@ def test_without_matplotlib_there_are_figures_and_word_of_what_is_missing(monkey
     assert "pip install 'trtllm-dflash[sweep]'" in result.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["results.csv", "results.json"]
     assert "matplotlib" in refusal("report", tmp_path, "--output", tmp_path / "page")
+
+
+@pytest.mark.parametrize("drafted_at", [[5, 4], []], ids=["told by replies", "not told"])
+def test_a_server_whose_metrics_end_with_a_round_costs_what_only_they_tell(drafted_at):
+    class Silent:
+        async def look(self, arm):
+            raise EngineError("no metrics any more")
+
+    round_ = Round.model_construct(arm="draft", drafted_at=drafted_at, accepted_by_rank=[])
+    counting = Sweep._count(SimpleNamespace(_target=Silent()), round_, Reading("trtllm-dflash", Drafts()))
+    if drafted_at:
+        asyncio.run(counting)
+        assert round_.accepted_by_rank == []
+    else:
+        with pytest.raises(EngineError, match="no metrics any more"):
+            asyncio.run(counting)

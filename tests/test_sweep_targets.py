@@ -236,6 +236,24 @@ def test_metrics_of_something_else_are_refused_where_they_were_named_and_else_le
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server", ["openai"], indirect=True)
+def test_ranks_of_our_trees_are_read_from_metrics_whatever_replies_tell(server, tmp_path, monkeypatch):
+    server.page = lambda replies: (
+        OURS
+        + "".join(
+            f'dflash_accepted_nodes_total{{model="tensorrt_llm",rank="{rank}",version="1"}} {count * replies}\n'
+            for rank, count in ((1, 9), (2, 1))
+        )
+    )
+    monkeypatch.setattr("trtllm_dflash.sweep.sweep.SETTLE_SECONDS", 0)
+    quick = ("--concurrency", 1, "--requests", 2, "--warmup", 1)
+    succeeds("sweep", "--url", server.url, *quick, "--output", tmp_path)
+    (point,) = json.loads((tmp_path / "results.json").read_text())["points"]
+    assert point["accepted_by_rank"] == [18, 2]  # not the warm-up's
+    assert point["acceptance_from"] == "replies"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("server", ["openai"], indirect=True)
 def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(server, named, tmp_path, monkeypatch):

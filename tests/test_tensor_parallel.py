@@ -53,15 +53,15 @@ def engines(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     for tp in (2, 4):
         build_tiny(folder / str(tp), tp=tp)
+    build_tiny(folder / "fp8", tp=2, kv="fp8")
     return folder
 
 
-def generated(engine: Path, prompts: list[list[int]], ranks: int, *tree: int) -> list[list[list[list[int]]]]:
-    """The `replies` of an engine's ranks."""
-    done = run(MPIEXEC, "-n", ranks, sys.executable, rank_replies.__file__, engine, json.dumps(prompts), *tree)
+def generated(ranks: int, prompts: list[list[int]], *engines: object) -> list[list[list[list[list[int]]]]]:
+    """The `replies` of the ranks of engines, each given with its `draft_tree`, one engine after the other."""
+    done = run(MPIEXEC, "-n", ranks, sys.executable, rank_replies.__file__, json.dumps(prompts), *engines)
     assert done.returncode == 0, done.stderr
-    found: list[list[list[list[int]]]] = json.loads(done.stdout)
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +76,20 @@ def alone(tiny, ids) -> list[list[list[list[int]]]]:
     return replies(tiny, ids)
 
 
-def test_ranks_give_the_tokens_of_one(engines, ids, alone):
-    assert generated(engines / "2", ids, 2) == alone
+@pytest.fixture(scope="module")
+def of_two(engines, ids) -> dict[str, list[list[list[list[int]]]]]:
+    """What two ranks say that draft chains, that draft trees, and that have FP8 caches."""
+    asked = {"chains": (engines / "2", "auto"), "trees": (engines / "2", 31), "fp8": (engines / "fp8", "auto")}
+    found = generated(2, ids, *(word for engine in asked.values() for word in engine))
+    return dict(zip(asked, found, strict=True))
 
 
-def test_ranks_agree_on_trees(engines, ids, alone):
-    found = generated(engines / "2", ids, 2, 31)
-    for trees, chains in zip(found, alone, strict=True):
+def test_ranks_give_the_tokens_of_one(of_two, alone):
+    assert of_two["chains"] == alone
+
+
+def test_ranks_agree_on_trees(of_two, alone):
+    for trees, chains in zip(of_two["trees"], alone, strict=True):
         assert [ids for ids, _ in trees] == [ids for ids, _ in chains]
         assert sum(len(accepted) for _, accepted in trees) < sum(len(accepted) for _, accepted in chains)
 
@@ -105,7 +112,7 @@ def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 3, [11, 12]]
     with LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_seq_len=64) as llm:
         expected = replies(llm, prompts)
-    assert generated(tmp_path / "engine", prompts, 4) == expected
+    assert generated(4, prompts, tmp_path / "engine", "auto") == [expected]
     assert any(count for said in expected for _, accepted in said for count in accepted)
 
 
@@ -137,21 +144,16 @@ def test_ctrl_c_ends_all_ranks(engines):
     wait_until(lambda: run("pgrep", "-f", engines / "2").stdout == "", "no rank is left")
 
 
-def test_ranks_with_fp8_caches_say_what_one_says(prompts, tmp_path):
+def test_ranks_with_fp8_caches_say_what_one_says(of_two, ids):
     """Sums over ranks differ in their last digits, and may turn how a row is rounded: so but for near-ties."""
-    build_tiny(tmp_path / "two", tp=2, kv="fp8")
-    done = run(*COMMAND, "--engine", tmp_path / "two", "--prompts", prompts, "--max-tokens", 24, "--json")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    folders, params = (TINY / "target", TINY / "drafter"), SamplingParams(max_tokens=24)
-    asked = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in prompts.read_text().splitlines()]
+    greedy, _ = of_two["fp8"]
+    folders, params = (TINY / "target", TINY / "drafter"), SamplingParams(max_tokens=TOKENS)
     with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=4, max_seq_len=512, kv="fp8") as llm:
-        alone = llm.generate(asked, params)
-        texts = [row["token_ids"] for row in rows], [reply.token_ids for reply in alone]
-        ids = [llm.encode(prompt) for prompt in asked]
+        alone = llm.generate(ids, params)
+        texts = [token_ids for token_ids, _ in greedy], [reply.token_ids for reply in alone]
         same = assert_only_near_ties_differ(llm, ids, *texts, params, dtype=torch.bfloat16)
     assert same >= 2
-    accepted = [sum(row["accepted_per_step"]) / len(row["accepted_per_step"]) for row in rows]
+    accepted = [sum(counts) / len(counts) for _, counts in greedy]
     expected = [sum(reply.accepted_per_step) / reply.steps for reply in alone]
     assert sum(accepted) > 0.8 * sum(expected)
 
@@ -195,8 +197,7 @@ def test_ranks_run_mixed_steps_over_pages_and_preempt_together(prompts, tmp_path
     asked = tmp_path / "asked.jsonl"
     lines = ({"ids": one, "params": its} for one, its in zip(ids, params, strict=True))
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    done = run(mpiexec, "-n", 2, sys.executable, "-c", SCHEDULED, tmp_path / "engine", asked)
+    done = run(MPIEXEC, "-n", 2, sys.executable, "-c", SCHEDULED, tmp_path / "engine", asked)
     assert done.returncode == 0, done.stderr
     replies, mixed, preemptions, prefix_hits, pages_used = json.loads(done.stdout)
     assert replies == alone

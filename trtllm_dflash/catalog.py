@@ -13,6 +13,9 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES
 from trtllm_dflash.models.weights import Precision
 
+#: libyaml where PyYAML was built with it, as its wheels are: it reads the same, in a sixth of the time.
+_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 #: How a drafter drafts.
 DrafterKind = Literal["dflash", "dflash2", "dspark"]
 
@@ -167,7 +170,7 @@ def _folder() -> Path:
 
 def _read_entry(file: Path) -> CatalogEntry:
     try:
-        entry = CatalogEntry.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        entry = CatalogEntry.model_validate(yaml.load(file.read_text(encoding="utf-8"), _LOADER))
     except ValidationError as error:
         raise SettingsError(f"{file}: {first_problem(error)}") from None
     except OSError as error:

@@ -111,7 +111,8 @@ class LLM:
             torch.cuda.set_device(place)  # TensorRT and NCCL take the current one
         with world.together():
             check_shared_files(folder, config)
-            codec = TextCodec.load(folder, config.chat_arguments)
+            # The other ranks follow, and meet no text.
+            codec = TextCodec.load(folder, config.chat_arguments) if world.rank == 0 else None
             prepared = _prepare_rank(folder, config, world.rank, place, accept, kernels)
         return cls(_ready(prepared(world.connect(place)), prepare, progress), codec, folder)
 

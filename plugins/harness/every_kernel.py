@@ -168,6 +168,8 @@ def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence
     kept = tokens, kept_start, 63, targets, found.accepted, found.next_start, drafts, block
     for given in (drafts, None):
         kernels.end_rows(layout, *kept, given, parents)
+    ranks = kernels.accept_paths(layout, targets).ranks
+    kernels.end_rows(layout, *kept, drafts, parents, ranks, depths=block - 1)
 
 
 def random_trees(slots: int, block: int) -> Tensor:
@@ -474,16 +476,17 @@ def attention(dtype: torch.dtype) -> None:
 
 
 def exact_attention(dtype: torch.dtype) -> None:
-    """One row block to four of a head; cuts that a block has alone, and all of a slot's; a page and several; sinks."""
+    """One row block to four; cuts and tails apart, together, and all of a head; trees; a page and several; sinks."""
     if not is_hopper(CUDA):
         return
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for size in kernels.HEAD_SIZES:
-        few = [(1500, 5), (0, 0), (63, 1), (511, 16), (512, 1)]
+        few = [(1500, 5), (0, 0), (63, 1), (511, 16), (512, 1), (700, 9), (40, 12)]
         for rows, group in ((16, 4), (16, 1), (17, 4), (32, 4), (32, 5), (32, 8)):
             attend_flat(dtype, size, None, few, rows, 64, group=group, exact=True)
         attend_flat(dtype, size, None, [(900, 32), (0, 32)], 32, 2048, group=8, has_sinks=True, exact=True)
-        attend_flat(dtype, size, None, [(900, 1), (700, 3), (0, 0)], 16, 64, group=8, block=True, exact=True)
+        for rows in (16, 32, 64):
+            attend_flat(dtype, size, None, [(1500, rows), (0, 0), (500, rows)], rows, 64, tree=True, exact=True)
         attend_flat(dtype, size, None, few + [(600, 2)] * processors, 16, 64, exact=True)
         attend_flat(dtype, size, None, few + [(600, 32)] * (processors // 4), 32, 64, group=8, exact=True)
 
@@ -570,9 +573,21 @@ def attend_flat(
         scales=scales,
         added=segments[:, 3] // 2 if block else None,
         block=rows if block else 0,
-        row_path=torch.randint(2 ** min(rows, 63) - 1, (len(q),), device="cuda") if tree else None,
+        row_path=random_paths([*(count for _, count in runs), 3]) if tree else None,
         exact=exact,
     )
+
+
+def random_paths(counts: Sequence[int]) -> Tensor:
+    """Makes paths of trees of so many rows, up to 64 of which one has up to 16: int64, one after the other."""
+    paths: list[int] = []
+    for count in counts:
+        tree: list[int] = []
+        for row in range(count):
+            shallow = [path for path in tree if path.bit_count() < 16]
+            tree.append(1 << row | (shallow[-1 - row * row % min(3, len(shallow))] if row else 0))
+        paths += tree
+    return torch.tensor([path - (path >> 63 << 64) for path in paths], device="cuda")
 
 
 def prompts(dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 25
+#define DFLASH_ABI_VERSION 27
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -97,12 +97,15 @@ typedef struct
     int32_t pages; /* of the caches; with segments or a page table, else slots */
     int32_t block; /* with segments only */
     const uint64_t* row_path; /* [N]: the rows of its segment that a row sees, or null; with causal segments only */
-    int32_t is_exact; /* 1: keys are divided at multiples of DFLASH_EXACT_KEYS from a slot's first on, so that a row's
-                         bits depend on its own keys alone; on Hopper, heads to 128, no window or scales; else
-                         cudaErrorNotSupported */
+    int32_t is_exact; /* 1: a row's last DFLASH_EXACT_TAIL keys, and those before them as divided at multiples of
+                         DFLASH_EXACT_KEYS from a slot's first on, add up apart: so its bits depend on its own keys
+                         alone. On Hopper, causal segments of at most DFLASH_TREE_MOST_ROWS rows without `added`, heads
+                         to 128, no window or scales; else cudaErrorNotSupported. A row's path has at most
+                         DFLASH_EXACT_TAIL rows */
 } dflash_attention_params;
 
 #define DFLASH_EXACT_KEYS 512
+#define DFLASH_EXACT_TAIL 16
 
 /* Bytes of scratch that dflash_attention needs on the current device: depends on shapes, never on lengths. */
 DFLASH_API cudaError_t dflash_attention_workspace(const dflash_attention_params* params, size_t* bytes);
@@ -585,7 +588,8 @@ DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStr
 /* What a verify pass decided where drafts are trees: compares each row's token with the target's choice at its parent.
  *
  * The accepted rows of a segment are the deepest path from its first row on which all are equal. Rows of a prompt's
- * piece are in their places in any case; others have at most 64. An idle segment gets zeros. */
+ * piece are in their places in any case; others have at most 64. An idle segment gets zeros. A row's rank is its place
+ * among its siblings, which come in the order of their chances. */
 typedef struct
 {
     int32_t segment_count; /* G */
@@ -604,6 +608,7 @@ typedef struct
     uint64_t* path; /* [G]: the accepted rows */
     int32_t* row_order; /* [N]: at a final row's position in its segment its flat row, elsewhere any */
     int32_t* choices; /* [R]: the target's at a segment's accepted rows first, then any */
+    int32_t* ranks; /* [R]: 0 for a segment's first row, its accepted drafts' ranks from 1, then zeros; or null */
 } dflash_accept_tree_params;
 
 DFLASH_API cudaError_t dflash_accept_tree(const dflash_accept_tree_params* params, cudaStream_t stream);
@@ -806,15 +811,18 @@ typedef struct
     int32_t width; /* logits of a segment, at most */
     int32_t next_rows; /* of next_tokens, at most block */
     int32_t last_start; /* the largest that is kept */
+    int32_t depths; /* ranks of a segment that the host reads; 0: none */
     const int32_t* segments; /* [G, 4] contiguous, as all of these */
     const int32_t* logit_first; /* [G + 1] */
     const int32_t* target_ids; /* [R] */
+    const int32_t* ranks; /* [R], as dflash_accept_tree has them; with depths only */
     const int32_t* accepted; /* [G] */
     const int32_t* next_start; /* [G] */
     const int32_t* next_tokens; /* [G, next_rows] */
     int32_t* tokens; /* [slots, block] */
     int32_t* kept_start; /* [slots] */
-    int32_t* decided; /* [G, 1 + width]: accepted, then target_ids; zeros past a segment's logits */
+    int32_t* decided; /* [G, 1 + width + depths]: accepted, then target_ids, then the drafts' ranks; zeros past a
+                         segment's logits */
     const int32_t* next_parents; /* [G, next_rows], or null: each token is the child of the one before */
     int32_t* parents; /* [slots, block], or null: not kept */
 } dflash_end_rows_params;

@@ -8,6 +8,7 @@
 // or ends inside a (slot, head) leaves a partial result (unnormalized output, maximum, sum), which a second kernel
 // combines; ranges that hold all of one write the output themselves.
 #include "attention_combine.cuh"
+#include "attention_exact_sm90.cuh"
 #include "attention_mma.cuh"
 #include "attention_sm90.cuh"
 #include "attention_wide_sm90.cuh"
@@ -86,7 +87,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
 #else
     plan.is_sm90 = false;
 #endif
-    bool const is_missing = p.is_exact && (!plan.is_sm90 || p.window > 0 || p.head_size > 128);
+    bool const has_tails = p.segments && p.causal && p.block == 0 && !p.added && p.rows <= DFLASH_TREE_MOST_ROWS;
+    bool const is_missing = p.is_exact && (!plan.is_sm90 || p.window > 0 || p.head_size > 128 || !has_tails);
     if ((p.head_size > 128 && !plan.is_sm90) || is_missing)
     {
         return cudaErrorNotSupported;
@@ -101,7 +103,9 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         plan.shares_tiles = is_wide || (w.row_blocks > 1 && !p.is_exact);
         bool const by_two = plan.shares_tiles && !is_wide;
         blocks = std::max(sms / (by_two ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
-        w.least_units = plan.shares_tiles ? 1 : 2; // one a warpgroup
+        // One a warpgroup, or as many as save less by being divided than combining them costs.
+        bool const is_full = int64_t{p.slots} * p.kv_heads * 4 >= blocks;
+        w.least_units = !plan.shares_tiles ? 2 : is_full ? 4 : 1;
     }
     else
     {
@@ -117,8 +121,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         w.least_units = 1;
     }
     int64_t const tiles = (p.cache_rows + kTile - 1) / kTile, runs = int64_t{p.slots} * p.kv_heads;
-    w.exact_units = p.is_exact ? DFLASH_EXACT_KEYS / kTile : 0;
-    int64_t const most = runs * (p.is_exact ? (tiles + w.exact_units - 1) / w.exact_units : tiles);
+    w.most_cuts = static_cast<int>((tiles + kCutTiles - 1) / kCutTiles);
+    int64_t const most = runs * (p.is_exact ? w.most_cuts + 1 : tiles); // a range for tails
     plan.blocks = static_cast<int>(std::min(blocks, std::max(most, int64_t{1})));
     w.blocks = plan.blocks;
     w.ranges = p.is_exact ? static_cast<int>(most) : plan.blocks;
@@ -177,13 +181,21 @@ cudaError_t launch_sm90(Plan const& plan, int threads, int bytes, dim3 grid, cud
     return error == cudaSuccess ? launch_kernel(kKernel, grid, threads, bytes, stream, w, keys, values) : error;
 }
 
-template <typename T, int D, bool kSharedTiles, bool kHasMany>
+template <typename T, int D>
+cudaError_t launch_attend_exact(Plan const& plan, cudaStream_t stream)
+{
+    constexpr auto kernel = sm90::attend_exact_kernel<T, D>;
+    dim3 const grid(plan.blocks, plan.work.row_blocks);
+    return launch_sm90<kernel>(plan, sm90::kExactThreads, sm90::kExactBytes<D>, grid, stream);
+}
+
+template <typename T, int D, bool kSharedTiles>
 cudaError_t launch_attend_sm90(Plan const& plan, cudaStream_t stream)
 {
     constexpr int kBytes = sm90::Shared<D, kSharedTiles>::kBytes;
-    constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles, kHasMany>;
+    constexpr auto kernel = sm90::attend_kernel<T, D, kSharedTiles>;
     dim3 const grid(plan.blocks, kSharedTiles ? (plan.work.row_blocks + 1) / 2 : plan.work.row_blocks);
-    return launch_sm90<kernel>(plan, sm90::kThreads<D, kHasMany>, kBytes, grid, stream);
+    return launch_sm90<kernel>(plan, sm90::kThreads<D>, kBytes, grid, stream);
 }
 
 template <typename T>
@@ -208,11 +220,11 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
             {
                 if (plan.work.p.is_exact)
                 {
-                    return launch_attend_sm90<T, D, false, true>(plan, stream);
+                    return launch_attend_exact<T, D>(plan, stream);
                 }
             }
-            return plan.shares_tiles ? launch_attend_sm90<T, D, true, false>(plan, stream)
-                                     : launch_attend_sm90<T, D, false, false>(plan, stream);
+            return plan.shares_tiles ? launch_attend_sm90<T, D, true>(plan, stream)
+                                     : launch_attend_sm90<T, D, false>(plan, stream);
         }
     }
     if constexpr (D > 128)

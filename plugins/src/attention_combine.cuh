@@ -2,11 +2,13 @@
 #pragma once
 
 #include "attention_epilogue.cuh"
+#include "attention_exact_work.cuh"
 #include "attention_softmax.cuh"
 #include "attention_work.cuh"
 #include "launch.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace dflash
 {
@@ -52,6 +54,19 @@ struct Divided
         if (tiles > 0 && (!is_of_range || first_range == owner))
         {
             count = (first_unit + tiles - 1) / division.each - first_range + 1;
+        }
+    }
+
+    // Of exact cuts: those of a (slot, head), and its tails.
+    __device__ __forceinline__ Divided(Work const& w, Segments const& segments, ExactDivision const& division)
+    {
+        int const owner = blockIdx.x;
+        segment = segments.of(owner / w.p.kv_heads);
+        head = owner % w.p.kv_heads;
+        if (division.of(w.p, segment) > 1)
+        {
+            first_range = owner * (w.most_cuts + 1);
+            count = cuts_of(w.p, segment) + 1;
         }
     }
 };
@@ -296,15 +311,18 @@ __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFra
 {
     static_assert(kSharing == 1 || kSharing == 2 || kSharing == 8);
     Segments const segments(w.p);
-    Division const division(w, segments);
+    std::conditional_t<kPartials == 1, ExactDivision, Division> const division(w, segments);
     Divided const divided(w, segments, division);
     // Only here: the other kernel has begun when this one may, so that segments, which came before both, can be read.
     // What is computed of them is so before the wait.
     asm volatile("" ::"r"(divided.first_range), "r"(divided.count));
     begin();
-    if (division.has_idle && (!w.p.segments || w.p.block > 0))
+    if constexpr (kPartials > 1) // exact rows are none of a block's
     {
-        write_zeros<T, D>(w, segments);
+        if (division.has_idle && (!w.p.segments || w.p.block > 0))
+        {
+            write_zeros<T, D>(w, segments);
+        }
     }
     if (divided.count < 2)
     {
@@ -325,7 +343,9 @@ template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
 cudaError_t launch_combine(Work const& w, int m, int sms, int owners, cudaStream_t stream)
 {
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
-    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(sms / owners, 1));
+    // Beside the blocks of exact cuts, which take all registers, none is in place early.
+    int const beside = kPartials == 1 ? 4 : 1;
+    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(beside * sms / owners, 1));
     auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
     return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, m);
 }

@@ -9,7 +9,7 @@ namespace dflash
 {
 
 // A partial result of 16 packed rows. A range has two: of the (slot, head) that began before it, and of the one that
-// begins in it and goes on; where it is cut exactly, one.
+// begins in it and goes on; where a (slot, head) is cut exactly, each cut has one, and its tails have.
 struct Partial
 {
     float4* out;

@@ -47,22 +47,6 @@ __device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool i
         : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-        : "r"(from)
-        : "memory");
-}
-
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t from)
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-        : "r"(from)
-        : "memory");
-}
-
 // The first two E4M3 numbers of x as two FP16 ones.
 __device__ __forceinline__ uint32_t widened(uint32_t x)
 {

@@ -29,12 +29,11 @@ constexpr int kMostThreads = 384;
 constexpr int kLoaderRegisters = 40;
 constexpr int kMainloopRegisters = 232;
 
-// So it is of exact cuts, whose results are kept beside the output of the next.
-template <int D, bool kHasMany>
-constexpr bool kGivesRegisters = D > 128 || kHasMany;
+template <int D>
+constexpr bool kGivesRegisters = D > 128;
 
-template <int D, bool kHasMany>
-constexpr int kThreads = kConsumers + (kGivesRegisters<D, kHasMany> ? 128 : 32);
+template <int D>
+constexpr int kThreads = kConsumers + (kGivesRegisters<D> ? 128 : 32);
 
 constexpr int kAtom = 64; // numbers, 128 bytes: the longest row of shared memory that products read with one swizzle
 
@@ -130,21 +129,27 @@ struct Inputs
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // Asks for all tiles of a range, each as soon as there is place: by then its page is known. By one thread.
-    // seen: tiles of ranges before it.
+    // Asks for a tile as soon as there is place. By one thread.
+    __device__ __forceinline__ void ask(int stage, uint32_t parity, TilePlace const& place, int head,
+        CUtensorMap const& keys_from, CUtensorMap const& values_from) const
+    {
+        wait_for_phase(empty(stage), parity);
+        expect_bytes(full(stage), 2 * S::kTileBytes);
+        copy_tile(keys(stage), keys_from, place, head, full(stage));
+        copy_tile(keys(stage) + S::kTileBytes, values_from, place, head, full(stage));
+    }
+
+    // Asks for all tiles of a range; by then each one's page is known.
     __device__ __forceinline__ void fill(
-        Work const& w, Span const& span, int seen, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
+        Work const& w, Span const& span, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
     {
         Cursor ahead = span.at;
         TilePlace place(w, ahead);
-        int stage = seen % S::kStages;
-        uint32_t parity = 1 ^ seen / S::kStages % 2;
+        int stage = 0;
+        uint32_t parity = 1;
         for (int unit = span.first; unit < span.past; ++unit)
         {
-            wait_for_phase(empty(stage), parity);
-            expect_bytes(full(stage), 2 * S::kTileBytes);
-            copy_tile(keys(stage), keys_from, place, ahead.head, full(stage));
-            copy_tile(keys(stage) + S::kTileBytes, values_from, place, ahead.head, full(stage));
+            ask(stage, parity, place, ahead.head, keys_from, values_from);
             if (unit + 1 < span.past)
             {
                 ahead.advance(w.p);
@@ -265,8 +270,10 @@ struct Mainloop
         meet();
     }
 
-    // Takes in the tile from first_key on, the nth of the range.
-    __device__ __forceinline__ void add(int nth, int first_key, Segment const& segment)
+    // Takes in the tile from first_key on, the nth of the block. hide: makes its logits -inf where a row
+    // does not see the key.
+    template <typename Hide>
+    __device__ __forceinline__ void add(int nth, int first_key, Segment const& segment, Hide const& hide)
     {
         int const stage = nth % S::kStages;
         uint32_t const keys_at = inputs.keys(stage);
@@ -282,7 +289,7 @@ struct Mainloop
         uint32_t weights[4][4] = {};
         if (has_rows)
         {
-            Mask{w.p, segment}.apply(logits, rows.query, paths, first_key);
+            hide(logits, first_key);
             softmax.advance(logits, scale, out);
 #pragma unroll
             for (int n = 0; n < 8; ++n)
@@ -414,10 +421,10 @@ struct Mainloop
 
 // -- one range --------------------------------------------------------------------------------------------------------
 
-// What the two warpgroups do with a range. seen: tiles of ranges before it.
+// What the two warpgroups do with a range.
 template <typename T, int D, bool kSharedTiles>
 __device__ __forceinline__ void attend(
-    Work const& w, Span const& span, int range, int seen, char* shared, Inputs<Shared<D, kSharedTiles>> const& inputs)
+    Work const& w, Span const& span, int range, char* shared, Inputs<Shared<D, kSharedTiles>> const& inputs)
 {
     dflash_attention_params const& p = w.p;
     int const warp = threadIdx.x / 32;
@@ -434,11 +441,13 @@ __device__ __forceinline__ void attend(
         mainloop.begin(at);
         // Of all tiles of the range, not of this (slot, head): a place of the ring is then always the same warpgroup's,
         // which so has seen each of the phases of its barriers.
-        int const before = seen + unit - span.first;
+        int const before = unit - span.first;
+        auto const hide = [&](float (&logits)[8][4], int first_key)
+        { Mask{p, at.segment}.apply(logits, mainloop.rows.query, mainloop.paths, first_key); };
         int const half = (before + group) % 2;
         for (int i = kSharedTiles ? 0 : half; i < count; i += kSharedTiles ? 1 : 2)
         {
-            mainloop.add(before + i, at.first_key() + i * kTile, at.segment);
+            mainloop.add(before + i, at.first_key() + i * kTile, at.segment, hide);
         }
         // The end of a (slot, head), or of the range.
         mainloop.softmax.finish(mainloop.scale);
@@ -467,71 +476,9 @@ __device__ __forceinline__ void attend(
     }
 }
 
-// Likewise of a range that is one exact cut of a (slot, head), or all of them: each cut's result goes into those
-// before.
-template <typename T, int D>
-__device__ __forceinline__ void attend_exactly(
-    Work const& w, Span const& span, int range, int seen, char* shared, Inputs<Shared<D, false>> const& inputs)
-{
-    Mainloop<T, D, false> mainloop(w, shared, inputs, threadIdx.x / 32);
-    Epilogue<T, D, 1> const epilogue{w, range, mainloop.row_block, kRows / 16, static_cast<int>(threadIdx.x) / 32 % 4};
-    Cursor const& at = span.at;
-    int const count = span.past - span.first;
-    int const half = (seen + mainloop.group) % 2; // of each cut's tiles: cuts have an even number
-    float total[D / 16][4] = {};
-    OnlineSoftmax<Exp2> softmax;
-    softmax.begin();
-    mainloop.begin(at);
-    for (int cut = 0; cut < count; cut += w.exact_units)
-    {
-        if (cut > 0)
-        {
-            mainloop.forget();
-        }
-        int const past = min(cut + w.exact_units, count);
-        for (int i = cut + half; i < past; i += 2)
-        {
-            mainloop.add(seen + i, at.first_key() + i * kTile, at.segment);
-        }
-        mainloop.softmax.finish(mainloop.scale);
-        float own[D / 16][4];
-        mainloop.merge(half, own);
-        if (count <= w.exact_units)
-        {
-            if (mainloop.has_rows)
-            {
-                bool const ends = at.tile + count == at.tiles;
-                epilogue.write(at, at.tile == 0, ends, mainloop.rows, mainloop.softmax, own, half * (D / 16));
-            }
-            return;
-        }
-        Fold const fold(softmax, mainloop.softmax.maximum, mainloop.softmax.sum);
-#pragma unroll
-        for (int n = 0; n < D / 16; ++n)
-        {
-            fold.add(total[n], {own[n][0], own[n][1], own[n][2], own[n][3]});
-        }
-        mainloop.meet(); // none reads the box any more
-    }
-    if (mainloop.has_rows)
-    {
-        epilogue.write(at, true, true, mainloop.rows, softmax, total, half * (D / 16));
-    }
-}
-
-// Goes on to a block's next range, where there is one. By all lanes of a warp.
-__device__ __forceinline__ void advance(Work const& w, Segments const& segments, Span& span, int& range, int& seen)
-{
-    __syncwarp();
-    seen += span.past - span.first;
-    range += gridDim.x;
-    span = range < w.ranges ? Span(w, segments, range) : Span();
-}
-
 #endif
 
-// kHasMany: there may be more ranges than blocks, of exact cuts.
-template <typename T, int D, bool kSharedTiles, bool kHasMany>
+template <typename T, int D, bool kSharedTiles>
 __global__ void __launch_bounds__(kMostThreads, 1)
     attend_kernel(Work const w, __grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values)
 {
@@ -560,42 +507,17 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         return;
     }
     bool const computes = threadIdx.x < kConsumers;
-    int seen = 0;
-    if constexpr (kHasMany)
-    {
-        // By each kind of warps in a loop of its own: the compiler then knows what registers it has.
-        if (computes)
-        {
-            take_registers<kMainloopRegisters>();
-            for (int range = blockIdx.x; span.first < span.past; advance(w, segments, span, range, seen))
-            {
-                attend_exactly<T, D>(w, span, range, seen, shared, inputs);
-            }
-        }
-        else
-        {
-            release_registers<kLoaderRegisters>();
-            for (int range = blockIdx.x; span.first < span.past; advance(w, segments, span, range, seen))
-            {
-                if (threadIdx.x == kConsumers)
-                {
-                    inputs.fill(w, span, seen, keys, values);
-                }
-            }
-        }
-        return;
-    }
-    if constexpr (kGivesRegisters<D, kHasMany>)
+    if constexpr (kGivesRegisters<D>)
     {
         computes ? take_registers<kMainloopRegisters>() : release_registers<kLoaderRegisters>();
     }
     if (computes)
     {
-        attend<T, D, kSharedTiles>(w, span, blockIdx.x, seen, shared, inputs);
+        attend<T, D, kSharedTiles>(w, span, blockIdx.x, shared, inputs);
     }
     else if (threadIdx.x == kConsumers)
     {
-        inputs.fill(w, span, seen, keys, values);
+        inputs.fill(w, span, keys, values);
     }
 #endif
 }

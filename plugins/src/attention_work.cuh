@@ -20,9 +20,9 @@ struct Work
     int packed_rows; // group * Q
     float per_row; // 1 / Q
     int row_blocks; // M tiles that hold them
-    int ranges;
+    int ranges; // of a (slot, head) that is cut exactly, places for its cuts and its tails
     int least_units; // of a range
-    int exact_units; // of a cut, counted from a (slot, head)'s first on; 0: ranges are equal parts of all units
+    int most_cuts; // of a (slot, head) that is cut exactly: see attention_exact_work.cuh
     int blocks; // that take ranges beside each other
     int page_tiles; // tiles of a page
     float per_page; // 1 / page_tiles
@@ -168,11 +168,6 @@ struct Division
             shortest = tiles > 0 ? min(shortest, tiles) : shortest;
             longest = max(longest, tiles);
         }
-        if (w.exact_units > 0)
-        {
-            divide_exactly(w, segments);
-            return;
-        }
         units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
         used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
         has_idle = used < w.p.slots * w.p.kv_heads;
@@ -204,37 +199,6 @@ struct Division
         }
     }
 
-    // Cuts each (slot, head) at the same keys whatever others there are, and however many keys follow. A range is one
-    // cut, or all cuts of a (slot, head), which give the same bits: what is likely to end sooner.
-    __device__ void divide_exactly(Work const& w, Segments const& segments)
-    {
-        constexpr int kBegin = 6; // what it costs to begin and end a range, in units
-        each = w.exact_units;
-        is_apart = true;
-        int idle = 0;
-        int longest = 0;
-        units = 0;
-        for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
-        {
-            int const tiles = tiles_of(w.p, segments.of_lane(b));
-            units += of(tiles);
-            idle += tiles > 0 ? 0 : 1;
-            longest = max(longest, tiles);
-        }
-        units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
-        idle = __reduce_add_sync(0xffffffffu, idle);
-        longest = __reduce_max_sync(0xffffffffu, longest);
-        has_idle = idle > 0;
-        int const runs = (w.p.slots - idle) * w.p.kv_heads;
-        int const whole = (runs + w.blocks - 1) / w.blocks * (longest + kBegin);
-        int const cut = (units / each + w.blocks - 1) / w.blocks * (each + kBegin) + kBegin / 2;
-        if (whole <= cut)
-        {
-            each = max((longest + each - 1) / each, 1) * each;
-            units = runs * each;
-        }
-    }
-
     // The units that a (slot, head) of so many tiles counts as.
     __device__ int of(int tiles) const
     {
@@ -253,6 +217,34 @@ struct Division
     }
 };
 
+// The segment that a unit lies in, and the units of those before it. count: of a segment. By all lanes of a warp; unit
+// must be below the sum of all.
+template <typename Count>
+__device__ __forceinline__ int find_segment(
+    dflash_attention_params const& p, Segments const& segments, int unit, int& before, Count const& count)
+{
+    int const lane = threadIdx.x % 32;
+    for (int b = 0;; b += 32)
+    {
+        int const own = b + lane < p.slots ? count(segments.of_lane(b + lane)) : 0;
+        int end = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2)
+        {
+            int const other = __shfl_up_sync(0xffffffffu, end, step);
+            end += lane >= step ? other : 0;
+        }
+        unsigned const past = __ballot_sync(0xffffffffu, before + end > unit);
+        if (past)
+        {
+            int const found = __ffs(past) - 1;
+            before += __shfl_sync(0xffffffffu, end - own, found);
+            return b + found;
+        }
+        before += __shfl_sync(0xffffffffu, end, 31);
+    }
+}
+
 // A place in the order of units.
 struct Cursor
 {
@@ -268,28 +260,10 @@ struct Cursor
     // Called by all lanes of a warp; unit must be below the sum of all.
     __device__ Cursor(dflash_attention_params const& p, Segments const& segments, Division const& division, int unit)
     {
-        int const lane = threadIdx.x % 32;
         int before = 0;
-        for (int b = 0;; b += 32)
-        {
-            int const own = b + lane < p.slots ? division.of(tiles_of(p, segments.of_lane(b + lane))) * p.kv_heads : 0;
-            int end = own;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2)
-            {
-                int const other = __shfl_up_sync(0xffffffffu, end, step);
-                end += lane >= step ? other : 0;
-            }
-            unsigned const past = __ballot_sync(0xffffffffu, before + end > unit);
-            if (past)
-            {
-                int const found = __ffs(past) - 1;
-                before += __shfl_sync(0xffffffffu, end - own, found);
-                enter(p, b + found, segments.of(b + found));
-                break;
-            }
-            before += __shfl_sync(0xffffffffu, end, 31);
-        }
+        int const found = find_segment(p, segments, unit, before,
+            [&](Segment const& s) { return division.of(tiles_of(p, s)) * p.kv_heads; });
+        enter(p, found, segments.of(found));
         int const counted = division.of(tiles);
         head = (unit - before) / counted;
         tile = unit - before - head * counted;

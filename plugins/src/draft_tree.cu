@@ -201,6 +201,19 @@ private:
     }
 };
 
+// A row's place among its siblings, from 1: those before it follow the same rows.
+__device__ __forceinline__ int rank_of(uint64_t const* row_path, int row)
+{
+    uint64_t const parent = row_path[row] ^ uint64_t{1} << row;
+    int rank = 1;
+#pragma unroll 8
+    for (int other = highest(parent) + 1; other < row; ++other)
+    {
+        rank += (row_path[other] ^ uint64_t{1} << other) == parent ? 1 : 0;
+    }
+    return rank;
+}
+
 // Calls put(to, from) for so many places: the first `before` and those behind the path's come from their own, the
 // path's from its rows. By all lanes of a warp.
 template <typename Put>
@@ -251,8 +264,17 @@ __global__ void accept_tree_kernel(dflash_accept_tree_params const p)
         p.path[index] = path;
     }
     put_in_order(segment.w, before, path, [&](int to, int from) { p.row_order[segment.z + to] = segment.z + from; });
-    put_in_order(
-        logits, 0, path, [&](int to, int from) { p.choices[first_logit + to] = p.target_ids[first_logit + from]; });
+    int const accepted = __popcll(path);
+    put_in_order(logits, 0, path,
+        [&](int to, int from)
+        {
+            p.choices[first_logit + to] = p.target_ids[first_logit + from];
+            if (p.ranks)
+            {
+                bool const is_draft = to > 0 && to < accepted;
+                p.ranks[first_logit + to] = is_draft ? rank_of(p.row_path + segment.z + before, from) : 0;
+            }
+        });
     if (index == p.segment_count - 1) // padding
     {
         for (int row = segment.z + max(segment.w, 0) + threadIdx.x; row < p.rows; row += 32)

@@ -108,6 +108,23 @@ __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
+// Four matrices of 8 rows of 16 bytes, each of whose rows a lane has the address of.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
+}
+
 // c [16, 8] += a [16, 16] b [16, 8]
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1)

@@ -261,10 +261,14 @@ __global__ void end_rows_kernel(dflash_end_rows_params const p)
     int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
     int const first = p.logit_first[index];
     int const logits = p.logit_first[index + 1] - first;
-    int32_t* const decided = p.decided + int64_t{index} * (p.width + 1);
+    int32_t* const decided = p.decided + int64_t{index} * (1 + p.width + p.depths);
     for (int i = threadIdx.x; i < p.width; i += blockDim.x)
     {
-        decided[i + 1] = i < logits ? p.target_ids[first + i] : 0;
+        decided[1 + i] = i < logits ? p.target_ids[first + i] : 0;
+    }
+    for (int i = threadIdx.x; i < p.depths; i += blockDim.x)
+    {
+        decided[1 + p.width + i] = i + 1 < logits ? p.ranks[first + i + 1] : 0;
     }
     if (threadIdx.x == 0)
     {
@@ -312,7 +316,7 @@ extern "C" cudaError_t dflash_begin_rows(dflash_begin_rows_params const* p, cuda
 
 extern "C" cudaError_t dflash_end_rows(dflash_end_rows_params const* p, cudaStream_t stream)
 {
-    if (p->next_rows < 1 || p->next_rows > p->block || p->width < 1)
+    if (p->next_rows < 1 || p->next_rows > p->block || p->width < 1 || p->depths < 0 || (p->depths && !p->ranks))
     {
         return cudaErrorInvalidValue;
     }

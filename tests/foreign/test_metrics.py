@@ -28,6 +28,8 @@ dflash_drafted_tokens_total{position="1"} 40
 dflash_drafted_tokens_total{position="2"} 38
 dflash_accepted_tokens_total{position="1"} 30
 dflash_accepted_tokens_total{position="2"} 12
+dflash_accepted_nodes_total{model="m",rank="1",version="1"} 36
+dflash_accepted_nodes_total{model="m",rank="3",version="1"} 6
 dflash_acceptance_length 2.05
 """
 
@@ -80,7 +82,10 @@ def test_sglangs_metrics_hold_a_mean_and_no_counts():
 def test_our_counters_give_steps_from_the_first_position():
     reading = parse_metrics(OURS)
     assert reading.server == "trtllm-dflash"
-    assert reading.drafts == Drafts(40, 78, 42, {1: 30, 2: 12}, {1: 40, 2: 38})
+    assert reading.drafts == Drafts(40, 78, 42, {1: 30, 2: 12}, {1: 40, 2: 38}, {1: 36, 3: 6})
+    assert reading.drafts.ranks() == [36, 0, 6]
+    assert reading.since(reading).ranks() == []
+    assert parse_metrics(VLLM).drafts.ranks() == []
 
 
 @pytest.mark.parametrize("wrap", [lambda entry: entry, json.dumps])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.gpu.test_kernels import assert_close, why_not_hopper
+from tests.gpu.test_wide_products import assert_repeats_itself, numbers
 from trtllm_dflash import kernels
 
 WHY_NOT = why_not_hopper("gated products of hundreds of rows")
@@ -23,10 +24,6 @@ ROWS = (1, 17, 64, 129, 200, 256, 257, 300, 512, 600)
 def begun(poisoned):
     """Every test here begins with poisoned memory and the same random numbers."""
     torch.manual_seed(0)
-
-
-def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -68,12 +65,4 @@ def test_a_captured_chain_of_products_repeats_itself_to_the_bit(rows):
             x = x + F.linear(kernels.bulk_gemm(x, up), down)
         return x
 
-    expected = chain(x)
-    assert expected.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(x)
-    for _ in range(30):
-        found.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(found, expected)
+    assert_repeats_itself(chain, x, 30)

@@ -15,7 +15,7 @@ from tests.gpu.test_rows import Decode as DecodeRows
 from tests.near_ties import assert_only_near_ties_differ
 from tests.test_draft_trees import HOSTILE
 from trtllm_dflash import LLM, SamplingParams, kernels
-from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, TREE_SIZES, chain_tree, draft_tree
+from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, TREE_SIZES, chain_tree, draft_tree, ranks_of
 from trtllm_dflash.ops.ragged_ops import Segment
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.philox import uniform_numbers
@@ -183,6 +183,12 @@ def test_the_path_that_is_accepted_is_the_host_s(step, is_imposed, share, begun)
         assert order[:committed] == [*range(first, first + before), *(first + before + row for row in path)], index
         assert all(first <= row < first + count for row in order)
         assert found.choices[logit : logit + len(path)].tolist() == [targets[row] for row in path], index
+        if is_imposed:
+            assert found.ranks is None, "nobody drafted such a path"
+            continue
+        ranks = ranks_of(segment.parents, path) if len(path) > 1 else []
+        told = found.ranks[logit : logit + segment.logits].tolist()
+        assert told == [0, *ranks, *[0] * (segment.logits - len(path))], index
     count = len(step.said["row_segment"])
     assert ((found.row_order >= 0) & (found.row_order < count)).all()
 

@@ -1,5 +1,6 @@
 """Rows that depend on nothing else in the batch, on a GPU: to the bit, with no tolerance."""
 
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.gpu.test_kernels import assert_close, why_not_hopper
 from tests.gpu.test_ragged_attention import ints, random_pages
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import SamplingInputs
+from trtllm_dflash.ops.draft_tree import TREE_SIZES
 from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -142,6 +144,151 @@ def test_exact_attention_with_a_window_is_refused():
         kernels.attend_rows(rows.q[0][50:51], *rest, causal=True, window=16, exact=True)
 
 
+# -- attention of trees ------------------------------------------------------------------------------------------------
+
+
+def shallow_parents(rows: int, chance: random.Random) -> list[int]:
+    """A tree's parents, at most as deep as blocks are: sometimes a run as long as they are, and branches."""
+    parents, depths = [-1], [0]
+    run = chance.choice([1, 5, 16])
+    for row in range(1, rows):
+        parent = row - 1 if row < run else chance.choice([i for i in range(row) if depths[i] < 15])
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents
+
+
+def path_of(parents: list[int], row: int) -> list[int]:
+    return [*(path_of(parents, parents[row]) if row else []), row]
+
+
+class Trees:
+    """Trees of drafts behind slots' tokens, and the texts of some of their paths, each in a slot of its own.
+
+    Args:
+        cancels: of each tree's first path the last 16 values, which are large, are found again, negated, beside the
+            same keys at the slot's begin, and the others are small: its row is what rounding leaves of them.
+    """
+
+    def __init__(self, bases, rows, shape, dtype, cancels=False):
+        chance = random.Random(rows)
+        heads, kv_heads, size = shape
+        self.bases, self.rows, self.shape = bases, rows, shape
+        trees = [shallow_parents(rows, chance) for _ in bases]
+        self.paths = [[path_of(parents, row) for row in range(rows)] for parents in trees]
+        self.checked = [(tree, row) for tree in range(len(bases)) for row in chance.sample(range(rows), 4)]
+        lengths = [base + rows for base in bases]
+        lengths += [bases[tree] + len(self.paths[tree][row]) for tree, row in self.checked]
+        self.paged = random_pages(lengths, kv_heads, size, dtype, 64)
+        self.q = [torch.randn(rows, heads, size, device="cuda").to(dtype) for _ in bases]
+        for tree, base in enumerate(bases):
+            keys, values = (torch.randn(base + rows, kv_heads, size, device="cuda") for _ in range(2))
+            texts = [i for i, (its, _) in enumerate(self.checked) if its == tree]
+            last = self.places(*self.checked[texts[0]])[-16:]
+            if cancels:
+                keys *= 0.5
+                keys[last] *= 4  # of the largest logits: weights are relative to the same one
+                values *= 2**-13
+                values[last] *= 2**23
+                keys[:16], values[:16] = keys[last], -values[last]
+            self.put(tree, keys, values)
+            for i in texts:
+                places = self.places(*self.checked[i])
+                self.put(len(bases) + i, keys[places], values[places])
+
+    def places(self, tree, row):
+        """Where the keys of a row's text lie in its tree's slot."""
+        base = self.bases[tree]
+        return [*range(base), *(base + at for at in self.paths[tree][row])]
+
+    def put(self, slot, keys, values):
+        at, rows = torch.arange(len(keys), device="cuda"), self.paged.pages.rows
+        pages = self.paged.pages.table[slot, at // rows].long()
+        for cache, x in ((self.paged.keys, keys), (self.paged.values, values)):
+            cache[pages, :, at % rows] = x.to(cache.dtype)
+
+    def attend(self, q, segments, most, paths=None):
+        heads, _, size = self.shape
+        out = torch.full((len(q), heads * size), torch.nan, dtype=q.dtype, device="cuda")
+        if paths is not None:
+            bits = [sum(1 << at for at in path) for path in paths]
+            paths = torch.tensor([x - (x >> 63 << 64) for x in bits], device="cuda")
+        of = self.paged.keys, self.paged.values, self.paged.pages, ints(segments), most, out
+        return kernels.attend_rows(q, *of, causal=True, row_path=paths, exact=True)
+
+    def drafted(self, trees):
+        """The rows of some trees, all in one call: [rows, Hq*D] each."""
+        segments = [(tree, self.bases[tree], i * self.rows, self.rows) for i, tree in enumerate(trees)]
+        paths = [path for tree in trees for path in self.paths[tree]]
+        return self.attend(torch.cat([self.q[tree] for tree in trees]), segments, self.rows, paths).split(self.rows)
+
+    def plain(self, checked):
+        """The rows that are checked, each as the last of its text."""
+        places = [(len(self.bases) + i, *self.checked[i]) for i in checked]
+        segments = [(slot, len(self.places(tree, row)) - 1, i, 1) for i, (slot, tree, row) in enumerate(places)]
+        return self.attend(torch.stack([self.q[tree][row] for _, tree, row in places]), segments, 1)
+
+    def chain(self, i):
+        """The row that is checked, the last of a chain of all its path."""
+        tree, row = self.checked[i]
+        path = self.paths[tree][row]
+        segment = (len(self.bases) + i, self.bases[tree], 0, len(path))
+        return self.attend(self.q[tree][path], [segment], len(path))[-1]
+
+    def expected(self, i):
+        """In float64."""
+        heads, kv_heads, size = self.shape
+        tree, row = self.checked[i]
+        length = len(self.places(tree, row))
+        keys, values = (
+            self.paged.linear(x, len(self.bases) + i)[:, :length].double().repeat_interleave(heads // kv_heads, 0)
+            for x in (self.paged.keys, self.paged.values)
+        )
+        logits = (keys @ self.q[tree][row].double()[:, :, None])[..., 0] / size**0.5
+        return (logits.softmax(-1)[:, None] @ values).flatten()
+
+
+BASES = [0, 1, 14, 15, 16, 17, 40, 49, 63, 64, 65, 79, 80, 127, 300, 496, 511, 512, 513, 527, 528, 1008, 1024, 1500]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("nodes", TREE_SIZES)
+def test_a_row_of_a_tree_is_what_it_is_in_its_text(nodes, shape, dtype):
+    """Alone, among other trees, and beside the same row decoded plainly and in a chain."""
+    chance = random.Random(nodes)
+    trees = Trees([*BASES, *(chance.randrange(2100) for _ in range(8))], nodes + 1, shape, dtype)
+    drafted = trees.drafted(range(len(trees.bases)))
+    plain = trees.plain(range(len(trees.checked)))
+    for i, (tree, row) in enumerate(trees.checked):
+        where = f"row {row} of {trees.paths[tree][row]} behind {trees.bases[tree]}"
+        assert_close(plain[i], trees.expected(i), dtype)
+        assert_same(drafted[tree][row], plain[i], where)
+    for i in range(0, len(trees.checked), 5):
+        tree, row = trees.checked[i]
+        where = f"row {row} of {trees.paths[tree][row]} behind {trees.bases[tree]}"
+        assert_same(trees.plain([i])[0], plain[i], f"{where}, plain alone")
+        assert_same(trees.drafted([tree])[0][row], plain[i], f"{where}, alone")
+        assert_same(trees.chain(i), plain[i], f"{where}, in a chain")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("nodes", TREE_SIZES)
+def test_nothing_of_a_tree_s_row_is_rounded_otherwise_than_in_its_text(nodes, shape, dtype):
+    """Where values cancel out, the last bit of their sums shows in all digits."""
+    chance = random.Random(nodes)
+    bases = [48, 64, 500, 530, 1010, *(chance.randrange(48, 2100) for _ in range(19))]
+    trees = Trees(bases, nodes + 1, shape, dtype, cancels=True)
+    drafted = trees.drafted(range(len(trees.bases)))
+    plain = trees.plain(range(len(trees.checked)))
+    first = [i for i in range(len(plain)) if i % 4 == 0]
+    assert (plain[first] != 0).float().mean() > 0.6 and plain[first].abs().median() < 0.01
+    for i, (tree, row) in enumerate(trees.checked):
+        assert_same(drafted[tree][row], plain[i], f"row {row} of {trees.paths[tree][row]} behind {trees.bases[tree]}")
+        assert_same(trees.chain(i), plain[i], "in a chain")
+
+
 # -- norms, and choosing -----------------------------------------------------------------------------------------------
 
 
@@ -204,7 +351,14 @@ def test_a_token_is_drawn_as_it_is_alone(vocabulary):
 def tiny_exact(request):
     """The shipped pair, with a target in BF16, or in FP8, whose matrices are dequantized."""
     folders = str(TINY / "target"), str(TINY / "drafter")
-    options = {"precision": request.param, "device": "cuda", "kernels": "exact"}
+    options = {"precision": request.param, "device": "cuda", "kernels": "exact", "draft_tree": "off"}
+    return LLM.from_pretrained(*folders, max_seq_len=1024, max_batch=8, **options)
+
+
+@pytest.fixture(scope="module", params=TREE_SIZES)
+def tiny_trees(request):
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    options = {"precision": "bf16", "device": "cuda", "kernels": "exact", "draft_tree": request.param}
     return LLM.from_pretrained(*folders, max_seq_len=1024, max_batch=8, **options)
 
 
@@ -228,3 +382,11 @@ def test_texts_are_the_same_drafted_or_not_alone_or_in_a_batch(tiny_exact, tempe
     for i in range(6):
         assert texts(tiny_exact, temperature, i, 1) == plain[i : i + 1], f"drafted alone, {i}"
         assert texts(tiny_exact, temperature, i, 1, draft=False) == plain[i : i + 1], f"plain alone, {i}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_texts_drafted_in_trees_are_plain_ones(tiny_trees, temperature):
+    plain = texts(tiny_trees, temperature, draft=False)
+    assert texts(tiny_trees, temperature) == plain
+    for i in range(3):
+        assert texts(tiny_trees, temperature, i, 1) == plain[i : i + 1], f"alone, {i}"

@@ -1,5 +1,6 @@
 """Products of tens of rows, on Hopper: against float64, and each row's bits beside others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,20 @@ def begun(poisoned):
 
 def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def assert_repeats_itself(chain: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, replays: int) -> torch.Tensor:
+    """Checks that a captured chain of products gives at each replay the bits that it gives by itself: those."""
+    expected = chain(x)
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x)
+    for _ in range(replays):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, expected)
+    return expected
 
 
 def operands(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,15 +115,7 @@ def test_a_captured_chain_of_products_repeats_itself_to_the_bit(rows):
             x = kernels.wide_gemm(h, down, residual=x)
         return x
 
-    expected = chain(x)
-    assert expected.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(x)
-    for _ in range(50):
-        found.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(found, expected)
+    expected = assert_repeats_itself(chain, x, 50)
     slow = x
     for _ in range(20):
         h = kernels.wide_gemm(slow, up, swiglu=True)

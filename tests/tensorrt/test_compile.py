@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,9 +108,29 @@ def test_shipped_pair_compiles() -> None:
     assert compile_pair(pair, "sm120", sampled=True).data.nbytes > 0
 
 
-def test_a_tied_head_is_stored_once(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Compiled:
+    """A plan, what was said while it was compiled, and its log."""
+
+    plan: Plan
+    calls: list[tuple[str, int, int]]
+    log: str
+
+
+@pytest.fixture(scope="module")
+def compiled(pairs: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The pair whose head is tied, for SM120."""
+    calls: list[tuple[str, int, int]] = []
+    log = tmp_path_factory.mktemp("compiled") / "build.log"
+    plan = compile_pair(pairs["qwen3"], "sm120", progress=lambda *call: calls.append(call), log=log)
+    return Compiled(plan, calls, log.read_text())
+
+
+def test_a_tied_head_is_stored_once(
+    compiled: Compiled, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = pairs["qwen3"].target_config.vocab_size * pairs["qwen3"].target_config.hidden_size * 2
-    tied = compile_pair(pairs["qwen3"], "sm120").data.nbytes
+    tied = compiled.plan.data.nbytes
 
     def with_a_head_of_its_own(weights: dict[str, torch.Tensor], config: EngineConfig, rank: int) -> Any:
         complete = complete_weights(weights, config, rank)
@@ -132,11 +153,9 @@ def test_both_profiles_share_one_set_of_weights(tmp_path: Path) -> None:
     assert 0.9 < (large - small) / (more_weights - few_weights) < 1.2
 
 
-def test_progress_and_log(pairs: dict[str, Pair], tmp_path: Path) -> None:
-    calls: list[tuple[str, int, int]] = []
-    compile_pair(pairs["qwen3"], "sm120", progress=lambda *call: calls.append(call), log=tmp_path / "build.log")
-    assert calls[0][:2] == ("engine", 0) and calls[-1][1] == calls[-1][2]
-    assert "INFO: " in (tmp_path / "build.log").read_text()
+def test_progress_and_log(compiled: Compiled) -> None:
+    assert compiled.calls[0][:2] == ("engine", 0) and compiled.calls[-1][1] == compiled.calls[-1][2]
+    assert "INFO: " in compiled.log
 
 
 def test_timing_cache_is_kept(tmp_path: Path) -> None:

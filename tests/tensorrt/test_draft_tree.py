@@ -90,6 +90,7 @@ class Sessions:
         self.tensorrt = TensorRTSession(planned, self.engine, CPU)
         self.accepted: list[int] = []
         self.moved = 0  # accepted rows that lay elsewhere
+        self.ranks: list[int] = []  # of accepted drafts
 
     def read(self, slot: int, prompt: list[int], tree: bool = True) -> None:
         sampling = SlotSampling(temperature=0.8, seed=7 + slot) if self.sampled else SlotSampling()
@@ -110,8 +111,11 @@ class Sessions:
             self.moved += sum(row != depth for depth, row in enumerate(path[slot, : count + 1].tolist()))
 
     def _run(self, call: Step, width: int) -> list[list[int]]:
-        mine, theirs = self.tensorrt.run(call).read(), self.torch.run(call).read()
+        outcomes = self.tensorrt.run(call), self.torch.run(call)
+        mine, theirs = (outcome.read() for outcome in outcomes)
         assert mine == theirs
+        assert outcomes[0].ranks == outcomes[1].ranks
+        self.ranks += [rank for ranks in outcomes[0].ranks for rank in ranks]
         ours, slots = self.tensorrt._slots, self.torch._slots
         assert torch.equal(ours.start, slots.start)
         part = [slot for slot, _ in call.decode] + [piece.slot for piece in call.pieces if piece.last]
@@ -192,6 +196,7 @@ def test_steps_in_a_row_are_those_of_torch_s_trees(
     for _ in range(3):
         sessions.decode([(slot, whole) for slot in range(3)])
     assert sum(sessions.accepted) > 1 and sessions.moved > 0
+    assert len(sessions.ranks) == sum(sessions.accepted) and max(sessions.ranks) > 1
     decodes = [context for context in sessions.engine.contexts if context.profile == DECODE]
     # A prompt of one token has as many rows as it has logits.
     assert len(decodes) < sum(context.executed for context in decodes) == 1 + 8

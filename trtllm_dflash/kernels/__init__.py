@@ -7,6 +7,7 @@ all may be captured into a CUDA graph. What they compute, and where they round, 
 from trtllm_dflash.kernels.all_reduce import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_SHARED, AllReduce
 from trtllm_dflash.kernels.append import Append, takes_rotary
 from trtllm_dflash.kernels.attention import (
+    EXACT_TAIL,
     MAX_ROWS,
     TREE_ROWS,
     attend_prompts,
@@ -76,6 +77,7 @@ __all__ = [
     "ALL_REDUCE_BYTES",
     "ALL_REDUCE_RANKS",
     "ALL_REDUCE_SHARED",
+    "EXACT_TAIL",
     "HALVES",
     "HEAD_SIZES",
     "HOPPER",

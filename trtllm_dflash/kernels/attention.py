@@ -17,6 +17,9 @@ MAX_ROWS = 32
 #: Rows of a slot whose drafts are a tree: each has a bit in a path.
 TREE_ROWS = 64
 
+#: Keys of an exact row that add up apart from those before them, its last: no path of a tree of exact rows is longer.
+EXACT_TAIL = 16
+
 #: Of `attend_prompts`: rows of a prompt times heads, in an item of its work.
 _ITEM_ROWS = 128
 #: Items for each of the GPU's processors, at least and at most: it divides no item, so that with fewer some idle, and
@@ -109,7 +112,8 @@ def attend_rows(
         row_path: [N] int64: segments are trees of at most TREE_ROWS rows, each of which sees the keys before its
             segment's first row, and the segment's rows whose bits it has; as deep as it is, a window reaches. None:
             they are runs.
-        exact: a row's bits depend on its own keys alone; on Hopper, heads of at most 128, without window or scales.
+        exact: a row's bits depend on its own keys alone, in the order of their positions; on Hopper, heads of at most
+            128, causal, without window, scales or added. No path then has more than EXACT_TAIL rows.
     """
     check_ints(len(segments), added=added)
     check(block in (0, rows) and (not block or len(q) == block * len(segments)), f"{len(q)} rows in blocks of {block}")

@@ -37,7 +37,7 @@ AcceptTreeParams = structure(
     "dflash_accept_tree_params",
     ints="segment_count rows logit_row_count",
     pointers="segments logit_first token_ids target_ids row_path imposed accepted committed bonus next_start path",
-    pointers_="row_order choices",
+    pointers_="row_order choices ranks",
 )
 
 
@@ -66,6 +66,7 @@ class AcceptedPaths:
     path: Tensor  # [G] int64, a bit for each accepted row of the segment
     row_order: Tensor  # [N] at a final row's position in its segment its flat row, elsewhere any
     choices: Tensor  # [R] the target's at a segment's accepted rows first, then any
+    ranks: Tensor | None  # [R] 0, then each accepted draft's among its siblings, from 1, then 0; None: they are imposed
 
 
 def top_ids(logits: Tensor, normalized: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,6 +166,7 @@ def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) 
         path=empty(segments, torch.int64),
         row_order=empty(len(rows.token_ids)),
         choices=empty(len(rows.logit_rows)),
+        ranks=empty(len(rows.logit_rows)) if imposed is None else None,
     )
     params = AcceptTreeParams(
         segment_count=segments,
@@ -183,6 +185,7 @@ def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) 
         path=found.path.data_ptr(),
         row_order=found.row_order.data_ptr(),
         choices=found.choices.data_ptr(),
+        ranks=address(found.ranks),
     )
     run("dflash_accept_tree", params, stream())
     return found

@@ -16,8 +16,8 @@ SKINNY_ROWS = 16
 #: Rows that `wide_gemm` takes, up to which it is faster than cuBLAS, and the most that the busiest multiprocessor may
 #: then have to read of the weight, in thousandths of an equal share.
 WIDE_ROWS, _WIDE_LOAD = 128, 1100
-#: Likewise, the most that the busiest multiprocessor may have to multiply where `bulk_gemm` is faster than cuBLAS.
-_BULK_LOAD = 1100
+#: Likewise where `bulk_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may have to multiply.
+BULK_ROWS, _BULK_LOAD = 256, 1100
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
 
@@ -117,7 +117,7 @@ def wide_gemm(
 def suits_bulk(x: Tensor, weight: Tensor) -> bool:
     """Whether `bulk_gemm` takes x [..., I] and weight [O, I], and is faster than cuBLAS and a kernel that gates."""
     rows = x.numel() // x.shape[-1]
-    if rows <= WIDE_ROWS or weight.shape[0] % 32 or not takes_wide(x, weight):
+    if not WIDE_ROWS < rows <= BULK_ROWS or weight.shape[0] % 32 or not takes_wide(x, weight):
         return False
     return _bulk_load(rows, *weight.shape, processors(x.device)) <= _BULK_LOAD
 

@@ -28,8 +28,8 @@ AcceptParams = structure(
 
 EndRowsParams = structure(
     "dflash_end_rows_params",
-    ints="segment_count block width next_rows last_start",
-    pointers="segments logit_first target_ids accepted next_start next_tokens tokens kept_start decided",
+    ints="segment_count block width next_rows last_start depths",
+    pointers="segments logit_first target_ids ranks accepted next_start next_tokens tokens kept_start decided",
     pointers_="next_parents parents",
 )
 
@@ -181,10 +181,13 @@ def end_rows(
     width: int,
     next_parents: Tensor | None = None,
     parents: Tensor | None = None,
+    ranks: Tensor | None = None,
+    depths: int = 0,
 ) -> Tensor:
     """Keeps a step's next rows in tokens [slots, block] and kept_start [slots], of the slots that had rows.
 
-    Returns what the host reads, [G, 1 + width]: accepted, then the segment's target_ids, then zeros.
+    Returns what the host reads, [G, 1 + width + depths]: accepted, then the segment's target_ids, then zeros; then the
+    ranks of its accepted drafts, then zeros.
 
     Args:
         last_start: the largest start that is kept.
@@ -192,25 +195,30 @@ def end_rows(
         width: the most logits that a segment has.
         next_parents: [G, 1 to block], of the next tokens; None: each is the child of the one before.
         parents: [slots, block], to keep them in; None: they are not kept.
+        ranks, depths: [R] of the accepted drafts, as `accept_paths` has them, and how many of a segment's are read.
     """
     segments = len(rows.segments)
     _check_kept(tokens, kept_start)
     check_targets(rows, target_ids)
     check_ints(segments, accepted=accepted, next_start=next_start)
+    check((ranks is None) == (depths == 0), f"ranks go with the number that is read of a segment; that is {depths}")
+    check_ints(len(rows.logit_rows), ranks=ranks)
     is_right = next_tokens.dtype == torch.int32 and next_tokens.is_contiguous() and len(next_tokens) == segments
     check(is_right, f"the next tokens must be int32 [{segments}, N]")
     _check_parents(parents, tokens)
     _check_parents(next_parents, next_tokens)
-    decided = torch.empty(segments, 1 + width, dtype=torch.int32, device=tokens.device)
+    decided = torch.empty(segments, 1 + width + depths, dtype=torch.int32, device=tokens.device)
     params = EndRowsParams(
         segment_count=segments,
         block=tokens.shape[1],
         width=width,
         next_rows=next_tokens.shape[1],
         last_start=last_start,
+        depths=depths,
         segments=rows.segments.data_ptr(),
         logit_first=rows.logit_first.data_ptr(),
         target_ids=target_ids.data_ptr(),
+        ranks=address(ranks),
         accepted=accepted.data_ptr(),
         next_start=next_start.data_ptr(),
         next_tokens=next_tokens.data_ptr(),

@@ -193,6 +193,11 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
 
     # -- trees of drafts ---------------------------------------------------------------------------------------------
 
+    @property
+    def ranks(self) -> Tensor | None:
+        """The ranks of accepted drafts, as `AcceptedPaths` has them; None where slots have no trees."""
+        return None if self._accepted is None else self._accepted.ranks
+
     def top_ids(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if count != kernels.TOP_COUNT or self.tp > 1:
             return super().top_ids(logits, count)

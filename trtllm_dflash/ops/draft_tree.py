@@ -5,9 +5,13 @@ own; its chance is the product of their probabilities. The best tree of so many 
 nobody's chance is above its parent's, so no node comes without its parent. The search is over a fixed list of nodes:
 one product of a 0/1 matrix and the log-probabilities scores them all, and the largest scores are the tree. The list was
 chosen by `examples/tiny_pair/choose_tree_nodes.py`; it holds ranks and no tokens, so it serves every pair.
+
+Siblings are listed by their ranks, and none is in a tree without those that are likelier. So a node's rank is its place
+among its siblings, which parents alone tell: nobody has to keep it until the node is accepted.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -48,6 +52,7 @@ class DraftTree:
     def __post_init__(self) -> None:
         assert self.nodes <= len(self.parents) == len(self.ranks)
         assert all(parent < i for i, parent in enumerate(self.parents))
+        assert all(rank + 1 == place_among_siblings(self.parents, i) for i, rank in enumerate(self.ranks))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -64,6 +69,16 @@ class DraftTree:
         for parent, rank in zip(self.parents, self.ranks, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), rank))
         return tuple(paths)
+
+
+def place_among_siblings(parents: Sequence[int], row: int) -> int:
+    """Finds a row's place among the children of its parent, from 1: a node's rank at its depth."""
+    return 1 + parents[:row].count(parents[row])
+
+
+def ranks_of(parents: Sequence[int], path: Sequence[int]) -> list[int]:
+    """Finds the ranks, from 1, of a tree's drafts on a path of rows from row 0, which is none: of each after it."""
+    return [place_among_siblings(parents, row) for row in path[1:]]
 
 
 def chain_tree(drafts: int) -> DraftTree:

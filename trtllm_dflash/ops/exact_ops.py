@@ -4,7 +4,8 @@ import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops.base import AttentionLayer, Residual
+from trtllm_dflash.ops.base import AttentionLayer, MoELayer, Residual
+from trtllm_dflash.ops.cuda_experts import takes_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.linear_weight import linear_weight
 
@@ -22,7 +23,7 @@ class ExactOps(CudaOps):
     Products of BF16 norm their rows. In FP16 norms stay apart: weights of a norm are scaled there, by parts of a row.
 
     Raises:
-        EngineError: a product is of sizes that our kernels do not take.
+        EngineError: a product, or experts, of types or sizes that our kernels do not take.
     """
 
     _is_exact = True
@@ -53,6 +54,12 @@ class ExactOps(CudaOps):
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
         return kernels.exact_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, norm, residual, gelu)
+
+    def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
+        """Computes experts by our kernels alone: those for few rows and for many add up in one order."""
+        if not takes_experts(layer, self.weights, x.shape[-1], x.dtype):
+            raise EngineError(f"--kernels exact: {layer.prefix}experts are of a type or of sizes that our kernels lack")
+        return super().moe(layer, x, logits)
 
     def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         for cuts in self._layout.cuts.split(_CUTS_AT_ONCE):

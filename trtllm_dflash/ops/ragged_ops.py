@@ -21,6 +21,7 @@ from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, LatentLa
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cpu_attention import BLOCK, TILE, attend, attend_paths, hidden_from_paths, hidden_keys
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
+from trtllm_dflash.ops.draft_tree import ranks_of
 from trtllm_dflash.ops.fp8 import FP8, dequantize_cache_rows, quantize_cache_rows
 from trtllm_dflash.ops.latent_attention import absorb
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -369,6 +370,12 @@ class RaggedOps(TorchOps):
     def bonus_rows(self) -> list[int]:
         """The logit row that chose each segment's bonus token, once it is known what was accepted."""
         return [first + path[-1] for first, path in zip(self._layout.first_logits, self._paths, strict=False)]
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The ranks, from 1, of each segment's accepted drafts where they are a tree's, once it is known which are."""
+        both = zip(self._layout.segments, self._paths, strict=True)
+        return [[] if segment.parents is None else ranks_of(segment.parents, path) for segment, path in both]
 
     @cached_property
     def _final(self) -> Layout:

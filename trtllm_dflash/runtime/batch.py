@@ -14,6 +14,7 @@ class Batch:
     drafted: list[int]  # drafts of each among those rows
     drafts: bool  # whether any of them drafts
     block: int  # rows that those verify; 0: not all the same
+    trees: bool | None  # whether the drafts of those are trees; None: not of all the same
     sampled: bool
     logprobs: bool
     penalized: list[int]  # slots
@@ -24,12 +25,14 @@ class Batch:
         """Makes the batch of these sequences, with the rows that the next step can verify of each."""
         counts = [stay.block if stay.drafts else 1 for stay in stays]
         blocks = {stay.block for stay in stays if stay.drafts}
+        kinds = {stay.tree for stay in stays if stay.drafts}
         return cls(
             stays=list(stays),
             rows=[(stay.slot, count) for stay, count in zip(stays, counts, strict=True)],
             drafted=[count - 1 for count in counts],
             drafts=bool(blocks),
             block=blocks.pop() if len(blocks) == 1 else 0,
+            trees=kinds.pop() if len(kinds) == 1 else None,
             sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
             logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
             guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],

@@ -8,8 +8,9 @@ sequence is known one step late, and its tokens of that step are dropped.
 import time
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
+from itertools import repeat
 from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
@@ -327,9 +328,10 @@ class Scheduler:
         self._chooser.note(drafts)
         if batch.stays:
             self._decoded += 1
-            if batch.drafts and (batch.block != drafts.rows or drafts.most is not None):
+            is_other = batch.block != drafts.rows or batch.trees != (drafts.tree > 0)
+            if batch.drafts and (is_other or drafts.most is not None):
                 for stay in batch.stays:
-                    stay.block = drafts.rows
+                    stay.block, stay.tree = drafts.rows, drafts.tree > 0
                 self._batch = None
         errors = {} if masks is None else masks.errors
         of = self._decoded, step.reports, errors, drafts.most is not None
@@ -339,7 +341,7 @@ class Scheduler:
             stay.launched += count
             self._slots.keep_state(stay, stay.launched - count)
             if stay.launched == stay.prompt:
-                stay.block = drafts.rows
+                stay.block, stay.tree = drafts.rows, drafts.tree > 0
                 self._prefilling.remove(stay)
                 self._join(stay)
         self._count_step(batch, pieces)
@@ -392,13 +394,15 @@ class Scheduler:
         batch, under_way = launched.batch, self._decoded - launched.number
         verified: defaultdict[int, list[int]] = defaultdict(list)  # by drafts: how many of them were accepted, of each
         recent: list[int] = []
+        nodes: list[int] = []  # accepted ones of trees, by their ranks
         changed, total, rows = self._changed, 0, 0
         if not wrote_drafter:
             for stay in batch.stays:
                 stay.note_drafter_rows()
         shared = launched.outcome.shared
         every = batch.drafted if shared is None else [got - 1 for got in shared]
-        for stay, drafted, most, ids in zip(batch.stays, every, batch.drafted, committed, strict=False):
+        ranks: Iterable[list[int]] = (launched.outcome.ranks if batch.trees else []) or repeat([])
+        for stay, drafted, most, ids, found in zip(batch.stays, every, batch.drafted, committed, ranks, strict=False):
             if stay.over:
                 continue  # this step was launched before that was known
             sequence = stay.sequence
@@ -417,6 +421,8 @@ class Scheduler:
                 sequence.drafted += drafted
                 sequence.accepted += accepted
                 verified[min(drafted, self._longest)].append(accepted)  # a tree's are counted by depth
+                if found:
+                    nodes += found[:accepted]
             if most:
                 recent.append(taken)
             changed.append(sequence)
@@ -431,6 +437,8 @@ class Scheduler:
             counts = {(drafts, n): k for drafts, kept in verified.items() for n, k in Counter(kept).items()}
             statistics.recent.extend(recent)
             statistics.verified.update(counts)
+            if nodes:
+                statistics.ranks.update(nodes)
             if shared is not None:
                 self._draft_length.observe_shared(len(recent), counts)
             elif not launched.is_cut:

@@ -10,8 +10,9 @@ from itertools import accumulate
 from trtllm_dflash.engine.ladder import LEAST_SHARING
 from trtllm_dflash.runtime.draft_length import MEMORY, AdaptiveDraftLength, StepTimes, seconds_of
 
-#: Steps after which the other way is tried, and steps of such a trial.
-TRIAL_STEPS, TRIAL = 256, 16
+#: Steps after which the other way is tried, twice as many each time that it is no better, up to so many times as many;
+#: and steps of such a trial.
+TRIAL_STEPS, MOST_TIMES, TRIAL = 256, 16, 16
 #: Steps of a way that are not judged yet: they verify what the other one drafted.
 _FIRST = 3
 #: Steps of each way whose tokens and times are remembered: about so many, the recent ones more.
@@ -54,7 +55,8 @@ class SharedRows(AdaptiveDraftLength):
         # Sums over steps of what was accepted and of what was foreseen, the recent ones more.
         self._right = self._expected = 0.0
         self._ways = {False: _Way(), True: _Way()}  # by whether rows are shared
-        self._turn, self._is_better = TRIAL_STEPS - 4 * TRIAL, False
+        self._period, self._turn, self._is_better = TRIAL_STEPS, TRIAL_STEPS - 4 * TRIAL, False
+        self._measured = 0  # the number of slots by whose times steps are judged
         self._in_row = 0  # outcomes of steps that shared rows, without others between
         self._sharing = False
 
@@ -67,12 +69,19 @@ class SharedRows(AdaptiveDraftLength):
         if slots < LEAST_SHARING or not self._shared_lengths:
             self._sharing = False
             return own
-        self._turn = (self._turn + 1) % TRIAL_STEPS
-        if self._turn == 0:
+        measured = self._measured_slots(self._shared_times, slots)
+        if measured != self._measured and self._period > TRIAL_STEPS:  # another load: not as long as it would be
+            self._period, self._turn = TRIAL_STEPS, min(self._turn, TRIAL_STEPS - TRIAL - 1)
+        self._measured = measured
+        self._turn += 1
+        if self._turn == self._period:
+            self._turn, before = 0, self._is_better
             rates = self._ways[True].rate, self._ways[False].rate
             self._is_better = None not in rates and rates[0] > rates[1]  # type: ignore[operator]
-        is_trial = self._turn >= TRIAL_STEPS - TRIAL
-        if self._turn == TRIAL_STEPS - TRIAL:
+            is_as_before = self._is_better == before
+            self._period = min(2 * self._period, MOST_TIMES * TRIAL_STEPS) if is_as_before else TRIAL_STEPS
+        is_trial = self._turn >= self._period - TRIAL
+        if self._turn == self._period - TRIAL:
             self._ways[not self._is_better] = _Way()  # what it was at another load says nothing
         self._sharing = self._is_better != is_trial
         if not (self._sharing or own):  # nothing of it will be observed
@@ -126,9 +135,13 @@ class SharedRows(AdaptiveDraftLength):
 
     def _between(self, times: StepTimes, slots: int, drafts: float) -> float:
         """Predicts a step's time: of the next measured number of slots, between drafts on a straight line."""
-        slots = min((measured for measured, _ in times if measured >= slots), default=slots)
+        slots = self._measured_slots(times, slots)
         known = sorted({measured for _, measured in times})
         above = next((measured for measured in known if measured >= drafts), known[-1])
         below = max((measured for measured in known if measured <= drafts), default=above)
         low, high = (seconds_of(times, slots, measured) for measured in (below, above))
         return low if above == below else low + (high - low) * (drafts - below) / (above - below)
+
+    @staticmethod
+    def _measured_slots(times: StepTimes, slots: int) -> int:
+        return min((measured for measured, _ in times if measured >= slots), default=slots)

@@ -24,6 +24,7 @@ class Stay:
         drafter_rows: how many of them the drafter's caches hold too; None: all.
         enough: rows up to which it has the pages that its next step may write to.
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
+        tree: whether those drafts are a tree.
         kept: tokens up to its last state that is kept, of recurrent layers.
         over: it has left the slot: the outcome of steps that are still under way is nobody's.
     """
@@ -38,6 +39,7 @@ class Stay:
     drafter_rows: int | None
     enough: float = math.inf
     block: int = 1
+    tree: bool = False
     kept: int = 0
     over: bool = False
 

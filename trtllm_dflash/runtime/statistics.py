@@ -59,6 +59,7 @@ class Statistics:
     Attributes:
         computes: names of what computes the steps; see `Choice.labels`.
         verified: drafted steps of sequences, by their drafts, and by how many of them were accepted.
+        ranks: accepted drafts of trees, by the place that the drafter gave each at its depth: 1 is its likeliest.
         recent: tokens of the last of them.
     """
 
@@ -82,6 +83,7 @@ class Statistics:
     reused_tokens: int = 0
     committed_tokens: int = 0
     verified: Counter[tuple[int, int]] = field(default_factory=Counter)
+    ranks: Counter[int] = field(default_factory=Counter)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {
@@ -153,6 +155,7 @@ class Statistics:
             ("steps_total", "kind", "Steps", self.steps),
             ("drafted_tokens_total", "position", "Drafts verified", _by_text(self.drafted)),
             ("accepted_tokens_total", "position", "Drafts accepted", _by_text(self.accepted)),
+            ("accepted_nodes_total", "rank", "Drafts of trees accepted, by rank at their depth", _by_text(self.ranks)),
         ]
         samples = [Sample("dflash_kernels_info", "gauge", "What computes the steps", self.computes, 1)]
         samples += [Sample(f"dflash_{name}", "gauge", text, {}, value) for name, (value, text) in gauges.items()]

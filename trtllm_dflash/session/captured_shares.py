@@ -55,15 +55,21 @@ class CapturedShares:
         return kernels.divide_rows(words, self.kept, kind.slots, kind.slots * kind.rows)
 
     def told(self, decided: Tensor, layout: kernels.Rows, gains: Tensor) -> Tensor:
-        """Joins what the host reads: decided [G, 1 + Bd], the segments' rows [G] and the blocks' gains [drafts]."""
+        """Joins what the host reads: decided [G, 1 + Bd + ranks], segments' rows [G] and the blocks' gains [drafts]."""
         return torch.cat([decided.flatten(), layout.segments[:, 3], gains.view(torch.int32)])
 
 
-def outcome_of(decided: Tensor, kind: StepKind, slots: int, pieces: int, report: Report | None) -> Outcome:
-    """Makes the outcome of a captured step in which so many slots and pieces took part."""
+def outcome_of(
+    decided: Tensor, kind: StepKind, slots: int, pieces: int, report: Report | None, ranks: int = 0
+) -> Outcome:
+    """Makes the outcome of a captured step in which so many slots and pieces took part.
+
+    Args:
+        ranks: of each segment's drafts, so many, behind the target's choices.
+    """
     if kind.shares:
-        return SharedOutcome(decided, kind.segments, slots, pieces)
-    return Outcome(decided[: slots + pieces], report)
+        return SharedOutcome(decided, kind.segments, slots, pieces, ranks)
+    return Outcome(decided[: slots + pieces], report, first_rank=1 + kind.rows if ranks else 0)
 
 
 class SharedOutcome(Outcome):
@@ -73,11 +79,15 @@ class SharedOutcome(Outcome):
         told: as `CapturedShares.told` joins it.
         segments: G.
         slots, pieces: those that took part.
+        ranks: of each segment's drafts that are told; 0: none.
     """
 
-    def __init__(self, told: Tensor, segments: int, slots: int, pieces: int) -> None:
-        super().__init__(told)
+    def __init__(self, told: Tensor, segments: int, slots: int, pieces: int, ranks: int = 0) -> None:
+        # G * (1 + Bd + ranks), G and Bd - 1 numbers.
+        self._drafts = (len(told) - segments * (3 + ranks)) // (segments + 1)
+        super().__init__(told, first_rank=2 + self._drafts if ranks else 0)
         self._segments, self._slots, self._pieces = segments, slots, pieces
+        self._of_segments = segments * (2 + self._drafts + ranks)
 
     @property
     def shared(self) -> list[int]:
@@ -90,9 +100,7 @@ class SharedOutcome(Outcome):
         return self._gains
 
     def _parse(self, host: Tensor) -> list[list[int]]:
-        segments, taking_part = self._segments, self._slots + self._pieces
-        drafts = (len(host) - 2 * segments) // (segments + 1)
-        of_segments = segments * (2 + drafts)
+        segments, of_segments, taking_part = self._segments, self._of_segments, self._slots + self._pieces
         self._counts = host[of_segments : of_segments + self._slots].tolist()
         self._gains = host[of_segments + segments :].view(torch.float32).tolist()
         return host[:of_segments].view(segments, -1)[:taking_part].tolist()

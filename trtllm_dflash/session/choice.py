@@ -154,14 +154,14 @@ def _load_for(capability: tuple[int, int]) -> kernels.Library:
 
 def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | None:
     """Reason why a row of an engine would not have the same bits whatever else is in the batch; None: it has."""
+    is_too_deep = config.draft_tree > 0 and config.block_size > kernels.EXACT_TAIL
     refusals = {
         f"not on {kernels.gpu_name(capability)}, on Hopper alone": capability != (9, 0),
         f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
         "not with FP8 caches": config.kv is not None,
         "not on several ranks": config.tp > 1,
-        "not with experts": config.target.moe is not None,
         "not with gated delta nets": config.target.delta is not None,
-        "not with --draft-tree, whose keys lie in another order than the text's": config.draft_tree > 0,
+        f"not with --draft-tree of blocks of {config.block_size}, of {kernels.EXACT_TAIL} at most": is_too_deep,
         "not with sliding windows": any(config.target.windows or ()),
         "not with heads of more than 128": max(config.head_sizes) > 128,
     }

@@ -23,7 +23,6 @@ from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import interleave_experts
@@ -36,6 +35,7 @@ from trtllm_dflash.ops.penalties import KeptShapes, keep_replies
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Decode, Piece, Prefill, Prepare, SlotSampling, Step
 from trtllm_dflash.session.captured_shares import CapturedShares, outcome_of
+from trtllm_dflash.session.captured_trees import path_moves
 from trtllm_dflash.session.choice import (
     TORCH,
     Choice,
@@ -110,7 +110,8 @@ class CudaSession(TorchSession):
         self._hidden: Tensor | None = None  # [1, N, H] the target's last states of a shaped step's flat rows
         self._pages = self._page_tables(self._tables)
         self._window_pages = self._page_tables(self._window_tables) if self.paging.window else self._pages
-        self._moves = self._path_moves() if config.draft_tree else []
+        of_trees = self.caches, self._windowed, self._pages, self._window_pages
+        self._moves = path_moves(*of_trees) if config.draft_tree else []
         self._captured_shares = CapturedShares.of(config, device) if is_ours else None
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
@@ -255,8 +256,9 @@ class CudaSession(TorchSession):
             self._captured_shares.prepare(kind)
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
-        outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report)
-        self._left = Left.of(outcome, call, kind.rows) if shaped else None
+        ranks = self._ranks_told(kind)
+        outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report, ranks)
+        self._left = Left.of(outcome, call, kind.rows + ranks) if shaped else None
         return outcome
 
     def drafts(self, slots: list[int]) -> list[list[int]]:
@@ -303,9 +305,9 @@ class CudaSession(TorchSession):
         return Begun(ops, inputs, forward, layout)
 
     def _end_flat(self, begun: Begun, kind: StepKind) -> Ended:
-        """Runs the rest of the step; returns [G, 1 + rows]: accepted, then the target's choices."""
+        """Runs the rest of the step; returns [G, 1 + rows + ranks]: accepted, the target's choices, drafts' ranks."""
         layout, slots, has_trees = begun.layout, self._slots, bool(self.config.draft_tree)
-        assert layout is not None
+        assert layout is not None and isinstance(begun.ops, CudaOps)
         tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
         divided = kind.block_rows if kind.shares else 0
         out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree, divided=divided)
@@ -323,12 +325,18 @@ class CudaSession(TorchSession):
             width=self._slots.block if kind.shares else kind.rows,
             next_parents=out.next_parents,
             parents=slots.parents if has_trees else None,
+            ranks=begun.ops.ranks if self._ranks_told(kind) else None,
+            depths=self._ranks_told(kind),
         )
         if kind.shares:
             assert self._captured_shares is not None and out.next_gains is not None
             return self._captured_shares.told(outputs, layout, out.next_gains), None
         # With the next drafts: grammars ask for them.
         return torch.cat([outputs, out.next_tokens], dim=1) if kind.shaped else outputs, out.logprobs
+
+    def _ranks_told(self, kind: StepKind) -> int:
+        """Counts the drafts of a slot whose ranks the host reads: one for each depth of a tree that may be verified."""
+        return self._slots.block - 1 if self._tells_ranks and kind.rows > 1 else 0
 
     # -- shaped steps: with log-probabilities, penalties or masks ----------------------------------------------------
 
@@ -397,16 +405,6 @@ class CudaSession(TorchSession):
         """Makes the copies of all caches' pages, or of those of layers with a window that have pages of their own."""
         caches = {name: cache for name, cache in self.caches.items() if (name in self._windowed) == windowed}
         return kernels.PageCopies(caches.values())
-
-    def _path_moves(self) -> list[tuple[kernels.PathMoves, kernels.Pages]]:
-        """Makes the moves of trees' paths in the target's caches, and of those whose pages are others."""
-        moves = []
-        for windowed, pages in ((False, self._pages), (True, self._window_pages)):
-            named = self.caches.items()
-            caches = [x for name, x in named if (name in self._windowed) == windowed and not name.startswith(PREFIX)]
-            if caches:
-                moves.append((kernels.PathMoves(caches), pages))
-        return moves
 
     def _page_tables(self, tables: list[list[int]]) -> kernels.Pages:
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)

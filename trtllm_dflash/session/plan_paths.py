@@ -6,6 +6,8 @@ from math import prod
 import torch
 
 from trtllm_dflash.models.drafter import PREFIX
+from trtllm_dflash.ops.draft_tree import ranks_of
+from trtllm_dflash.session.session import Outcome
 
 Tensor = torch.Tensor
 
@@ -63,6 +65,23 @@ class PlanPaths:
             moved = self._moved[: prod(shape)].view(shape)
             torch.gather(here, 3, read.expand(shape), out=moved)
             here.scatter_(3, write.expand(shape), moved)
+
+
+class PathOutcome(Outcome):
+    """The outcome of a plan's step where drafts may be trees: [B, 1 + 3 R].
+
+    Behind `accepted` and `target_ids` come the accepted path and all rows' parents, an output and an input of the plan:
+    the host finds drafts' ranks, and the device has no work more. A piece of a prompt has neither.
+    """
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        whole = self.read_whole()
+        rows = (len(whole[0]) - 1) // 3
+        return [
+            ranks_of(row[1 + 2 * rows :], row[1 + rows : 2 + rows + row[0]]) if rows else []
+            for row in (whole if self._places is None else [whole[place] for place in self._places])
+        ]
 
 
 def _stack(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

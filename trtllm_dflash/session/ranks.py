@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistri
 from trtllm_dflash.signals import is_heard
 
 _LOOPBACK = "127.0.0.1"
+_PAUSE = 0.005  # seconds between two looks at whether all ranks are there
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 
 
@@ -106,9 +108,16 @@ class World:
                 raise
             problem = str(error)
         if self.size > 1:
+            self._meet()
             problems = [p for p in self._mpi.allgather(problem) if p is not None]
             if problems:
                 raise EngineError(problems[0])
+
+    def _meet(self) -> None:
+        """Waits for all ranks. MPI itself polls while it waits, on a core that another rank may load with."""
+        arrived = self._mpi.Ibarrier()
+        while not arrived.Test():
+            time.sleep(_PAUSE)
 
     def _open_store(self) -> TCPStore:
         """Opens the ranks' meeting place, on a port that the system chooses; only this host can reach it."""

@@ -5,6 +5,7 @@ take part, launches, and reads a step's outcome at any later time.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -36,9 +37,15 @@ class Outcome:
         report: Report | None = None,
         shared: Tensor | None = None,
         gains: Tensor | None = None,
+        ranks: list[list[int]] | None = None,
+        first_rank: int = 0,
     ) -> None:
-        """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D] and gains [drafts]."""
+        """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D], gains [drafts] and ranks.
+
+        first_rank: column of decided from which on it has ranks, of as many drafts as were accepted; 0: it has none.
+        """
         self.report = report or Report()
+        self._ranks, self._first_rank = ranks or [], first_rank
         self._shared: list[int] | None = None if shared is None else shared.tolist()
         self._gained: list[float] = [] if gains is None else gains.tolist()
         self._event: torch.cuda.Event | None = None
@@ -61,6 +68,17 @@ class Outcome:
     def gains(self) -> list[float]:
         """Tokens that one more draft a slot, on average, is likely to commit of those that were made, after so many."""
         return self._gained
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """Ranks of each slot's accepted drafts, in order, among the drafter's candidates at their depths, from 1.
+
+        They are those of trees' drafts; of chains they are without meaning. Empty where the session tells none.
+        """
+        ranks, first = self._ranks, self._first_rank
+        if first:
+            ranks = [row[first : first + row[0]] for row in self.read_whole()]
+        return ranks if self._places is None or not ranks else [ranks[place] for place in self._places]
 
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
@@ -111,6 +129,7 @@ class Session(ABC):
         self.paging = paging or linear_paging(config)
         self.caches = self._allocate_caches()
         self._slots = SlotTensors(config, device)
+        self._outcome_of: Callable[[Tensor], Outcome] = Outcome  # of what the host reads of a step of [slots, rows]
         self._closed = False
 
     @property
@@ -308,7 +327,8 @@ class Session(ABC):
         with self._stream():
             if isinstance(call, Step):
                 return self._run_step(call)
-            return Outcome(self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call))
+            decided = self._run_prefill(call) if isinstance(call, Prefill) else self._run_decode(call)
+            return self._outcome_of(decided)
 
     def _run_step(self, call: Step) -> Outcome:
         """Runs a step of flat rows."""
@@ -380,6 +400,10 @@ class Session(ABC):
         if out.next_parents is not None:
             parents = self._slots.parents[here, : out.next_parents.shape[1]]
             parents.copy_(torch.where(takes_part[:, None], out.next_parents, parents))
+        return self._for_host(inputs, out)
+
+    def _for_host(self, inputs: StepInputs[Tensor], out: StepOutputs[Tensor]) -> Tensor:
+        """Joins what the host reads of a step of decoding slots into one tensor."""
         return _decided(out)
 
     def _sampling_of(self, slots: slice, positions: Tensor) -> SamplingInputs[Tensor]:
@@ -417,7 +441,7 @@ class Session(ABC):
 
 
 def _decided(out: StepOutputs[Tensor]) -> Tensor:
-    """Joins the outputs of a step that the host reads into one tensor."""
+    """Joins the outputs of any step that the host reads into one tensor."""
     return torch.cat([out.accepted[:, None], out.target_ids], dim=1)
 
 

@@ -33,7 +33,7 @@ class CapturedStep:
 
     graph: torch.cuda.CUDAGraph
     words: Tensor  # read by each replay: see `words_of`, or [B] row counts where rows are not flat
-    decided: Tensor  # [G, 1 + rows] written by each replay; of a shaped step with the next tokens behind them
+    decided: Tensor  # [G, 1 + rows + ranks] written by each replay; of a shaped step with the next tokens behind them
     rest: torch.cuda.CUDAGraph | None = None  # of a shaped step: all from the choice of tokens on
     logprobs: Logprobs[Tensor] | None = None  # of its choices, [1, R] or [B, R]
     filled: list[int] = field(default_factory=list)  # what words hold, once they were filled in
@@ -181,10 +181,10 @@ class Left:
     first: int  # column
 
     @classmethod
-    def of(cls, outcome: Outcome, call: Step, rows: int) -> "Left":
-        """Finds the drafts of a step that was captured for so many rows a slot."""
+    def of(cls, outcome: Outcome, call: Step, columns: int) -> "Left":
+        """Finds the drafts of a step whose outcome has so many columns between `accepted` and the next tokens."""
         every = [slot for slot, _ in call.decode] + [piece.slot for piece in call.pieces]
-        return cls(outcome, {slot: place for place, slot in enumerate(every)}, first=rows + 2)
+        return cls(outcome, {slot: place for place, slot in enumerate(every)}, first=columns + 2)
 
     def drafts(self, slots: list[int]) -> list[list[int]]:
         """Reads the drafts of some of its slots."""

@@ -23,7 +23,7 @@ from trtllm_dflash.session.calls import CopyStates, Place
 from trtllm_dflash.session.choice import Choice, precision_of
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, check_engine
-from trtllm_dflash.session.plan_paths import PlanPaths
+from trtllm_dflash.session.plan_paths import PathOutcome, PlanPaths
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.states import PlanStates
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
@@ -48,6 +48,8 @@ class TensorRTSession(Session):
     ) -> None:
         self._paths: PlanPaths | None = None
         super().__init__(config, device, communicator or Solo())
+        if self._paths is not None:
+            self._outcome_of = PathOutcome
         for name, cache in self.caches.items():
             if config.has_sink_keys and name.startswith("model.") and name.endswith("key"):
                 write_sink_key(cache)
@@ -140,6 +142,12 @@ class TensorRTSession(Session):
             rows[0].clone(),
             rows[1].clone() if nodes else None,
         )
+
+    def _for_host(self, inputs: StepInputs[Tensor], out: StepOutputs[Tensor]) -> Tensor:
+        if self._paths is None:
+            return super()._for_host(inputs, out)
+        path, parents = (self._view(name, tuple(inputs.logit_rows.shape)) for name in (PATH, PARENTS))
+        return torch.cat([out.accepted[:, None], out.target_ids, path, parents], dim=1)
 
     def _cache_rows(self, name: str, tokens: int) -> int:
         return tokens + 1 if self.config.has_sink_keys and name.startswith("model.") else tokens

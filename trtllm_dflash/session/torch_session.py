@@ -79,6 +79,8 @@ class TorchSession(Session):
         self._inexact = why_rows_differ(self.weights) if device.type == "cpu" else None
         drafter = Drafter(config.drafter) if config.drafter else None
         judgement = BY_EQUALITY if accept is None else accept(self._slots)
+        # Paths that are imposed are nobody's.
+        self._tells_ranks = bool(config.draft_tree) and accept is None
         self._step = DraftVerifyStep(build_target(config.target), drafter, judgement)
         self.states = _allocate_states(config, device)
         if isinstance(self.states, CudaStates):
@@ -188,7 +190,7 @@ class TorchSession(Session):
         first_prompts = list(accumulate(_next_counts(call), initial=0))
         starts = [segment.start for segment in layout.segments]
         report = Report(out.logprobs, layout.first_logits, out.prompt_logprobs, first_prompts, starts)
-        return Outcome(decided, report, shared, gains)
+        return Outcome(decided, report, shared, gains, ops.ranks if self._tells_ranks else None)
 
     def _divide(self, call: Step) -> Tensor:
         """Divides the rows that a step's decoding slots share by the chances of their drafts: rows of each."""

@@ -10,6 +10,7 @@ from trtllm_dflash.llm import LLM, Prompt
 from trtllm_dflash.runtime.request import SamplingParams, Update
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.runtime_metrics import Drafts, Reading
 
 
 class LocalTarget(Target):
@@ -21,6 +22,10 @@ class LocalTarget(Target):
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
         if "draft" in arms and self._llm.config.drafter is None:
             raise SettingsError("--compare: this engine has no drafter")
+
+    async def look(self, arm: Arm) -> Reading | None:
+        # All else is in the replies.
+        return Reading("trtllm-dflash", Drafts(by_rank=dict(self._service.statistics().ranks)), is_live=True)
 
     async def send(self, request: Request) -> Reply:
         loop = asyncio.get_running_loop()

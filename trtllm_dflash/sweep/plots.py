@@ -16,6 +16,7 @@ _NAMES = {"draft": "drafted"}
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP*X"
 _LEAST_TRIED = 0.05  # of the first position's tries, for a position to be drawn
+_LEAST_SHARE = 0.002  # down to which shares of ranks are drawn, at least
 _WIDE = 10  # largest throughput over the smallest, from which on their axis is logarithmic
 _SIDES = (9, 7), (9, -7), (-9, 7), (-9, -7)  # where a point's text may stand, in points
 _TEXT = 14, 9  # width and height of a point's text, in points
@@ -45,6 +46,15 @@ class _Mark:
         return len(self.text) * _LETTER if self.named else _TEXT[0]
 
 
+@dataclass(frozen=True)
+class _Ranked:
+    """Accepted drafts of trees by rank, from 1, of one point."""
+
+    label: str
+    color: str
+    counts: list[int]
+
+
 def can_plot() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
@@ -54,7 +64,7 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
     """Plots output tokens/s (of each GPU, where every run knows their number) against tokens/s of each user."""
     from matplotlib.ticker import LogLocator  # type: ignore[import-not-found, unused-ignore]
 
-    figure, axes = _figure()
+    figure, (axes,) = _figure()
     per_gpu = all(run.gpus for run in runs)
     marks: list[_Mark] = []
     named = len(runs) == 1 and len(runs[0].arms) > 1 and not plan and not runs[0].imposed_acceptance
@@ -166,7 +176,8 @@ def _curve(axes: Any, points: list[Point], per_gpu: bool, marker: str, style: di
 def plot_acceptance(runs: list[Results], file: Path) -> bool:
     """Plots acceptance by position of the draft, and by category; False where no run has any, and nothing is drawn.
 
-    Of several arms that draft: by position at the middle load, and the acceptance length at every load.
+    Of several arms that draft: by position at the middle load, and the acceptance length at every load. Beside either,
+    where trees were drafted, accepted drafts by rank.
     """
     if len(runs) == 1 and len(_drafting(runs[0])) > 1:
         _plot_arms_acceptance(runs[0], file)
@@ -175,8 +186,12 @@ def plot_acceptance(runs: list[Results], file: Path) -> bool:
     if not any(point.acceptance_by_position for _, point in curves):
         return False
     bars = [(run, point) for run, point in curves if point.acceptance_length_by_category]
-    figure, axes = _figure(columns=2 if bars else 1)
-    left = axes[0] if bars else axes
+    ranked = [
+        _Ranked(_load_label(run, point, len(runs) == 1), f"C{number}", point.accepted_by_rank)
+        for number, (run, point) in enumerate(curves)
+        if point.accepted_by_rank
+    ]
+    figure, (left, *more) = _figure(columns=1 + bool(bars) + bool(ranked))
     for number, (run, point) in enumerate(curves):
         shares = _tried_shares(point)
         label = _load_label(run, point, len(runs) == 1)
@@ -195,7 +210,9 @@ def plot_acceptance(runs: list[Results], file: Path) -> bool:
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
     if bars:
-        _category_bars(axes[1], bars, len(runs) == 1)
+        _category_bars(more[0], bars, len(runs) == 1)
+    if ranked:
+        _rank_bars(more[-1], ranked)
     figure.suptitle(_title(runs) + (", acceptance imposed" if imposed else ""), fontsize=10)
     figure.savefig(file)
     return True
@@ -210,11 +227,19 @@ def _plot_arms_acceptance(run: Results, file: Path) -> None:
     colors = arm_colors([run])
     points = {arm: [p for p in run.points if p.arm == arm and p.acceptance_length is not None] for arm in run.arms}
     silent = [arm for arm in _drafting(run) if not points[arm][len(points[arm]) // 2].acceptance_by_position]
-    figure, (left, right) = _figure(columns=2)
+    middles = {arm: of[len(of) // 2] for arm, of in points.items() if of}
+    ranked = [
+        _Ranked(f"{arm}, {_load_label(run, middle, True)}", colors[arm], middle.accepted_by_rank)
+        for arm, middle in middles.items()
+        if middle.accepted_by_rank
+    ]
+    figure, (left, right, *more) = _figure(columns=3 if ranked else 2)
+    if ranked:
+        _rank_bars(more[0], ranked)
     for turn, arm in enumerate(run.arms):
         if not points[arm]:
             continue
-        middle = points[arm][len(points[arm]) // 2]
+        middle = middles[arm]
         style = {"color": colors[arm], "marker": _marker([run], 0, turn), "markersize": 5, "linewidth": 1.5}
         if arm not in silent:
             shares = _tried_shares(middle)
@@ -281,6 +306,27 @@ def _category_bars(axes: Any, bars: list[tuple[Results, Point]], one_run: bool) 
     axes.set_axisbelow(True)
 
 
+def _rank_bars(axes: Any, ranked: list[_Ranked]) -> None:
+    """Draws each rank's share of the accepted drafts of trees, on a logarithmic axis: the first is most."""
+    width = 0.8 / len(ranked)
+    least = _LEAST_SHARE
+    for number, of in enumerate(ranked):
+        places = [rank + (number - (len(ranked) - 1) / 2) * width for rank in range(1, len(of.counts) + 1)]
+        shares = [count / sum(of.counts) for count in of.counts]
+        drawn = axes.bar(places, shares, width, label=of.label, color=of.color)
+        axes.bar_label(drawn, [f"{100 * share:.{int(share < 0.1)}f}" if share else "" for share in shares], fontsize=7)
+        least = min(least, *(share for share in shares if share))
+    axes.set_yscale("log")
+    axes.set_ylim(least / 2, 1.5)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.set_xticks(range(1, max(len(of.counts) for of in ranked) + 1))
+    axes.set_xlabel("rank of the draft at its depth, 1: the drafter's likeliest")
+    axes.set_ylabel("share of accepted drafts of trees")
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8)
+
+
 def _load_label(run: Results, point: Point, one_run: bool) -> str:
     unit = "client" if (point.load, run.load_unit) == (1, "clients") else run.load_unit
     return f"{point.load:g} {unit}" if one_run else f"{run.label}, {point.load:g} {unit}"
@@ -294,6 +340,6 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
-    figure = Figure(figsize=(8 if columns == 1 else 11, 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=({1: 8, 2: 11, 3: 15}[columns], 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]

@@ -260,7 +260,7 @@ def _pictures(runs: list[Results], plan: list[Predicted]) -> str:
         plot_pareto(runs, folder / PARETO, plan)
         files = {PARETO: "Output tokens/s against tokens/s/user"}
         if plot_acceptance(runs, folder / ACCEPTANCE):
-            files[ACCEPTANCE] = "Acceptance by position and by category"
+            files[ACCEPTANCE] = "Acceptance by position, by category, and of trees by rank"
         images = {file: base64.b64encode((folder / file).read_bytes()).decode() for file in files}
     return "".join(f'<p><img alt="{files[file]}" src="data:image/png;base64,{images[file]}"></p>' for file in files)
 

@@ -128,7 +128,8 @@ class Results(BaseModel):
             for point in self.points:
                 row: dict[str, Any] = {name: getattr(point, name) for name in plain}
                 row["acceptance_by_position"] = " ".join(f"{share:.4f}" for share in point.acceptance_by_position)
-                row["verified_by_position"] = " ".join(map(str, point.verified_by_position))
+                for name in ("verified_by_position", "accepted_by_rank"):
+                    row[name] = " ".join(map(str, getattr(point, name)))
                 row["errors"] = sum(point.errors.values())
                 for name in spreads:
                     spread = getattr(point, name.rpartition("_")[0])

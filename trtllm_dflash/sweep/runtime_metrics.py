@@ -34,6 +34,7 @@ class Drafts:
         drafted, accepted: drafts in them.
         accepted_at: steps by the position of a draft, from 1, in which it was accepted; empty where nobody says.
         drafted_at: steps by position in which it was verified; empty where each step verifies a whole block.
+        by_rank: accepted drafts of trees by the rank, from 1, that the drafter gave each at its depth; ours alone tell.
     """
 
     steps: float = 0.0
@@ -41,6 +42,7 @@ class Drafts:
     accepted: float = 0.0
     accepted_at: Mapping[int, float] = field(default_factory=dict)
     drafted_at: Mapping[int, float] = field(default_factory=dict)
+    by_rank: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def length(self) -> float | None:
@@ -58,6 +60,11 @@ class Drafts:
         drafted = [round(self.drafted_at.get(i, 0.0) if self.drafted_at else self.steps) for i in positions]
         return drafted, [round(self.accepted_at.get(i, 0.0)) for i in positions]
 
+    def ranks(self) -> list[int]:
+        """Counts accepted drafts of trees at each rank, from 1; empty where there are none."""
+        last = max((rank for rank, count in self.by_rank.items() if round(count)), default=0)
+        return [round(self.by_rank.get(rank, 0.0)) for rank in range(1, last + 1)]
+
     def __add__(self, other: "Drafts") -> "Drafts":
         return self._with(other, 1)
 
@@ -72,6 +79,7 @@ class Drafts:
             self.accepted + sign * other.accepted,
             _joined(self.accepted_at, other.accepted_at, sign),
             _joined(self.drafted_at, other.drafted_at, sign),
+            _joined(self.by_rank, other.by_rank, sign),
         )
 
 
@@ -89,6 +97,7 @@ class Reading:
         mean_length: an acceptance length that the server averages itself, over a time of its own; SGLang has no other.
         url: of the page.
         computes: of ours, the labels that say what computes its steps.
+        is_live: whether it counts everything up to now; pages are published a little later.
     """
 
     server: Server | None
@@ -96,6 +105,7 @@ class Reading:
     mean_length: float | None = None
     url: str = ""
     computes: Mapping[str, str] = field(default_factory=dict)
+    is_live: bool = False
 
     def is_exact_with(self, other: "Reading") -> bool:
         """Whether both servers, ours, say that they compute a token alike, to the bit."""
@@ -166,6 +176,7 @@ def parse_metrics(text: str) -> Reading:
     sums: dict[str, float] = {}
     at: dict[int, float] = {}
     tried: dict[int, float] = {}
+    by_rank: dict[int, float] = {}
     means: list[float] = []  # of several ranks
     computes: dict[str, str] = {}
     for line in text.splitlines():
@@ -188,10 +199,16 @@ def parse_metrics(text: str) -> Reading:
             means.append(value)
         elif name == "dflash_kernels_info":
             computes = dict(_LABEL.findall(labels))
+        elif name == "dflash_accepted_nodes":
+            rank = int(dict(_LABEL.findall(labels))["rank"])
+            by_rank[rank] = by_rank.get(rank, 0.0) + value
         elif position is not None and name == "dflash_drafted_tokens":
             tried[int(position[1])] = tried.get(int(position[1]), 0.0) + value
     mean = sum(means) / len(means) if means else None
-    return Reading(server, _counted(server, sums, at, tried), mean, computes=computes)
+    drafts = _counted(server, sums, at, tried)
+    if drafts is not None:
+        drafts = replace(drafts, by_rank=by_rank)
+    return Reading(server, drafts, mean, computes=computes)
 
 
 def _counted(

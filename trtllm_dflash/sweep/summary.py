@@ -59,6 +59,7 @@ class Round(BaseModel):
         tokens: that came within `seconds`.
         itl: gaps between responses, by the power of the resolution.
         drafted_at, accepted_at: steps by the position of a draft, from 1: verified there, accepted there.
+        accepted_by_rank: accepted drafts of trees by the rank, from 1, that the drafter gave each at its depth.
         counted: drafts, from the server's metrics where its replies do not tell their positions.
         mean_length: an acceptance length that the server averages itself, where it counts nothing; over a time of its
             own, which ends with the round.
@@ -77,6 +78,7 @@ class Round(BaseModel):
     itl: dict[int, int] = {}
     drafted_at: list[int] = []
     accepted_at: list[int] = []
+    accepted_by_rank: list[int] = []
     counted: Counted | None = None
     mean_length: float | None = None
     metrics: str | None = None
@@ -169,6 +171,8 @@ class Point(BaseModel):
         acceptance_from: its source: "replies", or whose metrics.
         verified_by_position: drafts verified at each position of the block.
         acceptance_by_position: the share of those that was accepted.
+        accepted_by_rank: accepted drafts of trees by the rank, from 1, that the drafter gave each at its depth; empty
+            where chains were drafted, where acceptance was imposed, and where the server does not tell.
         acceptance_length_by_category: of the dataset.
     """
 
@@ -193,6 +197,7 @@ class Point(BaseModel):
     acceptance_from: str | None = None
     verified_by_position: list[int]
     acceptance_by_position: list[float]
+    accepted_by_rank: list[int] = []
     acceptance_length_by_category: dict[str, float]
 
 
@@ -245,6 +250,7 @@ def summarize(rounds: list[Round], gpus: int | None, categories: list[str]) -> P
         acceptance_from=told if length is not None else None,
         verified_by_position=[d for d in drafted if d],
         acceptance_by_position=[a / d for d, a in zip_longest(drafted, accepted, fillvalue=0) if d],
+        accepted_by_rank=_added([round_.accepted_by_rank for round_ in rounds]),
         acceptance_length_by_category=by_category,
     )
 

@@ -184,7 +184,7 @@ class Sweep:
                 lambda done, total: self._progress(f"{what}: warming up", done, total),
             )
         before = await self._target.look(arm)
-        if before is not None:  # what the warm-up drafted is in it only later
+        if before is not None and not before.is_live:  # what the warm-up drafted is in it only later
             await asyncio.sleep(SETTLE_SECONDS)
             before = await self._target.look(arm)
         first = number * (amount.requests or samples // settings.rounds_a_point)
@@ -201,13 +201,22 @@ class Sweep:
         if not round_.requests.tokens:
             reason = next(iter(round_.errors), "no request was begun in that time (--seconds)")
             raise EngineError(f"{what}: no request succeeded: {reason}")
-        if before is not None and not round_.drafted_at:
-            await asyncio.sleep(SETTLE_SECONDS)
-            after = await self._target.look(arm)
-            assert after is not None
-            _count(round_, before, after)
+        if before is not None and (not round_.drafted_at or before.server == "trtllm-dflash"):
+            await asyncio.sleep(0 if before.is_live else SETTLE_SECONDS)
+            await self._count(round_, before)
         rounds.append(round_)
         self._write()
+
+    async def _count(self, round_: Round, before: Reading) -> None:
+        """Takes what the server has counted since; where replies told acceptance, it may have become silent."""
+        try:
+            after = await self._target.look(round_.arm)
+        except EngineError:
+            if not round_.drafted_at:
+                raise
+            return
+        assert after is not None
+        _count(round_, before, after)
 
     def _write(self) -> None:
         self.results.count(self.settings.at if self.results.complete else ())
@@ -236,8 +245,15 @@ class Sweep:
 
 
 def _count(round_: Round, before: Reading, after: Reading) -> None:
-    """Keeps a server's counts of drafts in a round, or, where it counts none, its average acceptance length."""
+    """Keeps a server's counts of drafts in a round, or, where it counts none, its average acceptance length.
+
+    Replies that tell positions tell all but ranks.
+    """
     drafts = after.since(before)
+    if drafts is not None:
+        round_.accepted_by_rank = drafts.ranks()
+    if round_.drafted_at:
+        return
     if drafts is None:
         round_.mean_length = after.mean_length
     elif drafts.steps:
