@@ -740,7 +740,7 @@ def exact_products(dtype: torch.dtype, inputs: int) -> None:
     """Products of any number of rows, of each division of the outputs on 132 multiprocessors."""
     if not is_hopper(CUDA):
         return
-    for outputs in (2048, 4096, 6144, 6352, 8464, 16384, 24576):
+    for outputs in (2048, 4096, 6144, 8464, 13312, 24576):
         weight, bias = normal(outputs, inputs, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
         norm = kernels.Norm(normal(inputs, dtype=dtype), EPSILON) if dtype == torch.bfloat16 else None
         for rows in (3, 12, 20, 50, 100, 130, 300):

@@ -176,7 +176,8 @@ extern "C" cudaError_t dflash_exact_gemm(
     constexpr int kColumns = wide::kLine / 2;
     if (p->rows < 0 || p->inputs < kColumns || p->inputs % kColumns || p->outputs < wide::kGranule
         || p->outputs % wide::kGranule || p->weight_dtype != p->dtype || p->scale || (p->swiglu && p->residual)
-        || (p->gelu && !p->swiglu) || (is_few ? p->row_factors != nullptr : p->norm_weight != nullptr))
+        || (p->gelu && !p->swiglu) || (is_few ? p->row_factors != nullptr : p->norm_weight != nullptr)
+        || (p->norm_weight && p->dtype != DFLASH_BF16))
     {
         return cudaErrorInvalidValue;
     }

@@ -166,7 +166,8 @@ struct Epilogue
         }
     }
 
-    // Lets the other block send once more. What it sent has been read by now: results were made of it.
+    // Lets the other block send once more. What it sent has been read by now, for results were made of it; but that of
+    // rows past the last, of which none are: it is nobody's.
     __device__ __forceinline__ void free_inbox() const
     {
         if (threadIdx.x == 0)

@@ -1,8 +1,9 @@
 // Matrix products of a few rows (tokens) with large weights: bound by reading the weights, once.
 //
 // Each cluster of two blocks takes its share of the weight's rows, and the two blocks, with their eight warps each,
-// share the inputs of each row; of many rows each block takes some alone. So all multiprocessors read equally much, in one launch, and no sum depends on how many
-// tokens there are: a token's result is the same to the bit alone and among others.
+// share the inputs of each row; where a weight has many rows, each block takes some of them alone. So all
+// multiprocessors read equally much, in one launch, and no sum depends on how many tokens there are: a token's result is
+// the same to the bit alone and among others.
 //
 // Weights reach shared memory, by a warp that does nothing else, before the kernel waits for the one before it: between
 // two products, however small the kernels in between, the memory goes on reading.
@@ -172,7 +173,8 @@ struct Division
 Division divide(dflash_skinny_gemm_params const& p, int lines, int processors, bool may_be_ordered, bool is_exact)
 {
     int const granules = p.outputs / kGranule, clusters = std::min(processors / kCluster, granules);
-    auto const most = [&](int units) { return (granules + units - 1) / units * (clusters * kCluster / units); };
+    // Of rows that a block reads at most, in halves: a cluster's block has half of each.
+    auto const most = [&](int units) { return (granules + units - 1) / units * (units / clusters); };
     int blocks = blocks_of_a_row(p.outputs);
     if (!is_exact && most(clusters * kCluster / blocks) > most(clusters))
     {

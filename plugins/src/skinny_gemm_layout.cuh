@@ -145,16 +145,6 @@ struct Shared
     uint32_t const squares_barrier = inbox_barriers + 2 * kBarrier;
 };
 
-// Four matrices of 8 rows of 16 bytes from shared memory, as products take them: lane l says where row l % 8 of matrix
-// l / 8 lies, and gets of each matrix two numbers of row l / 4.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-        : "r"(from)
-        : "memory");
-}
-
 // The offset of a part of 16 bytes in a tile: rows of 128 bytes, as the bulk copy engine swizzles them.
 __device__ __forceinline__ int swizzled(int row, int part)
 {

@@ -12,9 +12,10 @@ from trtllm_dflash import kernels
 WHY_NOT = why_not_hopper("exact products")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-#: Beside those of `wide_gemm`, of fewer lines than there are chains, of as many as one half has, of one more; and of
-#: so many outputs that blocks have several tiles of each size.
-MORE = [(4096, 512), (2048, 1024), (1536, 1088), (50000, 640), (8192, 640), (4512, 1024), (36864, 576)]
+#: Beside those of `wide_gemm`, of fewer lines than there are chains, of as many as one half has, of one more; of so many
+#: outputs that blocks have several tiles of each size, or clusters two; and of chains of an odd number of lines.
+MORE = [(4096, 512), (2048, 1024), (1536, 1088), (50000, 640), (8192, 640), (4512, 1024), (36864, 576), (8464, 1024)]
+MORE += [(13312, 1024), (16368, 4096), (7168, 5120), (20480, 2560), (22016, 4096)]
 ROWS = (1, 2, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 300, 512, 600)
 
 
@@ -54,7 +55,11 @@ def test_sums_that_cancel_out_are_the_same_too():
         assert torch.equal(kernels.exact_gemm(x[:rows], weight), whole[:rows]), rows
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 512), (24576, 4096), (2080, 192), (4096, 1088)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096), (6144, 512), (24576, 4096), (2080, 192), (4096, 1088), (13312, 1024), (7168, 5120), (24576, 640)],
+    ids=str,
+)
 def test_what_goes_with_a_product_changes_no_row_s_bits(shape):
     """Norm, bias, residual, SwiGLU and GELU."""
     x, weight = operands(shape, BF16)

@@ -147,7 +147,9 @@ def exact_gemm(
     residual: Tensor | None = None,
     gelu: bool = False,
 ) -> Tensor:
-    """Multiplies any number of rows, each as `skinny_gemm` does: its bits do not depend on how many there are.
+    """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are.
+
+    Where chains of a row's lines are whole pairs of lines they are `skinny_gemm`'s (`product_order.cuh`).
 
     Args: as in `skinny_gemm`; sizes as in `takes_wide`, and a norm of BF16 rows alone.
     """

@@ -33,6 +33,9 @@ class ExactOps(CudaOps):
         more = self._window_pages, self._moves, self._reports, self._foretold, self._prompt_rows
         return CudaOps(*shared, self._most, *more)
 
+    def _joined(self, names: tuple[str, ...], x: Tensor) -> str | None:
+        return None  # parts of a row have the same bits only in the same product, whatever the number of rows
+
     def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
     ) -> Tensor | None:
