@@ -722,18 +722,31 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
 
 
 def wide_products(dtype: torch.dtype) -> None:
-    """Products of tens and hundreds of rows, of each division of the outputs on 132 multiprocessors."""
+    """Products of tens of rows, of each division of the outputs on 132 multiprocessors."""
     if not is_hopper(CUDA):
         return
     for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 19008, 24576):
         weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
-        for rows in (20, 50, 100, 130, 300):
+        for rows in (20, 50, 100):
             x, residual = normal(rows, 256, dtype=dtype), normal(rows, outputs, dtype=dtype)
             kernels.wide_gemm(x, weight, bias, residual=residual)
             kernels.wide_gemm(x, weight, bias, swiglu=True)
             kernels.wide_gemm(x, weight, swiglu=True, gelu=True)
             kernels.bulk_gemm(x, weight, bias)
             kernels.bulk_gemm(x, weight, gelu=True)
+
+
+def exact_products(dtype: torch.dtype, inputs: int) -> None:
+    """Products of any number of rows, of each division of the outputs on 132 multiprocessors."""
+    if not is_hopper(CUDA):
+        return
+    for outputs in (2048, 4096, 6144, 8464, 13312, 24576):
+        weight, bias = normal(outputs, inputs, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
+        norm = kernels.Norm(normal(inputs, dtype=dtype), EPSILON) if dtype == torch.bfloat16 else None
+        for rows in (3, 12, 20, 50, 100, 130, 300):
+            x, residual = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype)
+            kernels.exact_gemm(x, weight, bias, norm=norm, residual=residual)
+            kernels.exact_gemm(x, weight, bias, swiglu=True)
 
 
 def products_of_passes(dtype: torch.dtype) -> None:
@@ -752,6 +765,9 @@ def products_that_go_round(dtype: torch.dtype) -> None:
 #: Shares of a granule to several passes, and runs of inputs that do not fill all warps.
 PRODUCTS = ((16, 128), (48, 192), (1056, 2944), (288, 3072))
 
+#: Inputs of exact products: chains of one line and none, of lines apart, of lines that lie together.
+EXACT_INPUTS = (320, 640, 1024)
+
 #: Formats of experts.
 EXPERTS = ("mxfp4", "nvfp4", "numbers", "fp8", "fp8 blocks")
 
@@ -766,6 +782,7 @@ RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
     "attention-exact": exact_attention,
     **{group.__name__: group for group in (latents, attention, choices, append, step, norms, sums, prompts)},
     "products-wide": wide_products,
+    **{f"products-exact-{inputs}": partial(exact_products, inputs=inputs) for inputs in EXACT_INPUTS},
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},
 }
 #: All; with the last two, the same kernels once more, racecheck of compute-sanitizer 2025.3 takes too long.

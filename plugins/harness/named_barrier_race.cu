@@ -1,8 +1,9 @@
-// sanitizer: racecheck attention_sm90.cuh
+// sanitizer: racecheck attention_(tails_)?sm90.cuh
 //
-// The merge of src/attention_sm90.cuh alone: two groups of 128 threads give each other numbers through shared memory,
-// and meet before and after at a barrier of 256. In between they multiply, and one meets at a barrier of its own, as
-// where the last tile is its; by a word both do. Ends with 0 if all numbers that were read are the round's.
+// The merge of src/attention_sm90.cuh alone, and what it has in common with the results of exact tails, which lie in the
+// same place: two groups of 128 threads give each other numbers through shared memory, and meet before and after at a
+// barrier of 256. In between they multiply, and one meets at a barrier of its own, as where the last tile is its; by a
+// word both do. Ends with 0 if all numbers that were read are the round's.
 #include "instructions.cuh"
 #include "wgmma.cuh"
 using namespace dflash;

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 26
+#define DFLASH_ABI_VERSION 27
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -215,6 +215,7 @@ typedef struct
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
 
 #define DFLASH_SKINNY_ROWS 16
+#define DFLASH_WIDE_ROWS 128
 
 /* norm(x) W^T + bias + residual of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor
  * on their number.
@@ -243,12 +244,13 @@ typedef struct
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
     int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; with swiglu only */
+    const float* row_factors; /* [rows] that sums are multiplied by, or null; of dflash_exact_gemm only */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
-/* The same of any number of rows, without a norm or FP8 weights, on Hopper. A row's sums depend neither on the other
- * rows nor on their number; their order is another than dflash_skinny_gemm's. */
+/* The same of at most DFLASH_WIDE_ROWS rows, without a norm or FP8 weights, on Hopper. A row's sums depend neither on
+ * the other rows nor on their number; their order is another than dflash_skinny_gemm's. */
 DFLASH_API cudaError_t dflash_wide_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
 /* What the busiest of so many multiprocessors reads of the weight then, in thousandths of an equal share. On the host.
@@ -261,6 +263,32 @@ DFLASH_API cudaError_t dflash_bulk_gemm(const dflash_skinny_gemm_params* params,
 
 /* Likewise, what the busiest of so many multiprocessors does then, in thousandths of an equal share. On the host. */
 DFLASH_API int32_t dflash_bulk_gemm_load(const dflash_skinny_gemm_params* params, int32_t processors);
+
+/* Bytes of device memory that dflash_exact_gemm needs for partial sums. */
+DFLASH_API cudaError_t dflash_exact_gemm_workspace(const dflash_skinny_gemm_params* params, size_t* bytes);
+
+/* The same of any number of rows, without FP8 weights, on Hopper: a row's sums go in one order, whatever number of rows
+ * there is. More than DFLASH_SKINNY_ROWS have no norm, but row_factors: see dflash_norm_inputs. */
+DFLASH_API cudaError_t dflash_exact_gemm(
+    const dflash_skinny_gemm_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
+
+/* What dflash_exact_gemm makes of few rows and a norm, to the bit: x * weight, rounded, and 1 / sqrt(mean(x^2) + eps).
+ * Products of out whose sums are multiplied by factors are those of the normed rows. H is a multiple of 64. */
+typedef struct
+{
+    int32_t dtype; /* BF16 */
+    int32_t rows;
+    int32_t size; /* H */
+    int32_t adds_one; /* 1: x * (1 + weight) */
+    int32_t outputs; /* of the product */
+    float eps;
+    const void* x; /* [rows, H] contiguous, as all of these */
+    const void* weight; /* [H] */
+    void* out; /* [rows, H] */
+    float* factors; /* [rows] */
+} dflash_norm_inputs_params;
+
+DFLASH_API cudaError_t dflash_norm_inputs(const dflash_norm_inputs_params* params, cudaStream_t stream);
 
 /* RMSNorm of x, or of x + residual, which is then stored too. H is a multiple of 8 and at most 32,768. */
 typedef struct

@@ -74,8 +74,8 @@ extern "C" cudaError_t dflash_bulk_gemm(dflash_skinny_gemm_params const* p, cuda
 {
     using namespace dflash;
     if (p->rows < 0 || p->inputs < kLine / 2 || p->inputs % (kLine / 2) || p->outputs < 2 * kGranule
-        || p->outputs % (2 * kGranule) || p->weight_dtype != p->dtype || p->norm_weight || p->scale || !p->swiglu
-        || p->residual)
+        || p->outputs % (2 * kGranule) || p->weight_dtype != p->dtype || p->norm_weight || p->row_factors
+        || p->scale || !p->swiglu || p->residual)
     {
         return cudaErrorInvalidValue;
     }

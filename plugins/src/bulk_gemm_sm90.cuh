@@ -207,7 +207,7 @@ struct Mainloop
         __syncwarp();
         if (threadIdx.x % 32 < kBlocks)
         {
-            tall::arrive_there(shared.empty(at), threadIdx.x % 32);
+            wide::arrive_there(shared.empty(at), threadIdx.x % 32);
         }
     }
 

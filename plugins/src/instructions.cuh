@@ -108,7 +108,8 @@ __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-// Four matrices of 8 rows of 16 bytes, each of whose rows a lane has the address of.
+// Four matrices of 8 rows of 16 bytes from shared memory, as products take them: lane l has the address of row l % 8 of
+// matrix l / 8, and gets of each matrix two numbers of row l / 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

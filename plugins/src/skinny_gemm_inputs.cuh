@@ -88,8 +88,9 @@ struct Inputs
     Place const& place;
     Shared<L> const& shared;
     int const runs, passes;
+    int const runs_at_once = L::kMostRuns == 1 ? 1 : launch.runs_at_once; // that stay in registers
     bool const is_normed = launch.p.norm_weight != nullptr;
-    // Two runs fit the warp's room, so they are prepared once; a single one stays in registers.
+    // Two runs fit the warp's room, so they are prepared once; what fits the registers stays there.
     bool const is_kept = runs <= 2;
     int const loads = is_kept ? runs : runs * passes; // of a run each
     unsigned char* const own_inputs = shared.inputs + place.warp * 2 * L::kInputs;
@@ -103,7 +104,7 @@ struct Inputs
     // The warp's line of a norm's weights. Past the end any will do: they meet zeros.
     __device__ __forceinline__ int line_of(int run) const
     {
-        return min(place.column_warp + run * kRunWarps, launch.p.inputs / L::kColumns - 1);
+        return min(launch.chains.line(place.chain, run), launch.chains.lines - 1);
     }
 
     __device__ __forceinline__ void next_run()
@@ -130,7 +131,7 @@ struct Inputs
         for (int i = 0; i < L::kInputBytes / kLine; ++i)
         {
             copy_tile(shared_address(own_inputs) + load % 2 * L::kInputs + i * L::kTokens * kLine, launch.inputs,
-                (place.column_warp + load_run * kRunWarps) * L::kInputBytes + i * kLine,
+                launch.chains.line(place.chain, load_run) * L::kInputBytes + i * kLine,
                 barriers + load % 2 * kBarrier);
         }
     }
@@ -215,7 +216,25 @@ struct Inputs
         return reinterpret_cast<float2*>(own_norms + load % 2 * L::kInputBytes) + place.part;
     }
 
-    // Takes a tile of inputs as they lie in shared memory.
+    // Takes a tile of inputs as a load brought them: in order sixteen that lie together for one instruction.
+    __device__ __forceinline__ void take_loaded(int load, int tile, Operand<L>& to) const
+    {
+        if constexpr (!L::kOrdered)
+        {
+            take_tile(load, tile, to);
+        }
+        else
+        {
+            uint32_t const from = shared_address(own_inputs) + load % 2 * L::kInputs;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                load_matrices(to.b[tile][half], from + swizzled(tile * 8 + place.lane % 8, half * 4 + place.lane / 8));
+            }
+        }
+    }
+
+    // Takes what a lane has of a tile in places of its own.
     __device__ __forceinline__ void take_tile(int load, int tile, Operand<L>& to) const
     {
 #pragma unroll
@@ -293,15 +312,29 @@ struct Inputs
         }
     }
 
+    // The norm's weights for the lane's i-th pair of inputs, and three more.
+    __device__ __forceinline__ void load_norm(int load, int i, uint32_t (&weights)[4]) const
+    {
+        unsigned char const* const from = own_norms + load % 2 * L::kInputBytes;
+        if constexpr (!L::kOrdered)
+        {
+            auto const four = *reinterpret_cast<uint4 const*>(from + (place.part * 2 * kPairs + i) * 4);
+            weights[0] = four.x, weights[1] = four.y, weights[2] = four.z, weights[3] = four.w;
+        }
+        else
+        {
+            load_matrices(weights, shared_address(from) + (i + place.lane / 8) * 16); // whose rows are all one
+        }
+    }
+
     // By a norm's weights, or by one more than they are; either is rounded once.
     __device__ __forceinline__ void multiply_by_norm(int load, int tile, Operand<L>& operand) const
     {
 #pragma unroll
         for (int i = 0; i < 2 * kPairs; i += 4)
         {
-            auto const four = *reinterpret_cast<uint4 const*>(
-                own_norms + load % 2 * L::kInputBytes + (place.part * 2 * kPairs + i) * 4);
-            uint32_t const weights[4] = {four.x, four.y, four.z, four.w};
+            uint32_t weights[4];
+            load_norm(load, i, weights);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
             {
@@ -315,8 +348,7 @@ struct Inputs
                 Two y;
                 if constexpr (L::kMayAddOne)
                 {
-                    uint32_t const zeros = 0x80008000u; // negative ones add nothing to any product
-                    y = __hfma2(x, weight, launch.p.norm_adds_one ? x : reinterpret_cast<Two const&>(zeros));
+                    y = weighted(x, weight, launch.p.norm_adds_one);
                 }
                 else
                 {
@@ -339,7 +371,7 @@ struct Inputs
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
         {
-            take_tile(load, tile, to);
+            take_loaded(load, tile, to);
             if (is_normed)
             {
                 multiply_by_norm(load, tile, to);
@@ -357,12 +389,12 @@ struct Inputs
         if (pass == 0 || !is_kept)
         {
             take(pass * runs + run, pass == 0, to, squares);
-            if (is_kept && runs > 1 && passes > 1)
+            if (is_kept && runs > runs_at_once && passes > 1)
             {
                 keep(run, to);
             }
         }
-        else if (runs > 1)
+        else if (runs > runs_at_once)
         {
             take_kept(run, to);
         }

@@ -8,6 +8,7 @@
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "instructions.cuh"
+#include "product_order.cuh"
 
 #include <cooperative_groups.h>
 #include <cuda.h>
@@ -21,18 +22,21 @@ namespace skinny
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32; // that multiply; one more warp loads
 constexpr int kCluster = 2;
-constexpr int kRunWarps = kWarps * kCluster; // that share the inputs of a row: a run is a unit for each of them
+static_assert(kWarps == kBlockChains); // a warp has a chain of a row's lines: a run is a unit for each
 constexpr int kGranule = 16; // rows of a weight that one product instruction takes
 constexpr int kLine = 128; // bytes of a row in one unit: a line of the cache
 constexpr int kUnit = kGranule * kLine; // bytes that a warp multiplies at a time
 constexpr int kStage = kWarps * kUnit; // bytes that come at a time: a unit for each warp
 constexpr int kInFlight = 3; // stages that are asked for at once; see `Ring::load`
-constexpr int kSlots = kWarps / 2; // sums of two warps each, to be added up
+constexpr int kSlots = kWarps / 2; // for sums of warps, to be added up
 constexpr int kBarrier = 8; // bytes
 
 // The sizes of a block's pass: some granules of its rows, for at most kTokens tokens. A unit is multiplied by
 // kInputBytes of each token's inputs; the norm's weights for as many lie beside them.
-template <typename InputType, typename WeightType, int kPassGranules, int kMostTokens>
+//
+// Sums go in the order of `product_order.cuh`, or in another: of FP8 weights, for which that takes too many registers,
+// and where lines of a chain do not lie together by pairs, which memory brings.
+template <typename InputType, typename WeightType, int kPassGranules, int kMostTokens, bool kIsOrdered>
 struct Layout
 {
     using T = InputType;
@@ -43,6 +47,8 @@ struct Layout
     static constexpr int kColumns = kLine / static_cast<int>(sizeof(W)); // inputs in one unit
     static constexpr int kPairs = 8 / static_cast<int>(sizeof(W)); // of numbers in sixteen bytes of a weight
     static constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
+    static constexpr bool kOrdered = kIsOrdered;
+    static constexpr int kMostRuns = kOrdered ? 2 : 1; // whose inputs are in registers at once
     static constexpr bool kMayAddOne = std::is_same_v<T, __nv_bfloat16> && !kDecoded; // to a norm's weights
     static constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;
 
@@ -69,6 +75,7 @@ struct Layout
     // swiglu.
     static constexpr int kItemNumbers = 4;
     static constexpr int kItems = kSlot / 2 / kItemNumbers; // of each block of the cluster
+    static_assert(!kOrdered || !kDecoded);
     static_assert(kItems <= kThreads && kInFlight <= kStages && kStages <= kMostStages);
     using Item = Vector<float, kItemNumbers>;
 };
@@ -79,25 +86,13 @@ struct Launch
     dflash_skinny_gemm_params p;
     CUtensorMap weight;
     CUtensorMap inputs;
-    int lines; // of 128 bytes in a weight's row
-    int granules, more; // that a cluster has, and how many of the first ones have one more
+    Chains chains; // of lines of 128 bytes in a weight's row
+    int run_bytes, run_chains; // from the columns and chains of the weight's map in a run to those in the next
+    int runs_at_once; // two, where the lines of a chain lie together
+    int granules, more; // that a cluster or a block has, and how many of the first ones have one more
+    int is_alone; // each block, with all of a row's chains; else a cluster's two blocks have half of them each
     float per_input; // 1 / p.inputs
     uint32_t zero; // which the compiler does not know to be one: see `Ring::release`
-};
-
-// A cluster's share of the weight's granules, and a block's share of their lines.
-struct Share
-{
-    int first, count; // granules
-    int runs; // of lines, one for each warp of the cluster
-
-    __device__ __forceinline__ Share(Launch const& launch, int rank)
-    {
-        int const index = blockIdx.x / kCluster;
-        first = index * launch.granules + min(index, launch.more);
-        count = launch.granules + (index < launch.more);
-        runs = max(launch.lines - rank * kWarps + kRunWarps - 1, 0) / kRunWarps;
-    }
 };
 
 // A thread's place: its block in the cluster, its warp in the block, its lane, and the lane's place in a tile.
@@ -106,7 +101,29 @@ struct Place
     int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const quad = lane / 4, part = lane % 4;
-    int const column_warp = rank * kWarps + warp;
+    bool const is_alone;
+    int const first_chain = is_alone ? 0 : rank * kWarps; // of the block
+    int const chain = first_chain + warp;
+
+    __device__ __forceinline__ explicit Place(bool alone)
+        : is_alone(alone)
+    {
+    }
+};
+
+// A cluster's or a block's share of the weight's granules, and a block's share of their lines.
+struct Share
+{
+    int first, count; // granules
+    int runs; // of lines, one for each warp
+
+    __device__ __forceinline__ Share(Launch const& launch, Place const& place)
+    {
+        int const index = place.is_alone ? blockIdx.x : blockIdx.x / kCluster;
+        first = index * launch.granules + min(index, launch.more);
+        count = launch.granules + (index < launch.more);
+        runs = launch.chains.count(place.first_chain);
+    }
 };
 
 // A block's shared memory, piece by piece, and what of it is a warp's own.

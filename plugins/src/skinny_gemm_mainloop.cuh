@@ -36,7 +36,7 @@ __device__ __forceinline__ void decode(uint4 const& bytes, uint32_t (&pairs)[8])
 template <typename L>
 struct Registers
 {
-    Operand<L> operand;
+    Operand<L> operands[L::kMostRuns];
     Squares<L> squares = {};
     Unit ahead;
 };
@@ -123,7 +123,8 @@ struct Mainloop
     }
 
     // Adds the next unit's products to the sums of its granule.
-    __device__ __forceinline__ void multiply_unit(int granule, Registers<L>& registers, Sums& c)
+    __device__ __forceinline__ void multiply_unit(
+        int granule, Operand<L> const& operand, Registers<L>& registers, Sums& c)
     {
         Unit const unit = kAhead ? registers.ahead : ring.read();
         Pairs u, v;
@@ -136,37 +137,62 @@ struct Mainloop
         if constexpr (L::kDecoded)
         {
             Sums d[2] = {};
-            multiply_halves(u, v, registers.operand, d);
+            multiply_halves(u, v, operand, d);
             if (kAhead && has_next(granule))
             {
                 registers.ahead = ring.read(); // while the products are on their way
             }
-            add_halves(d, registers.operand, c);
+            add_halves(d, operand, c);
             ring.release(__float_as_uint(c[0][0]));
         }
         else
         {
-            ring.release(unit.upper[0].x ^ unit.upper[1].x ^ unit.lower[0].x ^ unit.lower[1].x);
-            multiply(u, v, registers.operand, c);
+            ring.release(unit.template of_each_read<L>());
+            multiply(u, v, operand, c);
         }
     }
 
-    // Adds the products of a pass to the sums of its granules.
+    // Adds the products of a pass to the sums of its granules: where the lines of a chain lie together, those of a
+    // granule's two lines that memory brings together one after the other.
     __device__ __forceinline__ void multiply_pass(Registers<L>& registers, Sums (&c)[kGranules])
     {
 #pragma unroll 1
-        for (run = 0; run < inputs.runs; ++run)
+        for (run = 0; run < inputs.runs; run += inputs.runs_at_once)
         {
-            inputs.begin_run(pass, run, registers.operand, registers.squares);
+            int const runs = min(inputs.runs_at_once, inputs.runs - run);
+#pragma unroll
+            for (int i = 0; i < L::kMostRuns; ++i)
+            {
+                if (i < runs)
+                {
+                    inputs.begin_run(pass, run + i, registers.operands[i], registers.squares);
+                }
+            }
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
             {
-                if (granule < active)
+#pragma unroll
+                for (int i = 0; i < L::kMostRuns; ++i)
                 {
-                    multiply_unit(granule, registers, c[granule]);
+                    if (granule < active && i < runs)
+                    {
+                        multiply_unit(granule, registers.operands[i], registers, c[granule]);
+                    }
+                }
+                if (granule == (L::kMostRuns == 1 ? kGranules - 1 : 0))
+                {
+                    load_next(runs);
                 }
             }
-            inputs.load_next(pass * inputs.runs + run + 2);
+        }
+    }
+
+    // Loads the inputs of as many runs as have been taken and used.
+    __device__ __forceinline__ void load_next(int runs)
+    {
+        for (int i = 0; i < runs; ++i)
+        {
+            inputs.load_next(pass * inputs.runs + run + i + 2);
         }
     }
 };

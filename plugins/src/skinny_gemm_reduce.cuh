@@ -21,7 +21,8 @@ __device__ __forceinline__ void meet_all()
     asm volatile("bar.sync %0, %1;" ::"n"(kSlots + 1), "n"(kThreads) : "memory");
 }
 
-// Adds in one order whatever the tokens are: pairs of warps, their sums, the two blocks'.
+// Adds in one order whatever the tokens are: the warps' sums one after the other, as `product_order.cuh` says, or by
+// pairs of warps; then the two blocks'.
 template <typename L>
 struct Reduce
 {
@@ -37,11 +38,15 @@ struct Reduce
     {
         if (threadIdx.x == 0)
         {
-            expect_bytes(shared.inbox_barriers, L::kInboxBytes / 2);
-            expect_bytes(shared.inbox_barriers + kBarrier, L::kInboxBytes / 2);
+            if (!place.is_alone)
+            {
+                expect_bytes(shared.inbox_barriers, L::kInboxBytes / 2);
+                expect_bytes(shared.inbox_barriers + kBarrier, L::kInboxBytes / 2);
+            }
             if (is_normed)
             {
-                expect_bytes(shared.squares_barrier, kCluster * L::kTokens * static_cast<int>(sizeof(float)));
+                int const blocks = place.is_alone ? 1 : kCluster;
+                expect_bytes(shared.squares_barrier, blocks * L::kTokens * static_cast<int>(sizeof(float)));
             }
         }
         __syncwarp();
@@ -66,25 +71,67 @@ struct Reduce
         }
     }
 
-    // Adds up the warps' sums of the first `active` granules by pairs.
+    // Adds up the warps' sums of the first `active` granules. Of an item of either half a thread has the block's sum
+    // then, first that of the half that is another block's, if two share a row.
     template <bool kScaled>
-    __device__ __forceinline__ void add_pairs(float const (&c)[kGranules][kTiles][4], int active, float scale)
+    __device__ __forceinline__ void add_warps(
+        float const (&c)[kGranules][kTiles][4], int active, float scale, Item (&sums)[kCluster])
     {
         auto const own
             = [&](int granule, int tile, int i) { return kScaled ? c[granule][tile][i] * scale : c[granule][tile][i]; };
+        if constexpr (!L::kOrdered)
+        {
+            add_pairs(active, own);
+            meet_all();
+            begin_sums<true>(sums);
+        }
+        else
+        {
+            // In two halves: there are slots for four warps.
+            if (place.warp < kSlots)
+            {
+                put(active, own);
+            }
+            meet_all();
+            begin_sums<false>(sums);
+            meet_all(); // they have been read
+            if (place.warp >= kSlots)
+            {
+                put(active, own);
+            }
+            meet_all();
+            if (threadIdx.x < L::kItems)
+            {
+                add_slots(place.rank ^ 1, sums[0]);
+                add_slots(place.rank, sums[1]);
+            }
+        }
+    }
+
+    // Puts the warp's sums into its slot.
+    template <typename Own>
+    __device__ __forceinline__ void put(int active, Own const& own)
+    {
+        each_item(active,
+            [&](Item& there, int granule, int tile)
+            {
+                Item here;
+#pragma unroll
+                for (int i = 0; i < L::kItemNumbers; ++i)
+                {
+                    here.at[i] = own(granule, tile, i);
+                }
+                there = here;
+            });
+    }
+
+    // Puts the sums of pairs of warps into the slots.
+    template <typename Own>
+    __device__ __forceinline__ void add_pairs(int active, Own const& own)
+    {
         if (place.warp >= kSlots)
         {
-            each_item(active,
-                [&](Item& there, int granule, int tile)
-                {
-                    Item here;
-#pragma unroll
-                    for (int i = 0; i < L::kItemNumbers; ++i)
-                    {
-                        here.at[i] = own(granule, tile, i);
-                    }
-                    there = here;
-                });
+            put(active, own);
         }
         meet(place.warp % kSlots);
         if (place.warp < kSlots)
@@ -103,26 +150,56 @@ struct Reduce
         }
     }
 
-    // The block's sums of an item that a block of the cluster finishes.
-    __device__ __forceinline__ Item block_sum(int item, int rank)
+    // Begins the sums of the thread's items with those of the slots.
+    template <bool kByPairs>
+    __device__ __forceinline__ void begin_sums(Item (&sums)[kCluster])
     {
-        Item x[kSlots];
+        if (threadIdx.x < L::kItems)
+        {
+            sums[0] = slots_sum<kByPairs>(place.rank ^ 1);
+            sums[1] = slots_sum<kByPairs>(place.rank);
+        }
+    }
+
+    __device__ __forceinline__ void load_slots(int rank, Item (&x)[kSlots])
+    {
+        int const item = threadIdx.x, at = (item / 16 * 32 + item % 16 + rank * 16) * L::kItemNumbers;
 #pragma unroll
         for (int i = 0; i < kSlots; ++i)
         {
-            int const at = (item / 16 * 32 + item % 16 + rank * 16) * L::kItemNumbers;
             x[i] = load_vector<float, L::kItemNumbers>(shared.sums + i * L::kSlot + at);
         }
+    }
+
+    // The slots' sum of the thread's item of a half.
+    template <bool kByPairs>
+    __device__ __forceinline__ Item slots_sum(int rank)
+    {
+        Item x[kSlots];
+        load_slots(rank, x);
 #pragma unroll
         for (int i = 0; i < L::kItemNumbers; ++i)
         {
-            x[0].at[i] = (x[0].at[i] + x[1].at[i]) + (x[2].at[i] + x[3].at[i]);
+            float const first = x[0].at[i] + x[1].at[i];
+            x[0].at[i] = kByPairs ? first + (x[2].at[i] + x[3].at[i]) : (first + x[2].at[i]) + x[3].at[i];
         }
         return x[0];
     }
 
-    // Sends the other block its half of the items, and gives this block's sum of the thread's own one.
-    __device__ __forceinline__ void exchange(int pass, Item& own)
+    // Adds the slots to a sum, one after the other.
+    __device__ __forceinline__ void add_slots(int rank, Item& sum)
+    {
+        Item x[kSlots];
+        load_slots(rank, x);
+#pragma unroll
+        for (int i = 0; i < L::kItemNumbers; ++i)
+        {
+            sum.at[i] = (((sum.at[i] + x[0].at[i]) + x[1].at[i]) + x[2].at[i]) + x[3].at[i];
+        }
+    }
+
+    // Sends the other block its half of the items.
+    __device__ __forceinline__ void send_items(int pass, Item const& sum)
     {
         int const item = threadIdx.x;
         if (item < L::kItems)
@@ -130,8 +207,7 @@ struct Reduce
             int const other = place.rank ^ 1;
             uint32_t const barrier = shared.inbox_barriers + pass % 2 * kBarrier;
             uint32_t const to = shared_address(shared.inbox + pass % 2 * L::kInbox + item * L::kItemNumbers);
-            send(address_at(to, other), block_sum(item, other).at, address_at(barrier, other));
-            own = block_sum(item, place.rank); // while the other's are on their way
+            send(address_at(to, other), sum.at, address_at(barrier, other));
         }
     }
 
@@ -149,7 +225,7 @@ struct Reduce
         }
     }
 
-    // Sends the block's sums of squares to both blocks: the last threads' work, one a token.
+    // Sends the block's sums of squares to the blocks that share a row: the last threads' work, one a token.
     __device__ __forceinline__ void send_squares()
     {
         int const token = static_cast<int>(threadIdx.x) - (kThreads - L::kTokens);
@@ -164,7 +240,10 @@ struct Reduce
             uint32_t const to = shared_address(shared.block_squares + place.rank * L::kTokens + token);
             for (int i = 0; i < kCluster; ++i)
             {
-                send(address_at(to, i), sum, address_at(shared.squares_barrier, i));
+                if (!place.is_alone || i == place.rank)
+                {
+                    send(address_at(to, i), sum, address_at(shared.squares_barrier, i));
+                }
             }
         }
     }

@@ -8,20 +8,29 @@ namespace dflash
 namespace skinny
 {
 
-// Copies a unit for each warp, from a row and a line of a weight on: see `map_weight`.
-__device__ __forceinline__ void copy_stage(uint32_t to, CUtensorMap const& map, int row, int line, uint32_t barrier)
+// Copies a unit for each warp, from a column, a row and a chain of a weight on: see `map_weight`.
+__device__ __forceinline__ void copy_stage(
+    uint32_t to, CUtensorMap const& map, int column, int row, int chain, uint32_t barrier)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-        "l"(&map), "r"(0), "r"(row), "r"(0), "r"(line), "r"(barrier)
+        "l"(&map), "r"(column), "r"(row), "r"(0), "r"(chain), "r"(barrier)
         : "memory");
 }
 
-// Sixteen rows of a weight, 128 bytes each, in a warp's registers. Lane l has parts of the rows l / 4 and l / 4 + 8: of
-// a row's eight parts two that lie together.
+// Sixteen rows of a weight, 128 bytes each, in a warp's registers. Lane l has parts of the rows l / 4 and l / 4 + 8: in
+// order those that an instruction takes of 16 numbers that lie together, else two of a row's eight parts that do.
 struct Unit
 {
     uint4 upper[2], lower[2];
+
+    // Something that is there once all four reads of it have come.
+    template <typename L>
+    __device__ __forceinline__ uint32_t of_each_read() const
+    {
+        return L::kOrdered ? upper[0].x ^ upper[0].z ^ upper[1].x ^ upper[1].z
+                           : upper[0].x ^ upper[1].x ^ lower[0].x ^ lower[1].x;
+    }
 };
 
 // Stages in the order in which they are loaded and read. Each thread has its own count of them.
@@ -49,31 +58,39 @@ struct Ring
     // for what is asked for at once comes in no order.
     __device__ __forceinline__ void load()
     {
-        Share const share(launch, place.rank);
-        int const granule_rows = launch.p.swiglu ? kGranule / 2 : kGranule;
+        Share const share(launch, place);
+        int const runs_at_once = L::kMostRuns == 1 ? 1 : launch.runs_at_once;
         int count = 0;
         for (int first = 0; first < share.count; first += L::kGranules)
         {
-            for (int run = 0; run < share.runs; ++run)
+            for (int first_run = 0; first_run < share.runs; first_run += runs_at_once)
             {
                 for (int granule = first; granule < min(first + L::kGranules, share.count); ++granule)
                 {
-                    if (count >= kInFlight)
+                    for (int run = first_run; run < min(first_run + runs_at_once, share.runs); ++run)
                     {
-                        int const other = stage - kInFlight;
-                        int const at = other < 0 ? other + L::kStages : other;
-                        wait_for_phase(shared.full + at * kBarrier, phase ^ (other < 0));
+                        load_stage(share.first + granule, run, count++);
                     }
-                    wait_for_phase(shared.empty + stage * kBarrier, phase ^ 1);
-                    expect_bytes(shared.full + stage * kBarrier, kStage);
-                    copy_stage(shared_address(shared.ring) + stage * kStage, launch.weight,
-                        (share.first + granule) * granule_rows, place.rank * kWarps + run * kRunWarps,
-                        shared.full + stage * kBarrier);
-                    next_stage();
-                    ++count;
                 }
             }
         }
+    }
+
+    // Asks for a granule's lines of a run; count: stages that have been asked for.
+    __device__ __forceinline__ void load_stage(int granule, int run, int count)
+    {
+        if (count >= kInFlight)
+        {
+            int const other = stage - kInFlight;
+            int const at = other < 0 ? other + L::kStages : other;
+            wait_for_phase(shared.full + at * kBarrier, phase ^ (other < 0));
+        }
+        wait_for_phase(shared.empty + stage * kBarrier, phase ^ 1);
+        expect_bytes(shared.full + stage * kBarrier, kStage);
+        copy_stage(shared_address(shared.ring) + stage * kStage, launch.weight, run * launch.run_bytes,
+            granule * (launch.p.swiglu ? kGranule / 2 : kGranule), place.first_chain + run * launch.run_chains,
+            shared.full + stage * kBarrier);
+        next_stage();
     }
 
     // Reads the warp's unit of the next stage, once it has come.
@@ -85,8 +102,22 @@ struct Ring
 #pragma unroll
         for (int half = 0; half < 2; ++half)
         {
-            unit.upper[half] = *reinterpret_cast<uint4 const*>(from + swizzled(place.quad, place.part * 2 + half));
-            unit.lower[half] = *reinterpret_cast<uint4 const*>(from + swizzled(place.quad + 8, place.part * 2 + half));
+            if constexpr (!L::kOrdered)
+            {
+                int const part = place.part * 2 + half;
+                unit.upper[half] = *reinterpret_cast<uint4 const*>(from + swizzled(place.quad, part));
+                unit.lower[half] = *reinterpret_cast<uint4 const*>(from + swizzled(place.quad + 8, part));
+            }
+            else
+            {
+                // Sixteen numbers of a row that lie together go into one instruction, as they do for more rows.
+                uint32_t const at = shared_address(from) + swizzled(place.lane % 16, place.lane / 16);
+                uint32_t first[4], second[4];
+                load_matrices(first, at ^ (half * 4 * 16));
+                load_matrices(second, at ^ ((half * 4 + 2) * 16));
+                unit.upper[half] = make_uint4(first[0], first[2], second[0], second[2]);
+                unit.lower[half] = make_uint4(first[1], first[3], second[1], second[3]);
+            }
         }
         next_stage();
         return unit;

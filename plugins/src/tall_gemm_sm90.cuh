@@ -1,10 +1,12 @@
 // Products of hundreds of rows (tokens) with large weights, on Hopper: bound by tensor cores and the L2 cache.
 //
 // Two blocks of a cluster take 128 rows each and the same outputs: each brings half of a weight's lines, for both. A
-// row's sums go in the order of `wide_gemm_sm90.cuh`, where several blocks may share a row's lines: here one block has
-// all of these parts, one after the other, and adds them up alike.
+// row's sums go in the order of `product_order.cuh`.
 #pragma once
 
+#include "parked_sums.cuh"
+#include "product_order.cuh"
+#include "row_factors.cuh"
 #include "wide_gemm_sm90.cuh"
 
 namespace dflash
@@ -19,18 +21,19 @@ using wide::kLine;
 constexpr int kBlocks = 2; // of a cluster
 constexpr int kRows = 128; // of a block, 64 of a warpgroup
 constexpr int kMostStages = 8;
-constexpr int kThreads = kConsumers + 128; // a warpgroup loads: it gives registers to those that multiply
 constexpr int kLoaderRegisters = 40;
 constexpr int kMainloopRegisters = 232;
+constexpr int kThreads = kConsumers + 128; // a warpgroup loads: it gives registers to those that multiply
 
-// A block's tile: kRows tokens times kOutputs rows of a weight, whose inputs are added up in parts or not.
-template <typename InputType, int kTileOutputs, bool kHasParts>
+// A block's tile: kRows tokens times kOutputs rows of a weight, whose chains are in two halves or not.
+template <typename InputType, int kTileOutputs, bool kInHalves>
 struct Layout
 {
     using T = InputType;
-    static constexpr bool kInParts = kHasParts;
     static constexpr int kOutputs = kTileOutputs;
     static constexpr int kTiles = kOutputs / 8; // of 8 outputs
+    static constexpr bool kHasHalves = kInHalves;
+    static constexpr bool kParks = kHasHalves && kTiles > 16; // sums of the first half, while it adds up the other
     static constexpr int kWeightBytes = kOutputs * kLine;
     static constexpr int kShareBytes = kWeightBytes / kBlocks; // that one block brings
     static constexpr int kStageBytes = kWeightBytes + kRows * kLine;
@@ -47,18 +50,12 @@ struct Launch
     CUtensorMap weight; // as of `wide::Launch`, in boxes of a block's share
     CUtensorMap inputs; // bytes of a row, rows
     int lines; // of 128 bytes in a row
-    int parts; // of these lines, each added up by itself
     int pairs; // of 128 rows
     int tiles; // times pairs
+    void* parking; // see `Parking`
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Arrives at a barrier of any block of the cluster.
-__device__ __forceinline__ void arrive_there(uint32_t barrier, int rank)
-{
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at(barrier, rank)) : "memory");
-}
 
 template <typename L>
 struct Shared
@@ -112,7 +109,9 @@ struct Loader
     Launch const& launch;
     Shared<L> const& shared;
     Share const& share;
-    int tile = share.first_tile, line = 0; // the next ones
+    Chains const chains{launch.lines, L::kHasHalves ? 2 : 1};
+    int tile = share.first_tile; // the next one
+    ChainLine line{0, chains.used()};
     wide::Stage<L> stage;
 
     __device__ __forceinline__ bool are_left() const
@@ -123,11 +122,16 @@ struct Loader
     __device__ __forceinline__ void advance()
     {
         stage.advance();
-        if (++line == launch.lines)
+        if (line.advance(chains))
         {
-            line = 0;
             tile += share.tile_step;
         }
+    }
+
+    // The first byte of a row that comes next.
+    __device__ __forceinline__ int column() const
+    {
+        return chains.line(line.chain, line.nth) * kLine;
     }
 
     __device__ __forceinline__ void load_weight() const
@@ -137,7 +141,7 @@ struct Loader
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
             " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared.weight(stage.at) + share.rank * L::kShareBytes),
-            "l"(&launch.weight), "r"(line * kLine), "r"(0), "r"(tile / launch.pairs * kGranules + share.rank * kOwn),
+            "l"(&launch.weight), "r"(column()), "r"(0), "r"(tile / launch.pairs * kGranules + share.rank * kOwn),
             "r"(shared.full(stage.at)), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
             : "memory");
     }
@@ -146,7 +150,7 @@ struct Loader
     {
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared.inputs(stage.at)),
-            "l"(&launch.inputs), "r"(line * kLine), "r"((tile % launch.pairs * kBlocks + share.rank) * kRows),
+            "l"(&launch.inputs), "r"(column()), "r"((tile % launch.pairs * kBlocks + share.rank) * kRows),
             "r"(shared.full(stage.at))
             : "memory");
     }
@@ -195,43 +199,34 @@ struct Mainloop
         __syncwarp();
         if (threadIdx.x % 32 < kBlocks)
         {
-            arrive_there(shared.empty(at), threadIdx.x % 32);
+            wide::arrive_there(shared.empty(at), threadIdx.x % 32);
         }
     }
 
     // Gives one tile's sums.
     __device__ __forceinline__ void multiply(Sums<L>& sums)
     {
-        int end = L::kInParts ? share_begin(launch.lines, 1, launch.parts) : launch.lines;
-        multiply_part(end, sums);
-        if constexpr (L::kInParts)
+        Chains const chains(launch.lines, L::kHasHalves ? 2 : 1);
+        auto const next = [&](int lines, Sums<L>& c) { add_lines(lines, c); };
+        add_chains(chains, 0, min(kBlockChains, chains.used()), next, sums);
+        if constexpr (L::kParks)
         {
-            for (int part = 1; part < launch.parts; ++part)
-            {
-                int const begin = end;
-                end = share_begin(launch.lines, part + 1, launch.parts);
-                Sums<L> c;
-                multiply_part(end - begin, c);
-#pragma unroll
-                for (int i = 0; i < L::kTiles; ++i)
-                {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                    {
-                        sums[i][j] += c[i][j];
-                    }
-                }
-            }
+            Parking<kConsumers> const parking(launch.parking, L::kTiles);
+            parking.put(sums);
+            add_chains(chains, kBlockChains, chains.used(), next, sums);
+            parking.add_to(sums);
+        }
+        else if constexpr (L::kHasHalves)
+        {
+            Sums<L> others;
+            add_chains(chains, kBlockChains, chains.used(), next, others);
+            add_sums(others, sums);
         }
     }
 
-    __device__ __forceinline__ void multiply_part(int lines, Sums<L>& c)
+    // Gives the sums of the next lines.
+    __device__ __forceinline__ void add_lines(int lines, Sums<L>& c)
     {
-#pragma unroll
-        for (auto& four : c)
-        {
-            four[0] = four[1] = four[2] = four[3] = 0.f;
-        }
         int before = 0;
         for (int i = 0; i < lines; ++i)
         {
@@ -271,10 +266,9 @@ struct Epilogue
     int const lane = threadIdx.x % 32;
     int const width = p.swiglu ? p.outputs / 2 : p.outputs;
 
-    // first_row: of the block.
-    __device__ __forceinline__ void store(int first_row, int first_output, Sums<L> const& c) const
+    // row: of those of the tile that this thread has of each eight.
+    __device__ __forceinline__ void store(int row, int first_output, Sums<L> const& c) const
     {
-        int const row = first_row + threadIdx.x / 32 * 16 + lane / 4;
         if (p.swiglu)
         {
             if constexpr (L::kTiles % 8 == 0)
@@ -449,10 +443,12 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
         Epilogue<L> const epilogue{launch.p};
         for (int tile = share.first_tile; tile < launch.tiles; tile += share.tile_step)
         {
+            int const row
+                = (tile % launch.pairs * kBlocks + share.rank) * kRows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
             Sums<L> sums;
             mainloop.multiply(sums);
-            epilogue.store(
-                (tile % launch.pairs * kBlocks + share.rank) * kRows, tile / launch.pairs * L::kOutputs, sums);
+            RowFactors(launch.p, row).multiply(sums);
+            epilogue.store(row, tile / launch.pairs * L::kOutputs, sums);
         }
     }
     // The other block may still fill this one's stages, and give them back.

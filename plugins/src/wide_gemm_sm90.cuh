@@ -1,230 +1,15 @@
 // Products of tens of rows (tokens) with large weights, on Hopper: a block's loop and what it does with the sums.
 #pragma once
 
-#include "dflash_kernels.h"
-#include "element.cuh"
-#include "instructions.cuh"
-#include "launch.cuh"
 #include "wgmma.cuh"
-
-#include <algorithm>
-#include <cooperative_groups.h>
-#include <cuda.h>
+#include "wide_gemm_loading_sm90.cuh"
 
 namespace dflash
 {
 namespace wide
 {
 
-constexpr int kGroups = 2; // warpgroups that multiply
-constexpr int kConsumers = kGroups * 128;
-constexpr int kThreads = kConsumers + 64; // one more warp loads, and another the first stages' inputs
-constexpr int kLine = 128; // bytes of a row in one stage
-constexpr int kGranule = 16; // rows of a weight, with SwiGLU 8 of the gate and the 8 of up that belong to them
-constexpr int kMostStages = 16;
-// Bytes of weights that a block asks for at its begin, and then in a cycle until the ring is full. What is asked for
-// comes in no order, and what a norm before this kernel still reads comes behind it: so no more than memory gives.
-constexpr int kAskedAtOnce = 32 * 1024, kAskedInCycle = 18;
-constexpr int kLimit = 212 * 1024; // of shared memory: more than half, so that no two blocks share a multiprocessor
-
-// A tile: kRows tokens times kOutputs rows of a weight, whose inputs a cluster's kSplits blocks share.
-template <typename InputType, int kTileRows, int kTileOutputs, int kClusterSplits>
-struct Layout
-{
-    using T = InputType;
-    static constexpr int kRows = kTileRows;
-    static constexpr int kOutputs = kTileOutputs;
-    static constexpr int kSplits = kClusterSplits;
-    // The warpgroups share the tokens where there are enough for both, else the outputs.
-    static constexpr bool kSharesRows = kRows > 64;
-    static constexpr int kGroupOutputs = kSharesRows ? kOutputs : kOutputs / kGroups;
-    static constexpr int kTiles = kGroupOutputs / 8; // of 8 outputs, of a warpgroup
-    static constexpr int kOwnTiles = kTiles / kSplits; // that it finishes
-    static constexpr int kWeightBytes = kOutputs * kLine;
-    static constexpr int kStageBytes = kWeightBytes + kRows * kLine;
-    static constexpr int kInboxBytes = (kSplits - 1) * kOwnTiles * kConsumers * 16;
-    static constexpr int kBarrierBytes = (2 * kMostStages + 1) * 8;
-    // Instructions read 64 rows, of 32 tokens' what lies behind them too: nobody takes what they make of it.
-    static constexpr int kBehind = std::max(64 - kRows, 0) * kLine;
-    static constexpr int kOther = std::max(kInboxBytes + kBarrierBytes, kBehind);
-    static constexpr int kStages = std::min((kLimit - kOther) / kStageBytes, kMostStages);
-    static constexpr int kBytes = kStages * kStageBytes + kOther;
-    static_assert(kRows == 32 || kRows == 64 || kRows == 128);
-    static_assert(kTiles % kSplits == 0 && kTiles % 2 == 0 && kStages >= 3);
-};
-
-// The kernel's arguments.
-struct Launch
-{
-    dflash_skinny_gemm_params p;
-    CUtensorMap weight; // bytes of a row, 8 rows, 2 of such, granules
-    CUtensorMap inputs; // bytes of a row, rows
-    int lines; // of 128 bytes in a row
-    int tiles; // of outputs
-    int box_rows; // of inputs, that come at a time
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-template <typename L>
-struct Shared
-{
-    uint32_t const start;
-    uint32_t const inbox = start + L::kStages * L::kStageBytes; // [kSplits - 1, kOwnTiles, kConsumers, 4] FP32
-    uint32_t const barriers = inbox + L::kInboxBytes;
-
-    __device__ __forceinline__ uint32_t weight(int stage) const
-    {
-        return start + stage * L::kStageBytes;
-    }
-
-    __device__ __forceinline__ uint32_t inputs(int stage) const
-    {
-        return weight(stage) + L::kWeightBytes;
-    }
-
-    __device__ __forceinline__ uint32_t full(int stage) const
-    {
-        return barriers + stage * 8;
-    }
-
-    __device__ __forceinline__ uint32_t empty(int stage) const
-    {
-        return barriers + (kMostStages + stage) * 8;
-    }
-
-    __device__ __forceinline__ uint32_t inbox_full() const
-    {
-        return barriers + 2 * kMostStages * 8;
-    }
-
-    // By one thread.
-    __device__ __forceinline__ void init() const
-    {
-        for (int i = 0; i < L::kStages; ++i)
-        {
-            init_barrier(full(i), 1);
-            init_barrier(empty(i), kConsumers / 32);
-        }
-        init_barrier(inbox_full(), 1);
-        fence_barrier_inits();
-        if (L::kSplits > 1)
-        {
-            expect_bytes(inbox_full(), L::kInboxBytes);
-        }
-    }
-};
-
-// A place in the ring of stages, and the phase of its barriers.
-template <typename L>
-struct Stage
-{
-    int at = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance()
-    {
-        if (++at == L::kStages)
-        {
-            at = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// A block's share: some tiles, and of a row's lines those of its rank in the cluster.
-template <typename L>
-struct Share
-{
-    int const rank = L::kSplits == 1 ? 0 : static_cast<int>(cooperative_groups::this_cluster().block_rank());
-    int const first_tile = blockIdx.x / L::kSplits, tile_step = gridDim.x / L::kSplits;
-    int const first_row = blockIdx.y * L::kRows;
-    int const first_line, lines;
-
-    __device__ __forceinline__ explicit Share(Launch const& launch)
-        : first_line(share_begin(launch.lines, rank, L::kSplits))
-        , lines(share_begin(launch.lines, rank + 1, L::kSplits) - first_line)
-    {
-    }
-};
-
-// Has the stages brought: one thread's work.
-template <typename L>
-struct Loader
-{
-    Launch const& launch;
-    Shared<L> const& shared;
-    Share<L> const& share;
-    int tile = share.first_tile, line = 0; // the next ones
-    Stage<L> stage;
-
-    __device__ __forceinline__ bool are_left() const
-    {
-        return tile < launch.tiles;
-    }
-
-    __device__ __forceinline__ void advance()
-    {
-        stage.advance();
-        if (++line == share.lines)
-        {
-            line = 0;
-            tile += share.tile_step;
-        }
-    }
-
-    __device__ __forceinline__ void load_weight() const
-    {
-        expect_bytes(shared.full(stage.at), L::kWeightBytes + launch.box_rows * kLine);
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(shared.weight(stage.at)),
-            "l"(&launch.weight), "r"((share.first_line + line) * kLine), "r"(0), "r"(tile * (L::kOutputs / kGranule)),
-            "r"(shared.full(stage.at))
-            : "memory");
-    }
-
-    __device__ __forceinline__ void load_inputs() const
-    {
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared.inputs(stage.at)),
-            "l"(&launch.inputs), "r"((share.first_line + line) * kLine), "r"(share.first_row),
-            "r"(shared.full(stage.at))
-            : "memory");
-    }
-
-    // Weights of the first stages come before the kernel waits for the one before it.
-    __device__ __forceinline__ void load()
-    {
-        int64_t const begin = clock64();
-        for (int ahead = 0; ahead < L::kStages && are_left(); ++ahead)
-        {
-            while ((clock64() - begin) * kAskedInCycle < ahead * L::kWeightBytes - kAskedAtOnce)
-            {
-            }
-            load_weight();
-            advance();
-        }
-        wait();
-        for (; are_left(); advance())
-        {
-            wait_for_phase(shared.empty(stage.at), stage.phase ^ 1);
-            load_weight();
-            load_inputs();
-        }
-    }
-
-    // Their inputs are what the kernel before makes, and come as soon as that has ended. By a thread of another warp,
-    // before or after the stage's bytes are expected: a barrier's count of bytes may be below zero.
-    __device__ __forceinline__ void load_first_inputs()
-    {
-        wait();
-        for (int ahead = 0; ahead < L::kStages && are_left(); ++ahead)
-        {
-            load_inputs();
-            advance();
-        }
-    }
-};
 
 // A thread's sums: of each of its tiles two numbers of one row, and of the eighth row behind it.
 template <typename L>
@@ -320,7 +105,8 @@ struct Epilogue
         }
     }
 
-    __device__ __forceinline__ void exchange(Sums<L> const& c, float (&own)[L::kOwnTiles][4]) const
+    // nth: of the block's tiles.
+    __device__ __forceinline__ void exchange(Sums<L> const& c, float (&own)[L::kOwnTiles][4], int nth = 0) const
     {
 #pragma unroll
         for (int rank = 0; rank < L::kSplits; ++rank)
@@ -340,7 +126,7 @@ struct Epilogue
                 }
             }
         }
-        wait_for_phase(shared.inbox_full(), 0);
+        wait_for_phase(shared.inbox_full(), nth % 2);
 #pragma unroll
         for (int i = 0; i < L::kOwnTiles; ++i)
         {
@@ -468,11 +254,11 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
     Share<L> const share(launch);
     if (threadIdx.x == kConsumers)
     {
-        Loader<L>{launch, shared, share}.load();
+        Loader<L>{launch, shared, share, {share}}.load();
     }
     if (threadIdx.x == kConsumers + 32)
     {
-        Loader<L>{launch, shared, share}.load_first_inputs();
+        Loader<L>{launch, shared, share, {share}}.load_first_inputs();
     }
     wait();
     if (L::kSplits > 1)

@@ -43,9 +43,10 @@ def workspace(name, params):
 
 
 def launch(name, params):
-    """Of a shape that there is nothing to compute of."""
+    """Of a shape that there is nothing to compute of: no workspace is needed."""
+    rest = (Pointer(), ctypes.c_size_t()) if name == "dflash_exact_gemm" else ()
     return getattr(kernels.load().functions, name)(
-        ctypes.byref(params), Pointer(torch.cuda.current_stream().cuda_stream)
+        ctypes.byref(params), *rest, Pointer(torch.cuda.current_stream().cuda_stream)
     )
 
 
@@ -112,6 +113,8 @@ def test_experts_are_clamped_or_go_through_gelu_and_packed_ones_have_scales(name
     [({}, SUCCESS), ({"swiglu": 1, "gelu": 1}, SUCCESS), ({"gelu": 1}, INVALID_VALUE), ({"rows": -1}, INVALID_VALUE)],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["dflash_skinny_gemm", pytest.param("dflash_wide_gemm", marks=on_hopper)])
+@pytest.mark.parametrize(
+    "name", ["dflash_skinny_gemm", *(pytest.param(f"dflash_{x}_gemm", marks=on_hopper) for x in ("wide", "exact"))]
+)
 def test_products_have_gelu_with_gates_alone(name, asked, code):
     assert launch(name, SkinnyGemmParams(**PRODUCT | asked)) == code

@@ -245,7 +245,8 @@ def test_sampled_replies_of_shared_rows_are_those_of_plain_steps():
 
 @pytest.mark.parametrize("kernels_of", ["auto", "exact"])
 def test_auto_shares_rows_and_captures_nothing_while_it_serves(kernels_of, captures, monkeypatch):
-    monkeypatch.setattr(shared_rows, "TRIAL_STEPS", 32)
+    for name, steps in (("TRIAL_STEPS", 16), ("TRIAL", 4)):  # so that they are tried within these replies
+        monkeypatch.setattr(shared_rows, name, steps)
     foreseen, foresee = [], shared_rows.SharedRows.foresee
     monkeypatch.setattr(shared_rows.SharedRows, "foresee", lambda *given: foreseen.append(1) or foresee(*given))
     llm = load_trees("auto" if kernels_of == "auto" else "off", max_batch=12, kernels=kernels_of)

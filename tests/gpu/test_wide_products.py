@@ -1,4 +1,4 @@
-"""Products of tens and hundreds of rows, on Hopper: against float64, and each row's bits beside others."""
+"""Products of tens of rows, on Hopper: against float64, and each row's bits beside others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ HALVES = (BF16, torch.float16)
 #: several tiles of a block, and of fewer lines than a cluster has blocks.
 SHAPES = [(2048, 1024), (4096, 4096), (6144, 4096), (7168, 2048), (12288, 1024), (16384, 512), (24576, 4096)]
 SHAPES += [(4096, 12288), (2064, 576), (80, 64), (272, 128), (40000, 320), (19008, 128)]
-ROWS = (1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 300, 512)
+ROWS = (1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_product_equals_float64_and_a_row_s_bits_depend_on_no_other(shape, dty
         assert torch.equal(kernels.wide_gemm(x[-rows:], weight), whole[-rows:]), -rows
 
 
-@pytest.mark.parametrize("rows", [5, 12, 32, 50, 128, 200, 400])
+@pytest.mark.parametrize("rows", [5, 12, 32, 50, 128])
 @pytest.mark.parametrize("shape", [(4096, 4096), (6144, 512), (12288, 1024), (2080, 192)], ids=str)
 def test_what_goes_with_a_product_equals_float64(shape, rows):
     """Bias, residual, SwiGLU and GELU; each row's bits are those of another number of rows."""
@@ -102,7 +102,7 @@ def test_an_infinity_or_nan_stays_in_its_row():
     assert torch.equal(found[others], expected[others])
 
 
-@pytest.mark.parametrize("rows", [20, 48, 128, 300])
+@pytest.mark.parametrize("rows", [20, 48, 128])
 def test_a_captured_chain_of_products_repeats_itself_to_the_bit(rows):
     """As in a step: each kernel begins while the one before it still runs."""
     x, up = operands((12288, 1024), BF16)

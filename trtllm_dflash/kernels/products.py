@@ -7,14 +7,14 @@ from functools import cache
 import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
-from trtllm_dflash.kernels.library import is_hopper, load, processors, run, stream, structure
+from trtllm_dflash.kernels.library import Pointer, is_hopper, load, processors, run, stream, structure
 
 Tensor = torch.Tensor
 
 #: Rows that `skinny_gemm` takes.
 SKINNY_ROWS = 16
-#: Rows up to which `wide_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may then have to
-#: read of the weight, in thousandths of an equal share.
+#: Rows that `wide_gemm` takes, up to which it is faster than cuBLAS, and the most that the busiest multiprocessor may
+#: then have to read of the weight, in thousandths of an equal share.
 WIDE_ROWS, _WIDE_LOAD = 128, 1100
 #: Likewise where `bulk_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may have to multiply.
 BULK_ROWS, _BULK_LOAD = 256, 1100
@@ -28,6 +28,14 @@ SkinnyGemmParams = structure(
     floats="eps",
     pointers="x norm_weight weight scale bias residual out",
     ints_="norm_adds_one gelu",
+    pointers_="row_factors",
+)
+
+NormInputsParams = structure(
+    "dflash_norm_inputs_params",
+    ints="dtype rows size adds_one outputs",
+    floats="eps",
+    pointers="x weight out factors",
 )
 
 
@@ -72,7 +80,7 @@ def skinny_gemm(
 
 
 def takes_wide(x: Tensor, weight: Tensor) -> bool:
-    """Whether `wide_gemm` multiplies x [..., I] and weight [O, I], on x's GPU."""
+    """Whether `exact_gemm`, and of few rows `wide_gemm`, multiplies x [..., I] and weight [O, I], on x's GPU."""
     outputs, inputs = weight.shape
     fits = inputs % 64 == 0 and outputs % 16 == 0 and weight.dtype == x.dtype
     return fits and x.dtype in HALVES and is_hopper(x.device)
@@ -100,8 +108,9 @@ def wide_gemm(
     residual: Tensor | None = None,
     gelu: bool = False,
 ) -> Tensor:
-    """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are."""
-    check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    """Multiplies at most `WIDE_ROWS` rows as `skinny_gemm` does few, in another order of adding."""
+    is_taken = takes_wide(x, weight) and x.numel() <= WIDE_ROWS * x.shape[-1]
+    check(is_taken, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual, gelu)
 
 
@@ -129,6 +138,58 @@ def bulk_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool 
     return _product("dflash_bulk_gemm", x, weight, None, bias, True, None, None, gelu)
 
 
+def exact_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    """Multiplies any number of rows as `skinny_gemm` does few: a row's bits do not depend on how many there are.
+
+    Where chains of a row's lines are whole pairs of lines they are `skinny_gemm`'s (`product_order.cuh`).
+
+    Args: as in `skinny_gemm`; sizes as in `takes_wide`, and a norm of BF16 rows alone.
+    """
+    check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    factors = None
+    if norm is not None:
+        check(x.dtype == torch.bfloat16, f"a norm of {x.dtype}")
+        if x.numel() > SKINNY_ROWS * x.shape[-1]:
+            x, factors = _norm_inputs(x, norm, len(weight))
+            norm = None
+    return _product("dflash_exact_gemm", x, weight, None, bias, swiglu, norm, residual, gelu, factors)
+
+
+def _norm_inputs(x: Tensor, norm: Norm, outputs: int) -> tuple[Tensor, Tensor]:
+    """Makes the inputs of a product behind a norm, as x, and what each row's sums are then multiplied by, in FP32."""
+    check(x.is_contiguous(), "x must be contiguous")
+    _check_norm(x, norm)
+    rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    out, factors = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    params = NormInputsParams(
+        dtype=DTYPES[x.dtype],
+        rows=rows,
+        size=size,
+        adds_one=int(norm.adds_one),
+        outputs=outputs,
+        eps=norm.eps,
+        x=x.data_ptr(),
+        weight=norm.weight.data_ptr(),
+        out=out.data_ptr(),
+        factors=factors.data_ptr(),
+    )
+    run("dflash_norm_inputs", params, stream())
+    return out, factors
+
+
+def _check_norm(x: Tensor, norm: Norm) -> None:
+    is_right = norm.weight.shape == x.shape[-1:] and norm.weight.dtype == x.dtype and norm.weight.is_contiguous()
+    check(is_right, f"a norm of {tuple(norm.weight.shape)} {norm.weight.dtype}")
+
+
 def _product(
     function: str,
     x: Tensor,
@@ -139,6 +200,7 @@ def _product(
     norm: Norm | None,
     residual: Tensor | None,
     gelu: bool,
+    row_factors: Tensor | None = None,
 ) -> Tensor:
     outputs, inputs = weight.shape
     check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
@@ -147,15 +209,15 @@ def _product(
     width = outputs // 2 if swiglu else outputs
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if norm is not None:
-        is_right = norm.weight.shape == (inputs,) and norm.weight.dtype == x.dtype and norm.weight.is_contiguous()
-        check(is_right, f"a norm of {tuple(norm.weight.shape)} {norm.weight.dtype}")
+        _check_norm(x, norm)
         is_right = not norm.adds_one or (x.dtype == torch.bfloat16 and scale is None)
         check(is_right, f"a norm by one more than its weight, of {x.dtype} by {weight.dtype}")
     if residual is not None:
         is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
         check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
-    # More than 128 rows are added to in pieces of 16 bytes.
-    is_aligned = out.numel() // width <= 128 or not any(y is not None and y.data_ptr() % 16 for y in (bias, residual))
+    # More rows are added to in pieces of 16 bytes.
+    is_few = out.numel() <= WIDE_ROWS * width
+    is_aligned = is_few or not any(y is not None and y.data_ptr() % 16 for y in (bias, residual))
     check(is_aligned, "a bias and a residual of so many rows must lie at a multiple of 16 bytes")
     params = SkinnyGemmParams(
         dtype=DTYPES[x.dtype],
@@ -174,6 +236,17 @@ def _product(
         out=out.data_ptr(),
         norm_adds_one=int(norm is not None and norm.adds_one),
         gelu=int(gelu),
+        row_factors=address(row_factors),
     )
-    run(function, params, stream())
+    if function == "dflash_exact_gemm":
+        _run_exact(params, x.device)
+    else:
+        run(function, params, stream())
     return out
+
+
+def _run_exact(params: ctypes.Structure, device: torch.device) -> None:
+    needed = ctypes.c_size_t()
+    run("dflash_exact_gemm_workspace", params, ctypes.byref(needed))
+    workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)  # for partial sums
+    run("dflash_exact_gemm", params, Pointer(workspace.data_ptr()), needed, stream())

@@ -20,7 +20,7 @@ _STEP = 2.0**-44
 class ExactOps(CudaOps):
     """Computes a target's part of a step as `CudaOps` does, each row's sums in one order.
 
-    Norms stay apart from the products behind them: the kernels of any number of rows do not take them.
+    Products of BF16 norm their rows. In FP16 norms stay apart: weights of a norm are scaled there, by parts of a row.
 
     Raises:
         EngineError: a product, or experts, of types or sizes that our kernels do not take.
@@ -33,10 +33,15 @@ class ExactOps(CudaOps):
         more = self._window_pages, self._moves, self._reports, self._foretold, self._prompt_rows
         return CudaOps(*shared, self._most, *more)
 
+    def _joined(self, names: tuple[str, ...], x: Tensor) -> str | None:
+        return None  # parts of a row have the same bits only in the same product, whatever the number of rows
+
     def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
     ) -> Tensor | None:
-        return None
+        if x.x.dtype != torch.bfloat16:
+            return None
+        return super()._normed_product(norm, name, Residual(x.x.contiguous(), x.pending), eps, swiglu, gelu)
 
     def _product(
         self,
@@ -51,7 +56,7 @@ class ExactOps(CudaOps):
         weight, x = linear_weight(self.weights, name), x.contiguous()
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
-        return kernels.wide_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, residual, gelu)
+        return kernels.exact_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, norm, residual, gelu)
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes experts by our kernels alone: those for few rows and for many add up in one order."""
