@@ -9,7 +9,6 @@
 #include "element.cuh"
 #include "instructions.cuh"
 
-#include <cooperative_groups.h>
 #include <cuda.h>
 #include <type_traits>
 
@@ -103,7 +102,7 @@ struct Share
 // A thread's place: its block in the cluster, its warp in the block, its lane, and the lane's place in a tile.
 struct Place
 {
-    int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+    int const rank = static_cast<int>(__clusterRelativeBlockRank());
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const quad = lane / 4, part = lane % 4;
     int const column_warp = rank * kWarps + warp;
