@@ -39,11 +39,15 @@ LONGEST = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collects with the garbage collector off: it would walk through a million objects, and all of them stay."""
+    """Collects with the garbage collector off: it would walk through a million objects, and all of them stay.
+
+    Nor does it later, while the tests run.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -101,7 +101,7 @@ struct Stage
 struct Items
 {
     Launch const& launch;
-    int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+    int const rank = static_cast<int>(__clusterRelativeBlockRank());
     int index = blockIdx.x / kBlocks;
 
     __device__ __forceinline__ bool are_left() const

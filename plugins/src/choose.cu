@@ -4,8 +4,6 @@
 #include "launch.cuh"
 #include "ranked.cuh"
 
-#include <cooperative_groups.h>
-
 namespace dflash
 {
 namespace
@@ -13,6 +11,21 @@ namespace
 
 constexpr int kThreads = 512;
 constexpr int kCluster = 8; // blocks that share a row; the largest that every GPU of this generation schedules
+
+// Waits for all threads of the cluster, whose writes to shared memory are then seen. CUDA's own words are used, for
+// cooperative_groups.h takes longer to compile than all of this file.
+__device__ __forceinline__ void meet_cluster()
+{
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+}
+
+// What another block of the cluster has where this one has `mine`.
+template <typename T>
+__device__ __forceinline__ T* of_block(T* mine, int rank)
+{
+    return static_cast<T*>(__cluster_map_shared_rank(mine, rank));
+}
 
 // Joins sums of exponentials, each relative to a number of its own: the largest of these, and all relative to it. By
 // all lanes of a warp.
@@ -62,9 +75,7 @@ __device__ __forceinline__ uint64_t best_of_share(T const* logits, int size)
 template <typename T, int kVector>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) argmax_kernel(dflash_argmax_params const p)
 {
-    namespace cg = cooperative_groups;
     begin();
-    cg::cluster_group const cluster = cg::this_cluster();
     int64_t const row = blockIdx.y;
     constexpr int kShapedVector = kVector > 1 ? 16 / sizeof(float) : 1;
     uint64_t best = p.is_shaped && p.is_shaped[row]
@@ -87,10 +98,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) arg
             winner = best;
         }
     }
-    cluster.sync();
+    meet_cluster();
     if (blockIdx.x == 0 && threadIdx.x < 32)
     {
-        best = warp_best(threadIdx.x < kCluster ? *cluster.map_shared_rank(&winner, threadIdx.x) : 0);
+        best = warp_best(threadIdx.x < kCluster ? *of_block(&winner, threadIdx.x) : 0);
         if (threadIdx.x == 0)
         {
             p.ids[row] = static_cast<int32_t>(~static_cast<uint32_t>(best));
@@ -100,7 +111,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) arg
             }
         }
     }
-    cluster.sync(); // no block may leave while its shared memory is read
+    meet_cluster(); // no block may leave while its shared memory is read
 }
 
 template <typename T>
@@ -228,12 +239,10 @@ template <typename T, int kVector, int kBlocks>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
     top_ids_kernel(dflash_top_ids_params const p)
 {
-    namespace cg = cooperative_groups;
     constexpr int kCount = DFLASH_TOP_COUNT;
     __shared__ TopOfBlock found;
     __shared__ uint64_t of_blocks[kBlocks * kCount]; // in the first block
     begin();
-    cg::cluster_group const cluster = cg::this_cluster();
     int64_t const row = blockIdx.y;
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32;
@@ -313,17 +322,17 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
             found.sum = {top, sum};
         }
     }
-    cluster.sync();
+    meet_cluster();
     if (blockIdx.x == 0 && warp == 0)
     {
         for (int i = lane; i < kBlocks * kCount; i += 32)
         {
-            of_blocks[i] = cluster.map_shared_rank(&found, i / kCount)->best[i % kCount];
+            of_blocks[i] = of_block(&found, i / kCount)->best[i % kCount];
         }
         __syncwarp();
         uint64_t const key = kBlocks == 1 ? of_blocks[lane % kCount] : take_best_of(of_blocks, kBlocks * kCount);
         float2 const all
-            = join_sums(lane < kBlocks ? cluster.map_shared_rank(&found, lane)->sum : float2{-INFINITY, 0.f});
+            = join_sums(lane < kBlocks ? of_block(&found, lane)->sum : float2{-INFINITY, 0.f});
         float const total = all.x + logf(all.y);
         if (lane < kCount)
         {
@@ -335,7 +344,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
             p.total[row] = total;
         }
     }
-    cluster.sync(); // no block may leave while its shared memory is read
+    meet_cluster(); // no block may leave while its shared memory is read
 }
 
 // Of so many numbers a block, more than seven warps have some: else their maxima bound nothing.

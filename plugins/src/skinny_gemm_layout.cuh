@@ -10,7 +10,6 @@
 #include "instructions.cuh"
 #include "product_order.cuh"
 
-#include <cooperative_groups.h>
 #include <cuda.h>
 #include <type_traits>
 
@@ -98,7 +97,7 @@ struct Launch
 // A thread's place: its block in the cluster, its warp in the block, its lane, and the lane's place in a tile.
 struct Place
 {
-    int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+    int const rank = static_cast<int>(__clusterRelativeBlockRank());
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const quad = lane / 4, part = lane % 4;
     bool const is_alone;

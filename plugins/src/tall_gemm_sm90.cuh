@@ -98,7 +98,7 @@ struct Shared
 // A cluster's share: every so manieth tile, those of the same outputs one behind the other.
 struct Share
 {
-    int const rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+    int const rank = static_cast<int>(__clusterRelativeBlockRank());
     int const first_tile = blockIdx.x / kBlocks, tile_step = gridDim.x / kBlocks;
 };
 

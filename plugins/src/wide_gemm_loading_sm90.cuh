@@ -7,7 +7,6 @@
 #include "launch.cuh"
 
 #include <algorithm>
-#include <cooperative_groups.h>
 #include <cuda.h>
 
 namespace dflash
@@ -141,7 +140,7 @@ struct Stage
 template <typename L>
 struct Share
 {
-    int const rank = L::kSplits == 1 ? 0 : static_cast<int>(cooperative_groups::this_cluster().block_rank());
+    int const rank = L::kSplits == 1 ? 0 : static_cast<int>(__clusterRelativeBlockRank());
     int const first_tile = blockIdx.x / L::kSplits, tile_step = gridDim.x / L::kSplits;
     int const first_row = blockIdx.y * L::kRows;
     int const first_line, lines;

@@ -12,8 +12,8 @@ from trtllm_dflash import kernels
 WHY_NOT = why_not_hopper("exact products")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-#: Beside those of `wide_gemm`, of fewer lines than there are chains, of as many as one half has, of one more; of so many
-#: outputs that blocks have several tiles of each size, or clusters two; and of chains of an odd number of lines.
+#: Beside those of `wide_gemm`, of fewer lines than there are chains, of as many as one half has, of one more; of so
+#: many outputs that blocks have several tiles of each size, or clusters two; and of chains of an odd number of lines.
 MORE = [(4096, 512), (2048, 1024), (1536, 1088), (50000, 640), (8192, 640), (4512, 1024), (36864, 576), (8464, 1024)]
 MORE += [(13312, 1024), (16368, 4096), (7168, 5120), (20480, 2560), (22016, 4096)]
 ROWS = (1, 2, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 300, 512, 600)
