@@ -121,12 +121,8 @@ _GPT_OSS: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "rope_theta": 150000.0,
     "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+        **{"truncate": False, "original_max_position_embeddings": 4096},
     },
     "quantization_config": {"quant_method": "mxfp4"},
 }
