@@ -35,16 +35,8 @@ cudaError_t map_weight(dflash_skinny_gemm_params const& p, CUtensorMap& map)
 template <typename T>
 cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
-    int device = 0, processors = 0, major = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    error = error ? error : cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    error = error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-#ifdef DFLASH_SM90A
-    bool const has_kernel = major == 9;
-#else
-    bool const has_kernel = false;
-#endif
-    error = error ? error : has_kernel ? cudaSuccess : cudaErrorNotSupported;
+    int processors = 0;
+    cudaError_t error = find_hopper_processors(processors);
     constexpr auto kernel = bulk_gemm_kernel<T>;
     Launch launch;
     launch.p = p;

@@ -53,15 +53,9 @@ template <typename L>
 cudaError_t launch_wide(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
 {
     constexpr auto kernel = exact::exact_gemm_kernel<L>;
-    using T = typename L::T;
     wide::Launch launch;
-    launch.p = p;
-    launch.lines = lines_of(p);
-    launch.tiles = (p.outputs + L::kOutputs - 1) / L::kOutputs;
-    launch.box_rows = std::min((p.rows + 7) / 8 * 8, L::kRows);
     cudaError_t error = allow_shared_bytes<kernel>(L::kBytes);
-    error = error ? error : wide::map_weight<T>(p, L::kOutputs, launch.weight);
-    error = error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), launch.box_rows, launch.inputs);
+    error = error ? error : wide::fill<L>(p, launch);
     dim3 const grid(std::min(launch.tiles, std::max(processors / L::kSplits, 1)) * L::kSplits);
     return error ? error : launch_kernel(kernel, grid, L::kThreads, L::kBytes, stream, launch);
 }
@@ -163,7 +157,7 @@ cudaError_t launch(
 extern "C" cudaError_t dflash_exact_gemm_workspace(dflash_skinny_gemm_params const* p, size_t* bytes)
 {
     int processors = 0;
-    cudaError_t const error = dflash::wide::find_processors(processors);
+    cudaError_t const error = dflash::find_hopper_processors(processors);
     *bytes = error == cudaSuccess ? dflash::workspace_of(*p, processors) : 0;
     return error;
 }
@@ -182,7 +176,7 @@ extern "C" cudaError_t dflash_exact_gemm(
         return cudaErrorInvalidValue;
     }
     int processors = 0;
-    cudaError_t const error = wide::find_processors(processors);
+    cudaError_t const error = find_hopper_processors(processors);
     if (error != cudaSuccess || p->rows == 0)
     {
         return error;

@@ -98,38 +98,7 @@ struct Mainloop
     __device__ __forceinline__ void multiply(Sums<L>& sums)
     {
         add_chains(
-            share.chains, share.first, share.past, [&](int lines, Sums<L>& c) { add_lines(lines, c); }, sums);
-    }
-
-    // Gives the sums of the next lines.
-    __device__ __forceinline__ void add_lines(int lines, Sums<L>& c)
-    {
-        constexpr int kRowsAt = L::kSharesRows ? 64 * kLine : 0,
-                      kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
-        auto& stage = base.stage;
-        int before = 0;
-        for (int i = 0; i < lines; ++i)
-        {
-            wait_for_phase(base.shared.full(stage.at), stage.phase);
-            uint64_t const rows = sm90::matrix(base.shared.inputs(stage.at) + base.group * kRowsAt, 16, 1024);
-            uint64_t const outputs = sm90::matrix(base.shared.weight(stage.at) + base.group * kOutputsAt, 16, 1024);
-            sm90::begin_products();
-#pragma unroll
-            for (int part = 0; part < kLine / 32; ++part) // 16 columns
-            {
-                sm90::multiply_add_columns<typename L::T, L::kTiles>(c, rows + 2 * part, outputs + 2 * part);
-            }
-            sm90::commit_products();
-            sm90::wait_for_all_but<1>();
-            if (i > 0)
-            {
-                base.release(before);
-            }
-            before = stage.at;
-            stage.advance();
-        }
-        sm90::wait_for_products(c);
-        base.release(before);
+            share.chains, share.first, share.past, [&](int lines, Sums<L>& c) { base.add_lines(lines, c); }, sums);
     }
 };
 
@@ -182,18 +151,6 @@ struct Epilogue
     }
 };
 
-// Waits for the kernels before this one, and until the other block of the cluster can be sent to.
-template <typename L>
-__device__ __forceinline__ void begin_to_send()
-{
-    wait();
-    if (L::kSplits > 1)
-    {
-        __syncwarp();
-        wait_for_cluster();
-    }
-}
-
 #endif
 
 template <typename L>
@@ -229,7 +186,7 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(L::kThreads
         {
             wide::Loader<L, Lines<L>>{launch, shared, share, {share}}.load_first_inputs();
         }
-        begin_to_send<L>();
+        wide::begin_to_send<L>();
     }
     else
     {
@@ -237,7 +194,7 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(L::kThreads
         {
             sm90::take_registers<kMainloopRegisters>();
         }
-        begin_to_send<L>();
+        wide::begin_to_send<L>();
         Mainloop<L> mainloop{{shared, share}, share};
         Epilogue<L> const epilogue{{launch, shared, share}, shared};
         int nth = 0;

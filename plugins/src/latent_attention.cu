@@ -38,21 +38,10 @@ cudaError_t make_plan(dflash_attention_params const& p, LatentPlan& plan)
     {
         return cudaErrorInvalidValue;
     }
-    int device = 0;
-    int major = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    error = error ? error : cudaDeviceGetAttribute(&plan.sms, cudaDevAttrMultiProcessorCount, device);
-    error = error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error)
+    cudaError_t const error = find_hopper_processors(plan.sms);
+    if (error != cudaSuccess || p.is_exact)
     {
-        return error;
-    }
-#ifndef DFLASH_SM90A
-    major = 0;
-#endif
-    if (major != 9 || p.is_exact)
-    {
-        return cudaErrorNotSupported;
+        return error ? error : cudaErrorNotSupported;
     }
     Work& w = plan.work;
     w = {};

@@ -28,6 +28,21 @@ __device__ __forceinline__ void begin()
     wait();
 }
 
+// The current device's multiprocessors; an error where it is no Hopper GPU, or the library has no code for one.
+inline cudaError_t find_hopper_processors(int& processors)
+{
+    int device = 0, major = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    error = error ? error : cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    error = error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+#ifdef DFLASH_SM90A
+    bool const has_kernel = major == 9;
+#else
+    bool const has_kernel = false;
+#endif
+    return error ? error : has_kernel ? cudaSuccess : cudaErrorNotSupported;
+}
+
 // Lets a kernel's blocks have so many bytes of shared memory on the current device, the same number at every call: a
 // function's attributes hold for one device. The driver is asked once for each; a call that failed is not remembered.
 template <auto kKernel>

@@ -6,7 +6,6 @@
 #include "tensor_map.cuh"
 
 #include <algorithm>
-#include <utility>
 
 namespace dflash
 {
@@ -32,27 +31,11 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     {
         return cudaErrorInvalidValue;
     }
-    int device = 0;
     int sms = 0;
-    int major = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    for (auto const& [to, what] :
-        {std::pair{&sms, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor}})
+    cudaError_t const error = find_hopper_processors(sms);
+    if (error != cudaSuccess || p.is_exact)
     {
-        error = error == cudaSuccess ? cudaDeviceGetAttribute(to, what, device) : error;
-    }
-    if (error != cudaSuccess)
-    {
-        return error;
-    }
-#ifdef DFLASH_SM90A
-    bool const is_sm90 = major == 9;
-#else
-    bool const is_sm90 = false;
-#endif
-    if (!is_sm90 || p.is_exact)
-    {
-        return cudaErrorNotSupported;
+        return error ? error : cudaErrorNotSupported;
     }
     PromptWork& w = plan.work;
     w.p = p;

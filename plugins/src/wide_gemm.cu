@@ -45,15 +45,9 @@ template <typename L>
 cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
 {
     constexpr auto kernel = wide_gemm_kernel<L>;
-    using T = typename L::T;
     Launch launch;
-    launch.p = p;
-    launch.lines = p.inputs * static_cast<int>(sizeof(T)) / kLine;
-    launch.tiles = (p.outputs + L::kOutputs - 1) / L::kOutputs;
-    launch.box_rows = std::min((p.rows + 7) / 8 * 8, L::kRows);
     cudaError_t error = allow_shared_bytes<kernel>(L::kBytes);
-    error = error ? error : map_weight<T>(p, L::kOutputs, launch.weight);
-    error = error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), launch.box_rows, launch.inputs);
+    error = error ? error : fill<L>(p, launch);
     int const clusters = L::kSplits > 1 ? launch.tiles : std::min(launch.tiles, processors);
     dim3 const grid(clusters * L::kSplits, (p.rows + L::kRows - 1) / L::kRows);
     return error ? error : launch_kernel(kernel, grid, kThreads, L::kBytes, stream, launch);
@@ -80,7 +74,7 @@ template <typename T>
 cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 {
     int processors = 0;
-    cudaError_t const error = find_processors(processors);
+    cudaError_t const error = find_hopper_processors(processors);
     if (error != cudaSuccess)
     {
         return error;

@@ -4,25 +4,12 @@
 #include "tensor_map.cuh"
 #include "wide_gemm_sm90.cuh"
 
+#include <algorithm>
+
 namespace dflash
 {
 namespace wide
 {
-
-// The current device's multiprocessors; an error where it is no Hopper GPU, or the library has no code for one.
-inline cudaError_t find_processors(int& processors)
-{
-    int device = 0, major = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    error = error ? error : cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    error = error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-#ifdef DFLASH_SM90A
-    bool const has_kernel = major == 9;
-#else
-    bool const has_kernel = false;
-#endif
-    return error ? error : has_kernel ? cudaSuccess : cudaErrorNotSupported;
-}
 
 template <typename T>
 cudaError_t map_weight(dflash_skinny_gemm_params const& p, int outputs, CUtensorMap& map)
@@ -33,6 +20,19 @@ cudaError_t map_weight(dflash_skinny_gemm_params const& p, int outputs, CUtensor
     return map_bytes<4>(p.weight, {row_bytes, kHalf, 2, count / kGranule},
         {row_bytes, to_second * row_bytes, to_next * row_bytes},
         {kLine, kHalf, 2, static_cast<cuuint32_t>(outputs / kGranule)}, map);
+}
+
+// Says what a product is and how it comes into shared memory, in tiles of L's size.
+template <typename L>
+cudaError_t fill(dflash_skinny_gemm_params const& p, Launch& launch)
+{
+    using T = typename L::T;
+    launch.p = p;
+    launch.lines = p.inputs * static_cast<int>(sizeof(T)) / kLine;
+    launch.tiles = (p.outputs + L::kOutputs - 1) / L::kOutputs;
+    launch.box_rows = std::min((p.rows + 7) / 8 * 8, L::kRows);
+    cudaError_t const error = map_weight<T>(p, L::kOutputs, launch.weight);
+    return error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), launch.box_rows, launch.inputs);
 }
 
 } // namespace wide

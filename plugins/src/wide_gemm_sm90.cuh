@@ -38,15 +38,21 @@ struct Mainloop
     // Gives one tile's sums, of the lines of this block.
     __device__ __forceinline__ void multiply(Sums<L>& c)
     {
-        constexpr int kRowsAt = L::kSharesRows ? 64 * kLine : 0,
-                      kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
 #pragma unroll
         for (auto& four : c)
         {
             four[0] = four[1] = four[2] = four[3] = 0.f;
         }
+        add_lines(share.lines, c);
+    }
+
+    // Adds the products of the next lines.
+    __device__ __forceinline__ void add_lines(int lines, Sums<L>& c)
+    {
+        constexpr int kRowsAt = L::kSharesRows ? 64 * kLine : 0,
+                      kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
         int before = 0;
-        for (int i = 0; i < share.lines; ++i)
+        for (int i = 0; i < lines; ++i)
         {
             wait_for_phase(shared.full(stage.at), stage.phase);
             uint64_t const rows = sm90::matrix(shared.inputs(stage.at) + group * kRowsAt, 16, 1024);
@@ -230,6 +236,18 @@ struct Epilogue
     }
 };
 
+// Waits for the kernels before this one, and until the other blocks of the cluster can be sent to.
+template <typename L>
+__device__ __forceinline__ void begin_to_send()
+{
+    wait();
+    if (L::kSplits > 1)
+    {
+        __syncwarp();
+        wait_for_cluster();
+    }
+}
+
 #endif
 
 template <typename L>
@@ -260,12 +278,7 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
     {
         Loader<L>{launch, shared, share, {share}}.load_first_inputs();
     }
-    wait();
-    if (L::kSplits > 1)
-    {
-        __syncwarp();
-        wait_for_cluster(); // the other blocks can be sent to
-    }
+    begin_to_send<L>();
     if (!computes)
     {
         return;
