@@ -6,7 +6,7 @@ import torch
 
 from trtllm_dflash.kernels.caches import Scales, check_caches, scale_addresses
 from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, DTYPES, HALVES, HEAD_SIZES, address, check, check_ints
-from trtllm_dflash.kernels.library import is_hopper, processors, run, stream, structure
+from trtllm_dflash.kernels.library import is_hopper, processors, run, run_with_workspace, stream, structure
 from trtllm_dflash.kernels.pages import Pages, page_members
 
 Tensor = torch.Tensor
@@ -77,7 +77,7 @@ def attention(
     params.lengths, params.added, params.out = lengths.data_ptr(), address(added), out.data_ptr()
     params.q_slot_stride = q.stride(0)
     params.scale = params.scale if scale is None else scale
-    _run(params, q.device)
+    run_with_workspace("dflash_attention", params, q.device)
     return out
 
 
@@ -125,7 +125,7 @@ def attend_rows(
     params = _flat_params(q, keys, values, pages, segments, rows, out, causal, window, sinks, scales)
     params.added, params.block, params.row_path, params.is_exact = address(added), block, address(row_path), int(exact)
     params.scale = params.scale if scale is None else scale
-    _run(params, q.device)
+    run_with_workspace("dflash_attention", params, q.device)
     return out
 
 
@@ -230,10 +230,3 @@ def _params(
         cache_head_stride=keys.stride(1),
         **scale_addresses(scales),
     )
-
-
-def _run(params: ctypes.Structure, device: torch.device) -> None:
-    needed = ctypes.c_size_t()
-    run("dflash_attention_workspace", params, ctypes.byref(needed))
-    workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)
-    run("dflash_attention", params, workspace.data_ptr(), needed.value, stream())

@@ -1,13 +1,12 @@
 """Latent attention (MLA), absorbed: of a short block of rows to a long cache whose rows are keys and values at once."""
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 
 from trtllm_dflash.kernels.attention import MAX_ROWS, AttentionParams
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, check, check_ints, check_rows
-from trtllm_dflash.kernels.library import Pointer, is_hopper, run, stream, structure
+from trtllm_dflash.kernels.library import is_hopper, run, run_with_workspace, stream, structure
 
 Tensor = torch.Tensor
 
@@ -120,10 +119,7 @@ def attend_latent(q: Tensor, cache: Tensor, lengths: Tensor, scale: float) -> Te
         cache_slot_stride=cache.stride(0),
         cache_head_stride=cache.stride(1),
     )
-    needed = ctypes.c_size_t()
-    run("dflash_latent_attention_workspace", params, ctypes.byref(needed))
-    workspace = torch.empty(needed.value, dtype=torch.uint8, device=q.device)
-    run("dflash_latent_attention", params, Pointer(workspace.data_ptr()), needed, stream())
+    run_with_workspace("dflash_latent_attention", params, q.device)
     return out
 
 

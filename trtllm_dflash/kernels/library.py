@@ -101,7 +101,6 @@ def _load(named: str | None) -> Library:
         raise EngineError(f"the CUDA kernels of {path} have interface {version}, not {ABI_VERSION}: {remedy()}")
     functions.dflash_architectures.restype = ctypes.c_char_p
     functions.dflash_error_string.restype = ctypes.c_char_p
-    functions.dflash_attention.argtypes = [Pointer, Pointer, ctypes.c_size_t, Pointer]
     return Library(path, version, tuple(functions.dflash_architectures().decode().split(",")), functions)
 
 
@@ -147,6 +146,18 @@ def run(name: str, params: ctypes.Structure, *rest: object) -> None:
     error = getattr(functions, name)(ctypes.byref(params), *rest)
     if error:
         raise EngineError(f"{name}: {functions.dflash_error_string(error).decode()}")
+
+
+def run_with_workspace(name: str, params: ctypes.Structure, device: torch.device) -> None:
+    """Calls a function of the library on its structure, with as much scratch as NAME_workspace asks for.
+
+    Raises:
+        EngineError: it failed, with CUDA's words.
+    """
+    needed = ctypes.c_size_t()
+    run(name + "_workspace", params, ctypes.byref(needed))
+    workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)
+    run(name, params, Pointer(workspace.data_ptr()), needed, stream())
 
 
 def stream() -> ctypes.c_void_p:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
-from trtllm_dflash.kernels.library import Pointer, is_hopper, load, processors, run, stream, structure
+from trtllm_dflash.kernels.library import is_hopper, load, processors, run, run_with_workspace, stream, structure
 
 Tensor = torch.Tensor
 
@@ -160,7 +160,9 @@ def exact_gemm(
         if x.numel() > SKINNY_ROWS * x.shape[-1]:
             x, factors = _norm_inputs(x, norm, len(weight))
             norm = None
-    return _product("dflash_exact_gemm", x, weight, None, bias, swiglu, norm, residual, gelu, factors)
+    return _product(
+        "dflash_exact_gemm", x, weight, None, bias, swiglu, norm, residual, gelu, factors, has_workspace=True
+    )
 
 
 def _norm_inputs(x: Tensor, norm: Norm, outputs: int) -> tuple[Tensor, Tensor]:
@@ -201,6 +203,7 @@ def _product(
     residual: Tensor | None,
     gelu: bool,
     row_factors: Tensor | None = None,
+    has_workspace: bool = False,
 ) -> Tensor:
     outputs, inputs = weight.shape
     check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
@@ -238,15 +241,8 @@ def _product(
         gelu=int(gelu),
         row_factors=address(row_factors),
     )
-    if function == "dflash_exact_gemm":
-        _run_exact(params, x.device)
+    if has_workspace:
+        run_with_workspace(function, params, x.device)
     else:
         run(function, params, stream())
     return out
-
-
-def _run_exact(params: ctypes.Structure, device: torch.device) -> None:
-    needed = ctypes.c_size_t()
-    run("dflash_exact_gemm_workspace", params, ctypes.byref(needed))
-    workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)  # for partial sums
-    run("dflash_exact_gemm", params, Pointer(workspace.data_ptr()), needed, stream())
