@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -85,17 +87,12 @@ def serve(folder: Path, token_ids: list[list[int]], arguments: argparse.Namespac
     words += ["--drafter", str(folder / "pair" / "drafter"), "--port", str(arguments.port)]
     words += ["--max-seq-len", str(MAX_SEQ_LEN), "--max-batch", str(SLOTS)]
     words += ["--gpu", arguments.gpu] if arguments.gpu else []
-    server = subprocess.Popen([sys.executable, "-m", "trtllm_dflash", "launch", *words])
-    try:
-        wait_until_ready(url, server)
+    with launched(words, url) as server:
         complete(url, token_ids[0], arguments.max_tokens)  # the first request compiles what is left
         before = read_metrics(f"{url}/metrics")
         replies = [complete(url, ids, arguments.max_tokens) for ids in token_ids]
         time.sleep(2)
         drafts = read_metrics(f"{url}/metrics").since(before)
-    finally:
-        server.terminate()
-        server.wait()
     assert drafts is not None, "vLLM counted no drafts"
     return {
         "replies": replies,
@@ -105,6 +102,18 @@ def serve(folder: Path, token_ids: list[list[int]], arguments: argparse.Namespac
         "drafted": drafts.drafted,
         "exit_code": server.returncode,
     }
+
+
+@contextmanager
+def launched(words: list[str], url: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """`launch` with these words, once its server answers; it has ended behind the block."""
+    server = subprocess.Popen([sys.executable, "-m", "trtllm_dflash", "launch", *words])
+    try:
+        wait_until_ready(url, server)
+        yield server
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:

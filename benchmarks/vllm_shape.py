@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from build_random import size_of, write_pair
-from vllm_pair import complete, wait_until_ready
+from vllm_pair import complete, launched
 
 from trtllm_dflash.cost.shapes import SHAPES
 from trtllm_dflash.models import read_target_config
@@ -75,12 +75,10 @@ def serve(words: list[str], own: list[str], vocabulary: int, port: int) -> dict[
     """
     url = f"http://127.0.0.1:{port}"
     after = ["--", *own] if own else []
-    launch = [sys.executable, "-m", "trtllm_dflash", "launch", *words]
+    dry = [sys.executable, "-m", "trtllm_dflash", "launch", *words, "--dry-run", *after]
+    script = subprocess.run(dry, capture_output=True, text=True, check=True).stdout
     begin = time.perf_counter()
-    server = subprocess.Popen([*launch, *after])
-    try:
-        script = subprocess.run([*launch, "--dry-run", *after], capture_output=True, text=True, check=True).stdout
-        wait_until_ready(url, server)
+    with launched([*words, *after], url) as server:
         ready = time.perf_counter() - begin
         print(f"ready after {ready:.0f} s", flush=True)
         draw = random.Random(0)
@@ -91,12 +89,9 @@ def serve(words: list[str], own: list[str], vocabulary: int, port: int) -> dict[
         seconds = time.perf_counter() - begin
         time.sleep(SETTLE_SECONDS)
         drafts = read_metrics(f"{url}/metrics").since(before)
-    finally:
-        server.terminate()
-        server.wait()
     assert drafts is not None, "vLLM counted no drafts"
     return {
-        "launch": shlex.join(["trtllm-dflash", *launch[3:], *after]),
+        "launch": shlex.join(["trtllm-dflash", "launch", *words, *after]),
         "script": [line.strip() for line in script.splitlines() if line.strip() and not line.strip().startswith("#")],
         "ready_seconds": round(ready, 1),
         "requests": REQUESTS,
