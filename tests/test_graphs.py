@@ -1,6 +1,9 @@
 """Captured steps, with a capture that captures nothing: every step that is asked for was prepared before."""
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -285,6 +288,26 @@ def test_kinds_with_more_than_tokens_are_fewer(slots, lengths):
 PENALTIES = SlotPenalties(
     [1, 7], [], 0.5, -0.25, 1.5, ((3, 2.0), (4, -100.0)), end_ids=(0, 2), ends_from=9, bad_runs=((5,), (6, 7))
 )
+
+
+#: Prints the kinds that a rank captures, of all sorts, in order.
+KINDS = """
+from trtllm_dflash.engine.ladder import shaped_kinds, step_kinds
+lengths = 0, 1, 2, 3, 5, 7, 11, 15
+print(*step_kinds(64, lengths, True, 512, 15, 16), *shaped_kinds(64, lengths, True, 512, 15), sep="\\n")
+"""
+
+
+def test_every_rank_captures_its_steps_in_one_order():
+    # Sets of kinds have another order in each process. Ranks that capture different steps wait for each other for ever.
+    command = [sys.executable, "-c", KINDS]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": str(seed)}, stdout=subprocess.PIPE)
+        for seed in range(2)
+    ]
+    first, second = (rank.communicate()[0].decode().splitlines() for rank in ranks)
+    assert len(first) > 400
+    assert first == second
 
 
 def test_ranks_are_told_what_to_prepare():

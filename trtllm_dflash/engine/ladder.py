@@ -138,7 +138,7 @@ def step_kinds(
         for kind in kinds
         if kind.drafting is Drafting.BLOCK and _is_shared(kind, shared_block)
     ]
-    return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
+    return _largest_first(kinds)
 
 
 def shaped_kinds(
@@ -168,7 +168,21 @@ def shaped_kinds(
             if blocks or drafting is kept
         ]
     kinds += [replace(kind, sampled=True) for kind in kinds if sampled]
-    return sorted(kinds, key=lambda kind: (kind.all_rows, kind.sampled), reverse=True)
+    return _largest_first(kinds)
+
+
+def _largest_first(kinds: Iterable[StepKind]) -> list[StepKind]:
+    """Sorts kinds into the order in which they are captured: the same one in every rank.
+
+    Ranks that capture different steps wait for each other's sums for ever, and sets of kinds have another order in each
+    process.
+    """
+
+    def size(kind: StepKind) -> tuple[int, bool, int, int, str, int, bool, bool]:
+        first = kind.all_rows, kind.sampled, kind.slots, kind.rows
+        return *first, kind.drafting.value, kind.tree, kind.shaped, kind.shares
+
+    return sorted(kinds, key=size, reverse=True)
 
 
 def _is_shared(kind: StepKind, block: int) -> bool:
