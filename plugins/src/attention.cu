@@ -88,7 +88,8 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     plan.is_sm90 = false;
 #endif
     bool const has_tails = p.segments && p.causal && p.block == 0 && !p.added && p.rows <= DFLASH_TREE_MOST_ROWS;
-    bool const is_missing = p.is_exact && (!plan.is_sm90 || p.window > 0 || p.head_size > 128 || !has_tails);
+    bool const is_shorter = p.window > 0 && p.window < kTail; // than tails
+    bool const is_missing = p.is_exact && (!plan.is_sm90 || is_shorter || p.head_size > 128 || !has_tails);
     if ((p.head_size > 128 && !plan.is_sm90) || is_missing)
     {
         return cudaErrorNotSupported;

@@ -1,6 +1,7 @@
 // Attention for Hopper whose rows depend on nothing else in the batch: see attention_exact_work.cuh.
 //
-// Cuts are the mainloop's, with the same products as elsewhere; then come the tails, out of the last tiles once more.
+// Tails come first, while tiles of the cuts are on their way; cuts are the mainloop's, with the same products as
+// elsewhere.
 #pragma once
 
 #include "attention_exact_work.cuh"
@@ -20,29 +21,33 @@ constexpr int kExactBytes = Shared<D, false>::kBytes + DFLASH_TREE_MOST_ROWS * 8
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Keys of cuts that a thread's two rows see: those before their tails.
+// Keys of cuts that a thread's two rows see: those before their tails, in their windows.
 struct BeforeTails
 {
+    int first[2];
     int past[2];
-    int past_of_all; // keys that every row sees
+    int first_of_all, past_of_all; // keys that every row sees
 
     __device__ __forceinline__ BeforeTails(
         dflash_attention_params const& p, Segment const& s, int const (&rows)[2], Paths const& paths)
-        : past_of_all(s.length - s.rows - (kTail - 1))
+        : first_of_all(p.window > 0 ? s.length - p.window : 0)
+        , past_of_all(s.length - s.rows - (kTail - 1))
     {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
-            past[r] = position_of(p, s, rows[r], paths.of[r]) - (kTail - 1);
+            int const position = position_of(p, s, rows[r], paths.of[r]);
+            first[r] = p.window > 0 ? position - p.window + 1 : 0;
+            past[r] = position - (kTail - 1);
         }
     }
 
     template <int N>
     __device__ __forceinline__ void operator()(float (&logits)[N][4], int first_key) const
     {
-        if (first_key + kTile > past_of_all)
+        if (first_key + kTile > past_of_all || first_key < first_of_all)
         {
-            hide_keys(logits, first_key, {0, 0}, past);
+            hide_keys(logits, first_key, first, past);
         }
     }
 };
@@ -94,22 +99,47 @@ __device__ __forceinline__ void attend_exactly(
 {
     Cursor const& at = range.at;
     Mainloop<T, D, false> mainloop(w, shared, inputs, threadIdx.x / 32);
-    Tails<T, D> const tails{w, shared, inputs, range, mainloop.row_block * kRows, seen + range.cut_tiles()};
-    int const half = (seen + mainloop.group) % 2; // of each cut's tiles: cuts have an even number
+    Tails<T, D> const tails{w, shared, inputs, range, mainloop.row_block * kRows, seen};
+    seen += range.tail_tiles();
+    // Every other tile is a warpgroup's, by its place in the text: that of the ring is then always the same one's.
+    int const half = (seen + at.tile + mainloop.group) % 2;
     float own[D / 16][4];
     Folded<T, D> folded;
     folded.begin();
     tails.load_paths();
     mainloop.begin(at);
+    if (range.has_tails)
+    {
+        tails.wait_for_tiles();
+        tails.compute();
+        mainloop.meet(); // after which none reads their tiles any more
+        if (mainloop.group == 0 && threadIdx.x % 32 == 0)
+        {
+            tails.release_tiles();
+        }
+        if (mainloop.has_rows)
+        {
+            float maxima[2];
+            float sums[2];
+            tails.read(threadIdx.x / 32 % 4 * 16, half * (D / 16), own, maxima, sums);
+            folded.add(own, maxima, sums);
+            if (!range.is_all)
+            {
+                folded.write(w, range.tails_result(w), mainloop.row_block, half);
+                folded.begin();
+            }
+        }
+        mainloop.meet(); // none reads the box any more
+    }
     BeforeTails const hide(w.p, at.segment, mainloop.rows.query, mainloop.paths);
-    for (int cut = at.tile; cut < range.past; cut += kCutTiles)
+    for (int cut = at.tile; cut < range.past; cut += kCutTiles - cut % kCutTiles)
     {
         if (cut > at.tile)
         {
             mainloop.forget();
         }
-        int const past = min(cut + kCutTiles, range.past);
-        for (int tile = cut + half; tile < past; tile += 2)
+        int const past = min(cut + kCutTiles - cut % kCutTiles, range.past);
+        for (int tile = cut + (cut + half) % 2; tile < past; tile += 2)
         {
             mainloop.add(seen + tile - at.tile, tile * kTile, at.segment, hide);
         }
@@ -118,55 +148,32 @@ __device__ __forceinline__ void attend_exactly(
         folded.add(own, mainloop.softmax.maximum, mainloop.softmax.sum);
         mainloop.meet(); // none reads the box any more
     }
-    if (!range.is_all && at.tile < range.past)
-    {
-        if (mainloop.has_rows)
-        {
-            folded.write(w, range.result(w, at.tile / kCutTiles), mainloop.row_block, half);
-        }
-        folded.begin();
-    }
-    if (!range.has_tails)
-    {
-        return;
-    }
-    tails.wait_for_tiles();
-    tails.compute();
-    mainloop.meet(); // after which none reads tiles or queries any more
-    if (mainloop.group == 0 && threadIdx.x % 32 == 0)
-    {
-        tails.release_tiles();
-    }
     if (!mainloop.has_rows)
     {
         return;
     }
-    float maxima[2];
-    float sums[2];
-    tails.read(threadIdx.x / 32 % 4 * 16, half * (D / 16), own, maxima, sums);
-    folded.add(own, maxima, sums);
     if (range.is_all)
     {
         write_rows<T, D>(w, at.segment, at.head, mainloop.rows.packed, folded.softmax.maximum, folded.softmax.sum,
             folded.total, half * (D / 16));
     }
-    else
+    else if (at.tile < range.past)
     {
-        folded.write(w, range.result(w, cuts_of(w.p, at.segment)), mainloop.row_block, half);
+        folded.write(w, range.cut_result(w), mainloop.row_block, half);
     }
 }
 
-// Asks for all tiles of a range, then for those of its tails. By one thread.
+// Asks for the tiles of a range's tails, then for those of its cuts. By one thread.
 template <typename S>
 __device__ __forceinline__ void fill_exactly(Work const& w, ExactRange const& range, int seen, Inputs<S> const& inputs,
     CUtensorMap const& keys, CUtensorMap const& values)
 {
     Cursor ahead = range.at;
     int const tiles = range.tiles();
+    int const tail_tiles = range.tail_tiles();
     for (int i = 0; i < tiles; ++i)
     {
-        int const nth_tail = i - range.cut_tiles();
-        ahead.tile = nth_tail < 0 ? range.at.tile + i : range.first_tail() + nth_tail;
+        ahead.tile = i < tail_tiles ? range.first_tail() + i : range.at.tile + i - tail_tiles;
         int const nth = seen + i;
         TilePlace const place(w, ahead);
         inputs.ask(nth % S::kStages, 1 ^ nth / S::kStages % 2, place, ahead.head, keys, values);

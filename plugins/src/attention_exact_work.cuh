@@ -4,8 +4,8 @@
 // lie apart from each other, so a tail's keys are gathered: at whatever places they lie, each has its own place in the
 // row's sums. The keys before the tail lie at their positions, for a tree is no deeper than a tail. They are cut at
 // every DFLASH_EXACT_KEYS-th from the first on, whatever else there is to do and however many follow; those behind a
-// row's own last one have no weight in it. A row's result is that of its cuts, one after the other, and then its tail:
-// it depends on its own keys alone.
+// row's own last one, or before its window, have no weight in it. A row's result is that of its tail, and then of its
+// cuts, one after the other: it depends on its own keys alone.
 #pragma once
 
 #include "attention_work.cuh"
@@ -24,17 +24,35 @@ __device__ __forceinline__ int position_of(dflash_attention_params const& p, Seg
     return s.length - s.rows + (p.row_path ? max(__popcll(path), 1) - 1 : row);
 }
 
-// Tiles of keys that lie before the tail of any of a segment's rows.
-__device__ __forceinline__ int cut_tiles_of(dflash_attention_params const& p, Segment const& s)
+// Tiles of keys that any of a segment's rows sees before its tail.
+struct CutTiles
 {
-    int const keys = max(s.length - (p.row_path ? s.rows : kTail), 0);
-    return (keys + kTile - 1) / kTile;
-}
+    int first;
+    int past;
 
-__device__ __forceinline__ int cuts_of(dflash_attention_params const& p, Segment const& s)
-{
-    return (cut_tiles_of(p, s) + kCutTiles - 1) / kCutTiles;
-}
+    __device__ __forceinline__ CutTiles(dflash_attention_params const& p, Segment const& s)
+    {
+        int const keys = max(s.length - (p.row_path ? s.rows : kTail), 0);
+        past = (keys + kTile - 1) / kTile;
+        first = min(first_tile_of(p, s), past);
+    }
+
+    __device__ __forceinline__ int count() const
+    {
+        return past - first;
+    }
+
+    // The cut that the first of them lies in.
+    __device__ __forceinline__ int first_cut() const
+    {
+        return first / kCutTiles;
+    }
+
+    __device__ __forceinline__ int cuts() const
+    {
+        return count() > 0 ? (past + kCutTiles - 1) / kCutTiles - first_cut() : 0;
+    }
+};
 
 // The cut of each (slot, head) into ranges, of cuts and tails: all of one, or a cut, the last of them with the tails or
 // not. All give the same bits: what is likely to end soonest.
@@ -58,11 +76,12 @@ struct ExactDivision
         for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
         {
             Segment const s = segments.of_lane(b);
-            int const own = cuts_of(w.p, s);
+            CutTiles const tiles(w.p, s);
+            int const own = tiles.cuts();
             used += s.length > 0 ? 1 : 0;
             cuts += own;
             joined += s.length > 0 ? max(own, 1) : 0;
-            longest = max(longest, cut_tiles_of(w.p, s));
+            longest = max(longest, tiles.count());
         }
         used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
         cuts = __reduce_add_sync(0xffffffffu, cuts) * w.p.kv_heads;
@@ -78,16 +97,17 @@ struct ExactDivision
     // Ranges of one of a segment's heads.
     __device__ __forceinline__ int of(dflash_attention_params const& p, Segment const& s) const
     {
-        int const cuts = is_whole ? 0 : cuts_of(p, s);
+        int const cuts = is_whole ? 0 : CutTiles(p, s).cuts();
         return s.length == 0 ? 0 : is_apart && !is_whole ? cuts + 1 : max(cuts, 1);
     }
 };
 
-// What a block takes of a (slot, head) at a time: tiles of its cuts, and its tails, or one of both.
+// What a block takes of a (slot, head) at a time: its tails, and tiles of its cuts, or one of both.
 struct ExactRange
 {
-    Cursor at; // its first tile
+    Cursor at; // its first tile of cuts
     int past; // the tile behind its last
+    int part; // of the (slot, head)
     bool is_all; // of the (slot, head)
     bool has_tails;
 
@@ -101,15 +121,17 @@ struct ExactRange
         at.index = find_segment(
             p, segments, range, before, [&](Segment const& s) { return division.of(p, s) * p.kv_heads; });
         at.segment = segments.of(at.index);
-        at.tiles = cut_tiles_of(p, at.segment);
+        CutTiles const tiles(p, at.segment);
+        at.tiles = tiles.past;
         at.first_tile = 0;
         int const parts = division.of(p, at.segment);
         at.head = (range - before) / parts;
-        int const part = range - before - at.head * parts;
+        part = range - before - at.head * parts;
         is_all = parts == 1;
         has_tails = part == parts - 1;
-        at.tile = min(part * kCutTiles, at.tiles);
-        past = is_all ? at.tiles : min(at.tile + kCutTiles, at.tiles);
+        int const cut = tiles.first_cut() + part;
+        at.tile = min(max(cut * kCutTiles, tiles.first), tiles.past);
+        past = is_all ? tiles.past : min((cut + 1) * kCutTiles, tiles.past);
     }
 
     // The first tile that any tail has a key in.
@@ -123,20 +145,25 @@ struct ExactRange
         return (at.segment.length + kTile - 1) / kTile;
     }
 
-    __device__ __forceinline__ int cut_tiles() const
+    __device__ __forceinline__ int tail_tiles() const
     {
-        return past - at.tile;
+        return has_tails ? past_tail() - first_tail() : 0;
     }
 
     __device__ __forceinline__ int tiles() const
     {
-        return cut_tiles() + (has_tails ? past_tail() - first_tail() : 0);
+        return tail_tiles() + past - at.tile;
     }
 
-    // The place of the partial result of a cut of the (slot, head); that of tails is behind the last cut's.
-    __device__ __forceinline__ int result(Work const& w, int cut) const
+    // The place of the partial result of the range's tails; those of the (slot, head)'s cuts are behind it.
+    __device__ __forceinline__ int tails_result(Work const& w) const
     {
-        return (at.index * w.p.kv_heads + at.head) * (w.most_cuts + 1) + cut;
+        return (at.index * w.p.kv_heads + at.head) * (w.most_cuts + 1);
+    }
+
+    __device__ __forceinline__ int cut_result(Work const& w) const
+    {
+        return tails_result(w) + 1 + part;
     }
 };
 

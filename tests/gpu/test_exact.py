@@ -45,8 +45,8 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object) -> No
 class Rows:
     """Queries at all positions of slots, and the attention of runs of them by the kernel."""
 
-    def __init__(self, lengths, heads, kv_heads, size, page_rows=64, dtype=BF16):
-        self.lengths, self.heads, self.size = lengths, heads, size
+    def __init__(self, lengths, heads, kv_heads, size, page_rows=64, dtype=BF16, window=0):
+        self.lengths, self.heads, self.size, self.window = lengths, heads, size, window
         self.paged = random_pages(lengths, kv_heads, size, dtype, page_rows)
         self.q = [torch.randn(length, heads, size, device="cuda").to(dtype) for length in lengths]
 
@@ -68,9 +68,8 @@ class Rows:
         q = torch.cat([self.q[slot][start : start + count] for slot, start, count in runs])
         out = torch.full((first, self.heads * self.size), torch.nan, dtype=q.dtype, device="cuda")
         paged, most = self.paged, most or max(count for *_, count in runs)
-        kernels.attend_rows(
-            q, paged.keys, paged.values, paged.pages, ints(segments), most, out, causal=True, exact=exact
-        )
+        of = q, paged.keys, paged.values, paged.pages, ints(segments), most, out
+        kernels.attend_rows(*of, causal=True, window=self.window, exact=exact)
         return out.split([count for *_, count in runs])
 
     def expected(self, slot, start, count):
@@ -81,15 +80,21 @@ class Rows:
         q = self.q[slot][start : start + count].double().transpose(0, 1)
         keys, values = (x.repeat_interleave(self.heads // len(x), dim=0) for x in (keys, values))
         logits = q @ keys.transpose(1, 2) / self.size**0.5
-        hidden = torch.arange(start + count, device="cuda") > torch.arange(start, start + count, device="cuda")[:, None]
+        at, own = torch.arange(start + count, device="cuda"), torch.arange(start, start + count, device="cuda")[:, None]
+        hidden = (at > own) | (at <= own - (self.window or len(at)))
         return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (8, 8, 128), (40, 4, 128)], ids=str)
+#: Heads, KV heads, their size, and the window; gpt-oss's are the last but one.
+SHAPES = [(32, 8, 128, 0), (14, 2, 64, 0), (8, 8, 128, 0), (40, 4, 128, 0)]
+WINDOWS = [(32, 8, 128, 16), (14, 2, 64, 600), (64, 8, 64, 128), (32, 8, 128, 1100)]
+
+
+@pytest.mark.parametrize("shape", SHAPES + WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [1, 63, 64, 100, 256, 257, 511, 512, 513, 769, 1000, 4097, 8000])
 def test_a_row_s_attention_is_the_same_alone_in_a_block_and_in_a_batch(length, shape):
     """Also where the rows behind it reach another tile, or another part of the cache."""
-    rows = Rows([length + 40, 700, length + 40, 3, 1500], *shape)
+    rows = Rows([length + 40, 700, length + 40, 3, 1500], *shape[:3], window=shape[3])
     start = length - 1
     (one,) = rows.attend([(0, start, 1)])
     assert_close(one, rows.expected(0, start, 1), BF16)
@@ -134,14 +139,14 @@ def test_what_held_before_attention_whose_cuts_follow_the_batch_is_not_exact():
     assert not torch.equal(batch[1][:1], one)
 
 
-def test_exact_attention_with_a_window_is_refused():
+def test_exact_attention_with_a_window_shorter_than_a_tail_is_refused():
     from trtllm_dflash.errors import EngineError
 
     rows = Rows([100], 8, 2, 64)
     paged, out = rows.paged, torch.empty(1, 8 * 64, dtype=BF16, device="cuda")
     rest = paged.keys, paged.values, paged.pages, ints([(0, 50, 0, 1)]), 1, out
     with pytest.raises(EngineError, match="not supported"):
-        kernels.attend_rows(rows.q[0][50:51], *rest, causal=True, window=16, exact=True)
+        kernels.attend_rows(rows.q[0][50:51], *rest, causal=True, window=15, exact=True)
 
 
 # -- attention of trees ------------------------------------------------------------------------------------------------
@@ -172,8 +177,8 @@ class Trees:
 
     def __init__(self, bases, rows, shape, dtype, cancels=False):
         chance = random.Random(rows)
-        heads, kv_heads, size = shape
-        self.bases, self.rows, self.shape = bases, rows, shape
+        heads, kv_heads, size, self.window = shape
+        self.bases, self.rows, self.shape = bases, rows, shape[:3]
         trees = [shallow_parents(rows, chance) for _ in bases]
         self.paths = [[path_of(parents, row) for row in range(rows)] for parents in trees]
         self.checked = [(tree, row) for tree in range(len(bases)) for row in chance.sample(range(rows), 4)]
@@ -214,7 +219,7 @@ class Trees:
             bits = [sum(1 << at for at in path) for path in paths]
             paths = torch.tensor([x - (x >> 63 << 64) for x in bits], device="cuda")
         of = self.paged.keys, self.paged.values, self.paged.pages, ints(segments), most, out
-        return kernels.attend_rows(q, *of, causal=True, row_path=paths, exact=True)
+        return kernels.attend_rows(q, *of, causal=True, window=self.window, row_path=paths, exact=True)
 
     def drafted(self, trees):
         """The rows of some trees, all in one call: [rows, Hq*D] each."""
@@ -240,8 +245,9 @@ class Trees:
         heads, kv_heads, size = self.shape
         tree, row = self.checked[i]
         length = len(self.places(tree, row))
+        seen = slice(max(length - self.window, 0) if self.window else 0, length)
         keys, values = (
-            self.paged.linear(x, len(self.bases) + i)[:, :length].double().repeat_interleave(heads // kv_heads, 0)
+            self.paged.linear(x, len(self.bases) + i)[:, seen].double().repeat_interleave(heads // kv_heads, 0)
             for x in (self.paged.keys, self.paged.values)
         )
         logits = (keys @ self.q[tree][row].double()[:, :, None])[..., 0] / size**0.5
@@ -252,7 +258,7 @@ BASES = [0, 1, 14, 15, 16, 17, 40, 49, 63, 64, 65, 79, 80, 127, 300, 496, 511, 5
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], *WINDOWS], ids=str)
 @pytest.mark.parametrize("nodes", TREE_SIZES)
 def test_a_row_of_a_tree_is_what_it_is_in_its_text(nodes, shape, dtype):
     """Alone, among other trees, and beside the same row decoded plainly and in a chain."""
@@ -273,7 +279,7 @@ def test_a_row_of_a_tree_is_what_it_is_in_its_text(nodes, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
 @pytest.mark.parametrize("nodes", TREE_SIZES)
 def test_nothing_of_a_tree_s_row_is_rounded_otherwise_than_in_its_text(nodes, shape, dtype):
     """Where values cancel out, the last bit of their sums shows in all digits."""

@@ -14,6 +14,7 @@ from tests.gpu import test_moe as numbers
 from tests.gpu import test_nvfp4_experts as nvfp4
 from tests.gpu.test_cuda import tokens
 from tests.gpu.test_exact import assert_same
+from tests.gpu.test_expert_texts import gpt_oss
 from tests.gpu.test_hybrids import PARAMS, PROMPTS, load
 from tests.gpu.test_kernels import HALVES, why_not_hopper
 from tests.quantized import quantize_folder
@@ -53,12 +54,15 @@ def test_what_experts_give_a_row_is_the_same_alone_and_among_others(kind, dtype,
             assert_same(found, whole[rows][: len(found)], f"{count} rows from the one at {first} on")
 
 
-@pytest.mark.parametrize("layout", [None, "blocks", "nvfp4"], ids=["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("layout", [None, "blocks", "nvfp4", "mxfp4"], ids=["bf16", "fp8", "nvfp4", "gpt-oss"])
 def test_texts_are_the_same_drafted_or_not_alone_or_in_a_batch(layout, tmp_path):
-    """Prompts in pieces, and more of them than slots."""
+    """Prompts in pieces, and more of them than slots; of gpt-oss, whose windows are shorter than they are."""
     shape = {"head_size": 64, "top_k": 3, "hidden": 256, "intermediate": 256, "vocab": 16}
-    target = make_qwen3_moe(tmp_path / "target", **shape)
-    if layout is not None:
+    if layout == "mxfp4":
+        target = gpt_oss(tmp_path / "target", top_k=3)
+    else:
+        target = make_qwen3_moe(tmp_path / "target", **shape)
+    if layout in ("blocks", "nvfp4"):
         quantize_folder(target, layout, within=".experts.")
     drafter = make_drafter(tmp_path / "drafter", target, block_size=16, head_size=64, intermediate=128, seed=3)
     sampled = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.95, seed=5)

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.conftest import TINY
 from tests.gpu.test_cuda import KERNELS, NEAR_TIE, acceptance, load_tiny, shipped_prompts, tokens
 from tests.gpu.test_draft_trees import load_trees
+from tests.gpu.test_kernels import why_not_hopper
 from tests.near_ties import assert_only_near_ties_differ
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.planning import open_checkpoints, plan_engine
@@ -21,6 +22,7 @@ from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill, Prepare
+from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.step import Drafting
@@ -52,7 +54,11 @@ def _rank(rank: int, ranks: int, port: int, work: Any, arguments: tuple[object, 
 
 
 def load_rank(
-    communicator: TorchDistributed, device: torch.device, precision: str, draft_tree: int | str = "off"
+    communicator: TorchDistributed,
+    device: torch.device,
+    precision: str,
+    draft_tree: int | str = "off",
+    computed: Kernels = KERNELS,
 ) -> LLM:
     values: dict[str, Any] = {"precision": precision, "tp": communicator.size, "max_batch": 8, "max_seq_len": 1024}
     pair = {"name": "tiny", "target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
@@ -60,7 +66,7 @@ def load_rank(
     checkpoints = open_checkpoints(settings)
     config = with_trees(plan_engine(checkpoints, settings).config, draft_tree, device)
     weights = read_rank_weights(checkpoints, communicator.size, communicator.rank, config.dtype)
-    session = CudaSession(config, weights, device, communicator, kernels=KERNELS)
+    session = CudaSession(config, weights, device, communicator, kernels=computed)
     return LLM(session, TextCodec.load(checkpoints.target_folder.path, config.chat_arguments))
 
 
@@ -83,6 +89,33 @@ def generate(
         Path(to).write_text(
             json.dumps({"texts": texts, "acceptance": acceptance(found["drafted"]), "small": bool(communicator._small)})
         )
+
+
+def generate_exactly(communicator: TorchDistributed, device: torch.device, draft_tree: int | str, to: str) -> None:
+    """Writes texts of a batch plainly, drafted, and alone; the long prompt's sums are of more bytes than one call's."""
+    with load_rank(communicator, device, "bf16", draft_tree, "exact") as llm:
+        if communicator.rank:
+            llm.session.follow()
+            return
+        prompts: list[Any] = [[i * 7 % 2000 + 3 for i in range(700)], *shipped_prompts(3)]
+        found = {}
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            plain, drafted = (tokens(llm.generate(prompts, params, draft)) for draft in (False, True))
+            alone = [tokens(llm.generate([prompt], params))[0] for prompt in prompts[:4]]
+            found[name] = {"plain": plain, "drafted": drafted, "alone": alone}
+        Path(to).write_text(json.dumps({"exact": llm.session.choice.exact, "texts": found}))
+
+
+@pytest.mark.skipif(bool(why_not_hopper("exact rows")), reason=why_not_hopper("exact rows"))
+@pytest.mark.parametrize("draft_tree", ["off", 15])
+@pytest.mark.parametrize("ranks", [n for n in (2, 4) if n <= GPUS])
+def test_exact_ranks_give_a_text_whatever_is_beside_it(ranks, draft_tree, tmp_path):
+    spawn(ranks, generate_exactly, draft_tree, str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["exact"].endswith(f", tp {ranks}")
+    for name, texts in found["texts"].items():
+        assert texts["drafted"] == texts["plain"], name
+        assert texts["alone"] == texts["plain"][: len(texts["alone"])], name
 
 
 @pytest.mark.parametrize("ranks", [n for n in (2, 4) if n <= GPUS])

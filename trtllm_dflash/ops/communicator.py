@@ -34,6 +34,11 @@ class Communicator(ABC):
     def share_memory(self, device: torch.device) -> None:  # noqa: B027
         """Lets our kernel, which reads the other ranks' memory, compute small sums, where it can."""
 
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether small sums, of at most ALL_REDUCE_BYTES on a GPU, add ranks in one order wherever a number lies."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Leaves the group; no more calls after it."""
@@ -89,6 +94,10 @@ class TorchDistributed(Communicator):
             return self._small(x)
         dist.all_reduce(x, group=self.group)
         return x
+
+    @property
+    def sums_in_order(self) -> bool:
+        return self._host is self.group or self._small is not None
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         if x.is_cuda:

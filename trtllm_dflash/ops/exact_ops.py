@@ -1,6 +1,7 @@
 """`CudaOps` whose rows depend on nothing else in the batch: each gets the same bits alone and among any others."""
 
 import torch
+from torch.nn.functional import pad
 
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
@@ -13,6 +14,8 @@ Tensor = torch.Tensor
 
 #: Pieces of prompts that attend at once: for each, attention's scratch has room for the longest cache.
 _CUTS_AT_ONCE = 8
+#: Numbers of a sum over the ranks: of 16 bits or more, its bytes are then what our kernel takes.
+_SUMMED = 8
 #: The smallest step of a sum of numbers up to 1: as whole steps, those of half a million tokens add up in 63 bits.
 _STEP = 2.0**-44
 
@@ -57,6 +60,15 @@ class ExactOps(CudaOps):
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
         return kernels.exact_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, norm, residual, gelu)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums over the ranks in their order, however many rows there are: in parts that our kernel takes."""
+        if self.tp == 1:
+            return x
+        flat = x.flatten()
+        whole = pad(flat, (0, -flat.numel() % _SUMMED)).split(kernels.ALL_REDUCE_BYTES // x.element_size())
+        sums = [self.communicator.all_reduce(part) for part in whole]
+        return (sums[0] if len(sums) == 1 else torch.cat(sums))[: flat.numel()].view_as(x)
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
         """Computes experts by our kernels alone: those for few rows and for many add up in one order."""

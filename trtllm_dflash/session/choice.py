@@ -154,15 +154,18 @@ def _load_for(capability: tuple[int, int]) -> kernels.Library:
 
 def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | None:
     """Reason why a row of an engine would not have the same bits whatever else is in the batch; None: it has."""
+    least, windows = kernels.EXACT_TAIL, [window for window in config.target.windows or () if window]
+    *few, most = kernels.ALL_REDUCE_RANKS
+    ranks = f"{', '.join(map(str, few))} and {most}"
     is_too_deep = config.draft_tree > 0 and config.block_size > kernels.EXACT_TAIL
     refusals = {
         f"not on {kernels.gpu_name(capability)}, on Hopper alone": capability != (9, 0),
         f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
         "not with FP8 caches": config.kv is not None,
-        "not on several ranks": config.tp > 1,
+        f"not on {config.tp} ranks, on {ranks} alone": config.tp not in (1, *kernels.ALL_REDUCE_RANKS),
         "not with gated delta nets": config.target.delta is not None,
         f"not with --draft-tree of blocks of {config.block_size}, of {kernels.EXACT_TAIL} at most": is_too_deep,
-        "not with sliding windows": any(config.target.windows or ()),
+        f"not with windows of fewer than {kernels.EXACT_TAIL} keys": min(windows, default=least) < least,
         "not with heads of more than 128": max(config.head_sizes) > 128,
     }
     return next((reason for reason, is_met in refusals.items() if is_met), None)

@@ -102,6 +102,8 @@ class CudaSession(TorchSession):
             interleave_experts(self.weights, config.dtype, of_gpu[-1])
         if self.library is not None:
             self.communicator.share_memory(device)
+            if self._is_exact and not self.communicator.sums_in_order:
+                raise EngineError("--kernels exact: these GPUs do not read each other's memory; leave it out")
             self._page_copies = self._copies_of_pages(windowed=False)
             self._window_copies = self._copies_of_pages(windowed=True) if self.paging.window else self._page_copies
         self._graphs = StepGraphs(config, self._capture, config.chunk if is_ours else 0)
@@ -136,7 +138,7 @@ class CudaSession(TorchSession):
             experts=experts_of(self.config, self.weights, self.communicator, ours),
             why=self._why,
             library=self._parts.path,
-            exact=f"{self._parts}, {device}" if self._is_exact else "no",
+            exact=f"{self._parts}, {device}, tp {self.config.tp}" if self._is_exact else "no",
         )
 
     def _stream(self) -> torch.cuda.StreamContext:
