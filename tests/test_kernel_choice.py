@@ -103,12 +103,11 @@ def test_exact_rows_are_our_kernels_on_hopper_with_the_drafts_of_auto(config, li
     ("change", "capability", "why"),
     [
         ({"precision": "fp32"}, HOPPER, "not in fp32, in BF16 and FP16 alone"),
-        ({"kv": "fp8"}, HOPPER, "not with FP8 caches"),
         ({"tp": 3}, HOPPER, "not on 3 ranks, on 2, 4 and 8 alone"),
         ({"draft_tree": 15, "block_size": 17}, HOPPER, "not with --draft-tree of blocks of 17, of 16 at most"),
         ({}, (10, 0), "not on SM100, on Hopper alone"),
     ],
-    ids=["type", "caches", "ranks", "trees", "gpu"],
+    ids=["type", "ranks", "trees", "gpu"],
 )
 def test_where_rows_are_not_exact_that_is_refused_in_one_line(config, change, capability, why):
     with pytest.raises(EngineError, match=f"^--kernels exact: {why}; leave it out$"):

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -476,19 +476,24 @@ def attention(dtype: torch.dtype) -> None:
 
 
 def exact_attention(dtype: torch.dtype) -> None:
-    """One row block to four; cuts and tails apart, together, and all of a head; trees; a page and several; sinks."""
+    """One row block to four; cuts and tails apart, together, and all of a head; trees; a page and several; sinks.
+
+    Windows that begin in a cut's first tile and in others; FP8 caches.
+    """
     if not is_hopper(CUDA):
         return
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    for size in kernels.HEAD_SIZES:
+    for size, scales in product(kernels.HEAD_SIZES, (None, make_scales())):
         few = [(1500, 5), (0, 0), (63, 1), (511, 16), (512, 1), (700, 9), (40, 12)]
         for rows, group in ((16, 4), (16, 1), (17, 4), (32, 4), (32, 5), (32, 8)):
-            attend_flat(dtype, size, None, few, rows, 64, group=group, exact=True)
-        attend_flat(dtype, size, None, [(900, 32), (0, 32)], 32, 2048, group=8, has_sinks=True, exact=True)
+            attend_flat(dtype, size, scales, few, rows, 64, group=group, exact=True)
+        attend_flat(dtype, size, scales, [(900, 32), (0, 32)], 32, 2048, group=8, has_sinks=True, exact=True)
         for rows in (16, 32, 64):
-            attend_flat(dtype, size, None, [(1500, rows), (0, 0), (500, rows)], rows, 64, tree=True, exact=True)
-        attend_flat(dtype, size, None, few + [(600, 2)] * processors, 16, 64, exact=True)
-        attend_flat(dtype, size, None, few + [(600, 32)] * (processors // 4), 32, 64, group=8, exact=True)
+            attend_flat(dtype, size, scales, [(1500, rows), (0, 0), (500, rows)], rows, 64, tree=True, exact=True)
+        for window in (16, 128, 700):
+            attend_flat(dtype, size, scales, few, 16, 64, window=window, exact=True)
+        attend_flat(dtype, size, scales, few + [(600, 2)] * processors, 16, 64, exact=True)
+        attend_flat(dtype, size, scales, few + [(600, 32)] * (processors // 4), 32, 64, group=8, exact=True)
 
 
 def latents(dtype: torch.dtype) -> None:

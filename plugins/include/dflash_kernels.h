@@ -100,8 +100,8 @@ typedef struct
     int32_t is_exact; /* 1: a row's last DFLASH_EXACT_TAIL keys, and those before them as divided at multiples of
                          DFLASH_EXACT_KEYS from a slot's first on, add up apart: so its bits depend on its own keys
                          alone. On Hopper, causal segments of at most DFLASH_TREE_MOST_ROWS rows without `added`, heads
-                         to 128, no window below DFLASH_EXACT_TAIL, no scales; else cudaErrorNotSupported. A row's path
-                         has at most DFLASH_EXACT_TAIL rows */
+                         to 128, no window below DFLASH_EXACT_TAIL; else cudaErrorNotSupported. A row's path has at most
+                         DFLASH_EXACT_TAIL rows */
 } dflash_attention_params;
 
 #define DFLASH_EXACT_KEYS 512

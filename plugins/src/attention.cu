@@ -83,7 +83,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     w.per_page = 1.f / w.page_tiles;
     plan.sms = sms;
 #ifdef DFLASH_SM90A
-    plan.is_sm90 = major == 9 && !p.key_scale; // its products take no FP8 as it lies in a cache
+    plan.is_sm90 = major == 9 && (!p.key_scale || p.is_exact); // products take no FP8 as it lies in a cache
 #else
     plan.is_sm90 = false;
 #endif
@@ -182,12 +182,21 @@ cudaError_t launch_sm90(Plan const& plan, int threads, int bytes, dim3 grid, cud
     return error == cudaSuccess ? launch_kernel(kKernel, grid, threads, bytes, stream, w, keys, values) : error;
 }
 
-template <typename T, int D>
+template <typename T, typename C, int D>
 cudaError_t launch_attend_exact(Plan const& plan, cudaStream_t stream)
 {
-    constexpr auto kernel = sm90::attend_exact_kernel<T, D>;
+    constexpr int kBytes = sm90::kExactBytes<D>;
     dim3 const grid(plan.blocks, plan.work.row_blocks);
-    return launch_sm90<kernel>(plan, sm90::kExactThreads, sm90::kExactBytes<D>, grid, stream);
+    if constexpr (std::is_same_v<T, C>)
+    {
+        return launch_sm90<sm90::attend_exact_kernel<T, D>>(plan, sm90::kExactThreads, kBytes, grid, stream);
+    }
+    else
+    {
+        constexpr auto kernel = sm90::attend_exact_fp8_kernel<T, D>;
+        cudaError_t const error = allow_shared_bytes<kernel>(kBytes);
+        return error ? error : launch_kernel(kernel, grid, sm90::kExactThreads, kBytes, stream, plan.work);
+    }
 }
 
 template <typename T, int D, bool kSharedTiles>
@@ -209,6 +218,13 @@ cudaError_t launch_attend_wide(Plan const& plan, cudaStream_t stream)
 template <typename T, typename C, int D>
 cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
 {
+    if constexpr (D <= 128)
+    {
+        if (plan.work.p.is_exact)
+        {
+            return launch_attend_exact<T, C, D>(plan, stream);
+        }
+    }
     if constexpr (D == sm90::kWideHead)
     {
         return std::is_same_v<T, C> && plan.is_sm90 ? launch_attend_wide<T>(plan, stream) : cudaErrorNotSupported;
@@ -217,13 +233,6 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
     {
         if (plan.is_sm90)
         {
-            if constexpr (D <= 128)
-            {
-                if (plan.work.p.is_exact)
-                {
-                    return launch_attend_exact<T, D>(plan, stream);
-                }
-            }
             return plan.shares_tiles ? launch_attend_sm90<T, D, true>(plan, stream)
                                      : launch_attend_sm90<T, D, false>(plan, stream);
         }

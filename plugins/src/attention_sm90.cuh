@@ -118,12 +118,12 @@ struct Inputs
         return at + S::kBarriersAt + (S::kStages + stage) * 8;
     }
 
-    // By one thread. readers: warps that take each tile.
-    __device__ __forceinline__ void init(int readers) const
+    // By one thread. readers: warps that take each tile. writers: threads that say that it has come.
+    __device__ __forceinline__ void init(int readers, int writers = 1) const
     {
         for (int stage = 0; stage < S::kStages; ++stage)
         {
-            init_barrier(full(stage), 1);
+            init_barrier(full(stage), writers);
             init_barrier(empty(stage), readers);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -48,6 +48,7 @@ struct Tails
     ExactRange const& range;
     int first_packed; // of the block
     int seen; // tiles of the block before those of tails
+    float scale; // of the logits, base 2
 
     __device__ __forceinline__ float* results() const
     {
@@ -225,7 +226,6 @@ struct Tails
     {
         float x[kItems][2][4];
         multiply_keys(items, x);
-        float const scale = w.p.scale * kLog2E;
         uint32_t weights[kItems][4];
 #pragma unroll
         for (int i = 0; i < kItems; ++i)

@@ -1,14 +1,15 @@
 """Rows that depend on nothing else in the batch, on a GPU: to the bit, with no tolerance."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import TINY
-from tests.gpu.test_kernels import assert_close, why_not_hopper
-from tests.gpu.test_ragged_attention import ints, random_pages
+from tests.gpu.test_kernels import assert_close, make_scales, why_not_hopper
+from tests.gpu.test_ragged_attention import FP8, ints, random_pages
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.draft_tree import TREE_SIZES
@@ -42,13 +43,38 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object) -> No
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The heads of a layer, the keys that it sees, and whether its caches are FP8."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    window: int = 0
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.kv_heads}x{self.size}-w{self.window}{'-fp8' * self.fp8}"
+
+    def caches(self, lengths, dtype):
+        """Random ones in pages, and their scales."""
+        kind = FP8 if self.fp8 else dtype
+        return random_pages(lengths, self.kv_heads, self.size, kind, 64), make_scales() if self.fp8 else None
+
+
+GROUPS_OF_4 = Shape(32, 8, 128)
+SHAPES = [GROUPS_OF_4, Shape(14, 2, 64), Shape(40, 4, 128)]
+FEWER_KEYS = [Shape(32, 8, 128, 16), Shape(14, 2, 64, 600), Shape(64, 8, 64, 128), Shape(32, 8, 128, 1100)]
+FEWER_BITS = [Shape(32, 8, 128, fp8=True), Shape(64, 8, 64, 128, fp8=True), Shape(14, 2, 64, fp8=True)]
+
+
 class Rows:
     """Queries at all positions of slots, and the attention of runs of them by the kernel."""
 
-    def __init__(self, lengths, heads, kv_heads, size, page_rows=64, dtype=BF16, window=0):
-        self.lengths, self.heads, self.size, self.window = lengths, heads, size, window
-        self.paged = random_pages(lengths, kv_heads, size, dtype, page_rows)
-        self.q = [torch.randn(length, heads, size, device="cuda").to(dtype) for length in lengths]
+    def __init__(self, lengths, shape, dtype=BF16):
+        self.lengths, self.shape = lengths, shape
+        self.paged, self.scales = shape.caches(lengths, dtype)
+        self.q = [torch.randn(length, shape.heads, shape.size, device="cuda").to(dtype) for length in lengths]
 
     def mirror(self, slot, length):
         """Gives the second half of a slot's first keys the first half's, and large values negated: they cancel out."""
@@ -66,10 +92,10 @@ class Rows:
             segments.append((slot, start, first, count))
             first += count
         q = torch.cat([self.q[slot][start : start + count] for slot, start, count in runs])
-        out = torch.full((first, self.heads * self.size), torch.nan, dtype=q.dtype, device="cuda")
+        out = torch.full((first, self.shape.heads * self.shape.size), torch.nan, dtype=q.dtype, device="cuda")
         paged, most = self.paged, most or max(count for *_, count in runs)
         of = q, paged.keys, paged.values, paged.pages, ints(segments), most, out
-        kernels.attend_rows(*of, causal=True, window=self.window, exact=exact)
+        kernels.attend_rows(*of, causal=True, window=self.shape.window, scales=self.scales, exact=exact)
         return out.split([count for *_, count in runs])
 
     def expected(self, slot, start, count):
@@ -78,23 +104,19 @@ class Rows:
             self.paged.linear(x, slot)[:, : start + count].double() for x in (self.paged.keys, self.paged.values)
         )
         q = self.q[slot][start : start + count].double().transpose(0, 1)
-        keys, values = (x.repeat_interleave(self.heads // len(x), dim=0) for x in (keys, values))
-        logits = q @ keys.transpose(1, 2) / self.size**0.5
+        keys, values = (x * scale for x, scale in zip((keys, values), self.scales or (1, 1), strict=True))
+        keys, values = (x.repeat_interleave(self.shape.heads // len(x), dim=0) for x in (keys, values))
+        logits = q @ keys.transpose(1, 2) / self.shape.size**0.5
         at, own = torch.arange(start + count, device="cuda"), torch.arange(start, start + count, device="cuda")[:, None]
-        hidden = (at > own) | (at <= own - (self.window or len(at)))
+        hidden = (at > own) | (at <= own - (self.shape.window or len(at)))
         return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1).flatten(1)
 
 
-#: Heads, KV heads, their size, and the window; gpt-oss's are the last but one.
-SHAPES = [(32, 8, 128, 0), (14, 2, 64, 0), (8, 8, 128, 0), (40, 4, 128, 0)]
-WINDOWS = [(32, 8, 128, 16), (14, 2, 64, 600), (64, 8, 64, 128), (32, 8, 128, 1100)]
-
-
-@pytest.mark.parametrize("shape", SHAPES + WINDOWS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(8, 8, 128), *FEWER_KEYS, *FEWER_BITS], ids=str)
 @pytest.mark.parametrize("length", [1, 63, 64, 100, 256, 257, 511, 512, 513, 769, 1000, 4097, 8000])
 def test_a_row_s_attention_is_the_same_alone_in_a_block_and_in_a_batch(length, shape):
     """Also where the rows behind it reach another tile, or another part of the cache."""
-    rows = Rows([length + 40, 700, length + 40, 3, 1500], *shape[:3], window=shape[3])
+    rows = Rows([length + 40, 700, length + 40, 3, 1500], shape)
     start = length - 1
     (one,) = rows.attend([(0, start, 1)])
     assert_close(one, rows.expected(0, start, 1), BF16)
@@ -114,11 +136,11 @@ def test_a_row_s_attention_is_the_same_alone_in_a_block_and_in_a_batch(length, s
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (40, 4, 128)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("length", [576, 1088, 4096, 4160, 8000])
 def test_nothing_of_a_row_is_rounded_for_keys_that_it_does_not_see(length, shape, dtype):
     """Where values cancel out, an output is what rounding leaves of them: its last bit shows in all of its digits."""
-    rows = Rows([length + 40], *shape, dtype=dtype)
+    rows = Rows([length + 40], shape, dtype)
     rows.mirror(0, length)
     (whole,) = rows.attend([(0, length - 1, 1)])
     assert (whole != 0).float().mean() > 0.8 and whole.abs().max() < 1  # of values of 1,024, as large as 16 else
@@ -133,7 +155,7 @@ def test_nothing_of_a_row_is_rounded_for_keys_that_it_does_not_see(length, shape
 
 def test_what_held_before_attention_whose_cuts_follow_the_batch_is_not_exact():
     """So the tests above can fail: without `exact` the cuts of a cache follow what else there is to do."""
-    rows = Rows([8000, 700, 1500], 32, 8, 128)
+    rows = Rows([8000, 700, 1500], GROUPS_OF_4)
     (one,) = rows.attend([(0, 7900, 1)], exact=False)
     batch = rows.attend([(1, 600, 16), (0, 7900, 16), (2, 1400, 16)], exact=False)
     assert not torch.equal(batch[1][:1], one)
@@ -142,7 +164,7 @@ def test_what_held_before_attention_whose_cuts_follow_the_batch_is_not_exact():
 def test_exact_attention_with_a_window_shorter_than_a_tail_is_refused():
     from trtllm_dflash.errors import EngineError
 
-    rows = Rows([100], 8, 2, 64)
+    rows = Rows([100], Shape(8, 2, 64))
     paged, out = rows.paged, torch.empty(1, 8 * 64, dtype=BF16, device="cuda")
     rest = paged.keys, paged.values, paged.pages, ints([(0, 50, 0, 1)]), 1, out
     with pytest.raises(EngineError, match="not supported"):
@@ -177,14 +199,14 @@ class Trees:
 
     def __init__(self, bases, rows, shape, dtype, cancels=False):
         chance = random.Random(rows)
-        heads, kv_heads, size, self.window = shape
-        self.bases, self.rows, self.shape = bases, rows, shape[:3]
+        heads, kv_heads, size = shape.heads, shape.kv_heads, shape.size
+        self.bases, self.rows, self.shape = bases, rows, shape
         trees = [shallow_parents(rows, chance) for _ in bases]
         self.paths = [[path_of(parents, row) for row in range(rows)] for parents in trees]
         self.checked = [(tree, row) for tree in range(len(bases)) for row in chance.sample(range(rows), 4)]
         lengths = [base + rows for base in bases]
         lengths += [bases[tree] + len(self.paths[tree][row]) for tree, row in self.checked]
-        self.paged = random_pages(lengths, kv_heads, size, dtype, 64)
+        self.paged, self.scales = shape.caches(lengths, dtype)
         self.q = [torch.randn(rows, heads, size, device="cuda").to(dtype) for _ in bases]
         for tree, base in enumerate(bases):
             keys, values = (torch.randn(base + rows, kv_heads, size, device="cuda") for _ in range(2))
@@ -210,16 +232,17 @@ class Trees:
         at, rows = torch.arange(len(keys), device="cuda"), self.paged.pages.rows
         pages = self.paged.pages.table[slot, at // rows].long()
         for cache, x in ((self.paged.keys, keys), (self.paged.values, values)):
-            cache[pages, :, at % rows] = x.to(cache.dtype)
+            kind = torch.uint8 if cache.dtype == FP8 else cache.dtype  # torch writes no FP8 by index
+            cache.view(kind)[pages, :, at % rows] = x.to(cache.dtype).view(kind)
 
     def attend(self, q, segments, most, paths=None):
-        heads, _, size = self.shape
-        out = torch.full((len(q), heads * size), torch.nan, dtype=q.dtype, device="cuda")
+        out = torch.full((len(q), self.shape.heads * self.shape.size), torch.nan, dtype=q.dtype, device="cuda")
         if paths is not None:
             bits = [sum(1 << at for at in path) for path in paths]
             paths = torch.tensor([x - (x >> 63 << 64) for x in bits], device="cuda")
         of = self.paged.keys, self.paged.values, self.paged.pages, ints(segments), most, out
-        return kernels.attend_rows(q, *of, causal=True, window=self.window, row_path=paths, exact=True)
+        more = {"window": self.shape.window, "scales": self.scales, "row_path": paths}
+        return kernels.attend_rows(q, *of, causal=True, exact=True, **more)
 
     def drafted(self, trees):
         """The rows of some trees, all in one call: [rows, Hq*D] each."""
@@ -242,15 +265,15 @@ class Trees:
 
     def expected(self, i):
         """In float64."""
-        heads, kv_heads, size = self.shape
         tree, row = self.checked[i]
         length = len(self.places(tree, row))
-        seen = slice(max(length - self.window, 0) if self.window else 0, length)
+        seen = slice(max(length - self.shape.window, 0) if self.shape.window else 0, length)
+        group, scales = self.shape.heads // self.shape.kv_heads, self.scales or (1, 1)
         keys, values = (
-            self.paged.linear(x, len(self.bases) + i)[:, seen].double().repeat_interleave(heads // kv_heads, 0)
-            for x in (self.paged.keys, self.paged.values)
+            self.paged.linear(x, len(self.bases) + i)[:, seen].double().repeat_interleave(group, 0) * scale
+            for x, scale in zip((self.paged.keys, self.paged.values), scales, strict=True)
         )
-        logits = (keys @ self.q[tree][row].double()[:, :, None])[..., 0] / size**0.5
+        logits = (keys @ self.q[tree][row].double()[:, :, None])[..., 0] / self.shape.size**0.5
         return (logits.softmax(-1)[:, None] @ values).flatten()
 
 
@@ -258,7 +281,7 @@ BASES = [0, 1, 14, 15, 16, 17, 40, 49, 63, 64, 65, 79, 80, 127, 300, 496, 511, 5
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], *WINDOWS], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *FEWER_KEYS, *FEWER_BITS], ids=str)
 @pytest.mark.parametrize("nodes", TREE_SIZES)
 def test_a_row_of_a_tree_is_what_it_is_in_its_text(nodes, shape, dtype):
     """Alone, among other trees, and beside the same row decoded plainly and in a chain."""
@@ -279,7 +302,7 @@ def test_a_row_of_a_tree_is_what_it_is_in_its_text(nodes, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("nodes", TREE_SIZES)
 def test_nothing_of_a_tree_s_row_is_rounded_otherwise_than_in_its_text(nodes, shape, dtype):
     """Where values cancel out, the last bit of their sums shows in all digits."""
@@ -353,11 +376,13 @@ def test_a_token_is_drawn_as_it_is_alone(vocabulary):
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8"])
+@pytest.fixture(scope="module", params=["bf16", "fp8", "bf16 with fp8 caches"])
 def tiny_exact(request):
-    """The shipped pair, with a target in BF16, or in FP8, whose matrices are dequantized."""
+    """The shipped pair, with a target in BF16, or in FP8, whose matrices are dequantized; or with caches in FP8."""
     folders = str(TINY / "target"), str(TINY / "drafter")
-    options = {"precision": request.param, "device": "cuda", "kernels": "exact", "draft_tree": "off"}
+    precision, _, caches = request.param.partition(" with ")
+    options = {"precision": precision, "device": "cuda", "kernels": "exact", "draft_tree": "off"}
+    options |= {"kv": "fp8"} if caches else {}
     return LLM.from_pretrained(*folders, max_seq_len=1024, max_batch=8, **options)
 
 

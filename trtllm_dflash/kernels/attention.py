@@ -113,7 +113,7 @@ def attend_rows(
             segment's first row, and the segment's rows whose bits it has; as deep as it is, a window reaches. None:
             they are runs.
         exact: a row's bits depend on its own keys alone, in the order of their positions; on Hopper, heads of at most
-            128, causal, without scales, added or windows below EXACT_TAIL. No path then has more than EXACT_TAIL rows.
+            128, causal, without `added`, or a window below EXACT_TAIL. No path then has more than EXACT_TAIL rows.
     """
     check_ints(len(segments), added=added)
     check(block in (0, rows) and (not block or len(q) == block * len(segments)), f"{len(q)} rows in blocks of {block}")

@@ -161,7 +161,6 @@ def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | No
     refusals = {
         f"not on {kernels.gpu_name(capability)}, on Hopper alone": capability != (9, 0),
         f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
-        "not with FP8 caches": config.kv is not None,
         f"not on {config.tp} ranks, on {ranks} alone": config.tp not in (1, *kernels.ALL_REDUCE_RANKS),
         "not with gated delta nets": config.target.delta is not None,
         f"not with --draft-tree of blocks of {config.block_size}, of {kernels.EXACT_TAIL} at most": is_too_deep,
