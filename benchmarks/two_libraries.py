@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from experts import LAYERS, SHAPES, random_experts
-from kernels import HEADS, KV_HEADS, LAUNCHES, ints, normal
+from kernels import FFN, HEADS, HIDDEN, KV_HEADS, LAUNCHES, VOCABULARY, ints, normal
 
 from trtllm_dflash import kernels
 from trtllm_dflash.kernels.library import LIBRARY_VARIABLE
@@ -30,6 +30,9 @@ from trtllm_dflash.ops.fp8 import FP8, quantize_rows
 Tensor = torch.Tensor
 Case = tuple[str, Sequence[Callable[[], object]]]  # its name, and calls that rotate over buffers
 
+#: Outputs and inputs of the products of a layer of Qwen3-8B's shape.
+PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+PRODUCT_LAYERS = 16
 ROUNDS = 11
 COLD = 200_000_000  # bytes that a round over the buffers moves at least
 
@@ -57,9 +60,8 @@ def attention_cases() -> Iterator[Case]:
 
 def product_cases() -> Iterator[Case]:
     """The products of Qwen3-8B's shape, BF16 and FP8, alone, normed, with SwiGLU, with a residual."""
-    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
     for fp8 in (False, True):
-        for name, (outputs, inputs) in shapes.items():
+        for name, (outputs, inputs) in PRODUCTS.items():
             count = max(2, math.ceil(COLD / (outputs * inputs * (1 if fp8 else 2))))
             weights = [normal(outputs, inputs) * inputs**-0.5 for _ in range(count)]
             stored = [_in_fp8(weight) if fp8 else (weight, None) for weight in weights]
@@ -72,6 +74,33 @@ def product_cases() -> Iterator[Case]:
                     product = partial(kernels.skinny_gemm, x, residual=normal(rows, outputs))
                 calls = [partial(product, weight, scale=scale) for weight, scale in stored]
                 yield f"product, {name}, {'FP8' if fp8 else 'BF16'}, {rows} rows", calls
+
+
+def layer_cases() -> Iterator[Case]:
+    """A layer's four products, BF16, in their order with what goes with them, and the LM head: 1 to 128 rows."""
+    layers = [
+        {name: normal(*shape) * shape[1] ** -0.5 for name, shape in PRODUCTS.items()} for _ in range(PRODUCT_LAYERS)
+    ]
+    heads = [normal(VOCABULARY, HIDDEN) for _ in range(2)]
+    norm = kernels.Norm(torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda"), 1e-6)
+    for rows in (1, 8, 16, 17, 32, 48, 64, 128):
+        x, gated = normal(1, rows, HIDDEN), normal(1, rows, FFN)
+        yield f"layer, {rows} rows", [partial(_multiply_layer, layer, norm, x, gated) for layer in layers]
+        product = kernels.skinny_gemm if rows <= kernels.SKINNY_ROWS else kernels.wide_gemm
+        yield f"layer, LM head alone, {rows} rows", [partial(product, x, head) for head in heads]
+
+
+def _multiply_layer(layer: dict[str, Tensor], norm: kernels.Norm, x: Tensor, gated: Tensor) -> None:
+    if x.shape[1] <= kernels.SKINNY_ROWS:
+        kernels.skinny_gemm(x, layer["qkv"], norm=norm)
+        kernels.skinny_gemm(x, layer["o"], residual=x)
+        kernels.skinny_gemm(x, layer["gate_up"], swiglu=True, norm=norm)
+        kernels.skinny_gemm(gated, layer["down"], residual=x)
+    else:
+        kernels.wide_gemm(kernels.rms_norm(x, norm.weight, norm.eps), layer["qkv"])
+        kernels.wide_gemm(x, layer["o"], residual=x)
+        kernels.wide_gemm(kernels.rms_norm(x, norm.weight, norm.eps), layer["gate_up"], swiglu=True)
+        kernels.wide_gemm(gated, layer["down"], residual=x)
 
 
 def _in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,10 +161,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--old", required=True)
     parser.add_argument("--new", required=True)
-    parser.add_argument("--kinds", nargs="+", default=["attention", "product", "experts"])
+    parser.add_argument("--kinds", nargs="+", default=["attention", "product", "layer", "experts"])
     parser.add_argument("--output", type=Path)
     settings = parser.parse_args()
-    sources = {"attention": attention_cases, "product": product_cases, "experts": expert_cases}
+    sources = {"attention": attention_cases, "product": product_cases, "layer": layer_cases, "experts": expert_cases}
     found: dict[str, tuple[float, float, float]] = {}
     with torch.inference_mode():
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

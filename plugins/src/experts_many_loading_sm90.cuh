@@ -16,14 +16,6 @@ namespace many
 
 // -- copies -----------------------------------------------------------------------------------------------------------
 
-// A weight is read once: what else the L2 cache has should stay there.
-__device__ __forceinline__ uint64_t read_once_policy()
-{
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 __device__ __forceinline__ void copy_weight(
     uint32_t to, CUtensorMap const& map, int byte, int row, int expert, uint32_t barrier, uint64_t policy)
 {

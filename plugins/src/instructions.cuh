@@ -27,6 +27,14 @@ __device__ __forceinline__ void wait_for_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// For copies of what is read once, such as weights: what else the L2 cache has should stay there.
+__device__ __forceinline__ uint64_t read_once_policy()
+{
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // -- barriers in shared memory that count arrivals and the bytes of bulk copies ---------------------------------------
 
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)

@@ -12,9 +12,9 @@ namespace skinny
 __device__ __forceinline__ void copy_stage(
     uint32_t to, CUtensorMap const& map, int column, int row, int chain, uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(0), "r"(chain), "r"(barrier)
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(0), "r"(chain), "r"(barrier), "l"(read_once_policy())
         : "memory");
 }
 

@@ -187,6 +187,7 @@ struct Loader
     OwnLines lines;
     int tile = share.first_tile; // the next one
     Stage<L> stage;
+    uint64_t const policy = read_once_policy();
 
     __device__ __forceinline__ bool are_left() const
     {
@@ -205,10 +206,10 @@ struct Loader
     __device__ __forceinline__ void load_weight() const
     {
         expect_bytes(shared.full(stage.at), L::kWeightBytes + launch.box_rows * kLine);
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(shared.weight(stage.at)),
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                     " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared.weight(stage.at)),
             "l"(&launch.weight), "r"(lines.column()), "r"(0), "r"(tile * (L::kOutputs / kGranule)),
-            "r"(shared.full(stage.at))
+            "r"(shared.full(stage.at)), "l"(policy)
             : "memory");
     }
 
