@@ -23,7 +23,7 @@ WAYS = {"greedy": PARAMS, "sampled": SAMPLED}
 OURS = f"our CUDA kernels {kernels.ABI_VERSION}"
 
 
-def gpt_oss(folder, top_k):
+def gpt_oss(folder, top_k, experts=EXPERTS):
     """In MXFP4, with sinks, biases, YaRN, and windows shorter than prompts.
 
     The logits of attention deviate by 1. By 4, as random weights leave them, rounding moves logits by a tenth.
@@ -34,7 +34,8 @@ def gpt_oss(folder, top_k):
             if ".q_proj." in name:
                 tensors[name] /= 4
 
-    return edit_tensors(make_gpt_oss(folder, head_size=64, top_k=top_k, window=16, **SHAPE), soften)
+    shape = {**SHAPE, "experts": experts}
+    return edit_tensors(make_gpt_oss(folder, head_size=64, top_k=top_k, window=16, **shape), soften)
 
 
 def qwen3_moe(folder, top_k):
