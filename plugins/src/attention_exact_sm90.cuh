@@ -1,8 +1,9 @@
 // Attention for Hopper whose rows depend on nothing else in the batch: see attention_exact_work.cuh.
 //
 // Cuts are the mainloop's, with the same products as elsewhere. A block that has a cut alone takes tails first, while the
-// cut's tiles are on their way; one that has all of a (slot, head) takes them last, while the next one's are. FP8 caches become the rows' type on their way into shared memory, each number exactly; their scales meet the
-// logits, and the results of tails and cuts.
+// cut's tiles are on their way; one that has all of a (slot, head) takes them last, while the next one's are. FP8 caches
+// become the rows' type on their way into shared memory, each finite number exactly; their scales meet the logits, and
+// the results of tails and cuts.
 #pragma once
 
 #include "attention_exact_work.cuh"

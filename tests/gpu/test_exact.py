@@ -45,16 +45,21 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object) -> No
 
 @dataclass(frozen=True)
 class Shape:
-    """The heads of a layer, the keys that it sees, and whether its caches are FP8."""
+    """The heads of a layer, the keys that it sees, and whether its caches are FP8 and its heads have sinks."""
 
     heads: int
     kv_heads: int
     size: int
     window: int = 0
     fp8: bool = False
+    has_sinks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.heads}x{self.kv_heads}x{self.size}-w{self.window}{'-fp8' * self.fp8}"
+        kind = "-fp8" * self.fp8 + "-sinks" * self.has_sinks
+        return f"{self.heads}x{self.kv_heads}x{self.size}-w{self.window}{kind}"
+
+    def sinks(self):
+        return torch.randn(self.heads, device="cuda") + 1 if self.has_sinks else None
 
     def caches(self, lengths, dtype):
         """Random ones in pages, and their scales."""
@@ -64,8 +69,21 @@ class Shape:
 
 GROUPS_OF_4 = Shape(32, 8, 128)
 SHAPES = [GROUPS_OF_4, Shape(14, 2, 64), Shape(40, 4, 128)]
-FEWER_KEYS = [Shape(32, 8, 128, 16), Shape(14, 2, 64, 600), Shape(64, 8, 64, 128), Shape(32, 8, 128, 1100)]
+FEWER_KEYS = [
+    Shape(32, 8, 128, 16),
+    Shape(14, 2, 64, 600),
+    Shape(64, 8, 64, 128, has_sinks=True),
+    Shape(32, 8, 128, 1100),
+]
 FEWER_BITS = [Shape(32, 8, 128, fp8=True), Shape(64, 8, 64, 128, fp8=True), Shape(14, 2, 64, fp8=True)]
+
+
+def with_sinks(logits, sinks):
+    """Logits [Hq, ..., keys] with each head's sink, if it has one, as one key more."""
+    if sinks is None:
+        return logits
+    column = sinks.double().view(-1, *[1] * (logits.dim() - 1)).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], dim=-1)
 
 
 class Rows:
@@ -74,6 +92,7 @@ class Rows:
     def __init__(self, lengths, shape, dtype=BF16):
         self.lengths, self.shape = lengths, shape
         self.paged, self.scales = shape.caches(lengths, dtype)
+        self.sinks = shape.sinks()
         self.q = [torch.randn(length, shape.heads, shape.size, device="cuda").to(dtype) for length in lengths]
 
     def mirror(self, slot, length):
@@ -95,7 +114,8 @@ class Rows:
         out = torch.full((first, self.shape.heads * self.shape.size), torch.nan, dtype=q.dtype, device="cuda")
         paged, most = self.paged, most or max(count for *_, count in runs)
         of = q, paged.keys, paged.values, paged.pages, ints(segments), most, out
-        kernels.attend_rows(*of, causal=True, window=self.shape.window, scales=self.scales, exact=exact)
+        more = {"window": self.shape.window, "scales": self.scales, "sinks": self.sinks}
+        kernels.attend_rows(*of, causal=True, exact=exact, **more)
         return out.split([count for *_, count in runs])
 
     def expected(self, slot, start, count):
@@ -109,7 +129,8 @@ class Rows:
         logits = q @ keys.transpose(1, 2) / self.shape.size**0.5
         at, own = torch.arange(start + count, device="cuda"), torch.arange(start, start + count, device="cuda")[:, None]
         hidden = (at > own) | (at <= own - (self.shape.window or len(at)))
-        return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1).flatten(1)
+        logits = with_sinks(logits.masked_fill(hidden, -torch.inf), self.sinks)
+        return (logits.softmax(-1)[..., : start + count] @ values).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(8, 8, 128), *FEWER_KEYS, *FEWER_BITS], ids=str)
@@ -207,6 +228,7 @@ class Trees:
         lengths = [base + rows for base in bases]
         lengths += [bases[tree] + len(self.paths[tree][row]) for tree, row in self.checked]
         self.paged, self.scales = shape.caches(lengths, dtype)
+        self.sinks = shape.sinks()
         self.q = [torch.randn(rows, heads, size, device="cuda").to(dtype) for _ in bases]
         for tree, base in enumerate(bases):
             keys, values = (torch.randn(base + rows, kv_heads, size, device="cuda") for _ in range(2))
@@ -241,7 +263,7 @@ class Trees:
             bits = [sum(1 << at for at in path) for path in paths]
             paths = torch.tensor([x - (x >> 63 << 64) for x in bits], device="cuda")
         of = self.paged.keys, self.paged.values, self.paged.pages, ints(segments), most, out
-        more = {"window": self.shape.window, "scales": self.scales, "row_path": paths}
+        more = {"window": self.shape.window, "scales": self.scales, "sinks": self.sinks, "row_path": paths}
         return kernels.attend_rows(q, *of, causal=True, exact=True, **more)
 
     def drafted(self, trees):
@@ -274,7 +296,8 @@ class Trees:
             for x, scale in zip((self.paged.keys, self.paged.values), scales, strict=True)
         )
         logits = (keys @ self.q[tree][row].double()[:, :, None])[..., 0] / self.shape.size**0.5
-        return (logits.softmax(-1)[:, None] @ values).flatten()
+        weights = with_sinks(logits, self.sinks).softmax(-1)[:, : logits.shape[1]]
+        return (weights[:, None] @ values).flatten()
 
 
 BASES = [0, 1, 14, 15, 16, 17, 40, 49, 63, 64, 65, 79, 80, 127, 300, 496, 511, 512, 513, 527, 528, 1008, 1024, 1500]

@@ -65,9 +65,10 @@ class ExactOps(CudaOps):
         """Sums over the ranks in their order, however many rows there are: in parts that our kernel takes."""
         if self.tp == 1:
             return x
-        flat = x.flatten()
-        whole = pad(flat, (0, -flat.numel() % _SUMMED)).split(kernels.ALL_REDUCE_BYTES // x.element_size())
-        sums = [self.communicator.all_reduce(part) for part in whole]
+        flat, missing = x.flatten(), -x.numel() % _SUMMED
+        whole = pad(flat, (0, missing)) if missing else flat
+        parts = whole.split(kernels.ALL_REDUCE_BYTES // x.element_size())
+        sums = [self.communicator.all_reduce(part) for part in parts]
         return (sums[0] if len(sums) == 1 else torch.cat(sums))[: flat.numel()].view_as(x)
 
     def moe(self, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
