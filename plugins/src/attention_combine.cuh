@@ -57,7 +57,7 @@ struct Divided
         }
     }
 
-    // Of exact cuts: those of a (slot, head), and its tails.
+    // Of exact cuts: a (slot, head)'s tails, and its cuts.
     __device__ __forceinline__ Divided(Work const& w, Segments const& segments, ExactDivision const& division)
     {
         int const owner = blockIdx.x;
@@ -66,7 +66,7 @@ struct Divided
         if (division.of(w.p, segment) > 1)
         {
             first_range = owner * (w.most_cuts + 1);
-            count = CutTiles(w.p, segment).cuts() + 1;
+            count = 1 + CutTiles(w.p, segment).cuts();
         }
     }
 };

@@ -1,9 +1,8 @@
 // Attention for Hopper whose rows depend on nothing else in the batch: see attention_exact_work.cuh.
 //
-// Cuts are the mainloop's, with the same products as elsewhere. A block that has a cut alone takes tails first, while the
-// cut's tiles are on their way; one that has all of a (slot, head) takes them last, while the next one's are. FP8 caches
-// become the rows' type on their way into shared memory, each finite number exactly; their scales meet the logits, and
-// the results of tails and cuts.
+// Tails come first, while tiles of the cuts are on their way; cuts are the mainloop's, with the same products as
+// elsewhere. FP8 caches become the rows' type on their way into shared memory, each finite number exactly; their scales
+// meet the logits, and the results of tails and cuts.
 #pragma once
 
 #include "attention_exact_work.cuh"
@@ -123,9 +122,8 @@ __device__ __forceinline__ void attend_exactly(
         mainloop.scale *= __ldg(w.p.key_scale);
         value_scale = __ldg(w.p.value_scale);
     }
-    Tails<T, D> const tails{
-        w, shared, inputs, range, mainloop.row_block * kRows, seen + range.tails_at(), mainloop.scale};
-    seen += range.cuts_at();
+    Tails<T, D> const tails{w, shared, inputs, range, mainloop.row_block * kRows, seen, mainloop.scale};
+    seen += range.tail_tiles();
     // Every other tile is a warpgroup's, by its place in the text: that of the ring is then always the same one's.
     int const half = (seen + at.tile + mainloop.group) % 2;
     float own[D / 16][4];
@@ -133,8 +131,7 @@ __device__ __forceinline__ void attend_exactly(
     folded.begin();
     tails.load_paths();
     mainloop.begin(at);
-    BeforeTails const hide(w.p, at.segment, mainloop.rows.query, mainloop.paths);
-    auto const take_tails = [&]
+    if (range.has_tails)
     {
         tails.wait_for_tiles();
         tails.compute();
@@ -150,18 +147,15 @@ __device__ __forceinline__ void attend_exactly(
             tails.read(threadIdx.x / 32 % 4 * 16, half * (D / 16), own, maxima, sums);
             scale_by<kIsFp8>(own, value_scale);
             folded.add(own, maxima, sums);
-        }
-    };
-    if (range.has_tails && !range.is_all)
-    {
-        take_tails();
-        if (mainloop.has_rows)
-        {
-            folded.write(w, range.tails_result(w), mainloop.row_block, half);
-            folded.begin();
+            if (!range.is_all)
+            {
+                folded.write(w, range.tails_result(w), mainloop.row_block, half);
+                folded.begin();
+            }
         }
         mainloop.meet(); // none reads the box any more
     }
+    BeforeTails const hide(w.p, at.segment, mainloop.rows.query, mainloop.paths);
     for (int cut = at.tile; cut < range.past; cut += kCutTiles - cut % kCutTiles)
     {
         if (cut > at.tile)
@@ -179,23 +173,22 @@ __device__ __forceinline__ void attend_exactly(
         folded.add(own, mainloop.softmax.maximum, mainloop.softmax.sum);
         mainloop.meet(); // none reads the box any more
     }
-    if (!range.is_all)
+    if (!mainloop.has_rows)
     {
-        if (at.tile < range.past && mainloop.has_rows)
-        {
-            folded.write(w, range.cut_result(w), mainloop.row_block, half);
-        }
         return;
     }
-    take_tails(); // all of a (slot, head) has them
-    if (mainloop.has_rows)
+    if (range.is_all)
     {
         write_rows<T, D>(w, at.segment, at.head, mainloop.rows.packed, folded.softmax.maximum, folded.softmax.sum,
             folded.total, half * (D / 16));
     }
+    else if (at.tile < range.past)
+    {
+        folded.write(w, range.cut_result(w), mainloop.row_block, half);
+    }
 }
 
-// The tiles of a range, one after the other.
+// The tiles of a range, one after the other: those of its tails, then those of its cuts.
 struct RangeTiles
 {
     ExactRange const& range;
@@ -209,9 +202,8 @@ struct RangeTiles
 
     __device__ __forceinline__ Cursor const& nth(int i)
     {
-        int const nth_tail = i - range.tails_at();
-        bool const is_tail = nth_tail >= 0 && nth_tail < range.tail_tiles();
-        at.tile = is_tail ? range.first_tail() + nth_tail : range.at.tile + i - range.cuts_at();
+        int const tail_tiles = range.tail_tiles();
+        at.tile = i < tail_tiles ? range.first_tail() + i : range.at.tile + i - tail_tiles;
         return at;
     }
 };

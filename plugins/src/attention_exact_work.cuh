@@ -4,8 +4,8 @@
 // lie apart from each other, so a tail's keys are gathered: at whatever places they lie, each has its own place in the
 // row's sums. The keys before the tail lie at their positions, for a tree is no deeper than a tail. They are cut at
 // every DFLASH_EXACT_KEYS-th from the first on, whatever else there is to do and however many follow; those behind a
-// row's own last one, or before its window, have no weight in it. A row's result is that of its cuts, one after the
-// other, and then its tail: it depends on its own keys alone.
+// row's own last one, or before its window, have no weight in it. A row's result is that of its tail, and then of its
+// cuts, one after the other: it depends on its own keys alone.
 #pragma once
 
 #include "attention_work.cuh"
@@ -102,7 +102,7 @@ struct ExactDivision
     }
 };
 
-// What a block takes of a (slot, head) at a time: tiles of its cuts, and its tails, or one of both.
+// What a block takes of a (slot, head) at a time: its tails, and tiles of its cuts, or one of both.
 struct ExactRange
 {
     Cursor at; // its first tile of cuts
@@ -152,30 +152,18 @@ struct ExactRange
 
     __device__ __forceinline__ int tiles() const
     {
-        return past - at.tile + tail_tiles();
+        return tail_tiles() + past - at.tile;
     }
 
-    // Where the tiles of both begin among all of the range's: a cut alone comes behind tails.
-    __device__ __forceinline__ int cuts_at() const
-    {
-        return is_all ? 0 : tail_tiles();
-    }
-
-    __device__ __forceinline__ int tails_at() const
-    {
-        return is_all ? past - at.tile : 0;
-    }
-
-    // The place of a cut's partial result; that of the tails is behind those of all cuts of the (slot, head).
-    __device__ __forceinline__ int cut_result(Work const& w) const
-    {
-        return (at.index * w.p.kv_heads + at.head) * (w.most_cuts + 1) + part;
-    }
-
-    // Of the range with the tails, which is the last: it has a cut besides, or a part of its own.
+    // The place of the partial result of the range's tails; those of the (slot, head)'s cuts are behind it.
     __device__ __forceinline__ int tails_result(Work const& w) const
     {
-        return cut_result(w) + (at.tile < past ? 1 : 0);
+        return (at.index * w.p.kv_heads + at.head) * (w.most_cuts + 1);
+    }
+
+    __device__ __forceinline__ int cut_result(Work const& w) const
+    {
+        return tails_result(w) + 1 + part;
     }
 };
 

@@ -243,7 +243,7 @@ struct OnlineSoftmax
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
-            maximum[r] = __fmul_rn(maximum[r], scale); // as in raise: not fused with what follows
+            maximum[r] *= scale;
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
         }
@@ -321,7 +321,7 @@ __device__ __forceinline__ float normalizer(dflash_attention_params const& p, in
     float const sink = sink_of(p, head);
     float const top = fmaxf(maximum, sink);
     float const scale = exp2f(maximum - top);
-    return __fdividef(scale, fmaf(sum, scale, exp2f(sink - top)));
+    return __fdividef(scale, sum * scale + exp2f(sink - top));
 }
 
 } // namespace dflash

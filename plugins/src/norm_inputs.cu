@@ -11,54 +11,44 @@ namespace dflash
 namespace
 {
 
-constexpr int kRows = 2; // of a block
-constexpr int kChains = 8 / kRows; // of a warp: a product instruction takes eight runs of squares
+constexpr int kRows = 2; // of a block: a product instruction would take eight, of which a block has more to read
 constexpr int kLine = 64; // numbers of a row
 constexpr int kVector = 8; // numbers of one access
 constexpr int kVectors = 2; // of a line, a lane's
 
-// Four lanes have a chain of lines of a row.
+// A chain of lines a warp: lane l has parts of row l / 4, if there is one.
 struct Place
 {
-    int const lane = threadIdx.x % 32;
+    int const chain = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const quad = lane / 4, part = lane % 4;
-    int const own_row = quad % kRows; // of the block's
-    int const row = blockIdx.x * kRows + own_row;
-    int const chain = threadIdx.x / 32 * kChains + quad / kRows;
+    int const row = blockIdx.x * kRows + quad;
 };
-
-// Loads what no kernel of the step writes. As it stands: before the wait, though what it gives is used behind it.
-__device__ __forceinline__ uint4 load_constants(__nv_bfloat16 const* from)
-{
-    uint4 x;
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
-    return x;
-}
 
 // Of a batch of lines, which are on their way at once.
 template <int kBatch>
 using Batch = uint4[kBatch][kVectors];
 
-// Calls `use` for each vector of a batch of a chain's lines, with whether there is such a line, and the place of the
-// lane's in a row.
+// Calls `use` for each vector of a batch of a chain's lines, with the place of the lane's in a row.
 template <int kBatch, typename Use>
 __device__ __forceinline__ void each_vector(Place const& place, Chains const& chains, int first, Use const& use)
 {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
     {
-        bool const is_there = first + i < chains.count(place.chain);
-        int const line = is_there ? chains.line(place.chain, first + i) : 0;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j)
+        if (first + i < chains.count(place.chain))
         {
-            use(i, j, is_there, line * kLine + (place.part * kVectors + j) * kVector);
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+            {
+                int const line = chains.line(place.chain, first + i);
+                use(i, j, line * kLine + (place.part * kVectors + j) * kVector);
+            }
         }
     }
 }
 
-// Adds the squares of a lane's eight numbers, as `skinny_gemm_inputs.cuh` does: products of all quads' numbers with all
-// quads', of which the diagonal counts.
+// Adds the squares of a lane's eight numbers, as `skinny_gemm_inputs.cuh` does: products of all rows with all rows, of
+// which the diagonal counts.
 __device__ __forceinline__ void add_squares(uint4 const& x, float (&squares)[4])
 {
     uint32_t const first[4] = {x.x, x.x, x.y, x.y}, second[4] = {x.z, x.z, x.w, x.w};
@@ -83,9 +73,9 @@ __device__ __forceinline__ void store_factors(
     dflash_norm_inputs_params const& p, Place const& place, float per_input, float const (&squares)[4])
 {
     __shared__ float sums[kBlocks * kBlockChains][kRows];
-    if (place.part == place.quad / 2)
+    if (place.quad < kRows && place.part == place.quad / 2)
     {
-        sums[place.chain][place.own_row] = place.quad % 2 ? squares[1] : squares[0];
+        sums[place.chain][place.quad] = place.quad % 2 ? squares[1] : squares[0];
     }
     __syncthreads();
     int const row = blockIdx.x * kRows + threadIdx.x;
@@ -102,40 +92,40 @@ __device__ __forceinline__ void store_factors(
     p.factors[row] = inverse_root_mean(kBlocks == 1 ? halves[0] : halves[0] + halves[kBlocks - 1], per_input, p.eps);
 }
 
+// kBlocks: that share a row where rows are few.
 template <int kBlocks>
-constexpr int kThreads = kBlocks * kBlockChains / kChains * 32;
-
-// kBlocks: that share a row where rows are few. So few threads that their registers fit beside a block of the product
-// before: a kernel of more begins when that has ended.
-template <int kBlocks>
-__global__ void __launch_bounds__(kThreads<kBlocks>)
+__global__ void __launch_bounds__(kBlocks * kBlockChains * 32)
     norm_inputs_kernel(dflash_norm_inputs_params const p, float per_input)
 {
     constexpr int kBatch = 8 / kBlocks;
     trigger();
     Place const place;
     Chains const chains(p.size / kLine, kBlocks);
-    bool const has_row = place.row < p.rows;
+    bool const has_row = place.quad < kRows && place.row < p.rows;
     int64_t const begin = int64_t{place.row} * p.size;
     auto const* x = static_cast<__nv_bfloat16 const*>(p.x) + begin;
     auto* out = static_cast<__nv_bfloat16*>(p.out) + begin;
     float squares[4] = {};
-    for (int first = 0; first == 0 || first < chains.count(0); first += kBatch) // none has more lines than the first
+    for (int first = 0; first == 0 || first < chains.count(place.chain); first += kBatch)
     {
-        Batch<kBatch> held, weights;
-        each_vector<kBatch>(place, chains, first, [&](int i, int j, bool, int at)
-            { weights[i][j] = load_constants(static_cast<__nv_bfloat16 const*>(p.weight) + at); });
+        Batch<kBatch> held = {}, weights = {};
+        each_vector<kBatch>(place, chains, first,
+            [&](int i, int j, int at)
+            {
+                auto const* from = static_cast<__nv_bfloat16 const*>(p.weight) + at; // constants
+                weights[i][j] = has_row ? __ldg(reinterpret_cast<uint4 const*>(from)) : uint4{};
+            });
         if (first == 0)
         {
             wait();
         }
-        each_vector<kBatch>(place, chains, first, [&](int i, int j, bool is_there, int at)
-            { held[i][j] = has_row && is_there ? __ldcg(reinterpret_cast<uint4 const*>(x + at)) : uint4{}; });
+        each_vector<kBatch>(place, chains, first, [&](int i, int j, int at)
+            { held[i][j] = has_row ? __ldcg(reinterpret_cast<uint4 const*>(x + at)) : uint4{}; });
         each_vector<kBatch>(place, chains, first,
-            [&](int i, int j, bool is_there, int at)
+            [&](int i, int j, int at)
             {
-                add_squares(held[i][j], squares); // by the whole warp: zeros, of what is not there
-                if (has_row && is_there)
+                add_squares(held[i][j], squares);
+                if (has_row)
                 {
                     *reinterpret_cast<uint4*>(out + at) = weighted_eight(held[i][j], weights[i][j], p.adds_one);
                 }
@@ -149,7 +139,7 @@ cudaError_t launch(dflash_norm_inputs_params const& p, cudaStream_t stream)
 {
     dim3 const grid((p.rows + kRows - 1) / kRows);
     float const per_input = 1.f / static_cast<float>(p.size);
-    return launch_kernel(norm_inputs_kernel<kBlocks>, grid, kThreads<kBlocks>, 0, stream, p, per_input);
+    return launch_kernel(norm_inputs_kernel<kBlocks>, grid, kBlocks * kBlockChains * 32, 0, stream, p, per_input);
 }
 
 } // namespace
