@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import kernel_build
 from tests.flat_ops import rowless_ops
 from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import kernels
@@ -36,40 +37,18 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 #: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
 INTERFACE = (28, "646fb9015767a8ea")
-MISSING = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
 
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+needs_compiler = pytest.mark.skipif(
+    bool(kernel_build.MISSING), reason=f"not installed: {', '.join(kernel_build.MISSING)}"
+)
 
 
 @pytest.fixture(scope="module")
 def built():
-    """The folder of what CMake builds, for SM90 alone; with the plugin where TENSORRT_INCLUDE names the headers.
-
-    It stays, and CMake compiles what has changed since; where ccache is, it knows what other checkouts have compiled.
-    A warning is an error of the compilers, so none is left in it.
-    Code of GPUs is not optimized, for that takes three times as long; ours hardly: as far as GCC's warnings need it.
-    """
-    folder = PLUGINS / "build-tests"
-    headers = os.environ.get("TENSORRT_INCLUDE", "")
-    configure = [
-        "cmake",
-        "-S",
-        PLUGINS,
-        "-B",
-        folder,
-        "-DCMAKE_CUDA_ARCHITECTURES=90-real",
-        "-DCMAKE_CUDA_FLAGS=-Ofc=max -Xptxas=-O0",
-        "-DCMAKE_CUDA_FLAGS_RELEASE=-O1 -DNDEBUG",
-    ]
-    if shutil.which("ccache"):
-        configure.append("-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache")
-    # By paths from the checkout, which are those of another one; and by the files that CMake has nvcc list anyway.
-    environment = os.environ | {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1", "CCACHE_DEPEND": "1"}
-    for command in ([*configure, f"-DTENSORRT_INCLUDE={headers}"], ["cmake", "--build", folder, "--parallel", "2"]):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        assert "warning" not in done.stderr, done.stderr
-    return folder
+    """The folder of what CMake builds, for SM90 alone; with the plugin where TENSORRT_INCLUDE names the headers."""
+    said = kernel_build.build_kernels()
+    assert "warning" not in said, said
+    return kernel_build.FOLDER
 
 
 @pytest.fixture

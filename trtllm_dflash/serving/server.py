@@ -24,7 +24,7 @@ from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
 from trtllm_dflash.serving.triton import find_triton, shut_off
-from trtllm_dflash.session.ranks import find_launcher
+from trtllm_dflash.session.ranks import PATIENT, find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 DRAIN_SECONDS = 30.0  # that running requests get when the server is told to end
@@ -150,6 +150,7 @@ class Server:
         own = os.getpid() if self.tp == 1 else None  # ranks are MPI's children
         command = self._launched(self.log, [*common, *first], own)
         if self.tp > 1:
+            environment = PATIENT | environment
             silent = [f"--allow-{service}=false" for service in ("http", "grpc", "metrics")]
             other = [*common, *silent, "--model-control-mode=explicit", f"--load-model={RANK_MODEL}"]
             command = ["-n", "1", *command]

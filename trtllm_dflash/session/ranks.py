@@ -20,6 +20,8 @@ from trtllm_dflash.signals import is_heard
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE = 0.005  # seconds between two looks at whether all ranks are there
+#: Variables of ranks, for MPICH: with memory that they share, each polls until all have begun, on others' cores.
+PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 
 
@@ -87,6 +89,7 @@ class World:
             raise EngineError(
                 f"this engine has {tp} ranks; start it as: mpiexec -n {tp} ... (or trtllm-dflash generate)"
             )
+        os.environ.update(PATIENT | dict(os.environ))
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:

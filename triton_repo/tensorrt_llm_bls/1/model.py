@@ -1,5 +1,12 @@
 """What Triton loads; the model is in the package."""
 
-from trtllm_dflash.serving.bls_model import BLSModel as TritonPythonModel
+import gc
+
+gc.disable()  # what is imported stays: the collector need not look for garbage in it, now or later
+
+from trtllm_dflash.serving.bls_model import BLSModel as TritonPythonModel  # noqa: E402
+
+gc.freeze()
+gc.enable()
 
 __all__ = ["TritonPythonModel"]
