@@ -1,8 +1,9 @@
 # Everything runs in .venv, which is made on first use. TORCH may name another release or a file.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# Processes that share the tests; each computes on one thread, for threads that wait for each other make small models slow.
-WORKERS ?= 2
+# Processes that share the tests: on two cores a third computes while others wait for servers. Each computes on one
+# thread, for threads that wait for each other make small models slow.
+WORKERS ?= 3
 # A file's tests stay in one process; tests/conftest.py has the order.
 DIST   := --dist loadfile --no-loadscope-reorder
 BIN    := .venv/bin
