@@ -1,9 +1,10 @@
 # Everything runs in .venv, which is made on first use. TORCH may name another release or a file.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# Processes that share the tests: on two cores a third computes while others wait for servers. Each computes on one
-# thread, for threads that wait for each other make small models slow.
-WORKERS ?= 3
+# Processes that share the quick tests, and all tests: a third computes while others wait for servers. Each computes on
+# one thread, for threads that wait for each other make small models slow.
+WORKERS ?= 2
+WORKERS_OF_ALL ?= 3
 # A file's tests stay in one process; tests/conftest.py has the order.
 DIST   := --dist loadfile --no-loadscope-reorder
 BIN    := .venv/bin
@@ -31,7 +32,7 @@ demo: setup
 
 test:
 	@$(MAKE) --no-print-directory --jobs=3 lint types kernels-of-tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) $(DIST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST)
 
 # What tests/test_plugins.py asks about, compiled on the core that the setup leaves idle. A fault in it is that test's.
 kernels-of-tests:

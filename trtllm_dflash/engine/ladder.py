@@ -138,7 +138,7 @@ def step_kinds(
         for kind in kinds
         if kind.drafting is Drafting.BLOCK and _is_shared(kind, shared_block)
     ]
-    return _largest_first(kinds)
+    return largest_first(kinds)
 
 
 def shaped_kinds(
@@ -168,10 +168,10 @@ def shaped_kinds(
             if blocks or drafting is kept
         ]
     kinds += [replace(kind, sampled=True) for kind in kinds if sampled]
-    return _largest_first(kinds)
+    return largest_first(kinds)
 
 
-def _largest_first(kinds: Iterable[StepKind]) -> list[StepKind]:
+def largest_first(kinds: Iterable[StepKind]) -> list[StepKind]:
     """Sorts kinds into the order in which they are captured: the same one in every rank.
 
     Ranks that capture different steps wait for each other's sums for ever, and sets of kinds have another order in each
