@@ -160,7 +160,7 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(L::kThreads
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char memory[];
     trigger();
-    Shared<L> const shared{{shared_address(memory)}};
+    Shared<L> const shared{{{shared_address(memory)}}};
     if (threadIdx.x == kConsumers)
     {
         shared.init();

@@ -58,39 +58,12 @@ struct Launch
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <typename L>
-struct Shared
+struct Shared : wide::Ring<L, kMostStages, 0>
 {
-    uint32_t const start;
-    uint32_t const barriers = start + L::kStages * L::kStageBytes;
-
-    __device__ __forceinline__ uint32_t weight(int stage) const
-    {
-        return start + stage * L::kStageBytes;
-    }
-
-    __device__ __forceinline__ uint32_t inputs(int stage) const
-    {
-        return weight(stage) + L::kWeightBytes;
-    }
-
-    __device__ __forceinline__ uint32_t full(int stage) const
-    {
-        return barriers + stage * 8;
-    }
-
-    __device__ __forceinline__ uint32_t empty(int stage) const
-    {
-        return barriers + (kMostStages + stage) * 8;
-    }
-
     // By one thread. A stage is empty when the warps of both blocks are done with it: each block fills both.
     __device__ __forceinline__ void init() const
     {
-        for (int i = 0; i < L::kStages; ++i)
-        {
-            init_barrier(full(i), 1);
-            init_barrier(empty(i), kBlocks * kConsumers / 32);
-        }
+        this->init_barriers(kBlocks * kConsumers / 32);
         fence_barrier_inits();
     }
 };
@@ -417,7 +390,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char memory[];
     trigger();
-    Shared<L> const shared{shared_address(memory)};
+    Shared<L> const shared{{shared_address(memory)}};
     if (threadIdx.x == kConsumers)
     {
         shared.init();

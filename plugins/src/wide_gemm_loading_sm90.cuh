@@ -70,12 +70,14 @@ __device__ __forceinline__ void arrive_there(uint32_t barrier, int rank)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at(barrier, rank)) : "memory");
 }
 
-template <typename L>
-struct Shared
+// Where the stages of a ring lie in shared memory, each a line of weights and of inputs, and behind kBetween bytes two
+// barriers for each of at most kMost.
+template <typename L, int kMost, int kBetween>
+struct Ring
 {
     uint32_t const start;
-    uint32_t const inbox = start + L::kStages * L::kStageBytes; // [kSplits - 1, kOwnTiles, kConsumers, 4] FP32
-    uint32_t const barriers = inbox + L::kInboxBytes;
+    uint32_t const behind = start + L::kStages * L::kStageBytes;
+    uint32_t const barriers = behind + kBetween;
 
     __device__ __forceinline__ uint32_t weight(int stage) const
     {
@@ -94,22 +96,38 @@ struct Shared
 
     __device__ __forceinline__ uint32_t empty(int stage) const
     {
-        return barriers + (kMostStages + stage) * 8;
+        return barriers + (kMost + stage) * 8;
+    }
+
+    // By one thread. readers: warps that are done with a stage when it is empty.
+    __device__ __forceinline__ void init_barriers(int readers) const
+    {
+        for (int i = 0; i < L::kStages; ++i)
+        {
+            init_barrier(full(i), 1);
+            init_barrier(empty(i), readers);
+        }
+    }
+};
+
+template <typename L>
+struct Shared : Ring<L, kMostStages, L::kInboxBytes>
+{
+    // [kSplits - 1, kOwnTiles, kConsumers, 4] FP32
+    __device__ __forceinline__ uint32_t inbox() const
+    {
+        return this->behind;
     }
 
     __device__ __forceinline__ uint32_t inbox_full() const
     {
-        return barriers + 2 * kMostStages * 8;
+        return this->barriers + 2 * kMostStages * 8;
     }
 
     // By one thread.
     __device__ __forceinline__ void init() const
     {
-        for (int i = 0; i < L::kStages; ++i)
-        {
-            init_barrier(full(i), 1);
-            init_barrier(empty(i), kConsumers / 32);
-        }
+        this->init_barriers(kConsumers / 32);
         init_barrier(inbox_full(), 1);
         fence_barrier_inits();
         if (L::kSplits > 1)

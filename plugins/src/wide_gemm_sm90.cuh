@@ -94,7 +94,7 @@ struct Epilogue
 
     __device__ __forceinline__ uint32_t inbox(int from, int tile) const
     {
-        return shared.inbox + ((from * L::kOwnTiles + tile) * kConsumers + threadIdx.x) * 16;
+        return shared.inbox() + ((from * L::kOwnTiles + tile) * kConsumers + threadIdx.x) * 16;
     }
 
     __device__ __forceinline__ void finish(int tile, Sums<L>& c) const
@@ -257,7 +257,7 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char memory[];
     trigger();
-    Shared<L> const shared{shared_address(memory)};
+    Shared<L> const shared{{shared_address(memory)}};
     bool const computes = threadIdx.x < kConsumers;
     if (threadIdx.x == kConsumers)
     {
