@@ -3,7 +3,6 @@
 The process that hands tests to others reads this file, and waits for no torch: what needs it imports it.
 """
 
-import gc
 import signal
 from collections import Counter
 from collections.abc import Generator
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import trtllm_dflash
 from trtllm_dflash.cli import main
+from trtllm_dflash.serving.collector import uncollected
 
 if TYPE_CHECKING:
     from trtllm_dflash import LLM
@@ -43,12 +43,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
     Nor does it later, while the tests run.
     """
-    gc.disable()
-    try:
+    with uncollected():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

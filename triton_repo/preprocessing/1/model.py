@@ -1,12 +1,8 @@
 """What Triton loads; the model is in the package."""
 
-import gc
+from trtllm_dflash.serving.collector import uncollected
 
-gc.disable()  # what is imported stays: the collector need not look for garbage in it, now or later
-
-from trtllm_dflash.serving.preprocessing_model import PreprocessingModel as TritonPythonModel  # noqa: E402
-
-gc.freeze()
-gc.enable()
+with uncollected():
+    from trtllm_dflash.serving.preprocessing_model import PreprocessingModel as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
