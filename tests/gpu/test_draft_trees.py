@@ -8,7 +8,7 @@ import torch
 
 from tests.conftest import TINY
 from tests.gpu.test_cuda import NEAR_TIE, SAMPLED, acceptance, shipped_prompts, tokens
-from tests.gpu.test_kernels import assert_close, make_scales, why_not
+from tests.gpu.test_kernels import assert_close, attention_weights, make_scales, why_not
 from tests.gpu.test_ragged_attention import FP8, LINEAR, Paged, ints, random_pages
 from tests.gpu.test_rows import MODELS, Layout, Model, Piece, prompt
 from tests.gpu.test_rows import Decode as DecodeRows
@@ -280,10 +280,7 @@ def test_attention_of_trees_equals_float64(case, begun):
             every = [*range(start), *(start + at for at in path)]
             seen[row, every[-case.window :] if case.window else every] = True
         logits = q[first : first + rows].double().transpose(0, 1) @ k.transpose(1, 2) * case.size**-0.5
-        logits = logits.masked_fill(~seen.cuda(), -torch.inf)
-        if sinks is not None:
-            logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
-        weights = logits.softmax(-1)[..., : start + rows]
+        weights = attention_weights(logits.masked_fill(~seen.cuda(), -torch.inf), sinks)
         expected[first : first + rows] = (weights @ v).transpose(0, 1)
     row_path = torch.tensor([path - 2**64 if path >= 2**63 else path for path in paths], device="cuda")
     out = torch.empty(count, heads * case.size, dtype=case.dtype, device="cuda")

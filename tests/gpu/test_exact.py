@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY
-from tests.gpu.test_kernels import assert_close, make_scales, why_not_hopper
+from tests.gpu.test_kernels import assert_close, attention_weights, make_scales, why_not_hopper
 from tests.gpu.test_ragged_attention import FP8, ints, random_pages
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import SamplingInputs
@@ -78,14 +78,6 @@ FEWER_KEYS = [
 FEWER_BITS = [Shape(32, 8, 128, fp8=True), Shape(64, 8, 64, 128, fp8=True), Shape(14, 2, 64, fp8=True)]
 
 
-def with_sinks(logits, sinks):
-    """Logits [Hq, ..., keys] with each head's sink, if it has one, as one key more."""
-    if sinks is None:
-        return logits
-    column = sinks.double().view(-1, *[1] * (logits.dim() - 1)).expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, column], dim=-1)
-
-
 class Rows:
     """Queries at all positions of slots, and the attention of runs of them by the kernel."""
 
@@ -129,8 +121,8 @@ class Rows:
         logits = q @ keys.transpose(1, 2) / self.shape.size**0.5
         at, own = torch.arange(start + count, device="cuda"), torch.arange(start, start + count, device="cuda")[:, None]
         hidden = (at > own) | (at <= own - (self.shape.window or len(at)))
-        logits = with_sinks(logits.masked_fill(hidden, -torch.inf), self.sinks)
-        return (logits.softmax(-1)[..., : start + count] @ values).transpose(0, 1).flatten(1)
+        weights = attention_weights(logits.masked_fill(hidden, -torch.inf), self.sinks)
+        return (weights @ values).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(8, 8, 128), *FEWER_KEYS, *FEWER_BITS], ids=str)
@@ -296,8 +288,7 @@ class Trees:
             for x, scale in zip((self.paged.keys, self.paged.values), scales, strict=True)
         )
         logits = (keys @ self.q[tree][row].double()[:, :, None])[..., 0] / self.shape.size**0.5
-        weights = with_sinks(logits, self.sinks).softmax(-1)[:, : logits.shape[1]]
-        return (weights[:, None] @ values).flatten()
+        return (attention_weights(logits, self.sinks)[:, None] @ values).flatten()
 
 
 BASES = [0, 1, 14, 15, 16, 17, 40, 49, 63, 64, 65, 79, 80, 127, 300, 496, 511, 512, 513, 527, 528, 1008, 1024, 1500]

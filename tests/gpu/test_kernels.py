@@ -132,6 +132,14 @@ MANY = [
 ]
 
 
+def attention_weights(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of logits [Hq, ..., keys] over keys, beside which each head may have one logit more, its sink."""
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.double().view(-1, *[1] * (logits.dim() - 1)).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+
+
 def reference(case: Case, q, keys, values, sinks) -> torch.Tensor:
     """[B, Q, Hq * D] in float64, slot by slot, from the rows that count alone."""
     out = torch.zeros(len(case.lengths), case.rows, q.shape[1] * case.size, dtype=torch.float64, device=q.device)
@@ -146,12 +154,9 @@ def reference(case: Case, q, keys, values, sinks) -> torch.Tensor:
         seen = key <= position if case.causal else key >= 0
         if case.window:
             seen = seen & (key > position - case.window)
-        logits = logits.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            column = sinks.double()[:, None, None].expand(-1, case.rows, 1)
-            weights = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = logits.softmax(-1).nan_to_num(0.0)  # a row that sees nothing
+        weights = attention_weights(logits.masked_fill(~seen, -torch.inf), sinks)
+        if sinks is None:
+            weights = weights.nan_to_num(0.0)  # of a row that sees nothing
         out[slot] = (weights @ v).transpose(0, 1).flatten(1)
     return out
 

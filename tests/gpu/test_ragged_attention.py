@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.gpu.test_kernels import HALVES, assert_close, make_scales, why_not
+from tests.gpu.test_kernels import HALVES, assert_close, attention_weights, make_scales, why_not
 from trtllm_dflash import kernels
 from trtllm_dflash.kernels import Pages
 
@@ -159,12 +159,7 @@ def reference(case: Ragged, q, caches: Paged, added, sinks, scales) -> torch.Ten
         seen = key <= position if case.causal else key >= 0
         if case.window:
             seen = seen & (key > position - case.window)
-        logits = logits.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            column = sinks.double()[:, None, None].expand(-1, rows, 1)
-            weights = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = logits.softmax(-1)
+        weights = attention_weights(logits.masked_fill(~seen, -torch.inf), sinks)
         out[at : at + rows] = (weights @ v).transpose(0, 1)
     return out.flatten(1)
 
