@@ -19,6 +19,14 @@ def in_halves(rows, weight, bias):
     return y if bias is None else y + bias
 
 
+@pytest.fixture(autouse=True)
+def untried():
+    """Has each test try its products anew."""
+    cpu_products._way.cache_clear()
+    yield
+    cpu_products._way.cache_clear()
+
+
 @pytest.fixture
 def one_dnn(monkeypatch):
     """Makes oneDNN another by a function of the number of rows: whether it sums in halves. Returns the numbers seen."""
@@ -35,9 +43,7 @@ def one_dnn(monkeypatch):
         monkeypatch.setattr(cpu_products, "_has_kernels", lambda dtype: True)
         return seen
 
-    cpu_products._way.cache_clear()
-    yield patch
-    cpu_products._way.cache_clear()
+    return patch
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
@@ -64,6 +70,24 @@ def test_products_go_in_numbers_of_rows_that_sum_alike(halves, numbers, dtype, b
         assert torch.equal(product(x[:count], weight, bias), whole[:count]), count
         assert torch.equal(product(x[-count:], weight, bias), whole[-count:]), count
     assert set(seen) == numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_that_one_dnn_has_no_kernels_for_are_multiplied_in_fp32(dtype, monkeypatch):
+    types = []
+
+    def multiply(rows, weight, bias):
+        types.append({rows.dtype, weight.dtype, bias.dtype})
+        return torch.nn.functional.linear(rows, weight, bias)
+
+    monkeypatch.setattr(cpu_products, "_one_dnn", multiply)
+    monkeypatch.setattr(cpu_products, "_has_kernels", lambda dtype: dtype == torch.float32)
+    x, weight, bias = torch.randn(33, SHAPE[1]).to(dtype), torch.randn(SHAPE).to(dtype), torch.randn(SHAPE[0]).to(dtype)
+    for matrix in (weight, weight.t().contiguous().t(), packed(weight)):
+        types.clear()
+        y = product(x, matrix, bias)
+        assert y.dtype == dtype and types[-1] == {torch.float32}
+        assert torch.equal(y, product(x.float(), weight.float(), bias.float()).to(dtype))
 
 
 def test_a_transposed_weight_s_rows_depend_on_no_other_row():

@@ -3,6 +3,7 @@
 BLAS does not give that: there a row differs in its last digits with the number of rows, with its place among them, and
 with the number of threads. oneDNN sums each number of a product in one order, on most CPUs and for most shapes: for any
 number of rows, or from some number on, or only for one same number. Which it is, is tried once for each shape.
+Numbers of 16 bits for which oneDNN has no kernels on a CPU are multiplied in FP32 there, and what they make is rounded.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 Tensor = torch.Tensor
+
+_SHORT = (torch.bfloat16, torch.float16)
 
 #: Rows of a product where their number matters: always as many, so that all go the same way.
 _TILE = 16
@@ -55,7 +58,7 @@ _BLAS = _Way(_TILE, _TILE, one_dnn=False)
 class _Kind(NamedTuple):
     """All that the order of a product's sums may depend on, but its rows."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which is multiplied
     outputs: int
     inputs: int
     packed: bool
@@ -84,7 +87,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     kind = _kind(weight, bias)
     way = _way(kind) or _ways(kind)[0]
-    return way.multiply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+    if kind.dtype != weight.dtype:
+        rows, weight = rows.to(kind.dtype), weight.to(kind.dtype, memory_format=torch.contiguous_format)
+        bias = None if bias is None else bias.to(kind.dtype)
+    return way.multiply(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def why_inexact(weight: Tensor, bias: Tensor | None) -> str | None:
@@ -94,9 +100,11 @@ def why_inexact(weight: Tensor, bias: Tensor | None) -> str | None:
 
 
 def _kind(weight: Tensor, bias: Tensor | None) -> _Kind:
-    (outputs, inputs), is_packed = weight.shape, weight.is_mkldnn
-    transposed = not is_packed and not weight.is_contiguous()
-    return _Kind(weight.dtype, outputs, inputs, is_packed, transposed, bias is not None, torch.get_num_threads())
+    (outputs, inputs), is_packed, dtype = weight.shape, weight.is_mkldnn, weight.dtype
+    if dtype in _SHORT and not _has_kernels(dtype):
+        dtype = torch.float32
+    transposed = dtype == weight.dtype and not is_packed and not weight.is_contiguous()
+    return _Kind(dtype, outputs, inputs, is_packed, transposed, bias is not None, torch.get_num_threads())
 
 
 def _ways(kind: _Kind) -> tuple[_Way, ...]:
