@@ -262,12 +262,13 @@ class EngineModel:
         self._outbox.unwatch(reply.sender)
         self._metrics.request_ended()
 
-    def _look_around(self) -> None:
-        self._metrics.advance()
+    def _look_around(self) -> bool:
+        counting = self._metrics.advance()
         self._follow_drain()
         if self._service.failure is not None and not self._replies:
             # Triton has no way for a model to say that it is ill; that its process has ended is seen and acted upon.
             end_process(self._service.failure)
+        return counting or self._draining
 
     def _follow_drain(self) -> None:
         """Reports, once a drain is ordered, when no request is on its way any more."""

@@ -40,16 +40,17 @@ class Metrics:
         """Makes the next round due sooner, so that a client that has its reply soon finds it counted."""
         self._ended = True
 
-    def advance(self) -> None:
-        """Publishes the next samples of a round, or begins a round when it is due."""
+    def advance(self) -> bool:
+        """Publishes the next samples of a round, or begins a round when it is due; says whether more is due soon."""
         if self._round is None:
             now = time.monotonic()
             if now - self._begun < (_PERIOD_AFTER_END if self._ended else _PERIOD):
-                return
+                return self._ended
             self._begun, self._ended = now, False
             self._round = self._publish()
         if len(list(islice(self._round, _BATCH))) < _BATCH:
             self._round = None
+        return self._ended or self._round is not None
 
     def _publish(self) -> Iterator[None]:
         for sample in self._samples():

@@ -14,6 +14,7 @@ _POLL_SECONDS = 0.02  # between two questions whether one request's client is go
 _LEAST_PAUSE = 0.005  # between two questions at all: each is a round trip of 0.1 ms to Triton's process
 _MOST_QUESTIONS = 8  # at once, for those that were due while a step's responses were sent
 _IDLE_SECONDS = 0.01
+_QUIET_SECONDS = 0.1  # where no client waits, and nothing else is under way
 
 
 class Outbox:
@@ -23,11 +24,13 @@ class Outbox:
     backend (2.51) can block all of them for ever.
 
     Args:
-        idle: called on the thread about a hundred times a second.
+        idle: called on the thread about a hundred times a second while a client is watched or it returns true, and
+            ten times a second otherwise.
     """
 
-    def __init__(self, idle: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, idle: Callable[[], bool] | None = None) -> None:
         self._idle = idle
+        self._busy = False  # until `idle` says that nothing is to do
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._watched: dict[Any, Callable[[], None]] = {}  # sender -> what to do when its client is gone
         self._turns: deque[Any] = deque()
@@ -60,16 +63,22 @@ class Outbox:
         try:
             while True:
                 try:
-                    work = self._work.get(timeout=_IDLE_SECONDS)
+                    work = self._work.get(timeout=self._patience())
                     if work is None:
                         return
                     work()
+                    self._busy = self._idle is not None
                 except Empty:
                     pass
                 self._look_around()
         except BaseException:  # without this thread no request is ever answered: better to end than to hang
             traceback.print_exc()
             end_process("the thread that answers requests failed")
+
+    def _patience(self) -> float | None:
+        if self._watched or self._busy:
+            return _IDLE_SECONDS
+        return None if self._idle is None else _QUIET_SECONDS
 
     def _look_around(self) -> None:
         now = time.monotonic()
@@ -78,9 +87,9 @@ class Outbox:
             for _ in range(min(due, _MOST_QUESTIONS, len(self._watched))):
                 self._polled = now
                 self._poll_next()
-        if now - self._idled >= _IDLE_SECONDS:
+        if self._idle is not None and now - self._idled >= _IDLE_SECONDS:
             self._idled = now
-            self._idle()
+            self._busy = self._idle()
 
     def _poll_next(self) -> None:
         while self._turns:
