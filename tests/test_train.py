@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
 from tests.conftest import refusal
@@ -413,6 +414,25 @@ def test_muon_moves_a_matrix_alike_in_all_directions(tmp_path):
     # AdamW's first step moves each number by the rate; its later ones, and Muon's, by about a fifth of it.
     assert moves["muon"][key].norm().item() == pytest.approx(0.2 * moves["adamw"][key].norm().item(), rel=0.2)
     assert torch.equal(moves["muon"]["norm.weight"], moves["adamw"]["norm.weight"])
+
+
+def test_on_a_cpu_muon_multiplies_in_fp32(tmp_path):
+    make_drafter(tmp_path / "drafter", make_target(tmp_path / "target"))
+    config = open_drafter(tmp_path / "drafter").config
+    drafter = TrainedDrafter(config, torch.zeros(128, config.hidden_size), 64)
+    for parameter in drafter.tensors().values():
+        parameter.grad = torch.ones_like(parameter)
+    types = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types_, args=(), kwargs=None):
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                types.update(x.dtype for x in args)
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        Optimizer(drafter, 1e-2, 1, "muon").step(0)
+    assert types == {torch.float32}
 
 
 def test_a_tally_counts_tokens_a_step_and_shares_by_position():

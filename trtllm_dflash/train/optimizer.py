@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.train.network import TrainedDrafter
@@ -37,6 +39,7 @@ class Optimizer:
     ) -> None:
         self._parameters = drafter.tensors()
         self._peak, self._steps = peak, steps
+        self._on_gpu = drafter.device.type == "cuda"
         tables = {key for key, p in self._parameters.items() if drafter.config.vocab_size in p.shape}
         matrices = {key for key, p in self._parameters.items() if p.ndim == 2}
         orthogonal = matrices - tables if kind == "muon" else set()
@@ -51,8 +54,7 @@ class Optimizer:
             {"params": [p for key, p in mine.items() if key in matrices], "weight_decay": _DECAY},
             {"params": [p for key, p in mine.items() if key not in matrices], "weight_decay": 0.0},
         ]
-        fused = drafter.device.type == "cuda"
-        return torch.optim.AdamW(groups, lr=self._peak, betas=_BETAS, fused=fused)
+        return torch.optim.AdamW(groups, lr=self._peak, betas=_BETAS, fused=self._on_gpu)
 
     def step(self, number: int) -> None:
         """Makes the step of that number, from 0, with the gradients that are there, and clears them."""
@@ -60,7 +62,8 @@ class Optimizer:
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = learning_rate(number, self._steps, self._peak)
-            part.step()
+            with nullcontext() if self._on_gpu else _InFp32():
+                part.step()
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -84,6 +87,17 @@ class Optimizer:
                     if "exp_avg" in moments:
                         state["step"] = torch.tensor(float(steps), device=parameter.device)  # as the fused one wants it
                     part.state[parameter] = state
+
+
+class _InFp32(TorchFunctionMode):
+    """Has Muon multiply in FP32 where it asks for BF16, which many CPUs multiply 20 times as slowly."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is Tensor.bfloat16:
+            return args[0].float().clone()  # which Muon overwrites
+        return function(*args, **(kwargs or {}))
 
 
 def _muon(matrices: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
