@@ -12,7 +12,7 @@ BIN    := .venv/bin
 # Python keeps what it compiles, whatever the shell says: pip leaves that to the first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check coverage lowest audit lint types kernels kernels-of-tests plugin wheel clean
+.PHONY: setup demo test check coverage lowest audit lint types kernels kernels-of-tests bytecode plugin wheel clean
 
 setup: .venv/ready
 
@@ -31,12 +31,17 @@ demo: setup
 	$(BIN)/trtllm-dflash demo
 
 test:
-	@$(MAKE) --no-print-directory --jobs=3 lint types kernels-of-tests
+	@$(MAKE) --no-print-directory --jobs=4 lint types kernels-of-tests bytecode
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST)
 
 # What tests/test_plugins.py asks about, compiled on the core that the setup leaves idle. A fault in it is that test's.
 kernels-of-tests:
 	@$(PYTHON) -m tests.kernel_build
+
+# What the tests import, compiled once: their processes would begin together, and each compile all of it. A fault in it
+# is theirs to say.
+bytecode: setup
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --collect-only --quiet >/dev/null || true
 
 # The quick ones alone: before each commit.
 check: setup lint types
