@@ -36,6 +36,25 @@ LONGEST = (
     *("test_departures.py", "test_draft_trees.py", "test_shared_rows.py", "test_shaped_steps.py", "test_gateway.py"),
 )
 
+#: Files whose tests share the servers of tests/serving/conftest.py, of ten seconds each: they stay together.
+SERVED = (
+    *("test_gateway.py", "test_models.py", "test_load.py", "test_contract.py", "test_tools.py", "test_examples.py"),
+    *("test_openai_choices.py", "test_compare.py", "test_sweep_server.py", "test_hostile_triton.py"),
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Has one process take all files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "served" if Path(file).name in SERVED else file
+
+    return Files(config, log) if config.getoption("dist") == "loadfile" else None
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
