@@ -129,7 +129,7 @@ def test_texts_are_the_same_however_they_are_computed(precision, tmp_path):
             for kind, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
                 if kind not in expected:
                     expected[kind] = [tokens(llm.generate([prompt], params, draft=False))[0] for prompt in prompts]
-                for draft in (True, False):
+                for draft in (True, False) if chunk == 5 else (True,):  # steps without drafts are the same steps
                     assert tokens(llm.generate(prompts, params, draft)) == expected[kind], (chunk, kind, draft)
                 alone = [tokens(llm.generate([prompt], params))[0] for prompt in prompts[-2:]]
                 assert alone == expected[kind][-2:], (chunk, kind)
