@@ -197,8 +197,11 @@ def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_o
                 assert found["class"] in ("first", "second") and 1 <= found["seats"] <= 9
                 assert found["stops"] and set(found["stops"]) <= {"Rome", "Bern"}
         for choice in ("required", {"type": "function", "name": "book"}):
-            response = api.responses.create(model="tiny", input="Go.", tools=[flat], tool_choice=choice, temperature=0)
-            assert {item.type for item in response.output} == {"function_call"}
+            asked = dict(input="Go.", tools=[flat], tool_choice=choice, temperature=0, max_output_tokens=250)
+            response = api.responses.create(model="tiny", **asked)
+            # As many calls as there is room for, where they may be; what is cut off of the last one is a message.
+            cut = {"message"} if response.status == "incomplete" else set()
+            assert {item.type for item in response.output} - cut == {"function_call"}
             assert (response.tool_choice if choice == "required" else response.tool_choice.model_dump()) == choice
         # Where it may, it says what it would say without tools: the form has room for that.
         free = api.chat.completions.create(model="tiny", messages=ASKED, temperature=0, max_tokens=20, tools=[BOOKING])
