@@ -30,7 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--cache-length", type=int, default=1024)
-    parser.add_argument("--kernels", type=int, default=12, help="rows of a table")
+    parser.add_argument("--kernels", choices=("auto", "exact"), default="auto")
+    parser.add_argument("--lines", type=int, default=12, help="of a table")
     parser.add_argument(
         "--cases",
         type=case,
@@ -45,9 +46,10 @@ def main() -> None:
         settings.shape, precision="bf16", tp=1, max_batch=32, max_seq_len=max(length + 64 * STEPS, most), chunk=most
     )
     device = torch.device("cuda")
-    session = CudaSession(config, random_weights(config, 0, device), device, Solo())
+    session = CudaSession(config, random_weights(config, 0, device), device, Solo(), kernels=settings.kernels)
     session.prepare(Prepare(tuple({rows - 1 for _, rows, _ in settings.cases if rows > 1}), sampled=False))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {settings.shape}, BF16, {length} cached tokens")
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"{machine}; {settings.shape}, BF16, {length} cached tokens, kernels: {settings.kernels}")
     for batch, rows, tokens in settings.cases:
         drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
         for slot in range(batch):
@@ -56,7 +58,7 @@ def main() -> None:
         pieces = [Piece(batch - 1, 0, [0] * tokens, True)] if tokens else []
         title = f"batch {batch}, {rows} rows" + (f", {tokens} tokens of a prompt in the last" if tokens else "")
         events = trace(session, Step(decode, pieces, drafting, rows, sampled=False))
-        print("\n".join(table(events, title, settings.kernels)), flush=True)
+        print("\n".join(table(events, title, settings.lines)), flush=True)
 
 
 def case(text: str) -> tuple[int, int, int]:

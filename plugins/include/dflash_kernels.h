@@ -273,7 +273,8 @@ DFLASH_API cudaError_t dflash_exact_gemm(
     const dflash_skinny_gemm_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
 /* What dflash_exact_gemm makes of few rows and a norm, to the bit: x * weight, rounded, and 1 / sqrt(mean(x^2) + eps).
- * Products of out whose sums are multiplied by factors are those of the normed rows. H is a multiple of 64. */
+ * Products of out whose sums are multiplied by factors are those of the normed rows. H is a multiple of 64 and at most
+ * 24,576. */
 typedef struct
 {
     int32_t dtype; /* BF16 */

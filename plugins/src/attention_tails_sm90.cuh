@@ -19,7 +19,7 @@ namespace sm90
 __device__ __forceinline__ int nth_bit(uint64_t x, int n)
 {
     int at = 0;
-#pragma unroll
+#pragma unroll 1
     for (int width = 32; width > 0; width /= 2)
     {
         int const below = __popcll(x >> at & (uint64_t{1} << width) - 1);
@@ -104,35 +104,21 @@ struct Tails
         }
     }
 
-    // By all warps, each with rows of its own, two at once; or where they are few, with columns of one.
+    // By all warps, each with rows of its own; or where they are few, with columns of one. All in one loop, and loops in
+    // it: code that is executed but once comes from memory, which takes longer than the turns.
     __device__ __forceinline__ void compute() const
     {
-        int const rows = w.p.rows; // packed rows of one head
-        int const most_heads = min((kRows + rows - 1) / rows, w.group); // of a row, in this block
-        int const chunks = (most_heads + 15) / 16;
-        int const count = range.at.segment.rows * chunks;
-        int const warp = threadIdx.x / 32;
-        constexpr int kWarps = kConsumers / 32;
-        if (count > kWarps)
+        int const rows = range.at.segment.rows;
+        int const most_heads = min(head_of(w, kRows + w.p.rows - 1), w.group); // of a row, in this block
+        int const shares = rows > 4 ? 1 : rows > 2 ? 2 : rows > 1 || kPairs < 8 ? 4 : 8;
+#pragma unroll 1
+        for (int first_head = 0; first_head < most_heads; first_head += 16)
         {
-            int job = warp;
-            for (; job + kWarps < count; job += 2 * kWarps)
+#pragma unroll 1
+            for (int job = threadIdx.x / 32; job < rows * shares; job += kConsumers / 32)
             {
-                Item const items[2] = {item(job, chunks), item(job + kWarps, chunks)};
-                attend<2>(items, 0, 1);
+                attend(item(job / shares, first_head), job % shares, shares);
             }
-            if (job < count)
-            {
-                Item const items[1] = {item(job, chunks)};
-                attend<1>(items, 0, 1);
-            }
-            return;
-        }
-        int const shares = count > 4 ? 1 : count > 2 ? 2 : count > 1 || kPairs < 8 ? 4 : 8;
-        for (int job = warp; job < count * shares; job += kWarps)
-        {
-            Item const items[1] = {item(job / shares, chunks)};
-            attend<1>(items, job % shares, shares);
         }
     }
 
@@ -143,16 +129,15 @@ struct Tails
         int heads;
         int count; // keys
         int key_at; // of half a warp's lanes: where the tile and row of a key of theirs lie, in the order of the text
-        int swizzle; // of its chunks
     };
 
-    __device__ __forceinline__ Item item(int index, int chunks) const
+    // skipped_heads: of the row's in the block.
+    __device__ __forceinline__ Item item(int row, int skipped_heads) const
     {
         Segment const& s = range.at.segment;
-        int const rows = w.p.rows;
-        int const row = index / chunks;
-        int const first_head = (max(first_packed - row, 0) + rows - 1) / rows + index % chunks * 16;
-        int const past_head = min((first_packed + kRows - 1 - row) / rows + 1, w.group);
+        int const rows = w.p.rows; // packed rows of one head
+        int const first_head = head_of(w, max(first_packed - row, 0) + rows - 1) + skipped_heads;
+        int const past_head = min(head_of(w, first_packed + kRows - 1 - row) + 1, w.group);
         int const base = s.length - s.rows;
         uint64_t const path = w.p.row_path ? paths()[row] : 0;
         int const position = max(position_of(w.p, s, row, path), 0);
@@ -164,168 +149,125 @@ struct Tails
         int const key_row = min(key, s.length - 1);
         int const tile_at = static_cast<int>(inputs.keys(stage_of(key_row / kTile)));
         return {first_head * rows + row - first_packed, min(max(past_head - first_head, 0), 16), count,
-            tile_at + key_row % kTile * (kAtom * 2), key_row % 8};
+            tile_at + key_row % kTile * (kAtom * 2)};
     }
 
     // Logits of 16 keys: even and odd steps apart, so that more products are on their way.
-    template <int kItems>
-    __device__ __forceinline__ void multiply_keys(Item const (&items)[kItems], float (&x)[kItems][2][4]) const
+    __device__ __forceinline__ void multiply_keys(Item const& item, float (&x)[2][4]) const
     {
         int const lane = threadIdx.x % 32;
-        int const other = lane / 16 * 8 + lane % 8; // the lane whose key this one loads of keys
-        float odd[kItems][2][4] = {};
-        int keys_at[kItems];
-        int swizzle[kItems];
-        int packed_row[kItems];
+        int const keys_at = __shfl_sync(0xffffffffu, item.key_at, lane / 16 * 8 + lane % 8); // whose key this one loads
+        int const packed_row = min(item.first + max(min(lane % 16, item.heads - 1), 0) * w.p.rows, kRows - 1);
+        int const queries_at = static_cast<int>(inputs.at) + S::kQueriesAt + packed_row * (kAtom * 2);
+        float odd[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < kItems; ++i)
+        for (auto& four : x)
         {
-            keys_at[i] = __shfl_sync(0xffffffffu, items[i].key_at, other);
-            swizzle[i] = __shfl_sync(0xffffffffu, items[i].swizzle, other);
-            packed_row[i] = min(items[i].first + max(min(lane % 16, items[i].heads - 1), 0) * w.p.rows, kRows - 1);
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-            {
-                x[i][n][0] = x[i][n][1] = x[i][n][2] = x[i][n][3] = 0.f;
-            }
+            four[0] = four[1] = four[2] = four[3] = 0.f;
         }
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k)
+#pragma unroll 1
+        for (int first = 0; first < D / 16; first += 2)
         {
-            auto& sums = k % 2 == 0 ? x : odd;
 #pragma unroll
-            for (int i = 0; i < kItems; ++i)
+            for (int k = 0; k < 2; ++k)
             {
+                auto& sums = k == 0 ? x : odd;
                 uint32_t queries[4];
                 uint32_t keys[4];
-                load_matrices(queries, inputs.at + S::kQueriesAt + S::chunk_at(packed_row[i], 2 * k + lane / 16));
-                load_matrices(keys, chunk_of(keys_at[i], swizzle[i], 2 * k + lane / 8 % 2));
-                dflash::multiply_add<T>(sums[i][0], queries, keys[0], keys[1]);
-                dflash::multiply_add<T>(sums[i][1], queries, keys[2], keys[3]);
+                load_matrices(queries, chunk_of(queries_at, 2 * (first + k) + lane / 16));
+                load_matrices(keys, chunk_of(keys_at, 2 * (first + k) + lane / 8 % 2));
+                dflash::multiply_add<T>(sums[0], queries, keys[0], keys[1]);
+                dflash::multiply_add<T>(sums[1], queries, keys[2], keys[3]);
             }
         }
 #pragma unroll
-        for (int i = 0; i < kItems; ++i)
+        for (int n = 0; n < 2; ++n)
         {
 #pragma unroll
-            for (int n = 0; n < 2; ++n)
+            for (int c = 0; c < 4; ++c)
             {
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                {
-                    bool const is_seen = n * 8 + lane % 4 * 2 + c % 2 < items[i].count;
-                    x[i][n][c] = is_seen ? x[i][n][c] + odd[i][n][c] : -INFINITY;
-                }
+                bool const is_seen = n * 8 + lane % 4 * 2 + c % 2 < item.count;
+                x[n][c] = is_seen ? x[n][c] + odd[n][c] : -INFINITY;
             }
         }
     }
 
-    // The attention of rows to their tails; of columns, the share-th of so many parts.
-    template <int kItems>
-    __device__ __forceinline__ void attend(Item const (&items)[kItems], int share, int shares) const
+    // The attention of a row to its tail; of columns, the share-th of so many parts.
+    __device__ __forceinline__ void attend(Item const& item, int share, int shares) const
     {
-        float x[kItems][2][4];
-        multiply_keys(items, x);
-        uint32_t weights[kItems][4];
+        float x[2][4];
+        multiply_keys(item, x);
+        OnlineSoftmax<FlushingExp2> softmax;
+        softmax.begin();
+        float decay[2];
+        softmax.advance(x, scale, decay);
+        softmax.weigh(x[0], scale);
+        softmax.weigh(x[1], scale);
+        softmax.finish(scale);
+        uint32_t weights[4];
 #pragma unroll
-        for (int i = 0; i < kItems; ++i)
+        for (int r = 0; r < 2; ++r)
         {
-            OnlineSoftmax<FlushingExp2> softmax;
-            softmax.begin();
-            float decay[2];
-            softmax.advance(x[i], scale, decay);
-            softmax.weigh(x[i][0], scale);
-            softmax.weigh(x[i][1], scale);
-            softmax.finish(scale);
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
+            int const head = threadIdx.x % 32 / 4 + r * 8;
+            if (share == 0 && threadIdx.x % 4 == 0 && head < item.heads)
             {
-                int const head = threadIdx.x % 32 / 4 + r * 8;
-                if (share == 0 && threadIdx.x % 4 == 0 && head < items[i].heads)
-                {
-                    sums()[items[i].first + head * w.p.rows] = {softmax.maximum[r], softmax.sum[r]};
-                }
-                weights[i][r] = packed<T>(x[i][0][2 * r], x[i][0][2 * r + 1]);
-                weights[i][2 + r] = packed<T>(x[i][1][2 * r], x[i][1][2 * r + 1]);
+                sums()[item.first + head * w.p.rows] = {softmax.maximum[r], softmax.sum[r]};
             }
+            weights[r] = packed<T>(x[0][2 * r], x[0][2 * r + 1]);
+            weights[2 + r] = packed<T>(x[1][2 * r], x[1][2 * r + 1]);
         }
-        if constexpr (kItems > 1)
+        int const pairs = kPairs / shares;
+#pragma unroll 1
+        for (int pair = share * pairs; pair < (share + 1) * pairs; pair += kTogether)
         {
-            multiply_values<kPairs / 2, 2>(items, weights, 0);
-        }
-        else
-        {
-            switch (shares)
-            {
-            case 1: multiply_values<kPairs / 4, 4>(items, weights, 0); break;
-            case 2: multiply_values<1, kPairs / 2>(items, weights, share); break;
-            case 4: multiply_values<1, kPairs / 4>(items, weights, share); break;
-            default: multiply_values<1, kPairs / 8 + (kPairs < 8)>(items, weights, share);
-            }
+            multiply_values(item, weights, pair, (share + 1) * pairs - 1);
         }
     }
 
-    // Results of a share of pairs of fragments, kTogether of them at once.
-    template <int kTimes, int kTogether, int kItems>
+    static constexpr int kTogether = 2; // pairs of fragments
+
+    // Results of the columns of some pairs of fragments; of those past the last, the last once more.
     __device__ __forceinline__ void multiply_values(
-        Item const (&items)[kItems], uint32_t const (&weights)[kItems][4], int share) const
+        Item const& item, uint32_t const (&weights)[4], int first_pair, int last_pair) const
     {
         int const lane = threadIdx.x % 32;
+        uint32_t values[kTogether][4];
+        float out[kTogether][2][4] = {};
 #pragma unroll
-        for (int time = 0; time < kTimes; ++time)
+        for (int n = 0; n < kTogether; ++n)
         {
-            int const first_pair = (share * kTimes + time) * kTogether;
-            uint32_t values[kTogether][kItems][4];
-            float out[kTogether][kItems][2][4] = {};
+            int const chunk = 2 * min(first_pair + n, last_pair) + lane / 16;
+            load_matrices_transposed(values[n], chunk_of(item.key_at + S::kTileBytes, chunk));
+        }
 #pragma unroll
-            for (int pair = 0; pair < kTogether; ++pair)
+        for (int n = 0; n < kTogether; ++n)
+        {
+            dflash::multiply_add<T>(out[n][0], weights, values[n][0], values[n][1]);
+            dflash::multiply_add<T>(out[n][1], weights, values[n][2], values[n][3]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+        {
+            int const head = lane / 4 + r * 8;
+            if (head < item.heads)
             {
+                float* const to = results() + place_of(item.first + head * w.p.rows) + lane % 4 * 2;
 #pragma unroll
-                for (int i = 0; i < kItems; ++i)
+                for (int n = 0; n < 2 * kTogether; ++n)
                 {
-                    load_matrices_transposed(values[pair][i],
-                        chunk_of(items[i].key_at + S::kTileBytes, items[i].swizzle,
-                            2 * (first_pair + pair) + lane / 16));
-                }
-            }
-#pragma unroll
-            for (int pair = 0; pair < kTogether; ++pair)
-            {
-#pragma unroll
-                for (int i = 0; i < kItems; ++i)
-                {
-                    uint32_t const(&v)[4] = values[pair][i];
-                    dflash::multiply_add<T>(out[pair][i][0], weights[i], v[0], v[1]);
-                    dflash::multiply_add<T>(out[pair][i][1], weights[i], v[2], v[3]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kItems; ++i)
-            {
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                {
-                    int const head = lane / 4 + r * 8;
-                    if (head < items[i].heads)
-                    {
-                        float* const to = results() + place_of(items[i].first + head * w.p.rows) + first_pair * 16
-                            + lane % 4 * 2;
-#pragma unroll
-                        for (int n = 0; n < 2 * kTogether; ++n)
-                        {
-                            float const(&y)[4] = out[n / 2][i][n % 2];
-                            *reinterpret_cast<float2*>(to + n * 8) = {y[2 * r], y[2 * r + 1]};
-                        }
-                    }
+                    float const(&y)[4] = out[n / 2][n % 2];
+                    float* const at = to + (2 * min(first_pair + n / 2, last_pair) + n % 2) * 8;
+                    *reinterpret_cast<float2*>(at) = {y[2 * r], y[2 * r + 1]};
                 }
             }
         }
     }
 
-    // Where a 16-byte chunk of a cache row lies. row_at: its tile and row.
-    static __device__ __forceinline__ uint32_t chunk_of(int row_at, int swizzle, int chunk)
+    // Where a 16-byte chunk of a row of a tile, or of queries, lies. row_at: its first 128 bytes, whose place in their
+    // tile swizzles them.
+    static __device__ __forceinline__ uint32_t chunk_of(int row_at, int chunk)
     {
-        return static_cast<uint32_t>(row_at + chunk / 8 * S::kHalfBytes + (chunk % 8 ^ swizzle) * 16);
+        return static_cast<uint32_t>(row_at + chunk / 8 * S::kHalfBytes + (chunk % 8 ^ row_at / (kAtom * 2) % 8) * 16);
     }
 
     // A thread's two rows' results: of columns from the first fragment on.

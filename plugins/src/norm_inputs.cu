@@ -6,49 +6,20 @@
 #include "launch.cuh"
 #include "product_order.cuh"
 
+#include <algorithm>
+
 namespace dflash
 {
 namespace
 {
 
-constexpr int kRows = 2; // of a block: a product instruction would take eight, of which a block has more to read
-constexpr int kLine = 64; // numbers of a row
 constexpr int kVector = 8; // numbers of one access
-constexpr int kVectors = 2; // of a line, a lane's
+constexpr int kLineVectors = 8; // of a line of 128 bytes
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxSize = 24576; // of a row, which fits the shared memory that a block has without asking
 
-// A chain of lines a warp: lane l has parts of row l / 4, if there is one.
-struct Place
-{
-    int const chain = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int const quad = lane / 4, part = lane % 4;
-    int const row = blockIdx.x * kRows + quad;
-};
-
-// Of a batch of lines, which are on their way at once.
-template <int kBatch>
-using Batch = uint4[kBatch][kVectors];
-
-// Calls `use` for each vector of a batch of a chain's lines, with the place of the lane's in a row.
-template <int kBatch, typename Use>
-__device__ __forceinline__ void each_vector(Place const& place, Chains const& chains, int first, Use const& use)
-{
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-    {
-        if (first + i < chains.count(place.chain))
-        {
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-            {
-                int const line = chains.line(place.chain, first + i);
-                use(i, j, line * kLine + (place.part * kVectors + j) * kVector);
-            }
-        }
-    }
-}
-
-// Adds the squares of a lane's eight numbers, as `skinny_gemm_inputs.cuh` does: products of all rows with all rows, of
-// which the diagonal counts.
+// Adds the squares of a lane's eight numbers, as `skinny_gemm_inputs.cuh` does: products of what each four lanes have
+// with what all have, of which the diagonal counts.
 __device__ __forceinline__ void add_squares(uint4 const& x, float (&squares)[4])
 {
     uint32_t const first[4] = {x.x, x.x, x.y, x.y}, second[4] = {x.z, x.z, x.w, x.w};
@@ -67,79 +38,88 @@ __device__ __forceinline__ uint4 weighted_eight(uint4 const& x, uint4 const& wei
     return make_uint4(two(x.x, weight.x), two(x.y, weight.y), two(x.z, weight.z), two(x.w, weight.w));
 }
 
-// Adds up the chains' squares in their order, and stores the rows' factors.
+// The sum of a row's squares, by the first lane of the warp that calls it: each four lanes have a chain of those that a
+// block adds up, or one for each of two blocks.
 template <int kBlocks>
-__device__ __forceinline__ void store_factors(
-    dflash_norm_inputs_params const& p, Place const& place, float per_input, float const (&squares)[4])
+__device__ __forceinline__ float sum_squares(uint4 const* row, int lines)
 {
-    __shared__ float sums[kBlocks * kBlockChains][kRows];
-    if (place.quad < kRows && place.part == place.quad / 2)
+    Chains const chains(lines, kBlocks);
+    int const lane = threadIdx.x, chain = lane / 4, part = lane % 4;
+    float squares[kBlocks][4] = {};
+#pragma unroll 1
+    for (int nth = 0; nth < chains.count(0); ++nth) // the first chain is a longest one
     {
-        sums[place.chain][place.quad] = place.quad % 2 ? squares[1] : squares[0];
-    }
-    __syncthreads();
-    int const row = blockIdx.x * kRows + threadIdx.x;
-    if (threadIdx.x >= kRows || row >= p.rows)
-    {
-        return;
-    }
-    float halves[kBlocks] = {};
 #pragma unroll
-    for (int chain = 0; chain < kBlocks * kBlockChains; ++chain)
-    {
-        halves[chain / kBlockChains] += sums[chain][threadIdx.x];
+        for (int block = 0; block < kBlocks; ++block)
+        {
+            int const of = block * kBlockChains + chain;
+            bool const has_line = nth < chains.count(of);
+            uint4 const* const from = row + chains.line(of, nth) * kLineVectors + part * 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+            {
+                add_squares(has_line ? from[i] : uint4{}, squares[block]);
+            }
+        }
     }
-    p.factors[row] = inverse_root_mean(kBlocks == 1 ? halves[0] : halves[0] + halves[kBlocks - 1], per_input, p.eps);
+    float sum = 0.f;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+    {
+        float const own = chain % 2 ? squares[block][1] : squares[block][0];
+        float of_block = 0.f;
+#pragma unroll
+        for (int i = 0; i < kBlockChains; ++i)
+        {
+            of_block += __shfl_sync(0xffffffffu, own, i * 4 + i / 2);
+        }
+        sum = block == 0 ? of_block : sum + of_block;
+    }
+    return sum;
 }
 
-// kBlocks: that share a row where rows are few.
+// One block a row. kBlocks: that share a row where rows are few. The code is short, for it comes from memory at each
+// launch: between two of them other kernels run.
 template <int kBlocks>
-__global__ void __launch_bounds__(kBlocks * kBlockChains * 32)
+__global__ void __launch_bounds__(kMaxThreads)
     norm_inputs_kernel(dflash_norm_inputs_params const p, float per_input)
 {
-    constexpr int kBatch = 8 / kBlocks;
+    extern __shared__ uint4 row[];
     trigger();
-    Place const place;
-    Chains const chains(p.size / kLine, kBlocks);
-    bool const has_row = place.quad < kRows && place.row < p.rows;
-    int64_t const begin = int64_t{place.row} * p.size;
-    auto const* x = static_cast<__nv_bfloat16 const*>(p.x) + begin;
-    auto* out = static_cast<__nv_bfloat16*>(p.out) + begin;
-    float squares[4] = {};
-    for (int first = 0; first == 0 || first < chains.count(place.chain); first += kBatch)
+    int const vectors = p.size / kVector;
+    auto const* weight = static_cast<uint4 const*>(p.weight); // constants
+    int at = threadIdx.x;
+    uint4 by = at < vectors ? __ldg(weight + at) : uint4{};
+    wait();
+    int64_t const begin = int64_t{blockIdx.x} * vectors;
+    auto const* x = static_cast<uint4 const*>(p.x) + begin;
+    auto* out = static_cast<uint4*>(p.out) + begin;
+#pragma unroll 1
+    while (at < vectors)
     {
-        Batch<kBatch> held = {}, weights = {};
-        each_vector<kBatch>(place, chains, first,
-            [&](int i, int j, int at)
-            {
-                auto const* from = static_cast<__nv_bfloat16 const*>(p.weight) + at; // constants
-                weights[i][j] = has_row ? __ldg(reinterpret_cast<uint4 const*>(from)) : uint4{};
-            });
-        if (first == 0)
-        {
-            wait();
-        }
-        each_vector<kBatch>(place, chains, first, [&](int i, int j, int at)
-            { held[i][j] = has_row ? __ldcg(reinterpret_cast<uint4 const*>(x + at)) : uint4{}; });
-        each_vector<kBatch>(place, chains, first,
-            [&](int i, int j, int at)
-            {
-                add_squares(held[i][j], squares);
-                if (has_row)
-                {
-                    *reinterpret_cast<uint4*>(out + at) = weighted_eight(held[i][j], weights[i][j], p.adds_one);
-                }
-            });
+        uint4 const held = __ldcg(x + at);
+        row[at] = held;
+        out[at] = weighted_eight(held, by, p.adds_one);
+        at += blockDim.x;
+        by = at < vectors ? __ldg(weight + at) : uint4{};
     }
-    store_factors<kBlocks>(p, place, per_input, squares);
+    __syncthreads();
+    if (threadIdx.x < 32)
+    {
+        float const sum = sum_squares<kBlocks>(row, vectors / kLineVectors);
+        if (threadIdx.x == 0)
+        {
+            p.factors[blockIdx.x] = inverse_root_mean(sum, per_input, p.eps);
+        }
+    }
 }
 
 template <int kBlocks>
 cudaError_t launch(dflash_norm_inputs_params const& p, cudaStream_t stream)
 {
-    dim3 const grid((p.rows + kRows - 1) / kRows);
+    int const threads = std::min((p.size / kVector + 31) / 32 * 32, kMaxThreads);
     float const per_input = 1.f / static_cast<float>(p.size);
-    return launch_kernel(norm_inputs_kernel<kBlocks>, grid, kBlocks * kBlockChains * 32, 0, stream, p, per_input);
+    return launch_kernel(norm_inputs_kernel<kBlocks>, dim3(p.rows), threads, p.size * 2, stream, p, per_input);
 }
 
 } // namespace
@@ -148,7 +128,8 @@ cudaError_t launch(dflash_norm_inputs_params const& p, cudaStream_t stream)
 extern "C" cudaError_t dflash_norm_inputs(dflash_norm_inputs_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->dtype != DFLASH_BF16 || p->rows < 0 || p->outputs < 0 || p->size < kLine || p->size % kLine)
+    if (p->dtype != DFLASH_BF16 || p->rows < 0 || p->outputs < 0 || p->size <= 0 || p->size > kMaxSize
+        || p->size % (kLineVectors * kVector))
     {
         return cudaErrorInvalidValue;
     }
