@@ -73,6 +73,20 @@ struct Head
         return load_own(head + lane() * kVector);
     }
 
+    // From the L2: what a rehearsal saw there is old.
+    static __device__ __forceinline__ Numbers load_anew(T const* head)
+    {
+        Numbers numbers;
+#pragma unroll
+        for (int i = 0; i < kPairs; i += 4)
+        {
+            uint4 const part = __ldcg(reinterpret_cast<uint4 const*>(head + lane() * kVector + 2 * i));
+            numbers.at[i] = part.x, numbers.at[i + 1] = part.y;
+            numbers.at[i + 2] = part.z, numbers.at[i + 3] = part.w;
+        }
+        return numbers;
+    }
+
     // A row of a RoPE table, for both halves of what is rotated; other lanes get what they do not use.
     static __device__ __forceinline__ Numbers load_half(T const* half, int rotary_lanes)
     {
@@ -311,21 +325,18 @@ struct Source
     }
 };
 
-// C: the type of the caches.
+// Computes some heads of a row and stores them, or for a rehearsal nothing. C: the type of the caches.
 template <typename T, typename C, int D>
-__global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params const p, Division const division)
+__device__ __forceinline__ void append(
+    dflash_append_params const& p, Heads const& heads, int slot, Source<T> const& source, bool rehearses)
 {
     using H = Head<T, D>;
-    begin();
-    int const slot = blockIdx.y;
-    Heads const heads(p, division, (blockIdx.x * kThreads + threadIdx.x) / H::kLanes);
-    if (!heads.in_block && heads.row >= p.context_rows)
+    auto next = H::load_anew(source.of(p, heads.first)); // on its way while it is found out where the row goes
+    Row to{true, false, 0, 0, 0};
+    if (!rehearses)
     {
-        return;
+        to = p.segments ? row_of_segments(p, heads) : row_of_slot(p, heads, slot);
     }
-    Source<T> const source(p, heads, slot);
-    auto next = H::load(source.of(p, heads.first)); // on its way while it is found out where the row goes
-    Row const to = p.segments ? row_of_segments(p, heads) : row_of_slot(p, heads, slot);
     if (!to.is_there)
     {
         return;
@@ -347,14 +358,14 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
     int const rotary_size = p.rotary_size > 0 ? p.rotary_size : D;
     int const rotary_lanes = rotary_size / H::kVector;
     int64_t const table_row = int64_t{min(max(to.rotation, 0), p.positions - 1)} * (rotary_size / 2);
-    int64_t const place = past > p.heads ? place_of(p, to) : 0;
+    int64_t const place = past > p.heads && !rehearses ? place_of(p, to) : 0;
 #pragma unroll 1
     for (int head = heads.first; head < past; ++head)
     {
         H x{next};
         if (head + 1 < past)
         {
-            next = H::load(source.of(p, head + 1));
+            next = H::load_anew(source.of(p, head + 1));
         }
         bool const is_query = head < p.heads;
         bool const is_value = head >= p.heads + p.kv_heads;
@@ -377,6 +388,10 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
         {
             x.norm(p.norm_eps);
         }
+        if (rehearses)
+        {
+            return;
+        }
         if (is_query)
         {
             x.store(queries + head * D);
@@ -391,6 +406,35 @@ __global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params c
         else
         {
             x.store(cache);
+        }
+    }
+}
+
+// The code comes from memory at each launch, for between two of them other kernels run. So where rows are few, and the
+// kernel ahead lets this one begin early, a block computes its first heads of whatever lies there before it waits, and
+// stores nothing.
+template <typename T, typename C, int D>
+__global__ void __launch_bounds__(kThreads) append_kernel(dflash_append_params const p, Division const division)
+{
+    trigger();
+    int const slot = blockIdx.y;
+    Heads const heads(p, division, (blockIdx.x * kThreads + threadIdx.x) / Head<T, D>::kLanes);
+    bool const has_row = heads.in_block || heads.row < p.context_rows;
+    Source<T> const source(p, heads, slot);
+#pragma unroll 1
+    for (bool rehearses = division.heads_each == 1;; rehearses = false)
+    {
+        if (!rehearses)
+        {
+            wait();
+        }
+        if (has_row)
+        {
+            append<T, C, D>(p, heads, slot, source, rehearses);
+        }
+        if (!rehearses)
+        {
+            return;
         }
     }
 }

@@ -104,8 +104,8 @@ struct Tails
         }
     }
 
-    // By all warps, each with rows of its own; or where they are few, with columns of one. All in one loop, and loops in
-    // it: code that is executed but once comes from memory, which takes longer than the turns.
+    // By all warps, each with rows of its own; or where they are few, with columns of one. All in one loop, and loops
+    // in it: code that is executed but once comes from memory, which takes longer than the turns.
     __device__ __forceinline__ void compute() const
     {
         int const rows = range.at.segment.rows;

@@ -13,6 +13,8 @@ Tensor = torch.Tensor
 
 #: Rows that `skinny_gemm` takes.
 SKINNY_ROWS = 16
+#: Numbers of a row that `exact_gemm` norms: as many as its kernel has shared memory for.
+MOST_NORMED = 24_576
 #: Rows that `wide_gemm` takes, up to which it is faster than cuBLAS, and the most that the busiest multiprocessor may
 #: then have to read of the weight, in thousandths of an equal share.
 WIDE_ROWS, _WIDE_LOAD = 128, 1100
@@ -151,7 +153,7 @@ def exact_gemm(
 
     Where chains of a row's lines are whole pairs of lines they are `skinny_gemm`'s (`product_order.cuh`).
 
-    Args: as in `skinny_gemm`; sizes as in `takes_wide`, and a norm of BF16 rows alone.
+    Args: as in `skinny_gemm`; sizes as in `takes_wide`, and a norm of BF16 rows alone, of at most MOST_NORMED numbers.
     """
     check(takes_wide(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     factors = None
@@ -170,6 +172,7 @@ def _norm_inputs(x: Tensor, norm: Norm, outputs: int) -> tuple[Tensor, Tensor]:
     check(x.is_contiguous(), "x must be contiguous")
     _check_norm(x, norm)
     rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    check(size <= MOST_NORMED, f"a norm of {size} numbers; at most {MOST_NORMED}")
     out, factors = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     params = NormInputsParams(
         dtype=DTYPES[x.dtype],
