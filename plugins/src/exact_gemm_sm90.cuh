@@ -113,25 +113,18 @@ struct Epilogue
     // nth: of the block's tiles.
     __device__ __forceinline__ void finish(int tile, int nth, Sums<L>& c) const
     {
-        if constexpr (L::kSplits == 1)
+        auto const scaled = [&](float x, int below) { return x * (below ? factors.second : factors.first); };
+        auto const wait_for_inbox = [&]
         {
-            factors.multiply(c);
-            base.template store<L::kTiles>(tile, 0, c);
-        }
-        else
-        {
-            float own[L::kOwnTiles][4];
             if (nth > 0)
             {
                 wait_for_phase(shared.inbox_empty(), (nth - 1) % 2);
             }
-            base.exchange(c, own, nth);
-            factors.multiply(own);
-            base.template store<L::kOwnTiles>(tile, base.share.rank * L::kOwnTiles, own);
-            if (tile + base.share.tile_step < base.launch.tiles)
-            {
-                free_inbox();
-            }
+        };
+        base.finish(tile, nth, c, scaled, wait_for_inbox);
+        if (L::kSplits > 1 && tile + base.share.tile_step < base.launch.tiles)
+        {
+            free_inbox();
         }
     }
 

@@ -102,6 +102,7 @@ struct Ring
     // By one thread. readers: warps that are done with a stage when it is empty.
     __device__ __forceinline__ void init_barriers(int readers) const
     {
+#pragma unroll 1
         for (int i = 0; i < L::kStages; ++i)
         {
             init_barrier(full(i), 1);
@@ -265,6 +266,7 @@ struct Loader
     __device__ __forceinline__ void load_first_inputs()
     {
         wait();
+#pragma unroll 1 // the code is read from far away, too
         for (int ahead = 0; ahead < L::kStages && are_left(); ++ahead)
         {
             load_inputs();

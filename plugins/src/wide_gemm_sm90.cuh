@@ -1,6 +1,7 @@
 // Products of tens of rows (tokens) with large weights, on Hopper: a block's loop and what it does with the sums.
 #pragma once
 
+#include "pairs.cuh"
 #include "wgmma.cuh"
 #include "wide_gemm_loading_sm90.cuh"
 
@@ -82,6 +83,15 @@ template <typename L>
 struct Epilogue
 {
     using T = typename L::T;
+    using Two = typename Pair<T>::type;
+
+    // Of kCount tiles, those that are stored at a time.
+    template <int kCount>
+    static constexpr int kTurn = kCount <= 8 ? kCount : kCount % 8 == 0 ? 8 : 6;
+
+    // Residuals of a turn's tiles, as they lie in memory: of a thread's two rows.
+    template <int kCount>
+    using Residuals = Two[2][kTurn<kCount>];
 
     Launch const& launch;
     Shared<L> const& shared;
@@ -97,37 +107,51 @@ struct Epilogue
         return shared.inbox() + ((from * L::kOwnTiles + tile) * kConsumers + threadIdx.x) * 16;
     }
 
-    __device__ __forceinline__ void finish(int tile, Sums<L>& c) const
+    // nth: of the block's tiles. scaled: gives what is rounded of a sum of the first or of the second row.
+    template <typename Scaled, typename Begin>
+    __device__ __forceinline__ void finish(
+        int tile, int nth, Sums<L>& c, Scaled const& scaled, Begin const& begin_to_exchange) const
     {
+        int const first_output = tile * L::kOutputs + (L::kSharesRows ? 0 : group * L::kGroupOutputs);
         if constexpr (L::kSplits == 1)
         {
-            store<L::kTiles>(tile, 0, c);
+            Residuals<L::kTiles> residuals;
+            store(first_output, c, false, residuals, scaled);
         }
         else
         {
+            int const own_output = first_output + share.rank * L::kOwnTiles * 8;
+            Residuals<L::kOwnTiles> residuals; // they come while the blocks exchange their sums
+            load_residuals(own_output, residuals);
             float own[L::kOwnTiles][4];
-            exchange(c, own);
-            store<L::kOwnTiles>(tile, share.rank * L::kOwnTiles, own);
+            begin_to_exchange();
+            exchange(c, own, nth);
+            store(own_output, own, true, residuals, scaled);
         }
     }
 
     // nth: of the block's tiles.
-    __device__ __forceinline__ void exchange(Sums<L> const& c, float (&own)[L::kOwnTiles][4], int nth = 0) const
+    __device__ __forceinline__ void exchange(Sums<L> const& c, float (&own)[L::kOwnTiles][4], int nth) const
     {
 #pragma unroll
         for (int rank = 0; rank < L::kSplits; ++rank)
         {
-#pragma unroll
-            for (int i = 0; i < L::kOwnTiles; ++i)
+            if (rank != share.rank)
             {
-                float const(&x)[4] = c[rank * L::kOwnTiles + i];
-                if (rank != share.rank)
+                uint32_t const to = address_at(inbox(share.rank - (share.rank > rank), 0), rank);
+                uint32_t const barrier = address_at(shared.inbox_full(), rank);
+#pragma unroll
+                for (int i = 0; i < L::kOwnTiles; ++i)
                 {
-                    uint32_t const to = inbox(share.rank - (share.rank > rank), i);
-                    send(address_at(to, rank), x, address_at(shared.inbox_full(), rank));
+                    send(to + i * kConsumers * 16, c[rank * L::kOwnTiles + i], barrier);
                 }
-                else
+            }
+            else
+            {
+#pragma unroll
+                for (int i = 0; i < L::kOwnTiles; ++i)
                 {
+                    float const(&x)[4] = c[rank * L::kOwnTiles + i];
                     own[i][0] = x[0], own[i][1] = x[1], own[i][2] = x[2], own[i][3] = x[3];
                 }
             }
@@ -136,103 +160,223 @@ struct Epilogue
 #pragma unroll
         for (int i = 0; i < L::kOwnTiles; ++i)
         {
-            float sum[4] = {};
-#pragma unroll
-            for (int rank = 0; rank < L::kSplits; ++rank)
-            {
-                float there[4];
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                    : "=f"(there[0]), "=f"(there[1]), "=f"(there[2]), "=f"(there[3])
-                    : "r"(inbox(rank < share.rank ? rank : max(rank - 1, 0), i)));
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                {
-                    float const x = rank == share.rank ? own[i][j] : there[j];
-                    sum[j] = rank == 0 ? x : sum[j] + x;
-                }
-            }
-            own[i][0] = sum[0], own[i][1] = sum[1], own[i][2] = sum[2], own[i][3] = sum[3];
+            add_inbox(i, own[i]);
         }
     }
 
-    template <int kCount>
-    __device__ __forceinline__ void store(int tile, int first, float (&c)[kCount][4]) const
+    // What another block has sent of a tile.
+    __device__ __forceinline__ void load_inbox(int from, int tile, float (&there)[4]) const
     {
-        int const begin = tile * L::kOutputs + (L::kSharesRows ? 0 : group * L::kGroupOutputs) + first * 8;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+            : "=f"(there[0]), "=f"(there[1]), "=f"(there[2]), "=f"(there[3])
+            : "r"(inbox(from, tile)));
+    }
+
+    // Adds what has come to the own sums of a tile. Of two blocks, the order is all the same.
+    __device__ __forceinline__ void add_inbox(int tile, float (&own)[4]) const
+    {
+        float sum[4];
 #pragma unroll
-        for (int below = 0; below < 2; ++below)
+        for (int rank = L::kSplits == 2; rank < L::kSplits; ++rank)
         {
-            if (row + 8 * below < p.rows)
+            float there[4];
+            load_inbox(L::kSplits == 2 ? 0 : rank < share.rank ? rank : max(rank - 1, 0), tile, there);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
             {
-                if (p.swiglu)
+                float const x = L::kSplits > 2 && rank == share.rank ? own[j] : there[j];
+                sum[j] = L::kSplits == 2 ? own[j] + x : rank == 0 ? x : sum[j] + x;
+            }
+        }
+        own[0] = sum[0], own[1] = sum[1], own[2] = sum[2], own[3] = sum[3];
+    }
+
+    // Stores tiles from an output on, some in a turn and a row after the other, the next sums moved to where the code
+    // looks for them: code is read from far away in every step, and of all sums one after the other it would be 80 KB.
+    // has_residuals: those of the first turn.
+    template <int kCount, typename Scaled>
+    __device__ __forceinline__ void store(
+        int output, float (&c)[kCount][4], bool has_residuals, Residuals<kCount>& residuals, Scaled const& scaled) const
+    {
+        constexpr int kNow = kTurn<kCount>;
+        if (row >= p.rows)
+        {
+            return;
+        }
+#pragma unroll 1
+        for (int left = kCount; left > 0; left -= kNow)
+        {
+            if (!has_residuals || left < kCount)
+            {
+                load_residuals(output, residuals);
+            }
+#pragma unroll 1
+            for (int below = 0; below < 2; ++below)
+            {
+                if (row + 8 * below < p.rows)
                 {
+                    Two y[kNow];
 #pragma unroll
-                    for (int i = 0; i + 1 < kCount; i += 2)
+                    for (int i = 0; i < kNow; ++i)
                     {
-                        store_gated(row + 8 * below, begin + i * 8, &c[i][2 * below], &c[i + 1][2 * below]);
+                        y[i] = pair_of<T>(scaled(c[i][0], below), scaled(c[i][1], below));
                     }
+                    store_row(row + 8 * below, output, residuals[0], y);
                 }
-                else
-                {
 #pragma unroll
-                    for (int i = 0; i < kCount; ++i)
-                    {
-                        store_pair(row + 8 * below, begin + i * 8 + lane % 4 * 2, &c[i][2 * below]);
-                    }
+                for (int i = 0; i < kNow; ++i)
+                {
+                    c[i][0] = c[i][2], c[i][1] = c[i][3];
+                    residuals[0][i] = residuals[1][i];
+                }
+            }
+#pragma unroll
+            for (int i = kNow; i < kCount; ++i)
+            {
+                float const(&x)[4] = c[i];
+                float (&to)[4] = c[i - kNow];
+                to[0] = x[0], to[1] = x[1], to[2] = x[2], to[3] = x[3];
+            }
+            output += kNow * 8;
+        }
+    }
+
+    // Asks for a turn's residuals, all before the first is needed. Zeros where there are none: else registers would be
+    // held for them all the time.
+    template <int kNow>
+    __device__ __forceinline__ void load_residuals(int output, Two (&residuals)[2][kNow]) const
+    {
+#pragma unroll
+        for (int i = 0; i < 2 * kNow; ++i)
+        {
+            residuals[i / kNow][i % kNow] = Two{};
+        }
+        if (p.residual)
+        {
+#pragma unroll
+            for (int below = 0; below < 2; ++below)
+            {
+                if (row + 8 * below < p.rows)
+                {
+                    int64_t const at = int64_t{row + 8 * below} * width + output + lane % 4 * 2;
+                    load(p.residual, at, p.outputs - output, residuals[below]);
                 }
             }
         }
     }
 
     // Rounds as composed operations do: the product, then with a bias, then with a residual.
-    __device__ __forceinline__ void store_pair(int at_row, int output, float const* sums) const
+    template <int kNow>
+    __device__ __forceinline__ void store_row(
+        int at_row, int output, Two const (&residuals)[kNow], Two (&y)[kNow]) const
     {
-        if (output >= p.outputs)
+        if (p.swiglu)
         {
+            if constexpr (kNow % 2 == 0)
+            {
+                store_gated(at_row, output, y);
+            }
             return;
         }
-        int64_t const at = int64_t{at_row} * width + output;
-        float y[2] = {rounded<T>(sums[0]), rounded<T>(sums[1])};
+        int const column = output + lane % 4 * 2, left = p.outputs - output;
         if (p.bias)
         {
-            add(static_cast<T const*>(p.bias) + output, y);
+            Two bias[kNow] = {};
+            load(p.bias, column, left, bias);
+            add(bias, y);
         }
         if (p.residual)
         {
-            add(static_cast<T const*>(p.residual) + at, y);
+            add(residuals, y);
         }
-        *reinterpret_cast<typename Pair<T>::type*>(static_cast<T*>(p.out) + at) = pair_of<T>(y[0], y[1]);
-    }
-
-    __device__ __forceinline__ void add(T const* from, float (&y)[2]) const
-    {
-        uint32_t const bits = __ldcg(reinterpret_cast<uint32_t const*>(from));
-        T const* const two = reinterpret_cast<T const*>(&bits);
-        y[0] = rounded<T>(y[0] + to_float(two[0]));
-        y[1] = rounded<T>(y[1] + to_float(two[1]));
-    }
-
-    __device__ __forceinline__ float activated(float gate) const
-    {
-        return rounded<T>(p.gelu ? gelu(gate) : silu(gate));
-    }
-
-    __device__ __forceinline__ void store_gated(int at_row, int granule_row, float const* gates, float const* ups) const
-    {
-        if (granule_row >= p.outputs)
+        Two* const to = reinterpret_cast<Two*>(static_cast<T*>(p.out) + int64_t{at_row} * width + column);
+#pragma unroll
+        for (int i = 0; i < kNow; ++i)
         {
-            return;
+            if (i * 8 < left)
+            {
+                to[i * 4] = y[i];
+            }
         }
-        int const output = granule_row / 2 + lane % 4 * 2;
-        float gate[2] = {rounded<T>(gates[0]), rounded<T>(gates[1])};
-        float up[2] = {rounded<T>(ups[0]), rounded<T>(ups[1])};
+    }
+
+    // granule_row: of a weight, with eight rows of the gate and the eight of up that belong to them in turn.
+    template <int kNow>
+    __device__ __forceinline__ void store_gated(int at_row, int granule_row, Two (&y)[kNow]) const
+    {
+        int const output = granule_row / 2 + lane % 4 * 2, left = p.outputs - granule_row;
+        Two gates[kNow / 2], ups[kNow / 2];
+#pragma unroll
+        for (int i = 0; i < kNow / 2; ++i)
+        {
+            gates[i] = y[2 * i], ups[i] = y[2 * i + 1];
+        }
         if (p.bias)
         {
-            add(static_cast<T const*>(p.bias) + output, gate);
-            add(static_cast<T const*>(p.bias) + p.outputs / 2 + output, up);
+            Two gate_bias[kNow / 2] = {}, up_bias[kNow / 2] = {};
+            load(p.bias, output, left / 2, gate_bias);
+            load(p.bias, p.outputs / 2 + output, left / 2, up_bias);
+            add(gate_bias, gates);
+            add(up_bias, ups);
         }
-        *reinterpret_cast<typename Pair<T>::type*>(static_cast<T*>(p.out) + int64_t{at_row} * width + output)
-            = pair_of<T>(activated(gate[0]) * up[0], activated(gate[1]) * up[1]);
+        if (p.gelu)
+        {
+            activate([](float x) { return gelu(x); }, gates);
+        }
+        else
+        {
+            activate([](float x) { return silu(x); }, gates);
+        }
+        Two* const to = reinterpret_cast<Two*>(static_cast<T*>(p.out) + int64_t{at_row} * width + output);
+#pragma unroll
+        for (int i = 0; i < kNow / 2; ++i)
+        {
+            if (i * kGranule < left)
+            {
+                float2 const gate = to_floats(gates[i]), up = to_floats(ups[i]);
+                to[i * 4] = pair_of<T>(gate.x * up.x, gate.y * up.y);
+            }
+        }
+    }
+
+    template <typename Activation, int N>
+    __device__ __forceinline__ static void activate(Activation const& activation, Two (&gates)[N])
+    {
+#pragma unroll
+        for (Two& two : gates)
+        {
+            float2 const gate = to_floats(two);
+            two = pair_of<T>(activation(gate.x), activation(gate.y));
+        }
+    }
+
+    // Two numbers of each eight, of as many eights as there are outputs left. From the L2 cache: the kernel before may
+    // have made them.
+    template <int N>
+    __device__ __forceinline__ static void load(void const* from, int64_t at, int left, Two (&x)[N])
+    {
+        uint32_t const* words = reinterpret_cast<uint32_t const*>(static_cast<T const*>(from) + at);
+        asm("" : "+l"(words)); // or else each number's address is made up on its own
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+        {
+            if (i * 8 < left)
+            {
+                uint32_t const word = __ldcg(words + i * 4);
+                x[i] = reinterpret_cast<Two const&>(word);
+            }
+        }
+    }
+
+    template <int N>
+    __device__ __forceinline__ static void add(Two const (&x)[N], Two (&y)[N])
+    {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+        {
+            float2 const here = to_floats(y[i]), there = to_floats(x[i]);
+            y[i] = pair_of<T>(here.x + there.x, here.y + there.y);
+        }
     }
 };
 
@@ -289,7 +433,8 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
     {
         Sums<L> c;
         mainloop.multiply(c);
-        epilogue.finish(tile, c);
+        epilogue.finish(
+            tile, 0, c, [](float x, int) { return x; }, [] {});
     }
 #endif
 }
