@@ -96,17 +96,23 @@ struct Stage
     }
 };
 
+// Where an item begins: a block's part of it.
+struct Place
+{
+    int row, output;
+};
+
 // A cluster's items: every so manieth, of a row tile and a pair of output tiles, one for each block. Those of the same
 // outputs follow each other.
 struct Items
 {
     Launch const& launch;
     int const rank = static_cast<int>(__clusterRelativeBlockRank());
-    int index = blockIdx.x / kBlocks;
+    uint32_t index = blockIdx.x / kBlocks;
 
     __device__ __forceinline__ bool are_left() const
     {
-        return index < launch.items;
+        return static_cast<int>(index) < launch.items;
     }
 
     __device__ __forceinline__ void advance()
@@ -114,15 +120,12 @@ struct Items
         index += gridDim.x / kBlocks;
     }
 
-    __device__ __forceinline__ int first_row() const
+    // Divides, in some twenty instructions.
+    __device__ __forceinline__ Place place() const
     {
-        return index % launch.row_tiles * kRows;
-    }
-
-    // The block's.
-    __device__ __forceinline__ int first_output() const
-    {
-        return (index / launch.row_tiles * kBlocks + rank) * kOutputs;
+        uint32_t const before = index / launch.row_tiles;
+        int const row_tile = index - before * launch.row_tiles;
+        return {row_tile * kRows, static_cast<int>(before * kBlocks + rank) * kOutputs};
     }
 };
 
@@ -132,6 +135,7 @@ struct Loader
     Launch const& launch;
     Shared const& shared;
     Items items{launch};
+    Place place = items.place();
     int line = 0; // the next one
     Stage stage;
 
@@ -142,6 +146,7 @@ struct Loader
         {
             line = 0;
             items.advance();
+            place = items.place();
         }
     }
 
@@ -150,7 +155,7 @@ struct Loader
         expect_bytes(shared.full(stage.at), kStageBytes);
         asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                      " [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(shared.weight(stage.at)),
-            "l"(&launch.weight), "r"(line * kLine), "r"(0), "r"(items.first_output() / kGranule),
+            "l"(&launch.weight), "r"(line * kLine), "r"(0), "r"(place.output / kGranule),
             "r"(shared.full(stage.at))
             : "memory");
     }
@@ -160,7 +165,7 @@ struct Loader
         constexpr int kOwn = kRows / kBlocks;
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared.inputs(stage.at) + items.rank * kOwn * kLine),
-            "l"(&launch.inputs), "r"(line * kLine), "r"(items.first_row() + items.rank * kOwn),
+            "l"(&launch.inputs), "r"(line * kLine), "r"(place.row + items.rank * kOwn),
             "r"(shared.full(stage.at)), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
             : "memory");
     }
@@ -170,12 +175,14 @@ struct Loader
     {
         Loader inputs = *this;
         int ahead = 0;
+#pragma unroll 1 // code is read from far away in every step
         for (; ahead < kStages && items.are_left(); ++ahead)
         {
             load_weight();
             advance();
         }
         wait();
+#pragma unroll 1
         for (; ahead > 0; --ahead)
         {
             inputs.load_inputs();
@@ -250,43 +257,24 @@ struct Mainloop
     }
 };
 
-// What `tall::Epilogue` wants to know of the sums that it stores.
-template <typename InputType>
-struct Stored
-{
-    using T = InputType;
-    static constexpr int kTiles = kStoredTiles;
-};
-
 // Gates and stores the sums of a warpgroup, in a loop, the next ones moved to where the code looks for them: code is
 // read from far away in every step, and of all sums one after the other it would be 70 KB.
 template <typename T>
 __device__ __forceinline__ void store(Launch const& launch, Items const& items, Sums& c)
 {
-    constexpr int kAll = kMatrices * kTiles;
-    tall::Epilogue<Stored<T>> const epilogue{launch.p};
+    tall::Epilogue<T> const epilogue{launch.p};
+    Place const place = items.place();
+    int const first_row
+        = place.row + threadIdx.x / 128 * kGroupRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll 1
-    for (int first = 0; first < kAll; first += kStoredTiles)
+    for (int first = 0; first < kMatrices * kTiles; first += kStoredTiles)
     {
-        float some[kStoredTiles][4];
-#pragma unroll
-        for (int i = 0; i < kStoredTiles; ++i)
-        {
-            some[i][0] = c[i][0], some[i][1] = c[i][1], some[i][2] = c[i][2], some[i][3] = c[i][3];
-        }
         int const m = first / kTiles;
-        int const row = items.first_row() + threadIdx.x / 128 * kGroupRows + m * 64 + threadIdx.x / 32 % 4 * 16
-            + threadIdx.x % 32 / 4;
-        int const output = items.first_output() + (first - m * kTiles) * 8;
-        epilogue.store_gated(row, 0, output, some);
-        epilogue.store_gated(row + 8, 2, output, some);
-#pragma unroll
-        for (int i = kStoredTiles; i < kAll; ++i)
-        {
-            float const(&x)[4] = c[i];
-            float (&y)[4] = c[i - kStoredTiles];
-            y[0] = x[0], y[1] = x[1], y[2] = x[2], y[3] = x[3];
-        }
+        int const row = first_row + m * 64, output = place.output + (first - m * kTiles) * 8;
+        epilogue.template each_row<kStoredTiles>(
+            c, [](float x, bool) { return x; },
+            [&](int below, Two<T> const (&y)[kStoredTiles]) { epilogue.store_gated(row + below, output, y); });
+        epilogue.template move_sums<kStoredTiles>(c);
     }
 }
 

@@ -113,7 +113,7 @@ struct Epilogue
     // nth: of the block's tiles.
     __device__ __forceinline__ void finish(int tile, int nth, Sums<L>& c) const
     {
-        auto const scaled = [&](float x, int below) { return x * (below ? factors.second : factors.first); };
+        auto const scaled = [&](float x, bool below) { return x * factors.of(below); };
         auto const wait_for_inbox = [&]
         {
             if (nth > 0)

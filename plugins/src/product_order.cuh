@@ -94,6 +94,16 @@ __device__ __forceinline__ void set_to_zero(float (&sums)[N][4])
 }
 
 template <int N>
+__device__ __forceinline__ void copy_sums(float const (&x)[N][4], float (&sums)[N][4])
+{
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+    {
+        sums[i][0] = x[i][0], sums[i][1] = x[i][1], sums[i][2] = x[i][2], sums[i][3] = x[i][3];
+    }
+}
+
+template <int N>
 __device__ __forceinline__ void add_sums(float const (&x)[N][4], float (&sums)[N][4])
 {
 #pragma unroll

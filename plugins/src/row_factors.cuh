@@ -23,17 +23,10 @@ struct RowFactors
         return p.row_factors && row < p.rows ? __ldcg(p.row_factors + row) : 1.f;
     }
 
-    template <int N>
-    __device__ __forceinline__ void multiply(float (&sums)[N][4]) const
+    // below: of the second row.
+    __device__ __forceinline__ float of(bool below) const
     {
-#pragma unroll
-        for (auto& four : sums)
-        {
-            four[0] *= first;
-            four[1] *= first;
-            four[2] *= second;
-            four[3] *= second;
-        }
+        return below ? second : first;
     }
 };
 

@@ -7,6 +7,7 @@
 #include "parked_sums.cuh"
 #include "product_order.cuh"
 #include "row_factors.cuh"
+#include "tall_gemm_epilogue_sm90.cuh"
 #include "wide_gemm_sm90.cuh"
 
 namespace dflash
@@ -68,11 +69,35 @@ struct Shared : wide::Ring<L, kMostStages, 0>
     }
 };
 
-// A cluster's share: every so manieth tile, those of the same outputs one behind the other.
-struct Share
+// A cluster's tiles: every so manieth, those of the same outputs one behind the other.
+struct Tiles
 {
+    Launch const& launch;
     int const rank = static_cast<int>(__clusterRelativeBlockRank());
-    int const first_tile = blockIdx.x / kBlocks, tile_step = gridDim.x / kBlocks;
+    uint32_t index = blockIdx.x / kBlocks;
+    int of_outputs = index / launch.pairs; // one division for each tile: its code is long
+    int pair = index - of_outputs * launch.pairs;
+
+    __device__ __forceinline__ bool are_left() const
+    {
+        return static_cast<int>(index) < launch.tiles;
+    }
+
+    __device__ __forceinline__ void advance()
+    {
+        index += gridDim.x / kBlocks;
+        if (are_left())
+        {
+            of_outputs = index / launch.pairs;
+            pair = index - of_outputs * launch.pairs;
+        }
+    }
+
+    // The block's.
+    __device__ __forceinline__ int first_row() const
+    {
+        return (pair * kBlocks + rank) * kRows;
+    }
 };
 
 // Has the stages brought: one thread's work.
@@ -81,23 +106,17 @@ struct Loader
 {
     Launch const& launch;
     Shared<L> const& shared;
-    Share const& share;
     Chains const chains{launch.lines, L::kHasHalves ? 2 : 1};
-    int tile = share.first_tile; // the next one
+    Tiles tiles{launch};
     ChainLine line{0, chains.used()};
     wide::Stage<L> stage;
-
-    __device__ __forceinline__ bool are_left() const
-    {
-        return tile < launch.tiles;
-    }
 
     __device__ __forceinline__ void advance()
     {
         stage.advance();
         if (line.advance(chains))
         {
-            tile += share.tile_step;
+            tiles.advance();
         }
     }
 
@@ -113,8 +132,8 @@ struct Loader
         expect_bytes(shared.full(stage.at), L::kStageBytes);
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-            " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared.weight(stage.at) + share.rank * L::kShareBytes),
-            "l"(&launch.weight), "r"(column()), "r"(0), "r"(tile / launch.pairs * kGranules + share.rank * kOwn),
+            " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared.weight(stage.at) + tiles.rank * L::kShareBytes),
+            "l"(&launch.weight), "r"(column()), "r"(0), "r"(tiles.of_outputs * kGranules + tiles.rank * kOwn),
             "r"(shared.full(stage.at)), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
             : "memory");
     }
@@ -123,8 +142,7 @@ struct Loader
     {
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared.inputs(stage.at)),
-            "l"(&launch.inputs), "r"(column()), "r"((tile % launch.pairs * kBlocks + share.rank) * kRows),
-            "r"(shared.full(stage.at))
+            "l"(&launch.inputs), "r"(column()), "r"(tiles.first_row()), "r"(shared.full(stage.at))
             : "memory");
     }
 
@@ -133,18 +151,20 @@ struct Loader
     {
         Loader inputs = *this;
         int ahead = 0;
-        for (; ahead < L::kStages && are_left(); ++ahead)
+#pragma unroll 1 // code is read from far away in every step
+        for (; ahead < L::kStages && tiles.are_left(); ++ahead)
         {
             load_weight();
             advance();
         }
         wait();
+#pragma unroll 1
         for (; ahead > 0; --ahead)
         {
             inputs.load_inputs();
             inputs.advance();
         }
-        for (; are_left(); advance())
+        for (; tiles.are_left(); advance())
         {
             wait_for_phase(shared.empty(stage.at), stage.phase ^ 1);
             load_weight();
@@ -163,7 +183,6 @@ struct Mainloop
 {
     Launch const& launch;
     Shared<L> const& shared;
-    Share const& share;
     int const group = threadIdx.x / 128;
     wide::Stage<L> stage;
 
@@ -176,24 +195,43 @@ struct Mainloop
         }
     }
 
-    // Gives one tile's sums.
+    // Gives one tile's sums: of halves in a loop, so that their code is read once.
     __device__ __forceinline__ void multiply(Sums<L>& sums)
     {
         Chains const chains(launch.lines, L::kHasHalves ? 2 : 1);
         auto const next = [&](int lines, Sums<L>& c) { add_lines(lines, c); };
-        add_chains(chains, 0, min(kBlockChains, chains.used()), next, sums);
-        if constexpr (L::kParks)
+        if constexpr (!L::kHasHalves)
+        {
+            add_chains(chains, 0, chains.used(), next, sums);
+        }
+        else if constexpr (L::kParks)
         {
             Parking<kConsumers> const parking(launch.parking, L::kTiles);
-            parking.put(sums);
-            add_chains(chains, kBlockChains, chains.used(), next, sums);
+#pragma unroll 1
+            for (int first = 0; first < 2 * kBlockChains; first += kBlockChains)
+            {
+                add_chains(chains, first, min(first + kBlockChains, chains.used()), next, sums);
+                if (first == 0)
+                {
+                    parking.put(sums);
+                }
+            }
             parking.add_to(sums);
         }
-        else if constexpr (L::kHasHalves)
+        else
         {
-            Sums<L> others;
-            add_chains(chains, kBlockChains, chains.used(), next, others);
-            add_sums(others, sums);
+            Sums<L> half;
+            set_to_zero(half);
+#pragma unroll 1
+            for (int first = 0; first < 2 * kBlockChains; first += kBlockChains)
+            {
+                add_chains(chains, first, min(first + kBlockChains, chains.used()), next, sums);
+                if (first == 0)
+                {
+                    copy_sums(sums, half);
+                }
+            }
+            add_sums(half, sums);
         }
     }
 
@@ -226,161 +264,6 @@ struct Mainloop
     }
 };
 
-// Stores a tile: four lanes have eight outputs of a row, and exchange them, so that each has those of one of four
-// tiles.
-template <typename L>
-struct Epilogue
-{
-    using T = typename L::T;
-    static constexpr int kEight = 8;
-    using Row = Vector<T, kEight>;
-
-    dflash_skinny_gemm_params const& p;
-    int const lane = threadIdx.x % 32;
-    int const width = p.swiglu ? p.outputs / 2 : p.outputs;
-
-    // row: of those of the tile that this thread has of each eight.
-    __device__ __forceinline__ void store(int row, int first_output, Sums<L> const& c) const
-    {
-        if (p.swiglu)
-        {
-            if constexpr (L::kTiles % 8 == 0)
-            {
-                store_gated(row, 0, first_output, c);
-                store_gated(row + 8, 2, first_output, c);
-            }
-            return;
-        }
-        store_row(row, 0, first_output, c);
-        store_row(row + 8, 2, first_output, c);
-    }
-
-    // Rounds as composed operations do: the product, then with a bias, then with a residual. All lanes.
-    __device__ __forceinline__ void store_row(int row, int at, int first_output, Sums<L> const& c) const
-    {
-        constexpr int kFours = L::kTiles / 4;
-        constexpr int kTogether = kFours % 3 == 0 ? 3 : kFours == 4 ? 4 : 2; // whose residuals come at once
-        int64_t const begin = int64_t{row} * width;
-#pragma unroll
-        for (int i = 0; i < kFours; i += kTogether)
-        {
-            Row residuals[kTogether];
-#pragma unroll
-            for (int k = 0; k < kTogether; ++k)
-            {
-                int const output = first_output + ((i + k) * 4 + lane % 4) * kEight;
-                if (p.residual && row < p.rows && output < p.outputs)
-                {
-                    residuals[k] = load(p.residual, begin + output);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < kTogether; ++k)
-            {
-                uint32_t words[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                {
-                    float const(&x)[4] = c[(i + k) * 4 + j];
-                    words[j] = packed<T>(x[at], x[at + 1]);
-                }
-                exchange(words);
-                int const output = first_output + ((i + k) * 4 + lane % 4) * kEight;
-                if (row < p.rows && output < p.outputs)
-                {
-                    Row y = reinterpret_cast<Row const&>(words);
-                    if (p.bias)
-                    {
-                        add(load(p.bias, output), y);
-                    }
-                    if (p.residual)
-                    {
-                        add(residuals[k], y);
-                    }
-                    store_vector(static_cast<T*>(p.out) + begin + output, y);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void store_gated(int row, int at, int first_output, Sums<L> const& c) const
-    {
-#pragma unroll
-        for (int i = 0; i < L::kTiles / 8; ++i)
-        {
-            uint32_t words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-            {
-                float const(&gates)[4] = c[i * 8 + 2 * j];
-                float const(&ups)[4] = c[i * 8 + 2 * j + 1];
-                words[j] = gated(first_output + (i * 4 + j) * wide::kGranule, &gates[at], &ups[at]);
-            }
-            exchange(words);
-            int const granule_row = first_output + (i * 4 + lane % 4) * wide::kGranule;
-            if (row < p.rows && granule_row < p.outputs)
-            {
-                store_vector(static_cast<T*>(p.out) + int64_t{row} * width + granule_row / 2,
-                    reinterpret_cast<Row const&>(words));
-            }
-        }
-    }
-
-    // Two outputs of a lane.
-    __device__ __forceinline__ uint32_t gated(int granule_row, float const* gates, float const* ups) const
-    {
-        int const output = granule_row / 2 + lane % 4 * 2;
-        float y[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-            float gate = rounded<T>(gates[i]), up = rounded<T>(ups[i]);
-            if (p.bias && granule_row < p.outputs)
-            {
-                T const* const bias = static_cast<T const*>(p.bias) + output + i;
-                gate = rounded<T>(gate + to_float(bias[0]));
-                up = rounded<T>(up + to_float(bias[p.outputs / 2]));
-            }
-            y[i] = rounded<T>(p.gelu ? gelu(gate) : silu(gate)) * up;
-        }
-        return packed<T>(y[0], y[1]);
-    }
-
-    // From the L2 cache: the kernel before may have made it.
-    __device__ __forceinline__ static Row load(void const* from, int64_t at)
-    {
-        int4 const x = __ldcg(reinterpret_cast<int4 const*>(static_cast<T const*>(from) + at));
-        return reinterpret_cast<Row const&>(x);
-    }
-
-    __device__ __forceinline__ static void add(Row const& x, Row& y)
-    {
-#pragma unroll
-        for (int i = 0; i < kEight; ++i)
-        {
-            y.at[i] = from_float<T>(to_float(y.at[i]) + to_float(x.at[i]));
-        }
-    }
-
-    // A lane's words, one of each of four tiles, become the four of its tile. By all lanes of a warp.
-    __device__ __forceinline__ void exchange(uint32_t (&words)[4]) const
-    {
-#pragma unroll
-        for (int step = 1; step <= 2; step *= 2)
-        {
-            bool const is_upper = lane & step;
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-            {
-                int const low = step == 1 ? 2 * k : k;
-                uint32_t const there = __shfl_xor_sync(0xffffffffu, is_upper ? words[low] : words[low + step], step);
-                words[low] = is_upper ? there : words[low];
-                words[low + step] = is_upper ? words[low + step] : there;
-            }
-        }
-    }
-};
-
 #endif
 
 template <typename L>
@@ -398,13 +281,12 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     __syncwarp();
     arrive_at_cluster();
     wait_for_cluster(); // the barriers of both blocks can be used
-    Share const share;
     if (threadIdx.x >= kConsumers)
     {
         sm90::release_registers<kLoaderRegisters>();
         if (threadIdx.x == kConsumers)
         {
-            Loader<L>{launch, shared, share}.load();
+            Loader<L>{launch, shared}.load();
         }
         wait();
     }
@@ -412,16 +294,16 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     {
         sm90::take_registers<kMainloopRegisters>();
         wait();
-        Mainloop<L> mainloop{launch, shared, share};
-        Epilogue<L> const epilogue{launch.p};
-        for (int tile = share.first_tile; tile < launch.tiles; tile += share.tile_step)
+        Mainloop<L> mainloop{launch, shared};
+        Epilogue<typename L::T> const epilogue{launch.p};
+        for (Tiles tiles{launch}; tiles.are_left(); tiles.advance())
         {
-            int const row
-                = (tile % launch.pairs * kBlocks + share.rank) * kRows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+            int const row = tiles.first_row() + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
             Sums<L> sums;
             mainloop.multiply(sums);
-            RowFactors(launch.p, row).multiply(sums);
-            epilogue.store(row, tile / launch.pairs * L::kOutputs, sums);
+            RowFactors const factors(launch.p, row);
+            epilogue.store(row, tiles.of_outputs * L::kOutputs, sums,
+                [&](float x, bool below) { return x * factors.of(below); });
         }
     }
     // The other block may still fill this one's stages, and give them back.

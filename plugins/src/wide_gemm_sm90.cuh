@@ -83,7 +83,7 @@ template <typename L>
 struct Epilogue
 {
     using T = typename L::T;
-    using Two = typename Pair<T>::type;
+    using Two = dflash::Two<T>;
 
     // Of kCount tiles, those that are stored at a time.
     template <int kCount>
@@ -283,11 +283,11 @@ struct Epilogue
         {
             Two bias[kNow] = {};
             load(p.bias, column, left, bias);
-            add(bias, y);
+            add_pairs<T>(bias, y);
         }
         if (p.residual)
         {
-            add(residuals, y);
+            add_pairs<T>(residuals, y);
         }
         Two* const to = reinterpret_cast<Two*>(static_cast<T*>(p.out) + int64_t{at_row} * width + column);
 #pragma unroll
@@ -316,37 +316,18 @@ struct Epilogue
             Two gate_bias[kNow / 2] = {}, up_bias[kNow / 2] = {};
             load(p.bias, output, left / 2, gate_bias);
             load(p.bias, p.outputs / 2 + output, left / 2, up_bias);
-            add(gate_bias, gates);
-            add(up_bias, ups);
+            add_pairs<T>(gate_bias, gates);
+            add_pairs<T>(up_bias, ups);
         }
-        if (p.gelu)
-        {
-            activate([](float x) { return gelu(x); }, gates);
-        }
-        else
-        {
-            activate([](float x) { return silu(x); }, gates);
-        }
+        gate_pairs<T>(p.gelu, gates, ups);
         Two* const to = reinterpret_cast<Two*>(static_cast<T*>(p.out) + int64_t{at_row} * width + output);
 #pragma unroll
         for (int i = 0; i < kNow / 2; ++i)
         {
             if (i * kGranule < left)
             {
-                float2 const gate = to_floats(gates[i]), up = to_floats(ups[i]);
-                to[i * 4] = pair_of<T>(gate.x * up.x, gate.y * up.y);
+                to[i * 4] = gates[i];
             }
-        }
-    }
-
-    template <typename Activation, int N>
-    __device__ __forceinline__ static void activate(Activation const& activation, Two (&gates)[N])
-    {
-#pragma unroll
-        for (Two& two : gates)
-        {
-            float2 const gate = to_floats(two);
-            two = pair_of<T>(activation(gate.x), activation(gate.y));
         }
     }
 
@@ -365,17 +346,6 @@ struct Epilogue
                 uint32_t const word = __ldcg(words + i * 4);
                 x[i] = reinterpret_cast<Two const&>(word);
             }
-        }
-    }
-
-    template <int N>
-    __device__ __forceinline__ static void add(Two const (&x)[N], Two (&y)[N])
-    {
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-        {
-            float2 const here = to_floats(y[i]), there = to_floats(x[i]);
-            y[i] = pair_of<T>(here.x + there.x, here.y + there.y);
         }
     }
 };
@@ -434,7 +404,7 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
         Sums<L> c;
         mainloop.multiply(c);
         epilogue.finish(
-            tile, 0, c, [](float x, int) { return x; }, [] {});
+            tile, 0, c, [](float x, bool) { return x; }, [] {});
     }
 #endif
 }
