@@ -33,6 +33,7 @@ __device__ __forceinline__ void init_barriers(Place const& place, Shared<L> cons
     {
         if (place.warp == kWarps)
         {
+#pragma unroll 1
             for (int i = 0; i < L::kStages; ++i)
             {
                 init_barrier(shared.full + i * kBarrier, 1);

@@ -190,8 +190,14 @@ struct Epilogue
         {
             find_inverse(terms.inverse);
         }
-        each_half(terms, [&](Terms& half, bool is_own)
-            { finish_item(pass, is_own, terms.inverse, half, sums[is_own]); });
+        // In a loop: the code is read from far away in every step.
+#pragma unroll 1
+        for (int other = 0; other <= place.is_alone; ++other)
+        {
+            finish_item(pass, other == 0, terms.inverse, terms.halves[1], sums[1]);
+            terms.halves[1] = terms.halves[0];
+            sums[1] = sums[0];
+        }
     }
 
     __device__ __forceinline__ void finish_item(

@@ -141,6 +141,7 @@ struct Inputs
     {
         if (place.lane == 0)
         {
+#pragma unroll 1 // as what follows: code is read from far away in every step
             for (int run = 0; run < min(loads, 2); ++run)
             {
                 expect(run, run);
@@ -152,6 +153,7 @@ struct Inputs
     // Asks for the first two runs, when the kernels before this one have ended.
     __device__ __forceinline__ void load_first()
     {
+#pragma unroll 1
         for (int run = 0; run < min(loads, 2); ++run)
         {
             if (place.lane == 0)
@@ -383,7 +385,13 @@ struct Inputs
         }
     }
 
-    // Takes the inputs of a pass's run: as a load brought them, as they were kept, or as they still are.
+    // Whether a pass's inputs are to be taken, or are in registers still.
+    __device__ __forceinline__ bool are_to_be_taken(int pass) const
+    {
+        return pass == 0 || !is_kept || runs > runs_at_once;
+    }
+
+    // Takes the inputs of a pass's run: as a load brought them, or as they were kept.
     __device__ __forceinline__ void begin_run(int pass, int run, Operand<L>& to, Squares<L>& squares)
     {
         if (pass == 0 || !is_kept)
@@ -394,7 +402,7 @@ struct Inputs
                 keep(run, to);
             }
         }
-        else if (runs > runs_at_once)
+        else
         {
             take_kept(run, to);
         }

@@ -160,13 +160,9 @@ struct Mainloop
         for (run = 0; run < inputs.runs; run += inputs.runs_at_once)
         {
             int const runs = min(inputs.runs_at_once, inputs.runs - run);
-#pragma unroll
-            for (int i = 0; i < L::kMostRuns; ++i)
+            if (inputs.are_to_be_taken(pass))
             {
-                if (i < runs)
-                {
-                    inputs.begin_run(pass, run + i, registers.operands[i], registers.squares);
-                }
+                begin_runs(runs, registers);
             }
 #pragma unroll
             for (int granule = 0; granule < kGranules; ++granule)
@@ -187,9 +183,25 @@ struct Mainloop
         }
     }
 
+    // Takes the inputs of some runs, by one code: always as the last operand, from where they move on.
+    __device__ __forceinline__ void begin_runs(int runs, Registers<L>& registers)
+    {
+        constexpr int kLast = L::kMostRuns - 1;
+#pragma unroll 1
+        for (int i = 0; i <= kLast; ++i)
+        {
+            registers.operands[0] = registers.operands[kLast];
+            if (i < runs)
+            {
+                inputs.begin_run(pass, run + i, registers.operands[kLast], registers.squares);
+            }
+        }
+    }
+
     // Loads the inputs of as many runs as have been taken and used.
     __device__ __forceinline__ void load_next(int runs)
     {
+#pragma unroll 1
         for (int i = 0; i < runs; ++i)
         {
             inputs.load_next(pass * inputs.runs + run + i + 2);

@@ -79,31 +79,51 @@ struct Reduce
     {
         auto const own
             = [&](int granule, int tile, int i) { return kScaled ? c[granule][tile][i] * scale : c[granule][tile][i]; };
+#pragma unroll
+        for (int i = 0; i < L::kItemNumbers; ++i)
+        {
+            sums[0].at[i] = sums[1].at[i] = -0.f; // which added to any number is that number
+        }
         if constexpr (!L::kOrdered)
         {
             add_pairs(active, own);
             meet_all();
-            begin_sums<true>(sums);
+            each_half(sums, [&](int rank, Item& sum) { take_slots(rank, sum); });
         }
         else
         {
             // In two halves: there are slots for four warps.
-            if (place.warp < kSlots)
+#pragma unroll 1
+            for (int half = 0; half < kWarps / kSlots; ++half)
             {
-                put(active, own);
+                if (place.warp / kSlots == half)
+                {
+                    put(active, own);
+                }
+                meet_all();
+                each_half(sums, [&](int rank, Item& sum) { add_slots(rank, sum); });
+                if (half == 0)
+                {
+                    meet_all(); // they have been read
+                }
             }
-            meet_all();
-            begin_sums<false>(sums);
-            meet_all(); // they have been read
-            if (place.warp >= kSlots)
+        }
+    }
+
+    // Calls `use` with the rank of the block that finishes a half of the items, and the thread's sum of that half: the
+    // other block's first, in a loop, for code is read from far away in every step.
+    template <typename Use>
+    __device__ __forceinline__ void each_half(Item (&sums)[kCluster], Use const& use)
+    {
+        if (threadIdx.x < L::kItems)
+        {
+#pragma unroll 1
+            for (int own = 0; own < kCluster; ++own)
             {
-                put(active, own);
-            }
-            meet_all();
-            if (threadIdx.x < L::kItems)
-            {
-                add_slots(place.rank ^ 1, sums[0]);
-                add_slots(place.rank, sums[1]);
+                Item sum = sums[0];
+                use(own ? place.rank : place.rank ^ 1, sum);
+                sums[0] = sums[1];
+                sums[1] = sum;
             }
         }
     }
@@ -150,17 +170,6 @@ struct Reduce
         }
     }
 
-    // Begins the sums of the thread's items with those of the slots.
-    template <bool kByPairs>
-    __device__ __forceinline__ void begin_sums(Item (&sums)[kCluster])
-    {
-        if (threadIdx.x < L::kItems)
-        {
-            sums[0] = slots_sum<kByPairs>(place.rank ^ 1);
-            sums[1] = slots_sum<kByPairs>(place.rank);
-        }
-    }
-
     __device__ __forceinline__ void load_slots(int rank, Item (&x)[kSlots])
     {
         int const item = threadIdx.x, at = (item / 16 * 32 + item % 16 + rank * 16) * L::kItemNumbers;
@@ -171,19 +180,16 @@ struct Reduce
         }
     }
 
-    // The slots' sum of the thread's item of a half.
-    template <bool kByPairs>
-    __device__ __forceinline__ Item slots_sum(int rank)
+    // Gives the slots' sum of the thread's item of a half, by pairs.
+    __device__ __forceinline__ void take_slots(int rank, Item& sum)
     {
         Item x[kSlots];
         load_slots(rank, x);
 #pragma unroll
         for (int i = 0; i < L::kItemNumbers; ++i)
         {
-            float const first = x[0].at[i] + x[1].at[i];
-            x[0].at[i] = kByPairs ? first + (x[2].at[i] + x[3].at[i]) : (first + x[2].at[i]) + x[3].at[i];
+            sum.at[i] = (x[0].at[i] + x[1].at[i]) + (x[2].at[i] + x[3].at[i]);
         }
-        return x[0];
     }
 
     // Adds the slots to a sum, one after the other.
