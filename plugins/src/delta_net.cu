@@ -50,10 +50,10 @@ __device__ __noinline__ void work_chunks(dflash_delta_net_params const& p, int4 
     delta::Shared<T, kSize, kBlockValues> const shared(reinterpret_cast<float*>(memory));
     delta::Block<T, kSize, kBlockValues> const block{place, shared};
     auto ahead = block.load_ahead();
-    block.template work<false>(delta::Segment(p, segment, length), ahead);
+    block.template run<false>(delta::Segment(p, segment, length), ahead);
 }
 
-// One cluster a value head (x) and segment (y).
+// One cluster a value head and segment.
 template <typename T, int kSize, int kBlockValues>
 __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplits, 1, 1)
     __launch_bounds__(delta::Division<T, kSize, kBlockValues>::kThreads, kSize == 128 ? 2 : 1)
@@ -71,9 +71,9 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     {
         wait_for_cluster(); // the other blocks can be sent to
     }
-    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.y;
+    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
     int4 const segment = segments[0];
-    int const end = blockIdx.y + 1 < gridDim.y ? segments[1].z : p.rows;
+    int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
     int length = p.lengths[guess]; // beside the segment's own load, not behind it
     if (segment.x != guess && segment.w > 0)
     {
@@ -83,13 +83,10 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     if (segment.w > 0)
     {
         delta::Segment const own(p, segment, length);
-        if (block.only_solves())
+        block.stage_first(own);
+        if (own.absorbed == 0)
         {
-            block.solve(own, ahead.rate);
-        }
-        else if (own.absorbed == 0)
-        {
-            block.template work<true>(own, ahead);
+            block.template run<true>(own, ahead);
         }
         else
         {
@@ -98,7 +95,7 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     }
 }
 
-// One block a value head (x) and segment (y).
+// One block a value head and segment.
 template <typename T>
 __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
     single_rows_kernel(__grid_constant__ dflash_delta_net_params const p)
@@ -112,9 +109,9 @@ __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
     int const guess = block.guess_slot();
     block.prefetch_state(guess);
     wait();
-    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.y;
+    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
     int4 const segment = segments[0];
-    int const end = blockIdx.y + 1 < gridDim.y ? segments[1].z : p.rows;
+    int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
     clear_padding(place, segment, end);
     if (segment.w > 0)
     {
@@ -144,14 +141,14 @@ cudaError_t launch_delta_net(dflash_delta_net_params const& p, cudaStream_t stre
     constexpr auto kKernel = delta_net_kernel<T, kSize, kBlockValues>;
     constexpr int kBytes = delta::Shared<T, kSize, kBlockValues>::kBytes;
     cudaError_t const error = allow_shared_bytes<kKernel>(kBytes);
-    dim3 const grid(p.value_heads * D::kSplits, p.segment_count);
+    dim3 const grid(p.value_heads / p.key_heads * D::kSplits, p.key_heads, p.segment_count);
     return error == cudaSuccess ? launch_kernel(kKernel, grid, D::kThreads, kBytes, stream, p) : error;
 }
 
 template <typename T>
 cudaError_t launch_single_rows(dflash_delta_net_params const& p, cudaStream_t stream)
 {
-    dim3 const grid(p.value_heads, p.segment_count);
+    dim3 const grid(p.value_heads / p.key_heads, p.key_heads, p.segment_count);
     return launch_kernel(single_rows_kernel<T>, grid, delta::SingleRows<T>::kThreads, 0, stream, p);
 }
 

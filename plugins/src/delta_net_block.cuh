@@ -98,14 +98,14 @@ struct Block
     // The slot of the block's segment, as memory has it already: whoever writes it may not be done yet.
     __device__ __forceinline__ int guess_slot() const
     {
-        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.y);
+        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.z);
         return min(max(slot, 0), place.p.slots - 1);
     }
 
     // Likewise, where the numbers lie that its rows need: those that say it are read again.
     __device__ __forceinline__ void prefetch_state() const
     {
-        int const volatile* const at = place.p.segments + 4 * blockIdx.y;
+        int const volatile* const at = place.p.segments + 4 * blockIdx.z;
         int4 const guess = {guess_slot(), at[1], at[2], at[3]};
         if (guess.w <= 0)
         {
@@ -145,24 +145,20 @@ struct Block
             int const half_of_keys = item / 4;
             SplitRows<kSize> const left = shared.rows(is_query);
             float sums[3][4] = {}; // each of one of the three products
-#pragma unroll
-            for (int group = 0; group < kSize / 16; group += 2)
+#pragma unroll 1
+            for (int group = half_of_keys; group < kSize / 16; group += 2)
             {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                 {
-                    int const own = group + half_of_keys;
-                    if (own < kSize / 16)
-                    {
-                        uint4 const above = left.pair(at.row, own, half, at.column);
-                        uint4 const below = left.pair(at.row + 8, own, half, at.column);
-                        uint4 const right = shared.keys.pair(8 * columns + at.row, own, half, at.column);
-                        uint32_t const high[4] = {above.x, below.x, above.y, below.y};
-                        uint32_t const low[4] = {above.z, below.z, above.w, below.w};
-                        multiply_tf32(sums[0], low, right.x, right.y);
-                        multiply_tf32(sums[1], high, right.z, right.w);
-                        multiply_tf32(sums[2], high, right.x, right.y);
-                    }
+                    uint4 const above = left.pair(at.row, group, half, at.column);
+                    uint4 const below = left.pair(at.row + 8, group, half, at.column);
+                    uint4 const right = shared.keys.pair(8 * columns + at.row, group, half, at.column);
+                    uint32_t const high[4] = {above.x, below.x, above.y, below.y};
+                    uint32_t const low[4] = {above.z, below.z, above.w, below.w};
+                    multiply_tf32(sums[0], low, right.x, right.y);
+                    multiply_tf32(sums[1], high, right.z, right.w);
+                    multiply_tf32(sums[2], high, right.x, right.y);
                 }
             }
             float* const to = shared.products + (2 * half_of_keys + is_query) * S::kMix + at.row * kMixStride
@@ -264,15 +260,10 @@ struct Block
         {
             asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
                 : "=r"(before)
-                : "l"(place.counter(segment.slot)), "r"(readers() - 1)
+                : "l"(place.counter(segment.slot)), "r"(place.readers() - 1)
                 : "memory");
         }
         return before;
-    }
-
-    __device__ __forceinline__ uint32_t readers() const
-    {
-        return place.p.value_heads / place.p.key_heads * D::kSplits;
     }
 
     // By the same warp: says whether this block is the last.
@@ -280,7 +271,7 @@ struct Block
     {
         if (lane == 0)
         {
-            *shared.is_last = before == readers() - 1;
+            *shared.is_last = before == place.readers() - 1;
         }
     }
 
@@ -290,6 +281,7 @@ struct Block
         meet<0, D::kThreads>();
     }
 
+    // All threads, before any of what follows.
     __device__ __forceinline__ void stage_first(Segment const& segment) const
     {
         rows.stage(segment, 0, segment.rows_at(0));
@@ -319,14 +311,15 @@ struct Block
     }
 
     // The two below meet each other: before a chunk's convolution, behind it, and when the state has been read.
+    // kOnce: the rows are one chunk, and all pending.
+    template <bool kOnce>
     __device__ __forceinline__ void solve(
         Segment const& segment, typename Solver<T, kSize, kBlockValues>::Rate const& rate) const
     {
-        stage_first(segment);
-        int count = 0;
-        for (int row = 0; row < segment.count; row += count)
+        int row = 0;
+        do
         {
-            count = segment.rows_at(row);
+            int const count = segment.rows_at(row);
             auto gates = solver.load(segment, row, count);
             if (row > 0)
             {
@@ -340,9 +333,12 @@ struct Block
                 meet_all();
             }
             meet_all();
-            bool const counts = row == segment.reader_row();
+            bool const counts = kOnce || row == segment.reader_row();
             uint32_t const before = counts ? count_reader(segment) : 0;
-            stage_next(segment, row, count, 0);
+            if (!kOnce)
+            {
+                stage_next(segment, row, count, 0);
+            }
             meet<kProductsAreThere, D::kThreads>();
             solver.solve(gates.share);
             if (counts)
@@ -350,7 +346,8 @@ struct Block
                 note_last(before);
             }
             meet_all();
-        }
+            row += count;
+        } while (!kOnce && row < segment.count);
     }
 
     // A block asks the L2 for its state first. Where a warp has many of its numbers, registers for them are there only
@@ -369,11 +366,9 @@ struct Block
         }
     }
 
-    // kOnce: the rows are one chunk, and all pending.
     template <bool kOnce>
     __device__ __forceinline__ void work(Segment const& segment, Ahead& ahead) const
     {
-        stage_first(segment);
         typename Rows<T, kSize, kBlockValues>::PendingKeys pending;
         if (D::kIsWhole && segment.accepted > 0)
         {
@@ -390,7 +385,8 @@ struct Block
         }
         int count = 0;
         int chunk = 0;
-        for (int row = 0; row == 0 || (!kOnce && row < segment.count); row += count, ++chunk)
+        int row = 0;
+        do
         {
             count = segment.rows_at(row);
             bool const is_pending = kOnce || row == segment.absorbed;
@@ -480,8 +476,23 @@ struct Block
                     absorb(state, left);
                 }
             }
-        }
+            row += count;
+            ++chunk;
+        } while (!kOnce && row < segment.count);
         keep(segment, count);
+    }
+
+    template <bool kOnce>
+    __device__ __forceinline__ void run(Segment const& segment, Ahead& ahead) const
+    {
+        if (only_solves())
+        {
+            solve<kOnce>(segment, ahead.rate);
+        }
+        else
+        {
+            work<kOnce>(segment, ahead);
+        }
     }
 
     // Keeps beside the state what the next step needs. All blocks of the cluster have read what was kept before.

@@ -144,6 +144,17 @@ struct SplitRows
         to[1] = {x.at[2].high, x.at[3].high, x.at[2].low, x.at[3].low};
     }
 
+    // Four numbers whole, where their parts will be: for the lane that stores those.
+    __device__ __forceinline__ void keep(int row, int first, float4 const& x) const
+    {
+        *reinterpret_cast<float4*>(words + row * kStride + 2 * first) = x;
+    }
+
+    __device__ __forceinline__ float4 kept(int row, int first) const
+    {
+        return *reinterpret_cast<float4 const*>(words + row * kStride + 2 * first);
+    }
+
     __device__ __forceinline__ float4 load(int row, int first) const
     {
         uint4 const* const from = reinterpret_cast<uint4 const*>(words + row * kStride + 2 * first);

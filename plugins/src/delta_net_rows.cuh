@@ -248,36 +248,61 @@ struct Rows
         int const first = item % 4 * 4;
         int const number = min(lane * kLane, kSize - kLane);
         T const* const from = shared.raw + first * S::kRawStride + (is_query ? 0 : kSize) + number;
-        Vector<T, kLane> x[4 + kBefore];
-#pragma unroll
-        for (int i = 0; i < 4 + kBefore; ++i)
-        {
-            x[i] = load_vector<T, kLane>(from + i * S::kRawStride);
-        }
         float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
         bool const has_numbers = lane * kLane < kSize;
-        float y[4][kLane];
-        float sums[4];
-#pragma unroll
+        SplitRows<kSize> const to = shared.rows(is_query);
+        float sums[4] = {}; // those of the rows so far stand last
+#pragma unroll 1
         for (int i = 0; i < 4; ++i)
         {
-            sums[i] = 0.f;
+            Vector<T, kLane> x[kTaps];
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap)
+            {
+                x[tap] = load_vector<T, kLane>(from + (i + tap) * S::kRawStride);
+            }
+            float y[kLane];
+            float sum = 0.f;
 #pragma unroll
             for (int j = 0; j < kLane; ++j)
             {
-                float const out = mix(weights.keys[j], x[i].at[j], x[i + 1].at[j], x[i + 2].at[j], x[i + 3].at[j]);
-                y[i][j] = first + i < count ? out : 0.f;
-                sums[i] += has_numbers ? y[i][j] * y[i][j] : 0.f;
+                float const out = mix(weights.keys[j], x[0].at[j], x[1].at[j], x[2].at[j], x[3].at[j]);
+                y[j] = first + i < count ? out : 0.f;
+                sum += has_numbers ? y[j] * y[j] : 0.f;
             }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-        {
-            float const by = rsqrtf(warp_sum(sums[i]) + kLengthEps) * scale;
             if (has_numbers)
             {
-                FourParts const parts(float4{y[i][0] * by, y[i][1] * by, y[i][2] * by, y[i][3] * by});
-                shared.rows(is_query).store(first + i, number, parts);
+                to.keep(first + i, number, {y[0], y[1], y[2], y[3]});
+            }
+#pragma unroll
+            for (int j = 0; j < 3; ++j)
+            {
+                sums[j] = sums[j + 1];
+            }
+            sums[3] = sum;
+        }
+#pragma unroll 1
+        for (int step = 16; step > 0; step /= 2)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
+            }
+        }
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i)
+        {
+            float const by = rsqrtf(sums[0] + kLengthEps) * scale;
+            if (has_numbers)
+            {
+                float4 const y = to.kept(first + i, number);
+                to.store(first + i, number, FourParts(float4{y.x * by, y.y * by, y.z * by, y.w * by}));
+            }
+#pragma unroll
+            for (int j = 0; j < 3; ++j)
+            {
+                sums[j] = sums[j + 1];
             }
         }
     }

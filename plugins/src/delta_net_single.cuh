@@ -100,7 +100,7 @@ struct SingleRows
     // The slot of the block's segment as memory has it already: whoever writes it may not be done yet.
     __device__ __forceinline__ int guess_slot() const
     {
-        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.y);
+        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.z);
         return min(max(slot, 0), place.p.slots - 1);
     }
 
@@ -195,7 +195,7 @@ struct SingleRows
         if (row == 0 && warp == kGatesWarp && lane == 0)
         {
             // Relaxed: nothing was written, and what was read has come.
-            uint32_t const others = place.p.value_heads / place.p.key_heads - 1;
+            uint32_t const others = place.readers() - 1;
             uint32_t count = 0;
             asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
                 : "=r"(count)

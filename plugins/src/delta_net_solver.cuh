@@ -82,7 +82,8 @@ struct Solver
         return gates;
     }
 
-    // Fills in the decays of the pending rows, which all but the first rows' find read, and those of `count` rows.
+    // Fills in the decays of the pending rows, which all but the first rows' find read, and those of `count` rows. Loops
+    // that stay loops, here and in what follows: a step runs them once, and their instructions come from memory, too.
     __device__ __forceinline__ void fill(Gates& gates, Rate const& rate, int count) const
     {
         float const a = gates.decay + rate.bias;
@@ -90,13 +91,21 @@ struct Solver
         gates.decay = column < count ? expf(-expf(rate.log) * softplus) : 1.f;
         gates.share = column < count ? 1.f / (1.f + expf(-gates.share)) : 0.f;
         shared.decays[column] = gates.decay;
-        shared.kept[column] = product_to(gates.decay);
-        shared.behind[column] = product_behind(gates.decay);
-        shared.pending_behind[column] = product_behind(gates.pending_decay);
-        float const kept = product_to(gates.pending_decay);
-        if (lane == kDeltaRows - 1)
+        float decay = gates.decay;
+#pragma unroll 1
+        for (int turn = 0; turn < 2; ++turn) // the rows', then the pending ones'
         {
-            *shared.pending_kept = kept;
+            float const kept = product_to(decay);
+            (turn == 0 ? shared.behind : shared.pending_behind)[column] = product_behind(decay);
+            if (turn == 0)
+            {
+                shared.kept[column] = kept;
+            }
+            else if (lane == kDeltaRows - 1)
+            {
+                *shared.pending_kept = kept;
+            }
+            decay = gates.pending_decay;
         }
         weigh(gates);
     }
@@ -106,7 +115,7 @@ struct Solver
     __device__ __forceinline__ void weigh(Gates const& gates) const
     {
         float left = 1.f;
-#pragma unroll
+#pragma unroll 4
         for (int i = 0; i < kDeltaRows; ++i)
         {
             float const decay = __shfl_sync(0xffffffffu, gates.decay, i);
@@ -123,30 +132,31 @@ struct Solver
     // Weighs the products of keys, and inverts I + A.
     __device__ __forceinline__ void solve(float share) const
     {
-        float lower[kPairs];
-        float reads[kPairs];
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i)
+        float lower[kPairs] = {};
+#pragma unroll 1
+        for (int turn = 0; turn < kPairs; turn += 4)
         {
-            int const own = (first + i) * kMixStride + column;
-            float const* const product = shared.products + own;
-            lower[i] = shared.solved[own] * (product[0] + product[2 * S::kMix]);
-            reads[i] = shared.weights[own] * (product[S::kMix] + product[3 * S::kMix]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                int const own = (first + turn + i) * kMixStride + column;
+                float const* const product = shared.products + own;
+                lower[i] = lower[4 + i]; // of the turn before
+                lower[4 + i] = shared.solved[own] * (product[0] + product[2 * S::kMix]);
+                // Where one of the two lay, which nobody else reads.
+                shared.reads[own] = shared.weights[own] * (product[S::kMix] + product[3 * S::kMix]);
+            }
         }
         __syncwarp(); // they have been read
         float4* const to = reinterpret_cast<float4*>(shared.lower + column * kMixStride + first);
         to[0] = {lower[0], lower[1], lower[2], lower[3]};
         to[1] = {lower[4], lower[5], lower[6], lower[7]};
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i)
-        {
-            shared.reads[(first + i) * kMixStride + column] = reads[i];
-        }
         __syncwarp();
         invert(share);
     }
 
-    // Each lane has a column, and each row that is known is taken from all behind it.
+    // Each lane has a column, and each row that is known is taken from all behind it. Four rows a turn, which then leave
+    // the front of what a lane has; nothing is made of what stands behind its last row.
     __device__ __forceinline__ void invert(float share) const
     {
         float inverse[kDeltaRows];
@@ -155,31 +165,41 @@ struct Solver
         {
             inverse[i] = i == column ? 1.f : 0.f;
         }
-#pragma unroll
-        for (int known = 0; known < kDeltaRows - 1; ++known)
+#pragma unroll 1
+        for (int row = 0; row < kDeltaRows; row += 4)
         {
-            float4 const* const below = reinterpret_cast<float4 const*>(shared.lower + known * kMixStride);
 #pragma unroll
-            for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
+            for (int known = 0; known < 4; ++known)
             {
-                float4 const x = below[part];
-                float const numbers[4] = {x.x, x.y, x.z, x.w};
+                float const* const from = shared.lower + (row + known) * kMixStride + row;
+                float4 const* const below = reinterpret_cast<float4 const*>(from);
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
+                for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
                 {
-                    if (4 * part + i > known)
+                    float4 const x = below[part];
+                    float const numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
                     {
-                        inverse[4 * part + i] = fmaf(-numbers[i], inverse[known], inverse[4 * part + i]);
+                        if (4 * part + i > known)
+                        {
+                            inverse[4 * part + i] = fmaf(-numbers[i], inverse[known], inverse[4 * part + i]);
+                        }
                     }
                 }
             }
-        }
-        if (lane < kDeltaRows)
-        {
 #pragma unroll
-            for (int i = 0; i < kDeltaRows; ++i)
+            for (int i = 0; i < 4; ++i)
             {
-                shared.solved[i * kMixStride + column] = inverse[i] * share;
+                if (lane < kDeltaRows)
+                {
+                    shared.solved[(row + i) * kMixStride + column] = inverse[i] * share;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kDeltaRows - 4; ++i)
+            {
+                inverse[i] = inverse[i + 4];
             }
         }
     }

@@ -89,7 +89,8 @@ struct Segment
     }
 };
 
-// Where a block's numbers lie in memory.
+// Where a block's numbers lie in memory. Blocks: a key head's value heads, and the splits of each (x), key heads (y),
+// segments (z).
 template <typename T, int kSize, int kBlockValues>
 struct Place
 {
@@ -102,10 +103,16 @@ struct Place
 
     __device__ __forceinline__ explicit Place(dflash_delta_net_params const& p)
         : p(p)
-        , head(blockIdx.x / D::kSplits)
+        , head(blockIdx.y * (gridDim.x / D::kSplits) + blockIdx.x / D::kSplits)
         , split(blockIdx.x % D::kSplits)
-        , key_head(head / (p.value_heads / p.key_heads))
+        , key_head(blockIdx.y)
     {
+    }
+
+    // Blocks that read what a key head's value heads share.
+    __device__ __forceinline__ static uint32_t readers()
+    {
+        return gridDim.x;
     }
 
     __device__ __forceinline__ int channels() const
