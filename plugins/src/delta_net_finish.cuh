@@ -20,9 +20,11 @@ struct Finish
     int const lane = threadIdx.x % 32;
 
     // Of a warp's rows: of each a lane has some values.
+    using Numbers = float[D::kOfLane][D::kRowsOfWarp];
+
     struct Outputs
     {
-        float out[D::kOfLane][D::kRowsOfWarp];
+        Numbers out;
         T gates[D::kOfLane][D::kRowsOfWarp];
     };
 
@@ -101,18 +103,31 @@ struct Finish
         }
     }
 
-    // Computes what the rows write, and keeps it.
-    __device__ __forceinline__ void write(Segment const& segment, int count, bool is_pending, int j) const
+    // Keeps what the rows write.
+    __device__ __forceinline__ void keep_writes(
+        Segment const& segment, int count, bool is_pending, int j, float const (&writes)[D::kRowsOfWarp]) const
     {
-        float writes[D::kRowsOfWarp] = {};
-        add_mixed(shared.solved, shared.values, j, writes);
+        float* const to = place.writes(segment.slot, row_of(0)) + value(j);
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
             shared.writes[row_of(i) * S::kValueStride + value(j)] = writes[i];
             if (is_pending && row_of(i) < count)
             {
-                place.writes(segment.slot, row_of(i))[value(j)] = writes[i];
+                to[i * place.values_of_row()] = writes[i];
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void copy(Numbers const& from, Numbers& to)
+    {
+#pragma unroll
+        for (int j = 0; j < D::kOfLane; ++j)
+        {
+#pragma unroll
+            for (int i = 0; i < D::kRowsOfWarp; ++i)
+            {
+                to[j][i] = from[j][i];
             }
         }
     }
@@ -136,15 +151,17 @@ struct Finish
             int const turn = chunk % 2;
             float const* const inbox = shared.squares + turn * D::kSplits * kDeltaRows;
             int const to = lane % D::kSplits;
+            int const row = lane / D::kSplits; // of the warp's
+            float own[1] = {sums[0]};
 #pragma unroll
-            for (int i = 0; i < D::kRowsOfWarp; ++i)
+            for (int i = 1; i < D::kRowsOfWarp; ++i)
             {
-                if (lane / D::kSplits == i)
-                {
-                    float const own[1] = {sums[i]};
-                    uint32_t const at = shared_address(inbox + place.split * kDeltaRows + row_of(i));
-                    send(address_at(at, to), own, address_at(shared.squares_barrier(turn), to));
-                }
+                own[0] = row == i ? sums[i] : own[0];
+            }
+            if (row < D::kRowsOfWarp)
+            {
+                uint32_t const at = shared_address(inbox + place.split * kDeltaRows + row_of(row));
+                send(address_at(at, to), own, address_at(shared.squares_barrier(turn), to));
             }
             wait_for_phase(shared.squares_barrier(turn), chunk / 2 % 2);
 #pragma unroll
@@ -163,18 +180,18 @@ struct Finish
     __device__ __forceinline__ void write_out(Segment const& segment, int row, int count, Outputs const& outputs,
         float const (&norm)[D::kOfLane], float const (&squares)[D::kRowsOfWarp]) const
     {
+        int64_t const to = int64_t{segment.first_row + row + row_of(0)} * place.values_of_row();
+        T* const out = static_cast<T*>(place.p.out) + to + place.first_value() + value(0);
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
             float const root = rsqrtf(squares[i] / static_cast<float>(kSize) + place.p.norm_eps);
             if (row_of(i) < count && lane < D::kValues)
             {
-                int64_t const to = int64_t{segment.first_row + row + row_of(i)} * place.p.value_heads * kSize;
-                T* const out = static_cast<T*>(place.p.out) + to + place.first_value();
 #pragma unroll
                 for (int j = 0; j < D::kOfLane; ++j)
                 {
-                    out[value(j)]
+                    out[i * place.values_of_row() + 32 * j]
                         = from_float<T>(outputs.out[j][i] * root * norm[j] * quick_silu(to_float(outputs.gates[j][i])));
                 }
             }
@@ -190,17 +207,31 @@ struct Finish
             sum_parts(j, outputs.out[j]);
         }
         meet<kWorkersMeet, D::kWorkers>();
-#pragma unroll
-        for (int j = 0; j < D::kOfLane; ++j)
+        float const* mix = shared.solved;
+        float const* x = shared.values;
+        Numbers sums = {};
+#pragma unroll 1
+        for (int turn = 0; turn < 2; ++turn) // what rows write, then what they give
         {
-            write(segment, count, row == segment.absorbed, j);
-        }
-        meet<kWorkersMeet, D::kWorkers>();
 #pragma unroll
-        for (int j = 0; j < D::kOfLane; ++j)
-        {
-            add_mixed(shared.reads, shared.writes, j, outputs.out[j]);
+            for (int j = 0; j < D::kOfLane; ++j)
+            {
+                add_mixed(mix, x, j, sums[j]);
+            }
+            if (turn == 0)
+            {
+#pragma unroll
+                for (int j = 0; j < D::kOfLane; ++j)
+                {
+                    keep_writes(segment, count, row == segment.absorbed, j, sums[j]);
+                }
+                meet<kWorkersMeet, D::kWorkers>();
+                mix = shared.reads;
+                x = shared.writes;
+                copy(outputs.out, sums);
+            }
         }
+        copy(sums, outputs.out);
         float squares[D::kRowsOfWarp];
         sum_squares(outputs, chunk, squares);
         write_out(segment, row, count, outputs, norm, squares);

@@ -41,6 +41,7 @@ struct Rows
     using D = Division<T, kSize, kBlockValues>;
     using S = Shared<T, kSize, kBlockValues>;
     static constexpr int kNumbers = 16 / static_cast<int>(sizeof(T)); // of 16 bytes
+    static constexpr int kCopies = S::kRawStride / kNumbers; // of a staged row
     static constexpr int kPairs = D::kValues / 2; // of a row's values
 
     Place<T, kSize, kBlockValues> const& place;
@@ -84,17 +85,10 @@ struct Rows
     // loops: their instructions come from memory, too.
     __device__ __forceinline__ void stage(Segment const& segment, int row, int count) const
     {
-        constexpr int kOfHeads = 2 * kSize / kNumbers; // of a row's queries and keys
-        constexpr int kOfValues = D::kValues / kNumbers;
 #pragma unroll 1
-        for (int item = threadIdx.x; item < (kBefore + count) * kOfHeads; item += D::kThreads)
+        for (int item = threadIdx.x; item < (kBefore + count) * kCopies; item += D::kThreads)
         {
-            stage_16(segment, row, item / kOfHeads, item % kOfHeads * kNumbers);
-        }
-#pragma unroll 1
-        for (int item = threadIdx.x; item < (kBefore + count) * kOfValues; item += D::kThreads)
-        {
-            stage_16(segment, row, item / kOfValues, 2 * kSize + item % kOfValues * kNumbers);
+            stage_16(segment, row, item / kCopies, item % kCopies * kNumbers);
         }
     }
 
@@ -111,13 +105,13 @@ struct Rows
     // Stages what gates the outputs of rows from `row` on, of the chunk-th chunk.
     __device__ __forceinline__ void stage_gates(Segment const& segment, int row, int count, int chunk) const
     {
-        constexpr int kCopies = D::kValues / kNumbers;
+        constexpr int kOfGates = D::kValues / kNumbers;
 #pragma unroll 1
-        for (int item = threadIdx.x; item < count * kCopies; item += D::kThreads)
+        for (int item = threadIdx.x; item < count * kOfGates; item += D::kThreads)
         {
-            int const number = item % kCopies * kNumbers;
-            T const* const from = place.row(segment.first_row + row + item / kCopies) + place.channels();
-            delta::stage_16(shared.gates + chunk % 2 * S::kGates + item / kCopies * D::kValues + number,
+            int const number = item % kOfGates * kNumbers;
+            T const* const from = place.row(segment.first_row + row + item / kOfGates) + place.channels();
+            delta::stage_16(shared.gates + chunk % 2 * S::kGates + item / kOfGates * D::kValues + number,
                 from + place.first_value() + number, true);
         }
     }
@@ -184,12 +178,12 @@ struct Rows
     __device__ __forceinline__ void stage_pending(Segment const& segment) const
     {
         constexpr int kOfKeys = D::kIsWhole ? 0 : kSize / 4; // else `load_pending_keys` brings them
-        constexpr int kCopies = kOfKeys + D::kValues / 4;
+        constexpr int kPending = kOfKeys + D::kValues / 4;
 #pragma unroll 1
-        for (int item = threadIdx.x; item < kDeltaRows * kCopies; item += D::kThreads)
+        for (int item = threadIdx.x; item < kDeltaRows * kPending; item += D::kThreads)
         {
-            int const row = item / kCopies;
-            int const number = item % kCopies * 4 + (D::kIsWhole ? kSize : 0);
+            int const row = item / kPending;
+            int const number = item % kPending * 4 + (D::kIsWhole ? kSize : 0);
             bool const is_there = row < segment.accepted;
             int const from = is_there ? row : 0;
             if (number < kSize)
@@ -311,13 +305,13 @@ struct Rows
     // queries' are the last block's to write, as are the pending rows' keys.
     __device__ __forceinline__ void keep(Segment const& segment, int count, bool is_last) const
     {
-        int const first = is_last ? 0 : 2 * kSize;
-        int const copies = (S::kRawStride - first) / kNumbers;
+        constexpr int kOfValues = D::kValues / kNumbers;
+        int const copies = is_last ? kCopies : kOfValues; // the last ones of a row
 #pragma unroll 1
         for (int item = threadIdx.x; item < (kBefore + count) * copies; item += D::kWorkers)
         {
-            int const row = item / copies;
-            int const number = first + item % copies * kNumbers;
+            int const row = is_last ? item / kCopies : item / kOfValues;
+            int const number = (kCopies - copies + item - row * copies) * kNumbers;
             store_vector(place.window_row(segment.slot, row) + channel_of(number),
                 load_vector<T, kNumbers>(shared.raw + row * S::kRawStride + number));
         }

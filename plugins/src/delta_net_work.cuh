@@ -120,6 +120,12 @@ struct Place
         return (2 * p.key_heads + p.value_heads) * kSize;
     }
 
+    // Numbers of a row of outputs, or of what is written.
+    __device__ __forceinline__ int values_of_row() const
+    {
+        return p.value_heads * kSize;
+    }
+
     __device__ __forceinline__ int query_channel() const
     {
         return key_head * kSize;
