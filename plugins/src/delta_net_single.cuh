@@ -117,10 +117,14 @@ struct SingleRows
         if (convolves())
         {
             Four before[kBefore] = {};
-#pragma unroll
-            for (int i = 0; i < kBefore && !segment.begins; ++i)
+            if (!segment.begins)
             {
-                before[i] = load_vector<T, kLane>(place.window_row(segment.slot, segment.accepted + i) + channel());
+                T const* const from = place.window_row(segment.slot, segment.accepted) + channel();
+#pragma unroll
+                for (int i = 0; i < kBefore; ++i)
+                {
+                    before[i] = load_vector<T, kLane>(from + i * place.channels());
+                }
             }
 #pragma unroll
             for (int i = 0; i < kBefore; ++i)
@@ -129,27 +133,32 @@ struct SingleRows
             }
         }
         load_pending(segment);
-        float4 state[kOfWarp];
-#pragma unroll
-        for (int i = 0; i < kOfWarp; ++i)
+        float4 state[kOfWarp] = {};
+        if (!segment.is_zero)
         {
-            float4 const none = {};
-            state[i] = segment.is_zero ? none : *state_of(segment.slot, i);
+            float4 const* const from = state_of(segment.slot);
+#pragma unroll
+            for (int i = 0; i < kOfWarp; ++i)
+            {
+                state[i] = from[i * kSize / kLane];
+            }
         }
+#pragma unroll 1
         for (int row = 0; row < segment.count; ++row)
         {
             take(segment, ahead, row, state);
         }
     }
 
-    __device__ __forceinline__ float4* state_of(int slot, int i) const
+    __device__ __forceinline__ float4* state_of(int slot) const
     {
-        return reinterpret_cast<float4*>(place.state(slot) + (warp * kOfWarp + i) * kSize) + lane;
+        return reinterpret_cast<float4*>(place.state(slot) + warp * kOfWarp * kSize) + lane;
     }
 
     // The keys, writes and decays of the pending rows that the state absorbs.
     __device__ __forceinline__ void load_pending(Segment const& segment) const
     {
+#pragma unroll 1 // its instructions come from memory, too
         for (int item = threadIdx.x; item < segment.accepted * kSize / kLane; item += kThreads)
         {
             int const row = item / (kSize / kLane);
@@ -209,10 +218,11 @@ struct SingleRows
         }
         if (row == segment.absorbed && segment.accepted + segment.absorbed > 0)
         {
+            float4* const to = state_of(segment.slot);
 #pragma unroll
             for (int i = 0; i < kOfWarp; ++i)
             {
-                *state_of(segment.slot, i) = state[i];
+                to[i * kSize / kLane] = state[i];
             }
         }
         int const pending = row - segment.absorbed;
@@ -389,10 +399,11 @@ struct SingleRows
         }
         if (pending == 0)
         {
+            T* const to = place.window_row(slot, 0) + channel();
 #pragma unroll
             for (int i = 0; i < kBefore; ++i)
             {
-                store_vector(place.window_row(slot, i) + channel(), own().before[i]);
+                store_vector(to + i * place.channels(), own().before[i]);
             }
         }
         store_vector(place.window_row(slot, kBefore + pending) + channel(), own().row);

@@ -77,15 +77,19 @@ struct TileFinish
             }
         }
         add_mixed(missing, shared.solved, writes);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
+        if (is_pending)
         {
+            float* const to = place.writes(segment.slot, row(0, 0)) + value(0);
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
+            for (int i = 0; i < 2; ++i)
             {
-                if (is_pending && row(i, j) < count)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
                 {
-                    place.writes(segment.slot, row(i, j))[value(j)] = writes[i][j];
+                    if (row(i, j) < count)
+                    {
+                        to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8] = writes[i][j];
+                    }
                 }
             }
         }
@@ -146,6 +150,8 @@ struct TileFinish
         float squares[2][2];
         sum_squares(out, squares);
         T const* const gates = shared.gates + chunk % 2 * S::kGates;
+        int64_t const begins = int64_t{segment.first_row + begin + row(0, 0)} * place.values_of_row();
+        T* const to = static_cast<T*>(place.p.out) + begins + place.first_value() + value(0);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
         {
@@ -154,15 +160,14 @@ struct TileFinish
             {
                 int const own = row(i, j);
                 float const root = rsqrtf(squares[i][j] / static_cast<float>(kSize) + place.p.norm_eps);
-                int64_t const to = int64_t{segment.first_row + begin + own} * place.p.value_heads * kSize;
-                T* const from = static_cast<T*>(place.p.out) + to + place.first_value();
                 if (own < count)
                 {
 #pragma unroll
                     for (int k = j; k < 4; k += 2)
                     {
                         float const gate = to_float(gates[own * D::kValues + value(k)]);
-                        from[value(k)] = from_float<T>(out[i][k] * root * norm[k / 2] * quick_silu(gate));
+                        to[(8 * i + j) * place.values_of_row() + k / 2 * 8]
+                            = from_float<T>(out[i][k] * root * norm[k / 2] * quick_silu(gate));
                     }
                 }
             }
