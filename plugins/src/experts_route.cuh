@@ -86,11 +86,14 @@ struct Members
     uint32_t rows[kMostExperts][kWords + 1]; // a bit for each
     int32_t first_place[kMostExperts];
 
+    // Loops that stay loops, here and in what follows: a step runs them once, and their instructions come from memory,
+    // too.
     __device__ __forceinline__ void clear(int experts)
     {
+#pragma unroll 1
         for (int i = threadIdx.x; i < experts * (kWords + 1); i += kRouteThreads)
         {
-            rows[i / (kWords + 1)][i % (kWords + 1)] = 0;
+            (&rows[0][0])[i] = 0;
         }
     }
 
@@ -99,10 +102,12 @@ struct Members
         atomicOr(&rows[expert][row / 32], 1u << row % 32);
     }
 
-    __device__ __forceinline__ int count(int expert) const
+    // Of so many rows in all.
+    __device__ __forceinline__ int count(int expert, int all_rows) const
     {
         int sum = 0;
-        for (int word = 0; word < kWords; ++word)
+#pragma unroll 1
+        for (int word = 0; word * 32 < all_rows; ++word)
         {
             sum += __popc(rows[expert][word]);
         }
@@ -113,6 +118,7 @@ struct Members
     __device__ __forceinline__ int place(int expert, int row) const
     {
         int place = first_place[expert] + __popc(rows[expert][row / 32] & ((1u << row % 32) - 1));
+#pragma unroll 1
         for (int word = 0; word < row / 32; ++word)
         {
             place += __popc(rows[expert][word]);
@@ -216,6 +222,7 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     int const lane = threadIdx.x % 32;
     int own_expert = 0; // the lane-th of those chosen
     float own_share = 0.f;
+#pragma unroll 1
     for (int k = 0; k < p.top_k; ++k)
     {
         float share;
@@ -253,7 +260,7 @@ __device__ __forceinline__ void make_groups(
     dflash_moe_params const& p, Route const& route, int tile, Members& members, uint32_t* sums, bool writes = true)
 {
     int const expert = threadIdx.x;
-    int const rows = expert < p.count ? members.count(expert) : 0;
+    int const rows = expert < p.count ? members.count(expert, p.rows) : 0;
     // Pairs in the low half, groups in the high one: neither is more than the pairs.
     static_assert(kMostRows * kMostTopK < 1 << 16);
     uint32_t total = 0;
@@ -262,6 +269,7 @@ __device__ __forceinline__ void make_groups(
     if (expert < p.count)
     {
         members.first_place[expert] = first;
+#pragma unroll 1
         for (int i = 0; writes && i * tile < rows; ++i)
         {
             route.groups[first_group + i] = {expert, first + i * tile, min(tile, rows - i * tile), 0};
@@ -284,6 +292,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     members.clear(p.count);
     wait();
     __syncthreads();
+#pragma unroll 1
     for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
     {
         int const expert = choose_experts<L>(p, route, row);
@@ -295,6 +304,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     __syncthreads();
     make_groups(p, route, tile, members, sums);
     __syncthreads();
+#pragma unroll 1
     for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
     {
         int const row = pair / p.top_k, expert = route.experts[pair];
