@@ -403,20 +403,23 @@ struct Epilogue
     template <int kTiles>
     __device__ __forceinline__ void store(float const (&c)[kTiles][4]) const
     {
+        constexpr int kOwn = 2 * kTiles; // tokens of a lane
         T* const out = static_cast<T*>(p.out);
+        float sums[2][kOwn]; // of both rows; those of tokens that are done leave the front
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
+        for (int i = 0; i < kOwn; ++i)
         {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
+            sums[0][i] = c[i / 2][i % 2];
+            sums[1][i] = c[i / 2][i % 2 + 2];
+        }
+#pragma unroll 1 // its instructions come from memory, too
+        for (int i = 0; i < kOwn; ++i)
+        {
+            int const token = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            if (token < group.tokens)
             {
-                int const token = tile * 8 + lane % 4 * 2 + i;
-                if (token >= group.tokens)
-                {
-                    continue;
-                }
-                float const upper = rounded<T>(scaled(c[tile][i], 0) + bias[0]);
-                float const lower = rounded<T>(scaled(c[tile][2 + i], 1) + bias[1]);
+                float const upper = rounded<T>(scaled(sums[0][0], 0) + bias[0]);
+                float const lower = rounded<T>(scaled(sums[1][0], 1) + bias[1]);
                 int64_t const pair = group.first + token;
                 if constexpr (kGateUp)
                 {
@@ -426,6 +429,15 @@ struct Epilogue
                 {
                     out[pair * p.outputs + row] = from_float<T>(upper);
                     out[pair * p.outputs + second_row] = from_float<T>(lower);
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+#pragma unroll
+                for (int j = 0; j + 1 < kOwn; ++j)
+                {
+                    sums[half][j] = sums[half][j + 1];
                 }
             }
         }
@@ -466,17 +478,17 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     unsigned char* const inputs = shared + warps * layout.warp_bytes;
     Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
     mainloop.begin_unit(0);
-    for (int from = share.begin; from < share.end;)
+    int index = share.begin / share.stride; // of a group
+    int first = share.begin - index * share.stride; // of the block's share of it
+    for (int from = share.begin; from < share.end; from = ++index * share.stride, first = 0)
     {
-        int const index = from / share.stride;
-        int const to = min(share.end, (index + 1) * share.stride);
         Group const group = p.route.groups[index];
         __syncthreads();
         load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
         __syncthreads();
         int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
-        int const last = min(share.granules, to - index * share.stride);
-        for (int granule = from % share.stride + warp; granule < last; granule += warps)
+        int const last = min(share.granules, share.end - index * share.stride);
+        for (int granule = first + warp; granule < last; granule += warps)
         {
             Epilogue<T, kWeight, kGateUp> const epilogue(p, group, granule, lane);
             float c[kTiles][4] = {};
@@ -491,7 +503,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
             }
             epilogue.store(c);
         }
-        from = to;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -103,7 +103,7 @@ struct Layout
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
         , scale_bytes(kGranule * (inputs / 32) * scale_bytes_of(weight))
-        , scale_buffers((kUnits + units - 1) / units + 1)
+        , scale_buffers(units >= kUnits ? 2 : (kUnits + units - 1) / units + 1)
         , warp_bytes(kUnits * unit_bytes(weight) + scale_buffers * scale_bytes)
         , token_bytes(steps * (kLine / 2)
               * (is_packed(weight)             ? 4
@@ -130,14 +130,15 @@ struct Share
     __device__ __forceinline__ explicit Share(Product const& p)
         : granules(p.outputs / kGranule)
     {
-        int const groups = __ldcg(p.route.group_count), warps = blockDim.x / 32, blocks = gridDim.x;
-        int const block = blockIdx.x, group_rounds = (granules + warps - 1) / warps, rounds = groups * group_rounds;
-        int const least = groups ? blocks / groups : 0; // blocks of a group
-        int const most_rounds = (rounds + blocks - 1) / blocks;
+        uint32_t const groups = __ldcg(p.route.group_count), warps = blockDim.x / 32, blocks = gridDim.x;
+        uint32_t const block = blockIdx.x, group_rounds = (granules + warps - 1) / warps;
+        uint32_t const rounds = groups * group_rounds;
+        uint32_t const least = groups ? blocks / groups : 0; // blocks of a group
+        uint32_t const most_rounds = (rounds + blocks - 1) / blocks;
         if (least && granules <= least * warps * most_rounds)
         {
             // Groups' first blocks: 0, blocks / groups, ...
-            int const group = ((block + 1) * groups - 1) / blocks;
+            uint32_t const group = ((block + 1) * groups - 1) / blocks;
             int const first = share_begin(blocks, group, groups), past = share_begin(blocks, group + 1, groups);
             stride = granules;
             begin = group * granules + share_begin(granules, block - first, past - first);
