@@ -325,8 +325,9 @@ struct Epilogue
         return kWeight == Weight::kNvfp4 ? sum * Nvfp4<T>::kRest * scale : sum;
     }
 
+    // Takes the sums: a tile that is done leaves the front.
     template <int kTiles>
-    __device__ __forceinline__ void store(int unit, float const (&c)[kTiles][4]) const
+    __device__ __forceinline__ void store(int unit, float (&c)[kTiles][4]) const
     {
         int rows[2];
         bool are_there[2];
@@ -352,20 +353,29 @@ struct Epilogue
         }
         T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(item.group.first) * launch.pitch;
         int const places[2] = {kGateUp ? place_of<is_packed(kWeight)>(rows[0]) : rows[0], rows[1]};
-#pragma unroll
-        for (int i = 0; i < 2 * kTiles; ++i)
+#pragma unroll 1 // its instructions come from memory, too
+        for (int tile = 0; tile < kTiles; ++tile)
         {
-            int const token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-            float const upper = rounded<T>(scaled(c[i / 2][i % 2], scale[0]) + bias[0]);
-            float const lower = rounded<T>(scaled(c[i / 2][2 + i % 2], scale[1]) + bias[1]);
-            T* const to = out + token * launch.pitch;
-            if (token < item.group.tokens && are_there[0])
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
             {
-                to[places[0]] = from_float<T>(kGateUp ? p.activated(upper, lower) : upper);
+                int const token = tile * 8 + threadIdx.x % 4 * 2 + i;
+                float const upper = rounded<T>(scaled(c[0][i], scale[0]) + bias[0]);
+                float const lower = rounded<T>(scaled(c[0][2 + i], scale[1]) + bias[1]);
+                T* const to = out + token * launch.pitch;
+                if (token < item.group.tokens && are_there[0])
+                {
+                    to[places[0]] = from_float<T>(kGateUp ? p.activated(upper, lower) : upper);
+                }
+                if (!kGateUp && token < item.group.tokens && are_there[1])
+                {
+                    to[places[1]] = from_float<T>(lower);
+                }
             }
-            if (!kGateUp && token < item.group.tokens && are_there[1])
+#pragma unroll
+            for (int i = 0; i < 4 * (kTiles - 1); ++i)
             {
-                to[places[1]] = from_float<T>(lower);
+                c[i / 4][i % 4] = c[i / 4 + 1][i % 4];
             }
         }
     }
