@@ -239,7 +239,7 @@ typedef struct
     const void* norm_weight; /* [inputs], or null: x as it is */
     const void* weight; /* [outputs, inputs] contiguous */
     const float* scale; /* [outputs], of FP8 weights */
-    const void* bias; /* [outputs], or null */
+    const void* bias; /* [outputs], or null; as residual, at a multiple of 4 bytes, of more than 128 rows 16 */
     const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */

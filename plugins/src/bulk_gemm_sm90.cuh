@@ -274,7 +274,7 @@ __device__ __forceinline__ void store(Launch const& launch, Items const& items, 
         epilogue.template each_row<kStoredTiles>(
             c, [](float x, bool) { return x; },
             [&](int below, Two<T> const (&y)[kStoredTiles]) { epilogue.store_gated(row + below, output, y); });
-        epilogue.template move_sums<kStoredTiles>(c);
+        move_sums<kStoredTiles>(c);
     }
 }
 

@@ -188,7 +188,7 @@ extern "C" cudaError_t dflash_delta_net(dflash_delta_net_params const* p, cudaSt
     using namespace dflash;
     bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0 && p->slots > 0
         && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
-        && p->x_row_stride % 8 == 0;
+        && p->key_heads <= 65535 && p->x_row_stride % 8 == 0;
     if (!is_known)
     {
         return cudaErrorInvalidValue;

@@ -156,8 +156,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t const (&a)[
 
 // -- division ---------------------------------------------------------------------------------------------------------
 
-// The begin of the index-th of `parts` shares of `count`: count * index / parts, of up to 65535 parts. Products and
-// quotients stay in 32 bits: those of 64 are functions.
+// The begin of the index-th of `parts` shares of `count`: count * index / parts, of numbers from zero on, with up to
+// 65535 parts and none behind the last. Products and quotients stay in 32 bits: those of 64 are functions.
 __device__ __forceinline__ int share_begin(int count, int index, int parts)
 {
     uint32_t const all = count, divisor = parts, each = all / divisor;

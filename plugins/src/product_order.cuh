@@ -103,6 +103,19 @@ __device__ __forceinline__ void copy_sums(float const (&x)[N][4], float (&sums)[
     }
 }
 
+// Brings the sums behind the first kNow tiles to where those are.
+template <int kNow, int N>
+__device__ __forceinline__ void move_sums(float (&sums)[N][4])
+{
+#pragma unroll
+    for (int i = kNow; i < N; ++i)
+    {
+        float const (&x)[4] = sums[i];
+        float (&to)[4] = sums[i - kNow];
+        to[0] = x[0], to[1] = x[1], to[2] = x[2], to[3] = x[3];
+    }
+}
+
 template <int N>
 __device__ __forceinline__ void add_sums(float const (&x)[N][4], float (&sums)[N][4])
 {

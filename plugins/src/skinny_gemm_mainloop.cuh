@@ -187,6 +187,7 @@ struct Mainloop
     __device__ __forceinline__ void begin_runs(int runs, Registers<L>& registers)
     {
         constexpr int kLast = L::kMostRuns - 1;
+        static_assert(kLast <= 1);
 #pragma unroll 1
         for (int i = 0; i <= kLast; ++i)
         {

@@ -91,19 +91,6 @@ struct Epilogue
         }
     }
 
-    // Brings the sums behind the first kNow tiles to where those are.
-    template <int kNow, int kTiles>
-    __device__ __forceinline__ static void move_sums(float (&c)[kTiles][4])
-    {
-#pragma unroll
-        for (int i = kNow; i < kTiles; ++i)
-        {
-            float const (&x)[4] = c[i];
-            float (&y)[4] = c[i - kNow];
-            y[0] = x[0], y[1] = x[1], y[2] = x[2], y[3] = x[3];
-        }
-    }
-
     // The output of this lane among those of a turn's nth four tiles.
     __device__ __forceinline__ int own_output(int output, int nth) const
     {

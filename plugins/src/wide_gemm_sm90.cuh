@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pairs.cuh"
+#include "product_order.cuh"
 #include "wgmma.cuh"
 #include "wide_gemm_loading_sm90.cuh"
 
@@ -199,6 +200,7 @@ struct Epilogue
         int output, float (&c)[kCount][4], bool has_residuals, Residuals<kCount>& residuals, Scaled const& scaled) const
     {
         constexpr int kNow = kTurn<kCount>;
+        static_assert(kCount % kNow == 0);
         if (row >= p.rows)
         {
             return;
@@ -230,13 +232,7 @@ struct Epilogue
                     residuals[0][i] = residuals[1][i];
                 }
             }
-#pragma unroll
-            for (int i = kNow; i < kCount; ++i)
-            {
-                float const(&x)[4] = c[i];
-                float (&to)[4] = c[i - kNow];
-                to[0] = x[0], to[1] = x[1], to[2] = x[2], to[3] = x[3];
-            }
+            move_sums<kNow>(c);
             output += kNow * 8;
         }
     }

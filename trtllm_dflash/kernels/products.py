@@ -221,10 +221,10 @@ def _product(
     if residual is not None:
         is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
         check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
-    # More rows are added to in pieces of 16 bytes.
-    is_few = out.numel() <= WIDE_ROWS * width
-    is_aligned = is_few or not any(y is not None and y.data_ptr() % 16 for y in (bias, residual))
-    check(is_aligned, "a bias and a residual of so many rows must lie at a multiple of 16 bytes")
+    # They are read two numbers at a time, for more rows eight.
+    piece = 4 if out.numel() <= WIDE_ROWS * width else 16
+    is_aligned = not any(y is not None and y.data_ptr() % piece for y in (bias, residual))
+    check(is_aligned, f"a bias and a residual of so many rows must lie at a multiple of {piece} bytes")
     params = SkinnyGemmParams(
         dtype=DTYPES[x.dtype],
         weight_dtype=DTYPES[weight.dtype],
