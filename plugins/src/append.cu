@@ -51,14 +51,18 @@ struct Head
         return static_cast<unsigned>((uint64_t{1} << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
     }
 
-    // A lane's numbers, from its own on: in accesses of 16 bytes.
+    // A lane's numbers, from its own on: in accesses of 16 bytes. kAnew: from the L2.
+    template <bool kAnew = false>
     static __device__ __forceinline__ Numbers load_own(T const* from)
     {
+        using Part = Vector<uint32_t, 4>;
         Numbers numbers;
 #pragma unroll
         for (int first = 0; first < kPairs; first += 4)
         {
-            auto const part = load_vector<uint32_t, 4>(reinterpret_cast<uint32_t const*>(from) + first);
+            auto const* const at = reinterpret_cast<uint4 const*>(from + 2 * first);
+            uint4 const four = kAnew ? __ldcg(at) : *at;
+            auto const& part = reinterpret_cast<Part const&>(four);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
@@ -73,18 +77,10 @@ struct Head
         return load_own(head + lane() * kVector);
     }
 
-    // From the L2: what a rehearsal saw there is old.
+    // What a rehearsal saw there is old.
     static __device__ __forceinline__ Numbers load_anew(T const* head)
     {
-        Numbers numbers;
-#pragma unroll
-        for (int i = 0; i < kPairs; i += 4)
-        {
-            uint4 const part = __ldcg(reinterpret_cast<uint4 const*>(head + lane() * kVector + 2 * i));
-            numbers.at[i] = part.x, numbers.at[i + 1] = part.y;
-            numbers.at[i + 2] = part.z, numbers.at[i + 3] = part.w;
-        }
-        return numbers;
+        return load_own<true>(head + lane() * kVector);
     }
 
     // A row of a RoPE table, for both halves of what is rotated; other lanes get what they do not use.

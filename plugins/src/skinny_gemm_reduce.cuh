@@ -88,7 +88,7 @@ struct Reduce
         {
             add_pairs(active, own);
             meet_all();
-            each_half(sums, [&](int rank, Item& sum) { take_slots(rank, sum); });
+            sum_halves(sums, [&](int rank, Item& sum) { take_slots(rank, sum); });
         }
         else
         {
@@ -101,7 +101,7 @@ struct Reduce
                     put(active, own);
                 }
                 meet_all();
-                each_half(sums, [&](int rank, Item& sum) { add_slots(rank, sum); });
+                sum_halves(sums, [&](int rank, Item& sum) { add_slots(rank, sum); });
                 if (half == 0)
                 {
                     meet_all(); // they have been read
@@ -113,7 +113,7 @@ struct Reduce
     // Calls `use` with the rank of the block that finishes a half of the items, and the thread's sum of that half: the
     // other block's first, in a loop, for code is read from far away in every step.
     template <typename Use>
-    __device__ __forceinline__ void each_half(Item (&sums)[kCluster], Use const& use)
+    __device__ __forceinline__ void sum_halves(Item (&sums)[kCluster], Use const& use)
     {
         if (threadIdx.x < L::kItems)
         {

@@ -200,6 +200,18 @@ struct Mainloop
     {
         Chains const chains(launch.lines, L::kHasHalves ? 2 : 1);
         auto const next = [&](int lines, Sums<L>& c) { add_lines(lines, c); };
+        auto const add_halves = [&](auto const& keep) // keep: what becomes of the first
+        {
+#pragma unroll 1
+            for (int first = 0; first < 2 * kBlockChains; first += kBlockChains)
+            {
+                add_chains(chains, first, min(first + kBlockChains, chains.used()), next, sums);
+                if (first == 0)
+                {
+                    keep();
+                }
+            }
+        };
         if constexpr (!L::kHasHalves)
         {
             add_chains(chains, 0, chains.used(), next, sums);
@@ -207,30 +219,14 @@ struct Mainloop
         else if constexpr (L::kParks)
         {
             Parking<kConsumers> const parking(launch.parking, L::kTiles);
-#pragma unroll 1
-            for (int first = 0; first < 2 * kBlockChains; first += kBlockChains)
-            {
-                add_chains(chains, first, min(first + kBlockChains, chains.used()), next, sums);
-                if (first == 0)
-                {
-                    parking.put(sums);
-                }
-            }
+            add_halves([&] { parking.put(sums); });
             parking.add_to(sums);
         }
         else
         {
             Sums<L> half;
             set_to_zero(half);
-#pragma unroll 1
-            for (int first = 0; first < 2 * kBlockChains; first += kBlockChains)
-            {
-                add_chains(chains, first, min(first + kBlockChains, chains.used()), next, sums);
-                if (first == 0)
-                {
-                    copy_sums(sums, half);
-                }
-            }
+            add_halves([&] { copy_sums(sums, half); });
             add_sums(half, sums);
         }
     }
