@@ -221,8 +221,8 @@ def _product(
     if residual is not None:
         is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
         check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
-    # They are read two numbers at a time, for more rows eight.
-    piece = 4 if out.numel() <= WIDE_ROWS * width else 16
+    # `skinny_gemm` reads a number at a time, the others two, or eight of more rows.
+    piece = 16 if out.numel() > WIDE_ROWS * width else x.element_size() if function == "dflash_skinny_gemm" else 4
     is_aligned = not any(y is not None and y.data_ptr() % piece for y in (bias, residual))
     check(is_aligned, f"a bias and a residual of so many rows must lie at a multiple of {piece} bytes")
     params = SkinnyGemmParams(
