@@ -386,6 +386,8 @@ def experts(dtype: torch.dtype, weight: str) -> None:
     scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scales=normal(16, dtype=dtype))
     for rows in (3, 9, 40, 130):
         mixture(dtype, weight, rows, 320, 96, scaled, biased=False)
+    mixture(dtype, weight, 3, 320, 96, kernels.Routing(256, 0, 256, 8, True, has_shared=True))
+    mixture(dtype, weight, 300, 64, 32, kernels.Routing(16, 4, 8, 4, True, has_shared=True))
     correction = normal(256, dtype=torch.float32)
     for rows, logits, normalized in ((3, dtype, True), (40, torch.float32, False), (300, dtype, True)):
         routing = kernels.Routing(256, 8, 64, 8, normalized, correction=correction, scale=2.8)
@@ -417,24 +419,26 @@ def mixture(
 ) -> None:
     """One feed-forward of random experts; equal logits where spread is 0."""
 
+    count = routing.matrices
+
     def matrix(outputs: int, inputs: int) -> kernels.Matrix:
-        bias = normal(routing.count, outputs, dtype=dtype) if biased else None
+        bias = normal(count, outputs, dtype=dtype) if biased else None
         if weight == "int4":
-            words = torch.randint(2**31, (routing.count, outputs, inputs // 8), dtype=torch.int32, device="cuda")
+            words = torch.randint(2**31, (count, outputs, inputs // 8), dtype=torch.int32, device="cuda")
             return kernels.Matrix(words, normal(*words.shape[:2], inputs // 32, dtype=torch.bfloat16, by=0.01), bias)
         if weight == "nvfp4":
-            packed = torch.randint(256, (routing.count, outputs, inputs // 2), dtype=torch.uint8, device="cuda")
-            scale = torch.rand(routing.count, outputs, inputs // 16, device="cuda").to(E4M3)
+            packed = torch.randint(256, (count, outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+            scale = torch.rand(count, outputs, inputs // 16, device="cuda").to(E4M3)
             values = packed.view(torch.int32) if dtype == torch.bfloat16 else packed
-            return kernels.Matrix(values, tile_scales(scale), bias, torch.rand(routing.count, outputs, device="cuda"))
+            return kernels.Matrix(values, tile_scales(scale), bias, torch.rand(count, outputs, device="cuda"))
         if weight != "mxfp4":
-            numbers = normal(routing.count, outputs, inputs, dtype=dtype, by=0.05)
+            numbers = normal(count, outputs, inputs, dtype=dtype, by=0.05)
             if weight == "numbers":
                 return kernels.Matrix(numbers, None, bias)
             shape = (-(-outputs // 128), -(-inputs // 128)) if weight == "fp8 blocks" else (outputs,)
-            scale = torch.rand(routing.count, *shape, device="cuda")
+            scale = torch.rand(count, *shape, device="cuda")
             return kernels.Matrix(numbers.to(torch.float8_e4m3fn), scale, bias)
-        blocks = torch.randint(256, (routing.count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
+        blocks = torch.randint(256, (count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
         values = blocks.flatten(-2).view(torch.int32) if dtype == torch.bfloat16 else blocks  # any bits are interleaved
         return kernels.Matrix(values, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
 
@@ -444,6 +448,7 @@ def mixture(
         moe = kernels.MoE(routing, *matrices, many)
         if not many or moe.takes(x, scores):  # Hopper alone has those for many rows
             moe(x, scores)
+            moe(x, scores, scores[:, :1] if routing.has_shared else None, x)
 
 
 def attention(dtype: torch.dtype) -> None:

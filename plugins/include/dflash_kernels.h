@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 28
+#define DFLASH_ABI_VERSION 29
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -440,7 +440,7 @@ typedef struct
     float alpha;
     float limit;
     const void* x; /* [N, H] contiguous, as all of these */
-    const void* logits; /* [N, experts] */
+    const void* logits; /* [N, experts] by stride */
     const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or blocks */
     const void* gate_up_scales; /* not of numbers */
     const void* gate_up_bias; /* [count, 2 F], or null */
@@ -454,6 +454,11 @@ typedef struct
     float share_scale;
     const float* gate_up_row_scales; /* NVFP4's [count, 2 F] */
     const float* down_row_scales; /* NVFP4's [count, H] */
+    const void* shared_gate; /* [N] of logits_dtype by stride: the shared expert's share is its sigmoid; or null: 1 */
+    const void* residual; /* [N, H], added to out; or null */
+    int32_t has_shared; /* 1: weights, scales and biases have one more expert, the last, which all rows go through */
+    int32_t logits_row_stride;
+    int32_t shared_gate_row_stride;
 } dflash_moe_params;
 
 /* Bytes of scratch that dflash_moe needs. */

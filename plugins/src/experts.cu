@@ -29,7 +29,7 @@ struct Workspace
     Workspace(dflash_moe_params const& p, void* start)
     {
         Scratch scratch{static_cast<unsigned char*>(start)};
-        size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
+        size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
         route = scratch.take_route(p, 8); // tiles have 8 rows or more
         h = scratch.take(pairs * p.columns * 2);
         y = scratch.take(pairs * p.hidden * 2);

@@ -37,9 +37,9 @@ struct Scratch
     // `tile`: rows of a group.
     Route take_route(dflash_moe_params const& p, int tile)
     {
-        size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
+        size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
         // Each expert's last group may be smaller than a tile.
-        size_t const groups = std::min<size_t>(p.count, pairs) + pairs / tile;
+        size_t const groups = std::min<size_t>(own_experts(p), pairs) + pairs / tile;
         Route route = {};
         route.group_count = take_numbers<int32_t>(1);
         route.groups = take_numbers<Group>(groups);
@@ -72,8 +72,10 @@ inline bool is_routed(dflash_moe_params const& p)
     int const multiple = p.format == DFLASH_MOE_INT4 ? kInt4Inputs : p.format == DFLASH_MOE_MXFP4 || is_nvfp4 ? 32 : 16;
     bool const has_scales = p.format == DFLASH_MOE_NUMBERS
         || (p.gate_up_scales && p.down_scales && (!is_nvfp4 || (p.gate_up_row_scales && p.down_row_scales)));
-    return p.rows >= 0 && p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1
-        && p.top_k <= std::min(kMostTopK, p.experts) && p.first >= 0 && p.count >= 1 && p.first + p.count <= p.experts
+    bool const is_shared = p.has_shared == 1, is_alone = p.has_shared == 0 && !p.shared_gate;
+    return (is_shared || is_alone) && p.rows >= 0 && p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1
+        && p.top_k <= p.experts && experts_of_row(p) <= kMostTopK && p.logits_row_stride >= p.experts && p.first >= 0
+        && p.count >= 1 && p.first + p.count <= p.experts
         && p.hidden >= multiple && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
         && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_NVFP4
         && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
@@ -82,51 +84,74 @@ inline bool is_routed(dflash_moe_params const& p)
 
 // -- the sum ----------------------------------------------------------------------------------------------------------
 
-constexpr int kSumThreads = 128;
 constexpr int kVector = 8;
+constexpr int kSumColumns = 32 * kVector; // of a block
+constexpr int kLeastSumWarps = kSumColumns / 64; // a pair of columns a thread
 
-// y: the experts' outputs, [pairs, H].
+// A warp loads what one of a row's experts gave, and each thread adds up two columns: nobody waits for one load after
+// another. y: the experts' outputs, [pairs, H].
 template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_kernel(dflash_moe_params const p, Route const route, void const* const y)
+__global__ void __launch_bounds__(32 * kMostTopK)
+    sum_kernel(dflash_moe_params const p, Route const route, T const* const y)
 {
-    using Row = Vector<T, kVector>;
-    begin();
-    int const row = blockIdx.x, at = (blockIdx.y * kSumThreads + threadIdx.x) * kVector;
-    if (at >= p.hidden)
+    using Part = Vector<T, kVector>;
+    using Pair = Vector<T, 2>;
+    extern __shared__ uint4 memory[];
+    __shared__ float shares[kMostTopK];
+    Part* const parts = reinterpret_cast<Part*>(memory); // [experts of a row, kSumColumns]
+    int const lane = threadIdx.x % 32, own = threadIdx.x / 32, chosen = experts_of_row(p);
+    int const row = blockIdx.x, first = blockIdx.y * kSumColumns;
+    int const column = first + lane * kVector, pair = first + threadIdx.x * 2;
+    bool const sums = threadIdx.x < kSumColumns / 2 && pair < p.hidden;
+    int64_t const at = static_cast<int64_t>(row) * p.hidden + pair;
+    trigger();
+#pragma unroll 1
+    for (int turn = p.rows <= kRehearsedRows ? 0 : 1; turn < 2; ++turn)
     {
-        return;
-    }
-    float sum[kVector] = {};
-    for (int k = 0; k < p.top_k; ++k)
-    {
-        int const place = route.places[row * p.top_k + k];
-        float const share = route.shares[row * p.top_k + k];
-        if (place >= 0)
+        bool const stores = turn == 1;
+        if (stores)
         {
-            T const* const from = static_cast<T const*>(y) + static_cast<int64_t>(place) * p.hidden;
-            Row const part = load_vector<T, kVector>(from + at);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
+            wait();
+        }
+        Pair const residual = p.residual && sums ? load_vector<T, 2>(static_cast<T const*>(p.residual) + at) : Pair{};
+        if (own < chosen)
+        {
+            int const place = stores ? route.places[row * chosen + own] : 0;
+            float const share = stores ? route.shares[row * chosen + own] : 0.f;
+            bool const is_there = place >= 0 && column < p.hidden;
+            T const* const from = y + static_cast<int64_t>(place) * p.hidden + column;
+            parts[own * 32 + lane] = is_there ? load_vector<T, kVector>(from) : Part{};
+            if (lane == 0)
             {
-                sum[i] += share * to_float(part.at[i]);
+                shares[own] = place >= 0 ? share : 0.f;
             }
         }
+        __syncthreads();
+        float sum[2] = {};
+#pragma unroll 4
+        for (int k = 0; k < chosen; ++k)
+        {
+            Pair const x = reinterpret_cast<Pair const*>(parts + k * 32)[threadIdx.x % (kSumColumns / 2)];
+            sum[0] = fmaf(shares[k], to_float(x.at[0]), sum[0]);
+            sum[1] = fmaf(shares[k], to_float(x.at[1]), sum[1]);
+        }
+        if (stores && sums)
+        {
+            Pair const out
+                = {from_float<T>(sum[0] + to_float(residual.at[0])), from_float<T>(sum[1] + to_float(residual.at[1]))};
+            store_vector(static_cast<T*>(p.out) + at, out);
+        }
+        __syncthreads();
     }
-    Row out;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-    {
-        out.at[i] = from_float<T>(sum[i]);
-    }
-    store_vector(static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.hidden + at, out);
 }
 
 template <typename T>
 cudaError_t launch_sum(dflash_moe_params const& p, Route const& route, void const* y, cudaStream_t stream)
 {
-    int const blocks = (p.hidden / kVector + kSumThreads - 1) / kSumThreads;
-    return launch_kernel(sum_kernel<T>, dim3(p.rows, blocks), kSumThreads, 0, stream, p, route, y);
+    dim3 const grid(p.rows, (p.hidden + kSumColumns - 1) / kSumColumns);
+    int const threads = 32 * std::max(experts_of_row(p), kLeastSumWarps);
+    int const bytes = experts_of_row(p) * kSumColumns * static_cast<int>(sizeof(T));
+    return launch_kernel(sum_kernel<T>, grid, threads, bytes, stream, p, route, static_cast<T const*>(y));
 }
 
 // Gate and up of all tokens x [N, or as laid out, hidden] into h [pairs, columns].

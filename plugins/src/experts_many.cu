@@ -33,7 +33,7 @@ struct Workspace
         , h_pitch(is_packed(weight_of(p)) ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
     {
         Scratch scratch{static_cast<unsigned char*>(start)};
-        size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
+        size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
         route = scratch.take_route(p, many::kTokens);
         route.experts = scratch.take_numbers<int32_t>(pairs);
         x = scratch.take(pairs * x_pitch * 2);
@@ -113,15 +113,16 @@ __global__ void __launch_bounds__(kRouteThreads)
     __shared__ Members members;
     __shared__ uint32_t sums[kRouteThreads / 32];
     Route const& route = space.route;
-    members.clear(p.count);
+    members.clear(own_experts(p));
     wait();
     __syncthreads();
-    for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
+    int const chosen = experts_of_row(p);
+    for (int pair = threadIdx.x; pair < p.rows * chosen; pair += kRouteThreads)
     {
         int const expert = route.experts[pair];
         if (expert >= 0)
         {
-            members.add(expert, pair / p.top_k);
+            members.add(expert, pair / chosen);
         }
     }
     __syncthreads();
@@ -130,12 +131,12 @@ __global__ void __launch_bounds__(kRouteThreads)
     __syncthreads();
     trigger();
 
-    int const first = blockIdx.x * block_rows * p.top_k, past = min(p.rows, (blockIdx.x + 1) * block_rows) * p.top_k;
+    int const first = blockIdx.x * block_rows * chosen, past = min(p.rows, (blockIdx.x + 1) * block_rows) * chosen;
     int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kPacked>::kColumns / 8 : 0;
     int const tasks = runs + chunks; // of a pair
     for (int i = threadIdx.x; i < (past - first) * tasks; i += kRouteThreads)
     {
-        int const pair = first + i / tasks, task = i % tasks, row = pair / p.top_k, expert = route.experts[pair];
+        int const pair = first + i / tasks, task = i % tasks, row = pair / chosen, expert = route.experts[pair];
         int const place = expert < 0 ? -1 : members.place(expert, row);
         if (task == 0)
         {
@@ -203,9 +204,9 @@ cudaError_t map_all(dflash_moe_params const& p, many::Launch& launch, int pitch)
     cudaError_t error = cudaSuccess;
     for (int units = 1; error == cudaSuccess && units <= many::Crew<kPacked>::kItemUnits; ++units)
     {
-        error = map_weight<kPacked>(launch.p, p.count, units, launch.weight[units - 1]);
+        error = map_weight<kPacked>(launch.p, own_experts(p), units, launch.weight[units - 1]);
     }
-    size_t const pairs = static_cast<size_t>(p.rows) * p.top_k;
+    size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
     for (int boxes = 1; error == cudaSuccess && boxes <= many::kBoxes; ++boxes)
     {
         error = map_inputs<kPacked>(launch.p.x, pitch, pairs, boxes * many::kBoxTokens, launch.inputs[boxes - 1]);

@@ -15,6 +15,17 @@ constexpr int kMostExperts = 384;
 constexpr int kMostTopK = 32; // a lane each
 constexpr unsigned kAll = 0xffffffffu;
 
+// Experts that a row goes through, and experts that this rank has, with the one that all rows go through.
+__host__ __device__ inline int experts_of_row(dflash_moe_params const& p)
+{
+    return p.top_k + p.has_shared;
+}
+
+__host__ __device__ inline int own_experts(dflash_moe_params const& p)
+{
+    return p.count + p.has_shared;
+}
+
 // Rows that chose one expert: places first..first + tokens - 1 of the pairs of row and expert, sorted by expert.
 struct Group
 {
@@ -30,12 +41,16 @@ struct Route
     int32_t* group_count;
     Group* groups;
     int32_t* rows; // [pairs] of each place
-    int32_t* experts; // [N, k], of this rank's; -1: of another rank. It may be `places`
-    int32_t* places; // [N, k]; -1: an expert of another rank
-    float* shares; // [N, k]
+    int32_t* experts; // [N, experts_of_row], of this rank's; -1: of another rank. It may be `places`
+    int32_t* places; // likewise; -1: an expert of another rank
+    float* shares; // likewise
 };
 
 constexpr int kRouteThreads = 1024;
+
+// Of so few rows, whose numbers come from kernels that let others begin beside them, blocks compute everything once
+// before they wait, from whatever lies there, and store nothing: their code is at hand when the numbers are.
+constexpr int kRehearsedRows = 16;
 
 // Floats as integers of the same order. Both zeros are one number.
 __device__ __forceinline__ uint32_t ordered(float x)
@@ -83,8 +98,8 @@ struct Members
 {
     static constexpr int kWords = kMostRows / 32;
 
-    uint32_t rows[kMostExperts][kWords + 1]; // a bit for each
-    int32_t first_place[kMostExperts];
+    uint32_t rows[kMostExperts + 1][kWords + 1]; // a bit for each
+    int32_t first_place[kMostExperts + 1];
 
     // Loops that stay loops, here and in what follows: a step runs them once, and their instructions come from memory,
     // too.
@@ -148,16 +163,47 @@ struct Logits
     __device__ __forceinline__ Logits(L const* logits, int experts, float const* correction)
         : lane(threadIdx.x % 32)
     {
+        float scores[kOwn];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
         {
             int const expert = lane + i * 32;
-            float logit = expert < experts ? to_float(logits[expert]) : -INFINITY;
-            logit = correction && expert < experts ? sigmoid(logit) + correction[expert] : logit;
-            keys[i] = expert < experts ? ordered(logit) : 0;
-            largest = fmaxf(largest, logit);
+            scores[i] = expert < experts ? to_float(logits[expert]) : -INFINITY;
+        }
+        if (correction)
+        {
+            correct(scores, experts, correction);
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+        {
+            keys[i] = lane + i * 32 < experts ? ordered(scores[i]) : 0;
+            largest = fmaxf(largest, scores[i]);
         }
         largest = warp_max(largest);
+    }
+
+    // Makes sigmoids of logits and adds what corrects them: a loop, in which each goes to the end of the others.
+    __device__ __forceinline__ void correct(float (&scores)[kOwn], int experts, float const* correction) const
+    {
+        float added[kOwn];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+        {
+            added[i] = lane + i * 32 < experts ? correction[lane + i * 32] : 0.f;
+        }
+#pragma unroll 1
+        for (int turn = 0; turn < kOwn; ++turn)
+        {
+            float const score = sigmoid(scores[0]) + added[0];
+#pragma unroll
+            for (int i = 0; i + 1 < kOwn; ++i)
+            {
+                scores[i] = scores[i + 1];
+                added[i] = added[i + 1];
+            }
+            scores[kOwn - 1] = lane + turn * 32 < experts ? score : -INFINITY;
+        }
     }
 
     // An expert's part of the softmax, not yet divided by the sum.
@@ -211,11 +257,15 @@ __device__ __forceinline__ float scale_of(dflash_moe_params const& p, int expert
                                   : to_float(static_cast<__nv_bfloat16 const*>(p.expert_scale)[expert]);
 }
 
-// Chooses a row's experts, by a warp: the index of a lane's among this rank's, or -1. kOwn: logits of a lane.
+// Chooses a row's experts, by a warp, and stores them if told: the index of a lane's among this rank's, or -1. kOwn:
+// logits of a lane.
 template <typename L, int kOwn>
-__device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
+__device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row, bool stores)
 {
-    L const* const of_row = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.experts;
+    L const* const of_row = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.logits_row_stride;
+    L const* const gates = static_cast<L const*>(p.shared_gate);
+    float const shared_share
+        = gates ? sigmoid(to_float(gates[static_cast<int64_t>(row) * p.shared_gate_row_stride])) : 1.f;
     Logits<kOwn> logits(of_row, p.experts, p.correction);
     // That shares are divided by.
     float sum = p.normalized ? (p.correction ? 1e-20f : 0.f) : p.correction ? 1.f : logits.sum_of_shares();
@@ -235,23 +285,30 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
             own_share = share;
         }
     }
-    int const expert = own_expert - p.first;
-    bool const is_own = lane < p.top_k && expert >= 0 && expert < p.count;
-    if (lane < p.top_k)
+    int const chosen = experts_of_row(p), expert = lane < p.top_k ? own_expert - p.first : p.count;
+    bool const is_own = lane < chosen && expert >= 0 && (expert < p.count || lane == p.top_k);
+    if (lane < chosen && stores)
     {
-        float const share = own_share / sum * p.share_scale;
-        route.shares[row * p.top_k + lane] = p.expert_scale ? share * scale_of(p, own_expert) : share;
-        route.experts[row * p.top_k + lane] = is_own ? expert : -1;
+        float share = shared_share;
+        if (lane < p.top_k)
+        {
+            share = own_share / sum * p.share_scale;
+            share = p.expert_scale ? share * scale_of(p, own_expert) : share;
+        }
+        route.shares[row * chosen + lane] = share;
+        route.experts[row * chosen + lane] = is_own ? expert : -1;
     }
     return is_own ? expert : -1;
 }
 
 template <typename L>
-__device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route const& route, int row)
+__device__ __forceinline__ int choose_experts(
+    dflash_moe_params const& p, Route const& route, int row, bool stores = true)
 {
-    return p.experts <= 32 ? choose_experts<L, 1>(p, route, row)
-        : p.experts <= 128 ? choose_experts<L, 4>(p, route, row)
-                           : choose_experts<L, kMostExperts / 32>(p, route, row);
+    return p.experts <= 32 ? choose_experts<L, 1>(p, route, row, stores)
+        : p.experts <= 128 ? choose_experts<L, 4>(p, route, row, stores)
+        : p.experts <= 256 ? choose_experts<L, 8>(p, route, row, stores)
+                           : choose_experts<L, kMostExperts / 32>(p, route, row, stores);
 }
 
 // Divides each expert's rows into groups, by a thread for each expert; a block that writes keeps them. Rows lie behind
@@ -260,13 +317,13 @@ __device__ __forceinline__ void make_groups(
     dflash_moe_params const& p, Route const& route, int tile, Members& members, uint32_t* sums, bool writes = true)
 {
     int const expert = threadIdx.x;
-    int const rows = expert < p.count ? members.count(expert, p.rows) : 0;
+    int const rows = expert < own_experts(p) ? members.count(expert, p.rows) : 0;
     // Pairs in the low half, groups in the high one: neither is more than the pairs.
     static_assert(kMostRows * kMostTopK < 1 << 16);
     uint32_t total = 0;
     uint32_t const before = scan(rows | (rows + tile - 1) / tile << 16, sums, total);
     int const first = before & 0xffff, first_group = before >> 16;
-    if (expert < p.count)
+    if (expert < own_experts(p))
     {
         members.first_place[expert] = first;
 #pragma unroll 1
@@ -287,33 +344,51 @@ __global__ void __launch_bounds__(kRouteThreads)
 {
     __shared__ Members members;
     __shared__ uint32_t sums[kRouteThreads / 32];
+    int const first_row = threadIdx.x / 32, lane = threadIdx.x % 32, chosen = experts_of_row(p);
 
     trigger();
-    members.clear(p.count);
-    wait();
-    __syncthreads();
 #pragma unroll 1
-    for (int row = threadIdx.x / 32; row < p.rows; row += kRouteThreads / 32)
+    for (int turn = p.rows <= kRehearsedRows ? 0 : 1; turn < 2; ++turn)
     {
-        int const expert = choose_experts<L>(p, route, row);
-        if (expert >= 0)
+        bool const stores = turn == 1;
+        members.clear(own_experts(p));
+        if (stores)
         {
-            members.add(expert, row);
+            wait();
         }
-    }
-    __syncthreads();
-    make_groups(p, route, tile, members, sums);
-    __syncthreads();
+        __syncthreads();
+        int expert = -1;
 #pragma unroll 1
-    for (int pair = threadIdx.x; pair < p.rows * p.top_k; pair += kRouteThreads)
-    {
-        int const row = pair / p.top_k, expert = route.experts[pair];
-        if (expert >= 0)
+        for (int row = first_row; row < p.rows; row += kRouteThreads / 32)
         {
-            int const place = members.place(expert, row);
-            route.places[pair] = place;
-            route.rows[place] = row;
+            expert = choose_experts<L>(p, route, row, stores);
+            if (expert >= 0)
+            {
+                members.add(expert, row);
+            }
         }
+        __syncthreads();
+        make_groups(p, route, tile, members, sums, stores);
+        __syncthreads();
+#pragma unroll 1
+        for (int row = first_row; row < p.rows; row += kRouteThreads / 32)
+        {
+            int const pair = row * chosen + lane;
+            if (p.rows > kRouteThreads / 32) // a warp has had several
+            {
+                expert = lane < chosen ? route.experts[pair] : -1;
+            }
+            if (expert >= 0)
+            {
+                int const place = members.place(expert, row);
+                if (stores)
+                {
+                    route.places[pair] = place;
+                    route.rows[place] = row;
+                }
+            }
+        }
+        __syncthreads();
     }
 }
 

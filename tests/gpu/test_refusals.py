@@ -33,6 +33,7 @@ LATENTS = {
 ROWS = {"dtype": 1, "slots": 1, "rows": 2, "heads": 8, "kv_heads": 2, "head_size": 128, "cache_rows": 64, "causal": 1}
 PROMPTS = {**ROWS, "slots": 0, "segments": SOME, "page_table": SOME, "pages": 1, "page_rows": 64}
 MOE = {"dtype": 1, "logits_dtype": 1, "rows": 3, "hidden": 256, "columns": 256, "experts": 8, "count": 8, "top_k": 2}
+MOE |= {"logits_row_stride": 8}
 NVFP4 = dict.fromkeys(("gate_up_scales", "down_scales", "gate_up_row_scales", "down_row_scales"), SOME)
 PRODUCT = {"dtype": 1, "weight_dtype": 1, "rows": 0, "inputs": 128, "outputs": 64}
 
@@ -100,6 +101,13 @@ def test_attention_needs_heads():
         ({"format": 5, "gate_up_scales": SOME, "down_scales": SOME}, INVALID_VALUE),
         ({"format": 5, **NVFP4}, SUCCESS),
         ({"format": 6, **NVFP4}, INVALID_VALUE),
+        ({"has_shared": 1}, SUCCESS),
+        ({"has_shared": 1, "shared_gate": SOME}, SUCCESS),
+        ({"has_shared": 2}, INVALID_VALUE),
+        ({"shared_gate": SOME}, INVALID_VALUE),
+        ({"logits_row_stride": 7}, INVALID_VALUE),
+        ({"experts": 64, "count": 64, "top_k": 32, "logits_row_stride": 64}, SUCCESS),
+        ({"experts": 64, "count": 64, "top_k": 32, "logits_row_stride": 64, "has_shared": 1}, INVALID_VALUE),
     ],
     ids=str,
 )

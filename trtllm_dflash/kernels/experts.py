@@ -33,7 +33,8 @@ MoEParams = structure(
     pointers="x logits gate_up gate_up_scales gate_up_bias down down_scales down_bias out expert_scale correction",
     ints_="gelu",
     floats_="share_scale",
-    pointers_="gate_up_row_scales down_row_scales",
+    pointers_="gate_up_row_scales down_row_scales shared_gate residual",
+    ints__="has_shared logits_row_stride shared_gate_row_stride",
 )
 
 
@@ -67,6 +68,12 @@ class Routing:
     scales: Tensor | None = None  # [experts] of the rows' type, by which their shares are multiplied in the end
     correction: Tensor | None = None  # FP32 [experts], of scores that are sigmoids; None: softmax
     scale: float = 1.0  # that a row's shares are multiplied by, last
+    has_shared: bool = False  # the matrices have one more expert, the last: all rows go through it
+
+    @property
+    def matrices(self) -> int:
+        """Experts whose matrices this rank has."""
+        return self.count + self.has_shared
 
 
 @dataclass(frozen=True)
@@ -161,15 +168,21 @@ class MoE:
         load()
         self._routing, self._gate_up, self._down, self._many = routing, gate_up, down, many
 
-    def takes(self, x: Tensor, logits: Tensor) -> bool:
-        """Whether the kernels compute rows x [N, H] with logits [N, experts] of these experts.
+    def takes(
+        self, x: Tensor, logits: Tensor, shared_gate: Tensor | None = None, residual: Tensor | None = None
+    ) -> bool:
+        """Whether the kernels compute these experts of rows x [N, H]: arguments as those of a call.
 
         Raises:
             ValueError: rows, logits and matrices are not of the same sizes.
         """
         if not (0 < len(x) <= MOE_ROWS and x.dtype in HALVES and logits.dtype in DTYPES):
             return False
-        tensors = [x, logits]
+        tensors = [x] if residual is None else [x, residual]
+        if logits.stride(-1) != 1 or not (residual is None or residual.dtype == x.dtype):
+            return False
+        if shared_gate is not None and shared_gate.dtype != logits.dtype:
+            return False
         for numbers, dtype in ((self._routing.scales, x.dtype), (self._routing.correction, torch.float32)):
             if numbers is not None:
                 if numbers.dtype != dtype or numbers.shape != (self._routing.experts,):
@@ -180,16 +193,24 @@ class MoE:
                 return False
             parts = matrix.values, matrix.scales, matrix.bias, matrix.row_scales
             tensors += [part for part in parts if part is not None]
-        self._check_sizes(x, logits)
+        self._check_sizes(x, logits, shared_gate, residual)
         if not all(tensor.is_contiguous() for tensor in tensors):
             return False
-        return self._kernels(self._params(x, logits)) is not None
+        return self._kernels(self._params(x, logits, shared_gate, residual)) is not None
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Computes `Ops.moe` for rows x [N, H] with logits [N, experts]: [N, H]."""
-        check(self.takes(x, logits), f"experts' feed-forward of {tuple(x.shape)} {x.dtype}")
+    def __call__(
+        self, x: Tensor, logits: Tensor, shared_gate: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Computes `Ops.moe` for rows x [N, H]: [N, H].
+
+        Args:
+            logits: [N, experts]; rows may lie apart, as parts of wider ones do.
+            shared_gate: [N, 1], likewise: how much the expert of all rows gives, before its sigmoid. None: all of it.
+            residual: [N, H], added.
+        """
+        check(self.takes(x, logits, shared_gate, residual), f"experts' feed-forward of {tuple(x.shape)} {x.dtype}")
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        params = self._params(x, logits)
+        params = self._params(x, logits, shared_gate, residual)
         params.out = out.data_ptr()
         chosen = self._kernels(params)
         assert chosen is not None
@@ -198,9 +219,11 @@ class MoE:
         run(name, params, Pointer(workspace.data_ptr()), ctypes.c_size_t(size), stream())
         return out
 
-    def _check_sizes(self, x: Tensor, logits: Tensor) -> None:
+    def _check_sizes(
+        self, x: Tensor, logits: Tensor, shared_gate: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
         """Refuses what `Matrix` cannot see: tensors that do not belong together."""
-        rows, count = len(x), self._routing.count
+        rows, count = len(x), self._routing.matrices
         hidden, columns = self._down.shape[1:]
         matrices = self._gate_up.shape, self._down.shape
         fits = matrices == ((count, 2 * columns, hidden), (count, hidden, columns))
@@ -209,6 +232,9 @@ class MoE:
         check(
             fits, f"rows {list(x.shape)} and logits {list(logits.shape)} of {self._routing.experts} experts of {hidden}"
         )
+        is_gated = shared_gate is None or (self._routing.has_shared and shared_gate.shape == (rows, 1))
+        check(is_gated, f"a gate of {'the' if self._routing.has_shared else 'no'} shared expert for {rows} rows")
+        check(residual is None or residual.shape == x.shape, f"a residual that is not {list(x.shape)}")
 
     def _kernels(self, params: ctypes.Structure) -> tuple[str, int] | None:
         """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""
@@ -222,7 +248,9 @@ class MoE:
                 return name, needed.value
         return None
 
-    def _params(self, x: Tensor, logits: Tensor) -> ctypes.Structure:
+    def _params(
+        self, x: Tensor, logits: Tensor, shared_gate: Tensor | None, residual: Tensor | None
+    ) -> ctypes.Structure:
         routing, gate_up, down = self._routing, self._gate_up, self._down
         alpha, limit = routing.clamp or (0.0, 0.0)
         return MoEParams(
@@ -254,4 +282,9 @@ class MoE:
             share_scale=routing.scale,
             gate_up_row_scales=address(gate_up.row_scales),
             down_row_scales=address(down.row_scales),
+            shared_gate=address(shared_gate),
+            residual=address(residual),
+            has_shared=int(routing.has_shared),
+            logits_row_stride=logits.stride(0),
+            shared_gate_row_stride=0 if shared_gate is None else shared_gate.stride(0),
         )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, ClampedSwiglu, Ops, Residual
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, ClampedSwiglu, MoELayer, Ops, Residual
 
 T = TypeVar("T")
 
@@ -257,6 +257,10 @@ class Decoder:
 
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Lists the linears of one input, see `Ops.norm_linears`, whose weights a session may join."""
+        return []
+
+    def expert_layers(self, tp: int, rank: int) -> list[MoELayer]:
+        """Describes the experts of every layer that has some, on `rank` of `tp`."""
         return []
 
     def attention(self, ops: Ops[T], i: int, qkv: T, start: T) -> T:

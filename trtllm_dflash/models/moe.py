@@ -39,12 +39,7 @@ class MoEDecoder(Decoder, ABC):
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
         stream, h = ops.norm(prefix + "post_attention_layernorm", x, self.config.norm_eps)
         logits, *gate = ops.linears(self._routers(prefix), h)  # [B, N, experts]; [B, N, 1]
-        y = ops.moe(self.experts(prefix, ops.tp, ops.rank), h, logits)
-        if self.moe.shared_size is not None:
-            shared = prefix + "mlp.shared_expert"
-            own = ops.linear(shared + ".down_proj", ops.linear_swiglu(shared + ".gate_up_proj", h))
-            y = ops.add_gated(y, own, *gate) if gate else ops.add(y, own)
-        return Residual(stream, ops.all_reduce(y))
+        return ops.add_mixture(self.experts(prefix, ops.tp, ops.rank), stream, h, logits, *gate)
 
     def _routers(self, prefix: str) -> tuple[str, ...]:
         """Names the linears that say how much each expert gives: the router, and the gate of the one of all rows."""
@@ -54,6 +49,10 @@ class MoEDecoder(Decoder, ABC):
     def joined_linears(self) -> list[tuple[str, ...]]:
         every = [self._routers(f"model.layers.{i}.") for i in range(self.config.layers)]
         return super().joined_linears() + [names for names in every if len(names) > 1]
+
+    def expert_layers(self, tp: int, rank: int) -> list[MoELayer]:
+        layers = range(self.moe.dense_layers, self.config.layers)
+        return [self.experts(f"model.layers.{i}.", tp, rank) for i in layers]
 
     def _shared_weights(self, prefix: str, size: int) -> list[Weight]:
         """Lists the tensors of the expert of all rows, whose columns ranks divide, and its gate."""
@@ -73,7 +72,7 @@ class MoEDecoder(Decoder, ABC):
 def describe_experts(prefix: str, moe: MoEConfig, tp: int, rank: int) -> MoELayer:
     """Describes the experts that `rank` of `tp` has of a layer."""
     first, last = unit_range(moe.experts, tp, rank) if moe.expert_parallel else (0, moe.experts)
-    chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores, moe.activation, moe.scale
+    chosen = moe.top_k, moe.normalized, moe.clamp, moe.scores, moe.activation, moe.scale, moe.shared_size is not None
     return MoELayer(prefix + "mlp.", moe.experts, first, last - first, *chosen)
 
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
-from trtllm_dflash.ops.drafting import DraftingOps
+from trtllm_dflash.ops.family_ops import FamilyOps
 from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, LatentLayer, MoELayer
 from trtllm_dflash.ops.penalties import KeptShapes, Penalties
 
@@ -77,7 +77,7 @@ class Context(Generic[T]):
     index: int  # of the layer, among the drafter's
 
 
-class Ops(DraftingOps[T], ABC, Generic[T]):
+class Ops(FamilyOps[T], ABC, Generic[T]):
     """The operations of a backend; see the module's docstring for the letters.
 
     Attributes:
@@ -192,6 +192,15 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
         """Adds the linear `name` of y [B, N, I], summed over the ranks, to the stream x [B, N, H]."""
         return Residual(x, self.all_reduce(self.linear(name, y)))
 
+    def add_mixture(self, layer: MoELayer, stream: T, x: T, logits: T, shared_gate: T | None = None) -> Residual[T]:
+        """Adds `moe` of x, with it the shared expert times sigmoid(shared_gate [B, N, 1]), to the stream [B, N, H]."""
+        y = self.moe(layer, x, logits)
+        if layer.has_shared:
+            shared = layer.prefix + "shared_expert"
+            own = self.linear(shared + ".down_proj", self.linear_swiglu(shared + ".gate_up_proj", x))
+            y = self.add(y, own) if shared_gate is None else self.add_gated(y, own, shared_gate)
+        return Residual(stream, self.all_reduce(y))
+
     def add_pending(self, x: Residual[T]) -> T:
         """Adds the pending term: returns the whole stream."""
         return x.x if x.pending is None else self.add(x.x, x.pending)
@@ -277,75 +286,11 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
             return x
         return self.rms_norm(f"{layer.prefix}self_attn.{which}_norm", x, layer.norm_eps)
 
-    # -- hybrids: a backend that lacks these refuses such models before it begins -------------------------------------
-
-    def columns(self, x: T, first: int, count: int) -> T:
-        """Takes columns first..first+count-1 of x [B, N, C]: [B, N, count]."""
-        raise NotImplementedError
-
-    def gated(self, x: T, gate: T) -> T:
-        """Multiplies x [B, N, C] by sigmoid(gate), [B, N, C] or [B, N, 1]."""
-        raise NotImplementedError
+    # -- of operations that some families alone need ----------------------------------------------------------------
 
     def add_gated(self, x: T, y: T, gate: T) -> T:
         """Adds to x what `gated` makes of y and its gate."""
         return self.add(x, self.gated(y, gate))
-
-    def gated_delta(self, layer: DeltaLayer, x: T, gates: T, start: T) -> T:
-        """Computes a gated delta net (arXiv 2412.06464) of rows at positions from start [B] on: [B, N, Hv*Dv].
-
-        x [B, N, C + Hv*Dv] holds the channels of queries, keys and values, then the output gates z; gates [B, N, 2 Hv],
-        of each value head, b and then a. In FP32, per row t:
-
-            y_t = silu(sum over i < kernel of conv1d[:, i] * x_{t - kernel + 1 + i}), zeros before position 0
-            q, k, v = y_t by heads;  q, k <- each / sqrt(sum of its squares + 1e-6);  q <- q / sqrt(Dk)
-            S <- exp(-exp(A_log) * softplus(a + dt_bias)) * S        [Dk, Dv] of each value head, 0 before position 0
-            u = sigmoid(b) * (v - k S);  S <- S + k^T u;  o = q S
-            out_t = o / sqrt(mean of its squares + norm_eps) * norm.weight * silu(z)
-
-        Nothing is rolled back: of a slot is kept S before its last call's rows, or before its last block of them, and
-        those rows' u, k, decays and x. The next call's start says how many of them stay, and S absorbs these first. A
-        slot that takes no part keeps all as it is; one that starts at 0 needs nothing.
-        """
-        raise NotImplementedError
-
-    # -- some families' own: a backend that lacks them refuses those before it begins; see `Decoder` -------------------
-
-    def norm_projections(self, layer: AttentionLayer, qkv: T, eps: float) -> T:
-        """Norms each row's queries of all heads together, on all ranks, and its keys likewise: qkv as it came.
-
-        By `{prefix}self_attn.q_norm.weight` [heads*D] and `k_norm.weight` [kv_heads*D]; qkv as in `self_attention`.
-        """
-        raise NotImplementedError
-
-    def latent_attention(self, layer: LatentLayer, q: T, kv: T, start: T) -> T:
-        """Attends causally over the cache and the rows themselves: [B, N, heads * value size].
-
-        Args:
-            q: [B, N, heads * (plain size + rotary size)], as projected.
-            kv: [B, N, rank + rotary size], as projected; appended to the cache at start [B], normed and rotated.
-        """
-        raise NotImplementedError
-
-    def scaled_embedding(self, name: str, ids: T, factor: float) -> T:
-        """Embeds ids [B, N] by `name`, times the factor as the table's type has it: [B, N, H]."""
-        raise NotImplementedError
-
-    def scale(self, x: T, factor: float) -> T:
-        """Multiplies x by a factor, in FP32 inside."""
-        raise NotImplementedError
-
-    def multiply(self, name: str, x: T) -> T:
-        """Multiplies x by the one number `name` [1]."""
-        raise NotImplementedError
-
-    def unit_norm(self, x: T, eps: float) -> T:
-        """Computes x / sqrt(mean(x^2) + eps) over the last dimension, in FP32 inside."""
-        raise NotImplementedError
-
-    def geglu(self, x: T) -> T:
-        """Computes gelu(gate) * up [B, N, F] of x [B, N, 2F], which holds gate, then up; GELU by its form with tanh."""
-        raise NotImplementedError
 
     def norm_linear_geglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
         """Returns the whole stream, and `geglu` of `name`'s product of that normed by `norm`."""
@@ -360,10 +305,6 @@ class Ops(DraftingOps[T], ABC, Generic[T]):
     def scaled_norm(self, norm: str, x: T, eps: float, scale: float) -> T:
         """Computes x normed by `norm`, times a number."""
         return self.scale(self.rms_norm(norm, x, eps), scale)
-
-    def cap(self, logits: T, cap: float) -> T:
-        """Computes cap * tanh(logits / cap)."""
-        raise NotImplementedError
 
     # -- rows and positions ----------------------------------------------------------------------------------------
 

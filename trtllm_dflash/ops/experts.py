@@ -69,9 +69,9 @@ class Experts:
     scales: Tensor | None = None  # [experts], of their weights in a row
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], layer: MoELayer) -> "Experts":
-        """Reads the experts of `layer` from a rank's weights."""
-        prefix = layer.prefix + "experts."
+    def of(cls, weights: Mapping[str, Tensor], layer: MoELayer, stacks: str = "experts") -> "Experts":
+        """Reads the experts of `layer` from a rank's weights, where `stacks` are."""
+        prefix = f"{layer.prefix}{stacks}."
         gate_up, down = (ExpertMatrix.of(weights, prefix + name) for name in ("gate_up_proj", "down_proj"))
         router = (weights.get(f"{layer.prefix}router.{name}") for name in ("correction_bias", "expert_scale"))
         return cls(gate_up, down, *router)

@@ -112,6 +112,7 @@ class MoELayer:
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of logits; sigmoids are chosen by their sum with the bias
     activation: Literal["silu", "gelu"] = "silu"  # of gates; GELU by its form with tanh
     scale: float = 1.0  # that a row's weights are multiplied by, last
+    has_shared: bool = False  # beside them every row goes through a feed-forward at `{prefix}shared_expert`
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_experts import interleave_experts
+from trtllm_dflash.ops.cuda_experts import interleave_experts, join_shared_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.cuda_slots import CudaSlotOps
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
@@ -100,6 +100,8 @@ class CudaSession(TorchSession):
         super().__init__(config, weights, device, communicator, accept, **options)
         if self._parts is not None:
             interleave_experts(self.weights, config.dtype, of_gpu[-1])
+            own = self.communicator.size, self.communicator.rank
+            join_shared_experts(self.weights, self._step.target.expert_layers(*own), config.dtype)
         if self.library is not None:
             self.communicator.share_memory(device)
             if self._is_exact and not self.communicator.sums_in_order:

@@ -1,0 +1,112 @@
+"""The kernels' mixtures with an expert of all rows, gates and logits that are parts of wider rows, and the stream."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gpu.test_kernels import HALVES, assert_close
+from tests.gpu.test_kernels import why_not as why_no_kernels
+from tests.gpu.test_moe import FEW_AND_MANY, QWEN3_MOE, Case, make_kernel_inputs, moe_in_float64
+from tests.quantized import quantize_stack
+from trtllm_dflash.ops.activations import sigmoid
+from trtllm_dflash.ops.cuda_experts import join_shared_experts, moe_kernel
+from trtllm_dflash.ops.experts import Experts
+
+pytestmark = pytest.mark.skipif(bool(why_no_kernels()), reason=why_no_kernels())
+
+QWEN35 = replace(QWEN3_MOE, experts=256, count=256, hidden=512, columns=128)
+CASES = [
+    *(replace(QWEN35, rows=rows, dtype=dtype) for rows in (1, 8, 33, 128, 300) for dtype in HALVES),
+    replace(QWEN35, rows=512, experts=16, count=16),
+    replace(QWEN35, rows=20, first=128, count=128),
+    replace(QWEN35, rows=9, top_k=31, logits_dtype=torch.float32),
+    replace(QWEN35, rows=4, experts=384, count=384, normalized=False),
+    replace(QWEN35, rows=70, spread=0.0),
+]
+
+
+def make_inputs(case: Case, fp8: str | None = None):
+    """Tensors of `make_kernel_inputs`, experts' and the shared one's as joined; logits and gates are parts of rows."""
+    weights, x, logits = make_kernel_inputs(case)
+    generator = torch.Generator("cuda").manual_seed(7)
+    for name in ("gate_up_proj", "down_proj"):
+        stack = weights[f"mlp.experts.{name}.weight"]
+        one = torch.randn(stack.shape[1:], generator=generator, device="cuda").to(case.dtype) / 8
+        for stacks, numbers in (("experts", stack), ("shared_expert", one[None])):
+            key = f"mlp.{stacks}.{name}."
+            stored = {"weight": numbers} if fp8 is None else quantize_stack(numbers.float().cpu(), fp8)
+            take = slice(None) if stacks == "experts" else 0
+            weights |= {key + kind: tensor.cuda()[take] for kind, tensor in stored.items() if kind != "input_scale"}
+    layer = replace(case.layer, has_shared=True)
+    join_shared_experts(weights, [layer], case.dtype)
+    joined = torch.randn(case.rows, case.experts + 8, generator=generator, device="cuda").to(logits.dtype)
+    joined[:, : case.experts] = logits
+    return weights, layer, x, joined[:, : case.experts], joined[:, case.experts : case.experts + 1]
+
+
+def in_float64(case, weights, x, logits, gate, stream):
+    """[rows, H]: the experts chosen, the shared one by its gate, and the stream."""
+    out = moe_in_float64(case, weights, x, logits)
+    experts = Experts.of(weights, case.layer, "experts+shared_expert")
+    matrices = (matrix.numbers(case.count, torch.float32).to(case.dtype) for matrix in (experts.gate_up, experts.down))
+    h = x.double() @ next(matrices).double().T
+    h = torch.nn.functional.silu(h[:, : case.columns]) * h[:, case.columns :]
+    own = h @ next(matrices).double().T
+    return out + own * (1 if gate is None else sigmoid(gate.double())) + (0 if stream is None else stream.double())
+
+
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_with_the_shared_expert_it_equals_float64(case, many, poisoned):
+    weights, layer, x, logits, gate = make_inputs(case)
+    stream = torch.randn_like(x)
+    moe = moe_kernel(layer, Experts.of(weights, layer, "experts+shared_expert"), many)
+    for given in ((gate, stream), (None, stream), (gate, None), (None, None)):
+        assert moe.takes(x, logits, *given)
+        out = moe(x, logits, *given)
+        assert_close(out, in_float64(case, weights, x, logits, *given), case.dtype, roundings=3.0)
+    assert all(moe(x, logits).equal(out) for _ in range(3))
+
+
+@pytest.mark.parametrize("fp8", ["channel", "blocks"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_experts_in_fp8_have_a_shared_one_too(rows, fp8, poisoned):
+    case = replace(QWEN35, rows=rows, experts=16, count=16, hidden=256)
+    weights, layer, x, logits, gate = make_inputs(case, fp8)
+    stream = torch.randn_like(x)
+    out = moe_kernel(layer, Experts.of(weights, layer, "experts+shared_expert"))(x, logits, gate, stream)
+    assert_close(out, in_float64(case, weights, x, logits, gate, stream), case.dtype, roundings=4.0)
+
+
+@pytest.mark.parametrize("case", [Case(40), replace(QWEN3_MOE, rows=7)], ids=str)
+def test_experts_without_a_shared_one_add_to_the_stream(case, poisoned):
+    weights, x, logits = make_kernel_inputs(case)
+    stream = torch.randn_like(x)
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    assert_close(
+        moe(x, logits, None, stream), moe_in_float64(case, weights, x, logits) + stream.double(), case.dtype, 3.0
+    )
+    assert moe(x, logits, None, torch.zeros_like(x)).equal(moe(x, logits))
+
+
+def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others():
+    case = replace(QWEN35, rows=200, experts=16, count=16)
+    weights, layer, x, logits, gate = make_inputs(case)
+    moe = moe_kernel(layer, Experts.of(weights, layer, "experts+shared_expert"))
+    out = moe(x, logits, gate, x)
+    for rows in (slice(0, 1), slice(7, 15), slice(100, 177)):
+        assert moe(x[rows], logits[rows], gate[rows], x[rows]).equal(out[rows])
+
+
+def test_what_does_not_belong_together_is_refused():
+    case = replace(QWEN35, rows=3, experts=16, count=16)
+    weights, layer, x, logits, gate = make_inputs(case)
+    joined = Experts.of(weights, layer, "experts+shared_expert")
+    with pytest.raises(ValueError, match="17 experts"):
+        moe_kernel(layer, Experts.of(weights, layer))(x, logits)
+    with pytest.raises(ValueError, match="no shared expert"):
+        moe_kernel(case.layer, Experts.of(weights, case.layer))(x, logits, gate)
+    with pytest.raises(ValueError, match="a residual that is not"):
+        moe_kernel(layer, joined)(x, logits, gate, x[:2])
+    assert not moe_kernel(layer, joined).takes(x, logits, gate.float())
