@@ -6,7 +6,7 @@
 // together, and lengths are read on the device, so that one captured launch serves them all. Where rows are flat, the
 // slots of a call are its segments; where caches are pages, a tile lies within one. A block whose range begins
 // or ends inside a (slot, head) leaves a partial result (unnormalized output, maximum, sum), which a second kernel
-// combines; ranges that hold all of one write the output themselves.
+// combines, where the block that began the (slot, head) says; ranges that hold all of one write the output themselves.
 #include "attention_combine.cuh"
 #include "attention_exact_sm90.cuh"
 #include "attention_mma.cuh"
@@ -38,6 +38,7 @@ struct Plan
     int stages;
     int sms;
     size_t sums_at; // where the sums lie in the workspace
+    size_t divided_at;
     size_t bytes;
 };
 
@@ -122,14 +123,17 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         w.least_units = 1;
     }
     int64_t const tiles = (p.cache_rows + kTile - 1) / kTile, runs = int64_t{p.slots} * p.kv_heads;
+    w.row_tiles = w.row_blocks * (plan.m / 16);
     w.most_cuts = static_cast<int>((tiles + kCutTiles - 1) / kCutTiles);
     int64_t const most = runs * (p.is_exact ? w.most_cuts + 1 : tiles); // a range for tails
     plan.blocks = static_cast<int>(std::min(blocks, std::max(most, int64_t{1})));
     w.blocks = plan.blocks;
     w.ranges = p.is_exact ? static_cast<int>(most) : plan.blocks;
-    size_t const rows = size_t{p.is_exact ? 1u : 2u} * w.ranges * w.row_blocks * plan.m;
+    w.owners = static_cast<int>(std::min(int64_t{w.ranges}, runs));
+    size_t const rows = size_t{p.is_exact ? 1u : 2u} * w.ranges * w.row_tiles * 16;
     plan.sums_at = rows * p.head_size * sizeof(float);
-    plan.bytes = plan.sums_at + rows * sizeof(float2);
+    plan.divided_at = plan.sums_at + rows * sizeof(float2);
+    plan.bytes = plan.divided_at + w.owners * sizeof(Divided);
     return cudaSuccess;
 }
 
@@ -259,7 +263,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     {
         return error;
     }
-    return launch_combine<T, D>(w, plan.m, plan.sms, stream);
+    return launch_combine<T, D>(w, plan.sms, stream);
 }
 
 template <typename T>
@@ -305,5 +309,6 @@ extern "C" cudaError_t dflash_attention(
     }
     plan.work.partial_out = static_cast<float4*>(workspace);
     plan.work.partial_sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + plan.sums_at);
+    plan.work.divided = reinterpret_cast<Divided*>(static_cast<char*>(workspace) + plan.divided_at);
     return p->dtype == DFLASH_FP16 ? launch_size<__half>(plan, stream) : launch_size<__nv_bfloat16>(plan, stream);
 }

@@ -13,65 +13,24 @@
 namespace dflash
 {
 
-// What a block has to combine: a (slot, head) that was divided among ranges. Where the ranges are fewer than the (slot,
-// head)s, of each range the one that begins in it and goes on, so that most blocks have something to do.
-struct Divided
+// Of exact cuts: a (slot, head)'s tails, and its cuts. By all lanes of a warp.
+__device__ __forceinline__ Divided divided_exactly(Work const& w)
 {
-    Segment segment = {};
-    int head = 0;
-    int first_range = 0;
-    int count = 0; // ranges; of fewer than two nothing is combined
-
-    // By all lanes of a warp.
-    __device__ __forceinline__ Divided(Work const& w, Segments const& segments, Division const& division)
+    Segments const segments(w.p);
+    ExactDivision const division(w, segments);
+    int const owner = blockIdx.x;
+    int const index = Quotient(w.p.kv_heads).down(owner);
+    Segment const segment = segments.of(index);
+    if (division.of(w.p, segment) < 2)
     {
-        int const owner = blockIdx.x;
-        bool const is_of_range = static_cast<int>(gridDim.x) < w.p.slots * w.p.kv_heads;
-        int first_unit = 0;
-        int tiles = 0;
-        if (is_of_range)
-        {
-            int const last_unit = min((owner + 1) * division.each, division.units) - 1;
-            if (last_unit < owner * division.each)
-            {
-                return;
-            }
-            Cursor const last(w.p, segments, division, last_unit);
-            segment = last.segment;
-            head = last.head;
-            tiles = last.tiles;
-            first_unit = last_unit - last.tile;
-        }
-        else
-        {
-            int const index = owner / w.p.kv_heads;
-            segment = segments.of(index);
-            head = owner % w.p.kv_heads;
-            tiles = tiles_of(w.p, segment);
-            first_unit = division.before(w, segments, index) + head * division.of(tiles);
-        }
-        first_range = first_unit / division.each;
-        if (tiles > 0 && (!is_of_range || first_range == owner))
-        {
-            count = (first_unit + tiles - 1) / division.each - first_range + 1;
-        }
+        return {};
     }
+    int const count = 1 + CutTiles(w.p, segment).cuts();
+    return {owner * (w.most_cuts + 1), count, owner - index * w.p.kv_heads, segment.first_row, segment.rows};
+}
 
-    // Of exact cuts: a (slot, head)'s tails, and its cuts.
-    __device__ __forceinline__ Divided(Work const& w, Segments const& segments, ExactDivision const& division)
-    {
-        int const owner = blockIdx.x;
-        segment = segments.of(owner / w.p.kv_heads);
-        head = owner % w.p.kv_heads;
-        if (division.of(w.p, segment) > 1)
-        {
-            first_range = owner * (w.most_cuts + 1);
-            count = 1 + CutTiles(w.p, segment).cuts();
-        }
-    }
-};
-
-// Where the partial results of 16 packed rows of a (slot, head) lie, those of its `count` ranges.
+// Where the partial results of 16 packed rows of a (slot, head) lie, those of its `count` ranges. kPartials: of a
+// range.
 template <int D, int kPartials>
 struct Parts
 {
@@ -80,18 +39,18 @@ struct Parts
     int between; // of one of a range's and the next
     int count;
 
-    // m: packed rows of a row block.
-    __device__ __forceinline__ Parts(Work const& w, int m, Divided const& divided, int first_row, int first_fragment)
+    // tile: of 16 packed rows.
+    __device__ __forceinline__ Parts(Work const& w, Divided const& divided, int tile, int first_fragment)
     {
-        Partial const partial(w, kPartials, D, divided.first_range, false, first_row / m, m / 16, first_row % m / 16);
+        Partial const partial(w, D, kPartials * divided.first_range, tile);
         count = divided.count;
-        between = w.row_blocks * (m / 16);
+        between = w.row_tiles;
         out = partial.out + first_fragment * 32;
         sums = partial.sums;
     }
 };
 
-// Fragments of the output, and their rows' softmax. kPartials: of a range.
+// Fragments of the output, and their rows' softmax.
 template <int D, int kFragments, int kPartials>
 struct Combination
 {
@@ -118,9 +77,9 @@ struct Combination
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
         {
-            // Of the first range what begins in it, of the others what began before.
+            // Of the first range what begins in it, of the others what began before. There are two at least.
             int const nth = min(first + i * kStep, parts.count - 1);
-            int const at = (kPartials * nth + (nth == 0 ? kPartials - 1 : 0)) * parts.between;
+            int const at = (kPartials * nth + (i == 0 && nth == 0 ? kPartials - 1 : 0)) * parts.between;
             sums[i][0] = parts.sums[at * 16];
             sums[i][1] = parts.sums[at * 16 + 8];
 #pragma unroll
@@ -249,14 +208,17 @@ constexpr int combine_blocks_per_sm([[maybe_unused]] int fragments)
 // Combines kFragments fragments of 16 rows, which kSharing warps share. By all threads of the block where they are more
 // than one.
 template <typename T, int D, int kSharing, int kFragments, int kPartials>
-__device__ __forceinline__ void combine(Work const& w, int m, Divided const& divided, int job)
+__device__ __forceinline__ void combine(Work const& w, Divided const& divided, int job)
 {
     constexpr int kBatch = kPartials == 1 ? 4 : 8 / kFragments; // one after the other they need more registers
     int const warp = threadIdx.x / 32;
     int const share = warp % kSharing;
     int const first_fragment = job * kFragments % (D / 8);
-    int const first_row = job * kFragments / (D / 8) * 16;
-    Parts<D, kPartials> const parts(w, m, divided, first_row, first_fragment);
+    int const tile = job * kFragments / (D / 8);
+    int const row = tile * 16 + threadIdx.x % 32 / 4;
+    int const packed_rows[2] = {row, row + 8};
+    float const sink = load_sink(w, divided.head, packed_rows); // on its way beside the parts
+    Parts<D, kPartials> const parts(w, divided, tile, first_fragment);
 
     Combination<D, kFragments, kPartials> combination;
     combination.begin();
@@ -273,32 +235,59 @@ __device__ __forceinline__ void combine(Work const& w, int m, Divided const& div
             return;
         }
     }
-    int const lane = threadIdx.x % 32;
-    int const packed_rows[2] = {first_row + lane / 4, first_row + lane / 4 + 8};
-    write_rows<T, D>(w, divided.segment, divided.head, packed_rows, combination.softmax.maximum,
-        combination.softmax.sum, combination.total, first_fragment);
+    Segment const segment{0, divided.first_row, divided.rows, 0};
+    write_rows<T, D>(w, segment, divided.head, packed_rows, sink, combination.softmax.maximum, combination.softmax.sum,
+        combination.total, first_fragment);
 }
 
 // Writes the zeros of slots that have no keys.
 template <typename T, int D>
-__device__ __forceinline__ void write_zeros(Work const& w, Segments const& segments)
+__device__ __forceinline__ void write_zeros(Work const& w)
 {
     dflash_attention_params const& p = w.p;
     int const chunks = w.group * (D / 8); // of a row: heads of one KV head are neighbours
+    Quotient const by_heads(p.kv_heads);
+    Quotient const by_chunks(chunks);
+#pragma unroll 1
     for (int i = blockIdx.x; i < p.slots * p.kv_heads; i += gridDim.x)
     {
-        Segment const segment = segments.of(i / p.kv_heads);
-        if (tiles_of(p, segment) > 0)
+        int const index = by_heads.down(i);
+        Segment const segment = segment_of(p, index);
+        if (segment.length > 0)
         {
             continue;
         }
-        T* const to = static_cast<T*>(p.out) + int64_t{i % p.kv_heads} * w.group * D;
+        T* const to = static_cast<T*>(p.out) + int64_t{i - index * p.kv_heads} * w.group * D;
+#pragma unroll 1
         for (int at = blockIdx.y * blockDim.x + threadIdx.x; at < segment.rows * chunks; at += gridDim.y * blockDim.x)
         {
-            int const row = at / chunks;
+            int const row = by_chunks.down(at);
             store_vector<T, 8>(
                 to + (int64_t{segment.first_row} + row) * p.heads * D + (at - row * chunks) * 8, Vector<T, 8>{});
         }
+    }
+}
+
+// What a block has to combine. Waits for the parts: only here the next kernel may begin, and what precedes it begins
+// after all that came before attention, so that segments can be read and zeros written.
+template <typename T, int D, int kPartials>
+__device__ __forceinline__ Divided wait_for_parts(Work const& w)
+{
+    if constexpr (kPartials == 1)
+    {
+        Divided const divided = divided_exactly(w);
+        asm volatile("" ::"r"(divided.first_range), "r"(divided.count)); // worked out by now
+        begin();
+        return divided;
+    }
+    else
+    {
+        if (!w.p.segments || w.p.block > 0) // else idle segments have no rows
+        {
+            write_zeros<T, D>(w);
+        }
+        begin();
+        return w.divided[blockIdx.x];
     }
 }
 
@@ -306,24 +295,10 @@ __device__ __forceinline__ void write_zeros(Work const& w, Segments const& segme
 // divided among many ranges; one has several where many (slot, head)s are divided. Blocks are few, that they may be in
 // place when the last range ends: what precedes the wait then costs nothing. kPartials: of a range.
 template <typename T, int D, int kSharing, int kFragments, int kPartials>
-__global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments))
-    combine_kernel(Work const w, int const m)
+__global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFragments)) combine_kernel(Work const w)
 {
     static_assert(kSharing == 1 || kSharing == 2 || kSharing == 8);
-    Segments const segments(w.p);
-    std::conditional_t<kPartials == 1, ExactDivision, Division> const division(w, segments);
-    Divided const divided(w, segments, division);
-    // Only here: the other kernel has begun when this one may, so that segments, which came before both, can be read.
-    // What is computed of them is so before the wait.
-    asm volatile("" ::"r"(divided.first_range), "r"(divided.count));
-    begin();
-    if constexpr (kPartials > 1) // exact rows are none of a block's
-    {
-        if (division.has_idle && (!w.p.segments || w.p.block > 0))
-        {
-            write_zeros<T, D>(w, segments);
-        }
-    }
+    Divided const divided = wait_for_parts<T, D, kPartials>(w);
     if (divided.count < 2)
     {
         return;
@@ -332,41 +307,39 @@ __global__ void __launch_bounds__(kCombineWarps * 32, combine_blocks_per_sm(kFra
     int const jobs = (w.packed_rows + 15) / 16 * (D / 8 / kFragments);
     for (int job = blockIdx.y * kAtOnce + threadIdx.x / 32 / kSharing; job < jobs; job += gridDim.y * kAtOnce)
     {
-        combine<T, D, kSharing, kFragments, kPartials>(w, m, divided, job);
+        combine<T, D, kSharing, kFragments, kPartials>(w, divided, job);
     }
 }
 
 // -- the launch -------------------------------------------------------------------------------------------------------
 
-// owners: blocks' first dimension, each with a (slot, head) or a range of its own. sms: of the device.
+// sms: of the device.
 template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
-cudaError_t launch_combine(Work const& w, int m, int sms, int owners, cudaStream_t stream)
+cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
     // Beside the blocks of exact cuts, which take all registers, none is in place early.
     int const beside = kPartials == 1 ? 4 : 1;
-    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(beside * sms / owners, 1));
+    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(beside * sms / w.owners, 1));
     auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
-    return launch_kernel(kernel, dim3(owners, parts), kCombineWarps * 32, 0, stream, w, m);
+    return launch_kernel(kernel, dim3(w.owners, parts), kCombineWarps * 32, 0, stream, w);
 }
 
-// m: packed rows of a row block.
 template <typename T, int D>
-cudaError_t launch_combine(Work const& w, int m, int sms, cudaStream_t stream)
+cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
     // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
-    int const owners = std::min(w.ranges, w.p.slots * w.p.kv_heads);
-    int const fragments = owners * ((w.packed_rows + 15) / 16) * (D / 8);
+    int const fragments = w.owners * ((w.packed_rows + 15) / 16) * (D / 8);
     if constexpr (D <= 128)
     {
         if (w.p.is_exact)
         {
-            return launch_combine<T, D, 1, 1, 1>(w, m, sms, owners, stream); // of sums in one order
+            return launch_combine<T, D, 1, 1, 1>(w, sms, stream); // of sums in one order
         }
     }
-    return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, m, sms, owners, stream)
-        : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, m, sms, owners, stream)
-                                : launch_combine<T, D, 1, 4>(w, m, sms, owners, stream);
+    return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, sms, stream)
+        : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, sms, stream)
+                                : launch_combine<T, D, 1, 4>(w, sms, stream);
 }
 
 } // namespace dflash

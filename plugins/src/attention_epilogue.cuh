@@ -15,14 +15,12 @@ struct Partial
     float4* out;
     float2* sums;
 
-    // partials: of a range.
-    __device__ Partial(
-        Work const& w, int partials, int head_size, int range, bool begins, int row_block, int tiles, int tile)
+    // nth: result. tile: of 16 packed rows, of all row blocks'.
+    __device__ __forceinline__ Partial(Work const& w, int head_size, int nth, int tile)
     {
-        int64_t const nth
-            = ((int64_t{range} * partials + (begins ? partials - 1 : 0)) * w.row_blocks + row_block) * tiles + tile;
-        out = w.partial_out + nth * (head_size / 8 * 32) + threadIdx.x % 32;
-        sums = w.partial_sums + nth * 16 + threadIdx.x % 32 / 4;
+        int const at = nth * w.row_tiles + tile;
+        out = w.partial_out + int64_t{at} * (head_size / 8 * 32) + threadIdx.x % 32;
+        sums = w.partial_sums + int64_t{at} * 16 + threadIdx.x % 32 / 4;
     }
 
     template <int N>
@@ -45,25 +43,35 @@ struct Partial
     }
 };
 
-// Fragments of attention's output, from the first of a head's on.
+// The sink of one of a thread's two rows: of the first in even lanes, of the second in odd ones. One loads it for all
+// lanes of a row.
+__device__ __forceinline__ float load_sink(Work const& w, int kv_head, int const (&packed_rows)[2])
+{
+    int const packed_row = min(threadIdx.x % 2 == 0 ? packed_rows[0] : packed_rows[1], w.packed_rows - 1);
+    return w.p.sinks ? sink_of(w.p, kv_head * w.group + head_of(w, packed_row)) : 0.f;
+}
+
+// Fragments of attention's output, from the first of a head's on. By all lanes of a warp.
 template <typename T, int D, int N>
 __device__ __forceinline__ void write_rows(Work const& w, Segment const& segment, int kv_head,
-    int const (&packed_rows)[2], float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4], int first)
+    int const (&packed_rows)[2], float sink, float const (&maximum)[2], float const (&sum)[2], float const (&x)[N][4],
+    int first)
 {
     dflash_attention_params const& p = w.p;
+    bool const is_even = threadIdx.x % 2 == 0;
+    float const own = normalizer(p, sink, is_even ? maximum[0] : maximum[1], is_even ? sum[0] : sum[1]);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
     {
+        float const factor = __shfl_sync(0xffffffffu, own, r, 2);
         int const group_head = head_of(w, packed_rows[r]);
         int const row = packed_rows[r] - group_head * p.rows;
         if (packed_rows[r] >= w.packed_rows || row >= segment.rows)
         {
             continue;
         }
-        int const head = kv_head * w.group + group_head;
-        float const factor = normalizer(p, head, maximum[r], sum[r]);
-        T* to = static_cast<T*>(p.out) + ((int64_t{segment.first_row} + row) * p.heads + head) * D + first * 8
-            + threadIdx.x % 4 * 2;
+        int const nth = (segment.first_row + row) * p.heads + kv_head * w.group + group_head;
+        T* const to = static_cast<T*>(p.out) + int64_t{nth} * D + first * 8 + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int n = 0; n < N; ++n)
         {
@@ -73,15 +81,12 @@ __device__ __forceinline__ void write_rows(Work const& w, Segment const& segment
 }
 
 // Writes what a warp has of a (slot, head): rows of the output where the range holds all keys, else a partial result.
-// kPartials: results of a range.
-template <typename T, int D, int kPartials = 2>
+template <typename T, int D>
 struct Epilogue
 {
     Work const& w;
     int range;
-    int row_block;
-    int tiles; // of 16 packed rows, in a row block
-    int tile; // the warp's
+    int tile; // the warp's 16 packed rows, of all row blocks'
 
     // Fragments from the first of a head's on. begins, ends: whether the range holds the first and the last keys.
     template <typename Exponential, int N>
@@ -90,10 +95,11 @@ struct Epilogue
     {
         if (begins && ends)
         {
-            write_rows<T, D>(w, at.segment, at.head, rows.packed, softmax.maximum, softmax.sum, x, first);
+            float const sink = load_sink(w, at.head, rows.packed);
+            write_rows<T, D>(w, at.segment, at.head, rows.packed, sink, softmax.maximum, softmax.sum, x, first);
             return;
         }
-        Partial const partial(w, kPartials, D, range, begins, row_block, tiles, tile);
+        Partial const partial(w, D, 2 * range + (begins ? 1 : 0), tile);
         partial.write(x, first);
         if (first == 0)
         {

@@ -89,7 +89,7 @@ struct Folded
     __device__ __forceinline__ void write(Work const& w, int result, int row_block, int half) const
     {
         int const tile = threadIdx.x / 32 % 4;
-        Partial const partial(w, 1, D, result, false, row_block, kRows / 16, tile);
+        Partial const partial(w, D, result, row_block * (kRows / 16) + tile);
         partial.write(total, half * (D / 16));
         if (half == 0)
         {
@@ -179,7 +179,8 @@ __device__ __forceinline__ void attend_exactly(
     }
     if (range.is_all)
     {
-        write_rows<T, D>(w, at.segment, at.head, mainloop.rows.packed, folded.softmax.maximum, folded.softmax.sum,
+        float const sink = load_sink(w, at.head, mainloop.rows.packed);
+        write_rows<T, D>(w, at.segment, at.head, mainloop.rows.packed, sink, folded.softmax.maximum, folded.softmax.sum,
             folded.total, half * (D / 16));
     }
     else if (at.tile < range.past)

@@ -117,18 +117,17 @@ struct ExactRange
     __device__ ExactRange(Work const& w, Segments const& segments, ExactDivision const& division, int range)
     {
         dflash_attention_params const& p = w.p;
-        int before = 0;
-        at.index = find_segment(
-            p, segments, range, before, [&](Segment const& s) { return division.of(p, s) * p.kv_heads; });
+        Found const found = find_segment(p, segments, range, [&](Segment const& s) { return division.of(p, s); });
+        at.index = found.index;
         at.segment = segments.of(at.index);
         CutTiles const tiles(p, at.segment);
         at.tiles = tiles.past;
         at.first_tile = 0;
-        int const parts = division.of(p, at.segment);
-        at.head = (range - before) / parts;
-        part = range - before - at.head * parts;
-        is_all = parts == 1;
-        has_tails = part == parts - 1;
+        int const nth = range - found.before;
+        at.head = Quotient(found.count).down(nth);
+        part = nth - at.head * found.count;
+        is_all = found.count == 1;
+        has_tails = part == found.count - 1;
         int const cut = tiles.first_cut() + part;
         at.tile = min(max(cut * kCutTiles, tiles.first), tiles.past);
         past = is_all ? tiles.past : min((cut + 1) * kCutTiles, tiles.past);

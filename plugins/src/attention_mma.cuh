@@ -118,16 +118,14 @@ struct Inputs
     uint32_t tiles_at;
     Cursor ahead; // of the next tile
     TilePlace place; // its, known long before it is asked for
-    int next; // its unit
-    int past;
+    int left; // tiles, with it
 
     __device__ __forceinline__ Inputs(Work const& work, uint32_t shared_at, Span const& span)
         : w(work)
         , tiles_at(shared_at)
         , ahead(span.at)
         , place(work, span.at)
-        , next(span.first)
-        , past(span.past)
+        , left(span.tiles)
     {
     }
 
@@ -140,7 +138,7 @@ struct Inputs
     // are zeros.
     __device__ __forceinline__ void fetch(int stage)
     {
-        if (next < past)
+        if (left > 0)
         {
             dflash_attention_params const& p = w.p;
             int64_t const offset
@@ -160,7 +158,7 @@ struct Inputs
                 copy_async(to + swizzled<S::kChunks>(row, chunk), keys_from + from, is_real);
                 copy_async(to + S::kTileBytes + swizzled<S::kChunks>(row, chunk), values_from + from, is_real);
             }
-            if (++next < past)
+            if (--left > 0)
             {
                 ahead.advance(p);
                 place = TilePlace(w, ahead);
@@ -420,13 +418,18 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     int const range = blockIdx.x / w.row_blocks;
     int const row_block = blockIdx.x % w.row_blocks;
     Span const span(w, Segments(w.p), range);
-    if (span.first >= span.past)
+    bool const announces = row_block == 0 && threadIdx.x == 0;
+    if (span.tiles == 0)
     {
+        if (announces)
+        {
+            announce(w, span, range);
+        }
         return;
     }
     Inputs<S> inputs(w, shared_address(shared), span);
     Mainloop<S> mainloop(w, row_block * S::kM + warp_m * 16);
-    Epilogue<T, D> const epilogue{w, range, row_block, kWarpsM, warp_m};
+    Epilogue<T, D> const epilogue{w, range, row_block * kWarpsM + warp_m};
 
     Cursor at = span.at;
     int first_tile = at.tile;
@@ -436,7 +439,11 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     {
         inputs.fetch(stage);
     }
-    for (int unit = span.first, stage = 0; unit < span.past; ++unit, stage = stage + 1 == kStages ? 0 : stage + 1)
+    if (announces) // while the first tiles are on their way
+    {
+        announce(w, span, range);
+    }
+    for (int nth = 0, stage = 0; nth < span.tiles; ++nth, stage = stage + 1 == kStages ? 0 : stage + 1)
     {
         wait_for_copies<kStages - 2>();
         __syncthreads();
@@ -444,7 +451,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
         mainloop.add(at, inputs.keys(stage));
 
         bool const is_last_tile = at.tile + 1 == at.tiles;
-        if (!is_last_tile && unit + 1 < span.past)
+        if (!is_last_tile && nth + 1 < span.tiles)
         {
             at.advance(w.p);
             continue;
@@ -464,7 +471,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
             }
             epilogue.write(at, first_tile == 0, is_last_tile, mainloop.rows, mainloop.softmax, mainloop.out, 0);
         }
-        if (unit + 1 < span.past)
+        if (nth + 1 < span.tiles)
         {
             at.advance(w.p);
             first_tile = at.tile;

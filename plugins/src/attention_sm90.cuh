@@ -143,14 +143,18 @@ struct Inputs
     __device__ __forceinline__ void fill(
         Work const& w, Span const& span, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
     {
+        if (span.tiles == 0)
+        {
+            return;
+        }
         Cursor ahead = span.at;
         TilePlace place(w, ahead);
         int stage = 0;
         uint32_t parity = 1;
-        for (int unit = span.first; unit < span.past; ++unit)
+        for (int nth = 0; nth < span.tiles; ++nth)
         {
             ask(stage, parity, place, ahead.head, keys_from, values_from);
-            if (unit + 1 < span.past)
+            if (nth + 1 < span.tiles)
             {
                 ahead.advance(w.p);
                 place = TilePlace(w, ahead);
@@ -430,18 +434,17 @@ __device__ __forceinline__ void attend(
     int const warp = threadIdx.x / 32;
     Mainloop<T, D, kSharedTiles> mainloop(w, shared, inputs, warp);
     int const group = mainloop.group;
-    Epilogue<T, D> const epilogue{w, range, mainloop.row_block, kRows / 16, warp % 4};
+    Epilogue<T, D> const epilogue{w, range, mainloop.row_block * (kRows / 16) + warp % 4};
 
-    int unit = span.first; // of the (slot, head), the first that is in the range
+    int before = 0; // tiles of the range before the (slot, head)'s
     for (Cursor at = span.at;; at.next_head(p))
     {
-        int const count = min(at.tiles - at.tile, span.past - unit);
+        int const count = min(at.tiles - at.tile, span.tiles - before);
         bool const begins = at.tile == 0;
         bool const ends = at.tile + count == at.tiles;
         mainloop.begin(at);
         // Of all tiles of the range, not of this (slot, head): a place of the ring is then always the same warpgroup's,
         // which so has seen each of the phases of its barriers.
-        int const before = unit - span.first;
         auto const hide = [&](float (&logits)[8][4], int first_key)
         { Mask{p, at.segment}.apply(logits, mainloop.rows.query, mainloop.paths, first_key); };
         int const half = (before + group) % 2;
@@ -468,8 +471,8 @@ __device__ __forceinline__ void attend(
                 epilogue.write(at, begins, ends, mainloop.rows, mainloop.softmax, own, half * (D / 16));
             }
         }
-        unit += count;
-        if (unit == span.past)
+        before += count;
+        if (before == span.tiles)
         {
             return;
         }
@@ -489,23 +492,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     {
         inputs.init(kSharedTiles ? 8 : 4);
     }
-    // Until the wait segments are a guess, for a kernel before this one may be writing them; but mostly a right one,
-    // and what follows from them takes longer than the look whether they have changed.
-    Segments segments(w.p);
-    bool const can_guess = w.p.slots <= 32; // then all is in registers
-    Span span = can_guess ? Span(w, segments, blockIdx.x) : Span();
-    __syncthreads();
-    // In this order: what begins beside this kernel may then read segments.
-    wait();
-    trigger();
-    if (segments.renew() || !can_guess)
-    {
-        span = Span(w, segments, blockIdx.x);
-    }
-    if (span.first >= span.past)
-    {
-        return;
-    }
+    Span const span = wait_for_span(w);
     bool const computes = threadIdx.x < kConsumers;
     if constexpr (kGivesRegisters<D>)
     {
@@ -513,11 +500,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
     if (computes)
     {
-        attend<T, D, kSharedTiles>(w, span, blockIdx.x, shared, inputs);
+        if (span.tiles > 0)
+        {
+            attend<T, D, kSharedTiles>(w, span, blockIdx.x, shared, inputs);
+        }
     }
     else if (threadIdx.x == kConsumers)
     {
         inputs.fill(w, span, keys, values);
+        if (blockIdx.y == 0)
+        {
+            announce(w, span, blockIdx.x);
+        }
     }
 #endif
 }

@@ -307,8 +307,8 @@ __device__ __forceinline__ float sink_of(dflash_attention_params const& p, int h
     return sink * kLog2E;
 }
 
-// The factor of a row's unnormalized output, from its maximum (base 2) and its sum.
-__device__ __forceinline__ float normalizer(dflash_attention_params const& p, int head, float maximum, float sum)
+// The factor of a row's unnormalized output, from its maximum (base 2) and its sum. sink: where there are any.
+__device__ __forceinline__ float normalizer(dflash_attention_params const& p, float sink, float maximum, float sum)
 {
     if (sum == 0.f)
     {
@@ -318,7 +318,6 @@ __device__ __forceinline__ float normalizer(dflash_attention_params const& p, in
     {
         return __fdividef(1.f, sum);
     }
-    float const sink = sink_of(p, head);
     float const top = fmaxf(maximum, sink);
     float const scale = exp2f(maximum - top);
     return __fdividef(scale, sum * scale + exp2f(sink - top));

@@ -115,10 +115,14 @@ struct WideInputs
     __device__ __forceinline__ void fill(
         Work const& w, Span const& span, CUtensorMap const& keys_from, CUtensorMap const& values_from) const
     {
+        if (span.tiles == 0)
+        {
+            return;
+        }
         Cursor ahead = span.at;
         TilePlace place(w, ahead);
         int nth = 0;
-        for (int unit = span.first; unit < span.past; ++unit)
+        for (int tile = 0; tile < span.tiles; ++tile)
         {
 #pragma unroll
             for (int i = 0; i < S::kParts; ++i, ++nth)
@@ -127,7 +131,7 @@ struct WideInputs
                 expect_bytes(full(nth), S::kPartBytes);
                 copy_part(part(nth), i < 2 ? keys_from : values_from, place, ahead.head, i % 2, full(nth));
             }
-            if (unit + 1 < span.past)
+            if (tile + 1 < span.tiles)
             {
                 ahead.advance(w.p);
                 place = TilePlace(w, ahead);
@@ -302,18 +306,19 @@ __device__ __forceinline__ void attend_wide(Work const& w, Span const& span, cha
     dflash_attention_params const& p = w.p;
     int const warp = threadIdx.x / 32;
     WideMainloop<T> mainloop(w, shared, inputs, warp);
-    Epilogue<T, kWideHead> const epilogue{w, static_cast<int>(blockIdx.x), mainloop.row_block, kRows / 16, warp % 4};
+    int const range = blockIdx.x;
+    Epilogue<T, kWideHead> const epilogue{w, range, mainloop.row_block * (kRows / 16) + warp % 4};
 
-    int unit = span.first; // of the (slot, head), the first that is in the range
+    int before = 0; // tiles of the range before the (slot, head)'s
     for (Cursor at = span.at;; at.next_head(p))
     {
-        int const count = min(at.tiles - at.tile, span.past - unit);
+        int const count = min(at.tiles - at.tile, span.tiles - before);
         bool const begins = at.tile == 0;
         bool const ends = at.tile + count == at.tiles;
         mainloop.begin(at);
         for (int i = 0; i < count; ++i)
         {
-            mainloop.add(unit - span.first + i, at.first_key() + i * kTile, at.segment);
+            mainloop.add(before + i, at.first_key() + i * kTile, at.segment);
         }
         mainloop.softmax.finish(mainloop.scale);
         meet_all(); // none reads the queries any more
@@ -322,8 +327,8 @@ __device__ __forceinline__ void attend_wide(Work const& w, Span const& span, cha
             int const first = mainloop.group * WideMainloop<T>::kFragments;
             epilogue.write(at, begins, ends, mainloop.rows, mainloop.softmax, mainloop.out, first);
         }
-        unit += count;
-        if (unit == span.past)
+        before += count;
+        if (before == span.tiles)
         {
             return;
         }
@@ -343,25 +348,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_wide_kernel(
     {
         inputs.init();
     }
-    // As in `attend_kernel`: segments are a guess until the wait.
-    Segments segments(w.p);
-    bool const can_guess = w.p.slots <= 32;
-    Span span = can_guess ? Span(w, segments, blockIdx.x) : Span();
-    __syncthreads();
-    wait();
-    trigger();
-    if (segments.renew() || !can_guess)
-    {
-        span = Span(w, segments, blockIdx.x);
-    }
-    if (span.first >= span.past)
-    {
-        return;
-    }
+    Span const span = wait_for_span(w);
     if (threadIdx.x < kConsumers)
     {
         take_registers<kMainloopRegisters>();
-        attend_wide<T>(w, span, shared, inputs);
+        if (span.tiles > 0)
+        {
+            attend_wide<T>(w, span, shared, inputs);
+        }
     }
     else
     {
@@ -369,6 +363,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_wide_kernel(
         if (threadIdx.x == kConsumers)
         {
             inputs.fill(w, span, keys, values);
+            if (blockIdx.y == 0)
+            {
+                announce(w, span, blockIdx.x);
+            }
         }
     }
 #endif

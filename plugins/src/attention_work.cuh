@@ -2,30 +2,50 @@
 #pragma once
 
 #include "dflash_kernels.h"
+#include "launch.cuh"
 
 namespace dflash
 {
 
 constexpr int kTile = 64; // keys
 
+// Where the parts of a (slot, head) lie that was divided among ranges, for the kernel that combines them.
+struct __align__(16) Divided
+{
+    int first_range = 0;
+    int count = 0; // ranges; of fewer than two nothing is combined
+    int head;
+    int first_row; // of its segment
+    int rows;
+};
+
 // Packed row = query head of the group * Q + i. A fragment is 16 packed rows of 8 columns as tensor cores give them: of
 // rows lane / 4 and 8 further each, columns lane % 4 * 2 and the next.
 struct Work
 {
     dflash_attention_params p;
-    float4* partial_out; // [ranges, 2 or exactly cut 1, row blocks, M / 16, D / 8, 32]: fragments, loaded and stored as
-                         // whole lines
-    float2* partial_sums; // [ranges, 2 or exactly cut 1, row blocks, M]: maximum (of scaled logits, base 2) and sum
+    float4* partial_out; // [ranges, 2 or exactly cut 1, row tiles, D / 8, 32]: fragments, loaded and stored as whole
+                         // lines
+    float2* partial_sums; // [ranges, 2 or exactly cut 1, row tiles, 16]: maximum (of scaled logits, base 2) and sum
+    Divided* divided; // [owners], but for exact cuts: a (slot, head)'s, or that of the one that a range's end divides
+    int owners; // (slot, head)s, or ranges where these are fewer
     int group; // query heads of one KV head
     int packed_rows; // group * Q
     float per_row; // 1 / Q
     int row_blocks; // M tiles that hold them
+    int row_tiles; // tiles of 16 of them, of all row blocks
     int ranges; // of a (slot, head) that is cut exactly, places for its cuts and its tails
     int least_units; // of a range
     int most_cuts; // of a (slot, head) that is cut exactly: see attention_exact_work.cuh
     int blocks; // that take ranges beside each other
     int page_tiles; // tiles of a page
     float per_page; // 1 / page_tiles
+
+    // Whether owners are ranges.
+    __device__ __forceinline__ bool has_range_owners() const
+    {
+        return owners < p.slots * p.kv_heads;
+    }
 };
 
 // Which of the group a packed row's query head is; exact, for rows are few.
@@ -143,91 +163,122 @@ struct Segments
     }
 };
 
-// The cut of units into ranges. Where few enough ranges hold each (slot, head) apart from the others, its units count
-// as a multiple of a range's, so that no block has to end one (slot, head) before it begins another.
-struct Division
+// Quotients by one number, without the code of a division: exact below 2^20, and tiles are fewer.
+struct Quotient
 {
-    int each; // units of a range
-    int units; // of all segments
-    bool is_apart;
-    bool has_idle; // slots without keys
+    float number;
+    float factor; // its reciprocal, wrong by a last place at most
 
-    // Called by all lanes of a warp.
-    __device__ Division(Work const& w, Segments const& segments)
-        : is_apart(false)
+    __device__ __forceinline__ explicit Quotient(int divisor)
+        : number(divisor)
     {
-        int used = 0;
-        int shortest = 1 << 30;
-        int longest = 0;
-        units = 0;
-        for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
-        {
-            int const tiles = tiles_of(w.p, segments.of_lane(b));
-            units += tiles;
-            used += tiles > 0 ? 1 : 0;
-            shortest = tiles > 0 ? min(shortest, tiles) : shortest;
-            longest = max(longest, tiles);
-        }
-        units = __reduce_add_sync(0xffffffffu, units) * w.p.kv_heads;
-        used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
-        has_idle = used < w.p.slots * w.p.kv_heads;
-        each = max((units + w.ranges - 1) / w.ranges, w.least_units);
-        if (used > w.ranges)
-        {
-            // If all have one length, whole ones may come out almost even, and leave nothing to combine.
-            shortest = __reduce_min_sync(0xffffffffu, shortest);
-            longest = __reduce_max_sync(0xffffffffu, longest);
-            int const whole = (used + w.ranges - 1) / w.ranges * longest;
-            each = shortest == longest && whole <= each + max(each / 16, 1) ? whole : each;
-        }
-        int const most = used > w.ranges ? 0 : each + max(each / 4, 1);
-        for (int size = each; size <= most; size += max(each / 32, 1))
-        {
-            int ranges = 0;
-            for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
-            {
-                ranges += (tiles_of(w.p, segments.of_lane(b)) + size - 1) / size;
-            }
-            ranges = __reduce_add_sync(0xffffffffu, ranges) * w.p.kv_heads;
-            if (ranges <= w.ranges)
-            {
-                is_apart = true;
-                each = size;
-                units = ranges * size;
-                break;
-            }
-        }
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(number));
     }
 
-    // The units that a (slot, head) of so many tiles counts as.
-    __device__ int of(int tiles) const
+    __device__ __forceinline__ int down(int x) const
     {
-        return is_apart ? (tiles + each - 1) / each * each : tiles;
+        return static_cast<int>((x + 0.5f) * factor);
     }
 
-    // Units of the segments before one. By all lanes of a warp.
-    __device__ int before(Work const& w, Segments const& segments, int index) const
+    __device__ __forceinline__ int up(int x) const
     {
-        int sum = 0;
-        for (int b = threadIdx.x % 32; b < index; b += 32)
-        {
-            sum += of(tiles_of(w.p, segments.of_lane(b)));
-        }
-        return __reduce_add_sync(0xffffffffu, sum) * w.p.kv_heads;
+        return static_cast<int>((x + (number - 0.5f)) * factor);
     }
 };
 
-// The segment that a unit lies in, and the units of those before it. count: of a segment. By all lanes of a warp; unit
-// must be below the sum of all.
+// The cut of tiles into ranges. Where few enough ranges hold each (slot, head) apart from the others, they do, so that
+// no block has to end one (slot, head) before it begins another.
+struct Division
+{
+    int each = 0; // tiles of a range
+    int units; // of all segments
+    bool is_apart = false;
+
+    // Called by all lanes of a warp. Tiles are counted, and then ranges of some sizes, by one loop: code that runs once
+    // takes longer to come than to run.
+    __device__ __forceinline__ Division(Work const& w, Segments const& segments)
+    {
+        int most = 0;
+#pragma unroll 1
+        for (int size = 1;;)
+        {
+            Quotient const quotient(size);
+            int used = 0;
+            int shortest = 1 << 30;
+            int longest = 0;
+            int count = 0;
+#pragma unroll 1
+            for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
+            {
+                int const tiles = tiles_of(w.p, segments.of_lane(b));
+                count += quotient.up(tiles);
+                used += tiles > 0 ? 1 : 0;
+                shortest = tiles > 0 ? min(shortest, tiles) : shortest;
+                longest = max(longest, tiles);
+            }
+            count = __reduce_add_sync(0xffffffffu, count) * w.p.kv_heads;
+            if (each > 0)
+            {
+                if (count <= w.ranges)
+                {
+                    is_apart = true;
+                    each = size;
+                    units = count;
+                    return;
+                }
+                size += max(each / 32, 1);
+            }
+            else
+            {
+                units = count;
+                used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
+                uint32_t const ranges = w.ranges;
+                each = max(static_cast<int>((units + ranges - 1) / ranges), w.least_units);
+                if (used > w.ranges)
+                {
+                    // If all have one length, whole ones may come out almost even, and leave nothing to combine.
+                    shortest = __reduce_min_sync(0xffffffffu, shortest);
+                    longest = __reduce_max_sync(0xffffffffu, longest);
+                    int const whole = static_cast<int>((used + ranges - 1) / ranges) * longest;
+                    each = shortest == longest && whole <= each + max(each / 16, 1) ? whole : each;
+                }
+                size = each;
+                most = used > w.ranges ? 0 : each + max(each / 4, 1);
+            }
+            if (size > most)
+            {
+                return;
+            }
+        }
+    }
+
+    // Units are ranges where these are apart, else tiles.
+    __device__ __forceinline__ int unit() const
+    {
+        return is_apart ? each : 1;
+    }
+};
+
+// The segment that a unit lies in.
+struct Found
+{
+    int index;
+    int before; // units of the segments before it
+    int count; // of one of its heads
+};
+
+// count: units of one of a segment's heads. By all lanes of a warp; unit must be below the sum of all.
 template <typename Count>
-__device__ __forceinline__ int find_segment(
-    dflash_attention_params const& p, Segments const& segments, int unit, int& before, Count const& count)
+__device__ __forceinline__ Found find_segment(
+    dflash_attention_params const& p, Segments const& segments, int unit, Count const& count)
 {
     int const lane = threadIdx.x % 32;
+    int before = 0;
+#pragma unroll 1
     for (int b = 0;; b += 32)
     {
         int const own = b + lane < p.slots ? count(segments.of_lane(b + lane)) : 0;
-        int end = own;
+        int end = own * p.kv_heads;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2)
         {
@@ -238,8 +289,8 @@ __device__ __forceinline__ int find_segment(
         if (past)
         {
             int const found = __ffs(past) - 1;
-            before += __shfl_sync(0xffffffffu, end - own, found);
-            return b + found;
+            before += __shfl_sync(0xffffffffu, end - own * p.kv_heads, found);
+            return {b + found, before, __shfl_sync(0xffffffffu, own, found)};
         }
         before += __shfl_sync(0xffffffffu, end, 31);
     }
@@ -258,15 +309,16 @@ struct Cursor
     Cursor() = default;
 
     // Called by all lanes of a warp; unit must be below the sum of all.
-    __device__ Cursor(dflash_attention_params const& p, Segments const& segments, Division const& division, int unit)
+    __device__ __forceinline__ Cursor(
+        dflash_attention_params const& p, Segments const& segments, Division const& division, int unit)
     {
-        int before = 0;
-        int const found = find_segment(p, segments, unit, before,
-            [&](Segment const& s) { return division.of(tiles_of(p, s)) * p.kv_heads; });
-        enter(p, found, segments.of(found));
-        int const counted = division.of(tiles);
-        head = (unit - before) / counted;
-        tile = unit - before - head * counted;
+        Quotient const quotient(division.unit());
+        Found const found
+            = find_segment(p, segments, unit, [&](Segment const& s) { return quotient.up(tiles_of(p, s)); });
+        enter(p, found.index, segments.of(found.index));
+        int const nth = unit - found.before;
+        head = Quotient(found.count).down(nth);
+        tile = (nth - head * found.count) * division.unit();
     }
 
     __device__ void enter(dflash_attention_params const& p, int at, Segment const& entered)
@@ -328,27 +380,84 @@ struct TilePlace
     }
 };
 
-// The units of one range.
+// The tiles of one range.
 struct Span
 {
-    int first = 0;
-    int past = 0;
+    int tiles = 0;
+    int each = 1; // tiles of a range
     Cursor at; // the first; where there is none, nothing
 
     Span() = default;
 
     // Called by all lanes of a warp.
-    __device__ Span(Work const& w, Segments const& segments, int range)
+    __device__ __forceinline__ Span(Work const& w, Segments const& segments, int range)
     {
         Division const division(w, segments);
-        first = range * division.each;
-        past = min(first + division.each, division.units);
-        if (first < past)
+        each = division.each;
+        int const unit = division.is_apart ? range : range * each;
+        if (unit < division.units)
         {
-            at = Cursor(w.p, segments, division, first);
-            past = division.is_apart ? min(past, first + at.tiles - at.tile) : past;
+            at = Cursor(w.p, segments, division, unit);
+            tiles = min(each, division.is_apart ? at.tiles - at.tile : division.units - unit);
         }
     }
 };
+
+// A block's range. Until the wait, which is here, segments are a guess, for a kernel before this one may be writing
+// them; but mostly a right one, and what follows from them takes longer than the look whether they have changed. By all
+// threads of the block.
+__device__ __forceinline__ Span wait_for_span(Work const& w)
+{
+    Segments segments(w.p);
+    bool const can_guess = w.p.slots <= 32; // then all is in registers
+    bool is_new = can_guess;
+    Span span;
+#pragma unroll 1
+    for (bool has_waited = false;; has_waited = true)
+    {
+        if (is_new)
+        {
+            span = Span(w, segments, blockIdx.x);
+        }
+        if (has_waited)
+        {
+            return span;
+        }
+        __syncthreads();
+        // In this order: what begins beside this kernel may then read segments.
+        wait();
+        trigger();
+        is_new = segments.renew() || !can_guess;
+    }
+}
+
+// Says of every owner where the parts lie that are to be combined: a (slot, head)'s are known to the block that has its
+// first tile. By one thread of each range.
+__device__ __forceinline__ void announce(Work const& w, Span const& span, int range)
+{
+    bool const is_of_range = w.has_range_owners();
+    // (slot, head)s without keys have no first tile.
+    if (is_of_range || (range < w.owners && segment_of(w.p, Quotient(w.p.kv_heads).down(range)).length == 0))
+    {
+        w.divided[range] = {};
+    }
+    Quotient const quotient(span.each);
+    Cursor at = span.at;
+    for (int left = span.tiles; left > 0;)
+    {
+        int const own = at.tiles - at.tile;
+        int const ranges = 1 + quotient.up(max(own - left, 0));
+        if (at.tile == 0 && (ranges > 1 || !is_of_range))
+        {
+            int const owner = is_of_range ? range : at.index * w.p.kv_heads + at.head;
+            w.divided[owner] = {range, ranges, at.head, at.segment.first_row, at.segment.rows};
+        }
+        left -= own;
+        if (left > 0)
+        {
+            at.next_head(w.p);
+        }
+    }
+}
 
 } // namespace dflash

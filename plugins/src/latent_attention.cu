@@ -25,6 +25,7 @@ struct LatentPlan
     Work work;
     int sms;
     size_t sums_at; // where the sums lie in the workspace
+    size_t divided_at;
     size_t bytes;
 };
 
@@ -55,9 +56,12 @@ cudaError_t make_plan(dflash_attention_params const& p, LatentPlan& plan)
     w.least_units = 1;
     int64_t const most = std::max(int64_t{p.slots} * w.page_tiles, int64_t{1});
     w.ranges = static_cast<int>(std::min(int64_t{std::max(plan.sms / w.row_blocks, 1)}, most));
-    size_t const rows = size_t{2} * w.ranges * w.row_blocks * sm90::kRows;
+    w.row_tiles = w.row_blocks * (sm90::kRows / 16);
+    w.owners = std::min(w.ranges, p.slots);
+    size_t const rows = size_t{2} * w.ranges * w.row_tiles * 16;
     plan.sums_at = rows * kLatentRank * sizeof(float);
-    plan.bytes = plan.sums_at + rows * sizeof(float2);
+    plan.divided_at = plan.sums_at + rows * sizeof(float2);
+    plan.bytes = plan.divided_at + w.owners * sizeof(Divided);
     return cudaSuccess;
 }
 
@@ -89,16 +93,14 @@ cudaError_t launch(LatentPlan const& plan, cudaStream_t stream)
     }
     if (w.ranges < kManyRanges * w.p.slots)
     {
-        return launch_combine<T, kLatentRank>(w, sm90::kRows, plan.sms, stream);
+        return launch_combine<T, kLatentRank>(w, plan.sms, stream);
     }
     // Few slots: each is divided among so many ranges that a warp would go through them for long. As many blocks as the
     // GPU has room for: only the driver knows that, for the registers are those of code that this pass does not see.
     int blocks_per_sm = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &blocks_per_sm, combine_kernel<T, kLatentRank, kCombineWarps, 1, 2>, kCombineWarps * 32, 0);
-    return error ? error
-                 : launch_combine<T, kLatentRank, kCombineWarps, 1>(
-                       w, sm90::kRows, blocks_per_sm * plan.sms, std::min(w.ranges, w.p.slots), stream);
+    return error ? error : launch_combine<T, kLatentRank, kCombineWarps, 1>(w, blocks_per_sm * plan.sms, stream);
 }
 
 } // namespace
@@ -132,5 +134,6 @@ extern "C" cudaError_t dflash_latent_attention(
     }
     plan.work.partial_out = static_cast<float4*>(workspace);
     plan.work.partial_sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + plan.sums_at);
+    plan.work.divided = reinterpret_cast<Divided*>(static_cast<char*>(workspace) + plan.divided_at);
     return p->dtype == DFLASH_FP16 ? launch<__half>(plan, stream) : launch<__nv_bfloat16>(plan, stream);
 }

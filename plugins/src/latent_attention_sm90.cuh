@@ -96,14 +96,13 @@ struct LatentInputs
     __device__ __forceinline__ void fill(Work const& w, Span const& span, CUtensorMap const& cache) const
     {
         Cursor ahead = span.at;
-        for (int unit = span.first; unit < span.past; ++unit)
+        for (int nth = 0; nth < span.tiles; ++nth)
         {
-            int const nth = unit - span.first;
             int const stage = nth % S::kStages;
             wait_for_phase(empty(stage), 1 ^ nth / S::kStages % 2);
             expect_bytes(full(stage), S::kTileBytes);
             copy_tile(rows(stage), cache, TilePlace(w, ahead), ahead.head, full(stage));
-            if (unit + 1 < span.past)
+            if (nth + 1 < span.tiles)
             {
                 ahead.advance(w.p);
             }
@@ -413,16 +412,16 @@ template <typename T>
 __device__ __forceinline__ void attend_latent(Work const& w, Span const& span, char* shared, LatentInputs const& inputs)
 {
     LatentMainloop<T> mainloop(w, shared, inputs);
-    Epilogue<T, kLatentRank> const epilogue{w, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), kRows / 16,
-        static_cast<int>(threadIdx.x) / 32 % 4};
-    int unit = span.first; // of the slot, the first that is in the range
+    int const range = blockIdx.x, row_block = blockIdx.y, warp = threadIdx.x / 32;
+    Epilogue<T, kLatentRank> const epilogue{w, range, row_block * (kRows / 16) + warp % 4};
+    int before = 0; // tiles of the range before the slot's
     for (Cursor at = span.at;; at.next_head(w.p))
     {
-        int const count = min(at.tiles - at.tile, span.past - unit);
+        int const count = min(at.tiles - at.tile, span.tiles - before);
         mainloop.begin(at);
         for (int i = 0; i < count; ++i)
         {
-            mainloop.add(unit - span.first + i, at.first_key() + i * kTile, at.segment);
+            mainloop.add(before + i, at.first_key() + i * kTile, at.segment);
         }
         mainloop.finish();
         if (mainloop.has_rows)
@@ -430,8 +429,8 @@ __device__ __forceinline__ void attend_latent(Work const& w, Span const& span, c
             epilogue.write(at, at.tile == 0, at.tile + count == at.tiles, mainloop.rows, mainloop.softmax, mainloop.out,
                 mainloop.group * mainloop.kOut);
         }
-        unit += count;
-        if (unit == span.past)
+        before += count;
+        if (before == span.tiles)
         {
             return;
         }
@@ -456,14 +455,13 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     wait();
     trigger();
     Span const span(w, Segments(w.p), blockIdx.x);
-    if (span.first >= span.past)
-    {
-        return;
-    }
     if (threadIdx.x < kConsumers)
     {
         take_registers<kMainloopRegisters>();
-        attend_latent<T>(w, span, shared, inputs);
+        if (span.tiles > 0)
+        {
+            attend_latent<T>(w, span, shared, inputs);
+        }
     }
     else
     {
@@ -471,6 +469,10 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
         if (threadIdx.x == kConsumers)
         {
             inputs.fill(w, span, cache);
+            if (blockIdx.y == 0)
+            {
+                announce(w, span, blockIdx.x);
+            }
         }
     }
 #endif

@@ -257,7 +257,8 @@ struct Mainloop
         {
             int const head = item.head * w.group + packed_row(r) - row[r] * w.group;
             bool const is_there = row[r] < item.rows;
-            float const factor = is_there ? normalizer(p, head, softmax.maximum[r], softmax.sum[r]) : 0.f;
+            float const sink = is_there && p.sinks ? sink_of(p, head) : 0.f;
+            float const factor = is_there ? normalizer(p, sink, softmax.maximum[r], softmax.sum[r]) : 0.f;
             T* const to = static_cast<T*>(p.out) + ((int64_t{item.first_row} + row[r]) * p.heads + head) * D;
 #pragma unroll
             for (int n = 0; n < D / 8; n += 4)
