@@ -29,26 +29,50 @@ __device__ __forceinline__ Divided divided_exactly(Work const& w)
     return {owner * (w.most_cuts + 1), count, owner - index * w.p.kv_heads, segment.first_row, segment.rows};
 }
 
-// Where the partial results of 16 packed rows of a (slot, head) lie, those of its `count` ranges. kPartials: of a
-// range.
+// Where the partial results of 16 packed rows of a (slot, head) lie, those of its ranges. kPartials: of a range.
 template <int D, int kPartials>
 struct Parts
 {
-    float4 const* out; // from a fragment on
-    float2 const* sums;
-    int between; // of one of a range's and the next
+    char const* first_out; // from a fragment on
+    char const* first_sums;
+    int out_bytes; // from one result to the next
+    int sums_bytes;
     int count;
 
     // tile: of 16 packed rows.
     __device__ __forceinline__ Parts(Work const& w, Divided const& divided, int tile, int first_fragment)
+        : out_bytes(w.row_tiles * D * 16 * static_cast<int>(sizeof(float)))
+        , sums_bytes(w.row_tiles * 16 * static_cast<int>(sizeof(float2)))
+        , count(divided.count)
     {
         Partial const partial(w, D, kPartials * divided.first_range, tile);
-        count = divided.count;
-        between = w.row_tiles;
-        out = partial.out + first_fragment * 32;
-        sums = partial.sums;
+        first_out = reinterpret_cast<char const*>(partial.out + first_fragment * 32);
+        first_sums = reinterpret_cast<char const*>(partial.sums);
+    }
+
+    // How far a range's result is from the first, or the last one's: of the first range it is what begins in it, of the
+    // others what began before.
+    __device__ __forceinline__ int64_t offset(int range, bool may_be_first, int bytes) const
+    {
+        int const real = min(range, count - 1);
+        return kPartials == 2 && may_be_first ? int64_t{2 * real + (real == 0 ? 1 : 0)} * bytes
+                                              : int64_t{real} * (kPartials * bytes);
+    }
+
+    __device__ __forceinline__ float4 const* out(int range, bool may_be_first) const
+    {
+        return reinterpret_cast<float4 const*>(first_out + offset(range, may_be_first, out_bytes));
+    }
+
+    __device__ __forceinline__ void load_sums(int range, bool may_be_first, float2 (&to)[2]) const
+    {
+        auto const* const from = reinterpret_cast<float2 const*>(first_sums + offset(range, may_be_first, sums_bytes));
+        to[0] = from[0];
+        to[1] = from[8];
     }
 };
+
+constexpr int kCombineWarps = 8;
 
 // Fragments of the output, and their rows' softmax.
 template <int D, int kFragments, int kPartials>
@@ -68,29 +92,30 @@ struct Combination
     }
 
     // Takes in partial results, kBatch of every kStep-th from `first` on, which are on their way at once; of those past
-    // the last, the last again, with no weight.
+    // the last, the last again, with no weight. There are two at least.
     template <int kBatch, int kStep>
     __device__ __forceinline__ void add(Parts<D, kPartials> const& parts, int first)
     {
         float4 x[kBatch][kFragments];
-        float2 sums[kBatch][2];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
         {
-            // Of the first range what begins in it, of the others what began before. There are two at least.
-            int const nth = min(first + i * kStep, parts.count - 1);
-            int const at = (kPartials * nth + (i == 0 && nth == 0 ? kPartials - 1 : 0)) * parts.between;
-            sums[i][0] = parts.sums[at * 16];
-            sums[i][1] = parts.sums[at * 16 + 8];
+            auto const* const from = parts.out(first + i * kStep, i == 0);
 #pragma unroll
             for (int n = 0; n < kFragments; ++n)
             {
-                x[i][n] = parts.out[at * (D / 8 * 32) + n * 32];
+                x[i][n] = from[n * 32];
             }
         }
         if constexpr (kPartials == 1)
         {
             // One after the other, as a block does that has several cuts.
+            float2 sums[kBatch][2];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+            {
+                parts.load_sums(first + i * kStep, i == 0, sums[i]);
+            }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i)
             {
@@ -107,52 +132,103 @@ struct Combination
         }
         else
         {
-            add_together<kBatch, kStep>(parts, first, x, sums);
+            add_together<kBatch, kStep>(parts, first, x);
         }
     }
 
+    // Rounded alike whatever the compiler makes of it.
     template <int kBatch, int kStep>
-    __device__ __forceinline__ void add_together(Parts<D, kPartials> const& parts, int first,
-        float4 const (&x)[kBatch][kFragments], float2 const (&sums)[kBatch][2])
+    __device__ __forceinline__ void add_together(
+        Parts<D, kPartials> const& parts, int first, float4 const (&x)[kBatch][kFragments])
     {
+        // Each of the four lanes that have the same two rows makes the weights of some parts, and gives them to the
+        // others.
+        constexpr int kLanes = kBatch < 4 ? 1 : 4;
+        constexpr int kOwn = kBatch / kLanes;
+        int const lane = threadIdx.x % 32;
+        int const own = lane % kLanes;
+        float2 sums[kOwn][2];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+        {
+            parts.load_sums(first + (own + i * kLanes) * kStep, i == 0, sums[i]);
+        }
         float decay[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
         {
             float top = softmax.maximum[r];
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i)
+            for (int i = 0; i < kOwn; ++i)
             {
                 top = fmaxf(top, sums[i][r].x);
             }
+#pragma unroll
+            for (int step = 1; step < kLanes; step *= 2)
+            {
+                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+            }
+            float const before = softmax.sum[r];
             decay[r] = softmax.raise(r, top, 1.f);
+            softmax.sum[r] = __fmul_rn(before, decay[r]);
+        }
+        float4 weighed[kOwn]; // two rows' weights and sums
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+        {
+            bool const is_real = first + (own + i * kLanes) * kStep < parts.count;
+            float const weight = exp2f((is_real ? sums[i][0].x : -INFINITY) - softmax.base[0]);
+            float const other = exp2f((is_real ? sums[i][1].x : -INFINITY) - softmax.base[1]);
+            weighed[i] = {weight, sums[i][0].y, other, sums[i][1].y};
         }
 #pragma unroll
         for (auto& y : total)
         {
-            y[0] *= decay[0];
-            y[1] *= decay[0];
-            y[2] *= decay[1];
-            y[3] *= decay[1];
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+            {
+                y[c] = __fmul_rn(y[c], decay[c / 2]);
+            }
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
+        if constexpr (kLanes == 1)
         {
-            float weights[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
+            for (int i = 0; i < kBatch; ++i)
             {
-                weights[r] = first + i * kStep < parts.count ? exp2f(sums[i][r].x - softmax.base[r]) : 0.f;
-                softmax.sum[r] += sums[i][r].y * weights[r];
+                add(x[i], weighed[i]);
             }
+        }
+        else
+        {
+            __shared__ float4 boxes[kCombineWarps][kBatch][8];
+            auto& box = boxes[threadIdx.x / 32];
+            __syncwarp(); // the boxes of the batch before have been read
 #pragma unroll
-            for (int n = 0; n < kFragments; ++n)
+            for (int i = 0; i < kOwn; ++i)
             {
-                total[n][0] += x[i][n].x * weights[0];
-                total[n][1] += x[i][n].y * weights[0];
-                total[n][2] += x[i][n].z * weights[1];
-                total[n][3] += x[i][n].w * weights[1];
+                box[own + i * kLanes][lane / 4] = weighed[i];
             }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+            {
+                add(x[i], box[i][lane / 4]);
+            }
+        }
+    }
+
+    // weighed: two rows' weights and sums.
+    __device__ __forceinline__ void add(float4 const (&x)[kFragments], float4 const& weighed)
+    {
+        softmax.sum[0] = fmaf(weighed.y, weighed.x, softmax.sum[0]);
+        softmax.sum[1] = fmaf(weighed.w, weighed.z, softmax.sum[1]);
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n)
+        {
+            total[n][0] = fmaf(x[n].x, weighed.x, total[n][0]);
+            total[n][1] = fmaf(x[n].y, weighed.x, total[n][1]);
+            total[n][2] = fmaf(x[n].z, weighed.z, total[n][2]);
+            total[n][3] = fmaf(x[n].w, weighed.z, total[n][3]);
         }
     }
 
@@ -191,8 +267,6 @@ struct Combination
         }
     }
 };
-
-constexpr int kCombineWarps = 8;
 
 // Blocks that an SM has registers for: on Hopper so few a thread that one fits beside a block of attention. In device
 // code alone: the host's pass does not know for which GPU it launches.
