@@ -66,17 +66,30 @@ cudaError_t launch_product(Product const& p, Device const& device, cudaStream_t 
     return launch_kernel(kernel, dim3(device.processors), warps * 32, bytes, stream, p);
 }
 
+// Lets a kernel ask ahead for the matrix of an expert of a product.
+void ask_for(Product const& product, Weight weight, int expert, int place, Product& by)
+{
+    size_t const bytes = static_cast<size_t>(product.outputs) * Layout(product.inputs, weight).row_bytes;
+    by.ahead[place] = static_cast<char const*>(product.weight) + expert * bytes;
+    by.ahead_bytes[place] = static_cast<uint32_t>(bytes);
+}
+
 template <typename T, Weight kWeight, int kTokens>
 cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
-    Product const gate_up = gate_up_product(p, space.route, p.x, space.h);
+    Product gate_up = gate_up_product(p, space.route, p.x, space.h);
+    Product const down = down_product(p, space.route, space.h, space.y);
+    if (p.has_shared) // it is known before the routing is
+    {
+        ask_for(gate_up, kWeight, p.count, 0, gate_up);
+        ask_for(down, kWeight, p.count, 1, gate_up);
+    }
     cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, device, stream);
     if (error)
     {
         return error;
     }
-    Product const down = down_product(p, space.route, space.h, space.y);
     return launch_product<T, kWeight, kTokens, false>(down, device, stream);
 }
 

@@ -403,54 +403,68 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     extern __shared__ __align__(128) unsigned char shared[];
 
     // The routing must be known. For the second product it is: the first one waited for it before letting this begin.
-    // Reads of it before this kernel's own wait come from the L2 cache, which surely has it.
+    // Reads of it before this kernel's own wait come from the L2 cache, which surely has it. The first one may
+    // rehearse meanwhile: each warp multiplies a unit of what lies in shared memory, for no tokens, and has its code.
+    Layout layout(p.inputs, kWeight);
+    int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = layout.units;
+    unsigned char* const ring = shared + warp * layout.warp_bytes;
+    unsigned char* const inputs = shared + warps * layout.warp_bytes;
     if constexpr (kGateUp)
     {
-        wait();
+        p.ask_ahead();
     }
-    trigger();
-    Layout const layout(p.inputs, kWeight);
-    int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Share const share(p);
-    unsigned char* const ring = shared + warp * layout.warp_bytes;
-    Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
 #pragma unroll 1
-    for (int i = 0; i < kUnits; ++i)
+    for (int turn = kGateUp && p.rehearses ? 0 : 1; turn < 2; ++turn)
     {
-        weights.load_next();
-    }
-    if constexpr (!kGateUp)
-    {
-        wait();
-    }
-
-    unsigned char* const inputs = shared + warps * layout.warp_bytes;
-    Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
-    mainloop.begin_unit(0);
-    int index = share.begin / share.stride; // of a group
-    int first = share.begin - index * share.stride; // of the block's share of it
-    for (int from = share.begin; from < share.end; from = ++index * share.stride, first = 0)
-    {
-        Group const group = p.route.groups[index];
-        __syncthreads();
-        load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
-        __syncthreads();
-        int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
-        int const last = min(share.granules, share.end - index * share.stride);
-        for (int granule = first + warp; granule < last; granule += warps)
+        bool const is_real = turn == 1;
+        layout.units = is_real ? units : 1;
+        if (kGateUp && is_real)
         {
-            Epilogue<T, kWeight, kGateUp> const epilogue(p, group, granule, lane);
-            float c[kTiles][4] = {};
-            if constexpr (kWeight == Weight::kFp8)
+            wait();
+        }
+        if (is_real)
+        {
+            trigger();
+        }
+        __syncwarp(); // its ring has been read
+        Share const share(p, is_real);
+        Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
+#pragma unroll 1
+        for (int i = 0; i < kUnits; ++i)
+        {
+            weights.load_next();
+        }
+        if constexpr (!kGateUp)
+        {
+            wait();
+        }
+        Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
+        mainloop.begin_unit(0);
+        int index = share.begin / share.stride; // of a group
+        int first = share.begin - index * share.stride; // of the block's share of it
+        for (int from = share.begin; from < share.end; from = ++index * share.stride, first = 0)
+        {
+            Group const group = is_real ? p.route.groups[index] : Group{};
+            __syncthreads();
+            load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
+            __syncthreads();
+            int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
+            int const last = min(share.granules, share.end - index * share.stride);
+            for (int granule = first + warp; granule < last; granule += warps)
             {
-                Fp8Scales scales(p, group.expert, epilogue.row, epilogue.second_row, lane);
-                mainloop.multiply(c, tiles, weights, &scales);
+                Epilogue<T, kWeight, kGateUp> const epilogue(p, group, granule, lane);
+                float c[kTiles][4] = {};
+                if constexpr (kWeight == Weight::kFp8)
+                {
+                    Fp8Scales scales(p, group.expert, epilogue.row, epilogue.second_row, lane);
+                    mainloop.multiply(c, tiles, weights, &scales);
+                }
+                else
+                {
+                    mainloop.multiply(c, tiles, weights, nullptr);
+                }
+                epilogue.store(c);
             }
-            else
-            {
-                mainloop.multiply(c, tiles, weights, nullptr);
-            }
-            epilogue.store(c);
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

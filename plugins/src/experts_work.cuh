@@ -72,8 +72,28 @@ struct Product
     bool is_by_block; // FP8's scales are of blocks of 128 by 128
     bool is_clamped;
     bool has_gelu;
+    bool rehearses; // gate and up: see kRehearsedRows
     float alpha;
     float limit;
+    void const* ahead[2]; // what the L2 cache is asked for while the routing is not known yet, or null
+    uint32_t ahead_bytes[2];
+
+    // Each block asks for its part.
+    __device__ __forceinline__ void ask_ahead() const
+    {
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i)
+        {
+            uint32_t const lines = ahead_bytes[i] / kLine, first = share_begin(lines, blockIdx.x, gridDim.x);
+            uint32_t const bytes = (share_begin(lines, blockIdx.x + 1, gridDim.x) - first) * kLine;
+            if (threadIdx.x == 0 && bytes > 0)
+            {
+                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                                 static_cast<char const*>(ahead[i]) + first * kLine),
+                    "r"(bytes));
+            }
+        }
+    }
 
     __device__ __forceinline__ float activated(float gate, float up) const
     {
@@ -123,13 +143,23 @@ struct Layout
 struct Share
 {
     int const granules; // of a group
+    bool const is_real;
     int stride; // from one group's places to the next one's
     int begin;
     int end;
 
-    __device__ __forceinline__ explicit Share(Product const& p)
+    // Or, where it is not real, a granule of each warp, of which nothing is loaded.
+    __device__ __forceinline__ Share(Product const& p, bool is_real_)
         : granules(p.outputs / kGranule)
+        , is_real(is_real_)
     {
+        if (!is_real)
+        {
+            stride = granules;
+            begin = 0;
+            end = min(granules, static_cast<int>(blockDim.x) / 32);
+            return;
+        }
         uint32_t const groups = __ldcg(p.route.group_count), warps = blockDim.x / 32, blocks = gridDim.x;
         uint32_t const block = blockIdx.x, group_rounds = (granules + warps - 1) / warps;
         uint32_t const rounds = groups * group_rounds;
@@ -168,7 +198,7 @@ struct Cursor
         , share(share_)
         , group(share_.begin / share_.stride)
         , granule(share_.begin % share_.stride + static_cast<int>(threadIdx.x) / 32)
-        , last(min(share_.granules, share_.end - group * share_.stride))
+        , last(share_.is_real ? min(share_.granules, share_.end - group * share_.stride) : 0)
         , expert(share_.begin < share_.end ? __ldcg(&route_.groups[group].expert) : 0)
     {
         settle();
