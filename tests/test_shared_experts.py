@@ -1,5 +1,7 @@
 """Experts that every row goes through, as the last of their layer's stack."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.torch_ops import TorchOps
 
+CPU = torch.device("cpu")
 LAYER = MoELayer("mlp.", 6, 0, 6, 2, True, has_shared=True)
 JOINED = "mlp.experts+shared_expert.gate_up_proj.weight"
 
@@ -28,33 +31,36 @@ def make(dtype=torch.bfloat16, shared=32, experts=6, hidden=64, columns=32):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_joined_is_what_it_was_and_in_memory_once(dtype):
     weights, before = make(dtype), make(dtype)
-    join_shared_experts(weights, [LAYER], dtype)
+    given = dict(weights)
+    weights = join_shared_experts(weights, [LAYER], dtype, CPU)
     assert all(weights[name].equal(tensor) and weights[name].is_contiguous() for name, tensor in before.items())
     for name in ("gate_up_proj", "down_proj"):
         stack = weights[f"mlp.experts+shared_expert.{name}.weight"]
         assert stack.shape[0] == 7 and stack[6].equal(before[f"mlp.shared_expert.{name}.weight"])
         parts = weights[f"mlp.experts.{name}.weight"], weights[f"mlp.shared_expert.{name}.weight"]
-        assert {part.untyped_storage().data_ptr() for part in parts} == {stack.untyped_storage().data_ptr()}
+        held = given[f"mlp.experts.{name}.weight"], given[f"mlp.shared_expert.{name}.weight"]
+        assert {part.untyped_storage().data_ptr() for part in parts + held} == {stack.untyped_storage().data_ptr()}
     x, logits = torch.randn(1, 5, 64).to(dtype), torch.randn(1, 5, 6)
     plain, joined = (TorchOps(tensors, {}).moe(LAYER, x, logits) for tensors in (before, weights))
     assert plain.equal(joined)
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_fp8_is_joined_with_its_scales(by_block):
+def make_fp8(by_block=False):
     weights = {name: tensor.to(FP8) for name, tensor in make().items()}
     for name in list(weights):
         shape = weights[name].shape
         scales = (*shape[:-2], -(-shape[-2] // 128), 1) if by_block else shape[:-1]
         weights[name.removesuffix("weight") + "scale"] = torch.rand(scales)
-    before = dict(weights)
-    join_shared_experts(weights, [LAYER], torch.bfloat16)
+    return weights
+
+
+def test_fp8_is_joined_with_its_scales():
+    before = {name: tensor.clone() for name, tensor in make_fp8().items()}
+    weights = join_shared_experts(dict(before), [LAYER], torch.bfloat16, CPU)
     assert all(weights[name].float().equal(tensor.float()) for name, tensor in before.items())
     stack = Experts.of(weights, LAYER, "experts+shared_expert").gate_up
-    shared = stack.numbers(6, torch.float32)
     values = before["mlp.shared_expert.gate_up_proj.weight"].float()
-    scale = before["mlp.shared_expert.gate_up_proj.scale"]
-    assert shared.equal(values * (scale if by_block else scale[:, None]))
+    assert stack.numbers(6, torch.float32).equal(values * before["mlp.shared_expert.gate_up_proj.scale"][:, None])
 
 
 @pytest.mark.parametrize(
@@ -83,13 +89,21 @@ def test_fp8_is_joined_with_its_scales(by_block):
             torch.bfloat16,
             id="a clamp",
         ),
+        pytest.param(
+            {**make(), "mlp.shared_expert.gate_up_proj.bias": torch.zeros(64, dtype=torch.bfloat16)},
+            LAYER,
+            torch.bfloat16,
+            id="a bias of the shared one alone",
+        ),
+        pytest.param(make_fp8(by_block=True), LAYER, torch.bfloat16, id="FP8 by block"),
+        pytest.param({**make_fp8(), **make(torch.float32)}, LAYER, torch.bfloat16, id="scales of other types"),
+        pytest.param(make(), replace(LAYER, has_shared=False), torch.bfloat16, id="none that all rows go through"),
         pytest.param({}, LAYER, torch.bfloat16, id="no experts"),
     ],
 )
 def test_what_is_not_alike_stays_apart(weights, layer, dtype):
-    before = dict(weights)
-    join_shared_experts(weights, [layer], dtype)
-    assert weights.keys() == before.keys() and all(weights[name] is tensor for name, tensor in before.items())
+    joined = join_shared_experts(weights, [layer], dtype, CPU)
+    assert joined.keys() == weights.keys() and all(joined[name] is tensor for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -434,12 +434,12 @@ typedef struct
     int32_t experts; /* on all ranks, at most 384 */
     int32_t first;
     int32_t count;
-    int32_t top_k; /* at most 32 */
+    int32_t top_k; /* at most 32, with the shared expert */
     int32_t normalized; /* 1: shares are the softmax over the top_k logits; 0: over all */
     int32_t clamped; /* 1: min(gate, limit) * sigmoid(alpha * that) * (clamp(up, -limit, limit) + 1); 0: SwiGLU */
     float alpha;
     float limit;
-    const void* x; /* [N, H] contiguous, as all of these */
+    const void* x; /* [N, H] contiguous, as all of these but logits and gates */
     const void* logits; /* [N, experts] by stride */
     const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or blocks */
     const void* gate_up_scales; /* not of numbers */

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <type_traits>
 
 namespace dflash
 {
@@ -118,6 +119,16 @@ template <typename T, int N>
 __device__ __forceinline__ Vector<T, N> load_vector(T const* from)
 {
     return *reinterpret_cast<Vector<T, N> const*>(from);
+}
+
+// Reads past the L1 cache, which may have what was there before: a kernel that begins early does not empty it.
+template <typename T>
+__device__ __forceinline__ T load_new(T const* from)
+{
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 16);
+    using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, std::conditional_t<sizeof(T) == 4, unsigned, uint4>>;
+    Bits const bits = __ldcg(reinterpret_cast<Bits const*>(from));
+    return reinterpret_cast<T const&>(bits);
 }
 
 template <typename T, int N>

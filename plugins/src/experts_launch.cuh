@@ -113,14 +113,15 @@ __global__ void __launch_bounds__(32 * kMostTopK)
         {
             wait();
         }
-        Pair const residual = p.residual && sums ? load_vector<T, 2>(static_cast<T const*>(p.residual) + at) : Pair{};
+        auto const* const stream = reinterpret_cast<Pair const*>(static_cast<T const*>(p.residual) + at);
+        Pair const residual = p.residual && sums ? load_new(stream) : Pair{};
         if (own < chosen)
         {
-            int const place = stores ? route.places[row * chosen + own] : 0;
-            float const share = stores ? route.shares[row * chosen + own] : 0.f;
+            int const place = stores ? load_new(route.places + row * chosen + own) : 0;
+            float const share = stores ? load_new(route.shares + row * chosen + own) : 0.f;
             bool const is_there = place >= 0 && column < p.hidden;
             T const* const from = y + static_cast<int64_t>(place) * p.hidden + column;
-            parts[own * 32 + lane] = is_there ? load_vector<T, kVector>(from) : Part{};
+            parts[own * 32 + lane] = is_there ? load_new(reinterpret_cast<Part const*>(from)) : Part{};
             if (lane == 0)
             {
                 shares[own] = place >= 0 ? share : 0.f;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(32 * kMostTopK)
         __syncthreads();
         float sum[2] = {};
 #pragma unroll 4
-        for (int k = 0; k < chosen; ++k)
+        for (int k = 0; k < chosen && sums; ++k)
         {
             Pair const x = reinterpret_cast<Pair const*>(parts + k * 32)[threadIdx.x % (kSumColumns / 2)];
             sum[0] = fmaf(shares[k], to_float(x.at[0]), sum[0]);
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(32 * kMostTopK)
                 = {from_float<T>(sum[0] + to_float(residual.at[0])), from_float<T>(sum[1] + to_float(residual.at[1]))};
             store_vector(static_cast<T*>(p.out) + at, out);
         }
-        __syncthreads();
+        __syncthreads(); // the next turn stores where this one read
     }
 }
 

@@ -49,7 +49,8 @@ struct Route
 constexpr int kRouteThreads = 1024;
 
 // Of so few rows, whose numbers come from kernels that let others begin beside them, blocks compute everything once
-// before they wait, from whatever lies there, and store nothing: their code is at hand when the numbers are.
+// before they wait, from whatever lies there, and store nothing: their code is at hand when the numbers are. What they
+// saw there is old: they read it anew, by `load_new`.
 constexpr int kRehearsedRows = 16;
 
 // Floats as integers of the same order. Both zeros are one number.
@@ -168,7 +169,7 @@ struct Logits
         for (int i = 0; i < kOwn; ++i)
         {
             int const expert = lane + i * 32;
-            scores[i] = expert < experts ? to_float(logits[expert]) : -INFINITY;
+            scores[i] = expert < experts ? to_float(load_new(logits + expert)) : -INFINITY;
         }
         if (correction)
         {
@@ -265,7 +266,7 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     L const* const of_row = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.logits_row_stride;
     L const* const gates = static_cast<L const*>(p.shared_gate);
     float const shared_share
-        = gates ? sigmoid(to_float(gates[static_cast<int64_t>(row) * p.shared_gate_row_stride])) : 1.f;
+        = gates ? sigmoid(to_float(load_new(gates + static_cast<int64_t>(row) * p.shared_gate_row_stride))) : 1.f;
     Logits<kOwn> logits(of_row, p.experts, p.correction);
     // That shares are divided by.
     float sum = p.normalized ? (p.correction ? 1e-20f : 0.f) : p.correction ? 1.f : logits.sum_of_shares();
@@ -277,7 +278,7 @@ __device__ __forceinline__ int choose_experts(dflash_moe_params const& p, Route 
     {
         float share;
         int const expert = logits.take_best(share);
-        share = p.correction ? sigmoid(to_float(of_row[expert])) : share;
+        share = p.correction ? sigmoid(to_float(load_new(of_row + expert))) : share;
         sum += p.normalized ? share : 0.f;
         if (lane == k)
         {

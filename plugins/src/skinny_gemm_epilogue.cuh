@@ -8,14 +8,6 @@ namespace dflash
 namespace skinny
 {
 
-// Reads past the L1 cache, which may have what was there before: a kernel that begins early does not empty it.
-template <typename T>
-__device__ __forceinline__ T load_new(T const* from)
-{
-    unsigned short const bits = __ldcg(reinterpret_cast<unsigned short const*>(from));
-    return reinterpret_cast<T const&>(bits);
-}
-
 // Each block of the cluster finishes 16 lanes' sums of each granule of a pass, a thread one item: of a half of them. A
 // block that is alone with its rows finishes both halves.
 template <typename L>

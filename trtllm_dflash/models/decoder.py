@@ -259,7 +259,7 @@ class Decoder:
         """Lists the linears of one input, see `Ops.norm_linears`, whose weights a session may join."""
         return []
 
-    def expert_layers(self, tp: int, rank: int) -> list[MoELayer]:
+    def expert_layers(self, tp: int = 1, rank: int = 0) -> list[MoELayer]:
         """Describes the experts of every layer that has some, on `rank` of `tp`."""
         return []
 

@@ -50,7 +50,7 @@ class MoEDecoder(Decoder, ABC):
         every = [self._routers(f"model.layers.{i}.") for i in range(self.config.layers)]
         return super().joined_linears() + [names for names in every if len(names) > 1]
 
-    def expert_layers(self, tp: int, rank: int) -> list[MoELayer]:
+    def expert_layers(self, tp: int = 1, rank: int = 0) -> list[MoELayer]:
         layers = range(self.moe.dense_layers, self.config.layers)
         return [self.experts(f"model.layers.{i}.", tp, rank) for i in layers]
 

@@ -22,6 +22,8 @@ _PART = 8
 _DOWN_NVFP4 = ".experts.down_proj.global_scale"
 #: What stacks are called that have the shared expert behind a layer's others.
 _WITH_SHARED = "experts+shared_expert"
+#: What the names of an expert's tensors end with.
+_KINDS = "weight", "scale", "global_scale", "bias", "blocks", "scales", "words", "tiles"
 
 
 class CudaExperts(TorchOps):
@@ -115,50 +117,61 @@ def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype, capabilit
                 weights[key + "words"] = _in_words(weights.pop(key + "weight"), interleave_values)
 
 
-@torch.inference_mode()
-def join_shared_experts(weights: dict[str, Tensor], layers: Iterable[MoELayer], dtype: torch.dtype) -> None:
-    """Puts experts that all rows go through behind the others of their layers, in place: views of one stack each.
+def join_shared_experts(
+    weights: Mapping[str, Tensor], layers: Iterable[MoELayer], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Puts experts that all rows go through behind the others of their layers, on the device: views of one stack each.
 
-    Where they are alike, in the engine's type or in FP8: then one kernel computes all, and reads a row's experts
-    together. No more than one matrix is in memory twice.
+    Where they are alike, in the engine's type or in FP8 with a scale a row: then one kernel computes all, and reads a
+    row's experts together. What was on the device is freed there, whoever else holds those tensors; no more than one
+    matrix is in memory twice.
     """
+    joined = dict(weights)
     for layer in layers:
-        own, shared, joined = (
+        stacks, ones, wholes = (
             [f"{layer.prefix}{stack}.{name}_proj." for name in ("gate_up", "down")]
             for stack in ("experts", "shared_expert", _WITH_SHARED)
         )
-        kinds = [kind for kind in ("weight", "scale", "bias", "blocks", "words", "tiles") if own[0] + kind in weights]
-        is_plain = layer.clamp is None and layer.activation == "silu"
-        if is_plain and kinds in (["weight"], ["weight", "scale"]) and _are_alike(weights, own, shared, kinds, dtype):
-            for names in zip(own, shared, joined, strict=True):
-                for kind in kinds:
-                    _join(weights, *(name + kind for name in names))
+        is_plain = layer.has_shared and layer.clamp is None and layer.activation == "silu"
+        kinds = _kinds_alike(weights, stacks, ones, dtype) if is_plain else ()
+        for own, shared, both in zip(stacks, ones, wholes, strict=True):
+            for kind in kinds:
+                whole = _joined(joined[own + kind], joined[shared + kind], device)
+                joined |= {own + kind: whole[:-1], shared + kind: whole[-1], both + kind: whole}
+    return joined
 
 
-def _are_alike(
-    weights: Mapping[str, Tensor], own: list[str], shared: list[str], kinds: list[str], dtype: torch.dtype
-) -> bool:
-    """Whether a layer's experts and its shared one have the same tensors, of the engine's type or in FP8."""
-    types = {dtype} if kinds == ["weight"] else {FP8, torch.float32}
-    pairs = [(stack + kind, one + kind) for stack, one in zip(own, shared, strict=True) for kind in kinds]
-    return dtype in kernels.HALVES and all(
-        one in weights
-        and {weights[stack].dtype, weights[one].dtype} <= types
-        and weights[stack].dtype == weights[one].dtype
-        and weights[stack].shape[1:] == weights[one].shape
-        for stack, one in pairs
-    )
+def _kinds_alike(
+    weights: Mapping[str, Tensor], own: list[str], shared: list[str], dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Names the tensors of each matrix of a layer's experts, if its shared one has the same; else none."""
+    places = own + shared
+    kinds = tuple(kind for kind in _KINDS if any(place + kind in weights for place in places))
+    if dtype not in kernels.HALVES or kinds not in (("weight",), ("weight", "scale")):
+        return ()
+    types = {"weight": dtype} if kinds == ("weight",) else {"weight": FP8, "scale": torch.float32}
+    for stack, one in zip(own, shared, strict=True):
+        for kind in kinds:
+            pair = weights.get(stack + kind), weights.get(one + kind)
+            if any(tensor is None or tensor.dtype != types[kind] for tensor in pair):
+                return ()
+            if weights[stack + kind].shape[1:] != weights[one + kind].shape:
+                return ()
+        if "scale" in kinds and weights[one + "scale"].ndim > 1:  # of blocks: a matrix by itself is dequantized
+            return ()
+    return kinds
 
 
-def _join(weights: dict[str, Tensor], own: str, shared: str, joined: str) -> None:
-    stack, one = weights[own], weights[shared]
-    whole = stack.new_empty(len(stack) + 1, *one.shape)
+@torch.inference_mode()
+def _joined(stack: Tensor, one: Tensor, device: torch.device) -> Tensor:
+    whole = torch.empty(len(stack) + 1, *one.shape, dtype=stack.dtype, device=device)
     for tensor, place in ((stack, whole[:-1]), (one, whole[-1])):
         place.copy_(tensor)
-        # Itself, whoever else holds it, so that its memory is free then.
-        tensor.set_(place.untyped_storage(), place.storage_offset(), place.shape, place.stride())
-    weights[joined] = whole
-    torch.cuda.empty_cache()  # it is too small for the next stack
+        if tensor.device == whole.device:
+            tensor.set_(place.untyped_storage(), place.storage_offset(), place.shape, place.stride())
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # what was freed is too small for the next stack
+    return whole
 
 
 def _are_taken(weights: Mapping[str, Tensor], keys: list[str], capability: tuple[int, int]) -> bool:

@@ -23,6 +23,7 @@ from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, most_pieces, prompt_sizes
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models import build_target
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import interleave_experts, join_shared_experts
@@ -96,12 +97,11 @@ class CudaSession(TorchSession):
             raise EngineError(f"--kv-memory: caches in pages need our CUDA kernels ({self._why}); build without it")
         if config.draft_tree and not is_ours:
             raise EngineError(f"--draft-tree: on a GPU trees need our CUDA kernels ({self._why}); leave it out")
-        options = {"flat": is_ours, "paged": is_ours, "exact": self._is_exact}
-        super().__init__(config, weights, device, communicator, accept, **options)
+        if self._parts is not None:
+            weights = join_shared_experts(weights, build_target(config.target).expert_layers(), config.dtype, device)
+        super().__init__(config, weights, device, communicator, accept, is_ours, is_ours, self._is_exact)
         if self._parts is not None:
             interleave_experts(self.weights, config.dtype, of_gpu[-1])
-            own = self.communicator.size, self.communicator.rank
-            join_shared_experts(self.weights, self._step.target.expert_layers(*own), config.dtype)
         if self.library is not None:
             self.communicator.share_memory(device)
             if self._is_exact and not self.communicator.sums_in_order:
