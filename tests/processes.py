@@ -1,5 +1,9 @@
-"""Programs that a test starts, sends signals to and waits for."""
+"""Programs that a test starts, sends signals to and waits for; and what processes do in tests instead of their work.
 
+It imports little: whoever runs a function of it in a process of its own waits for these imports.
+"""
+
+import os
 import signal
 import subprocess
 from collections.abc import Iterable
@@ -26,6 +30,16 @@ def start(words: Iterable[object], ignored: Iterable[int] = (), **options: Any) 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_killed(*_: object) -> None:
+    """Ends as a process that the kernel kills for its memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends_at_once(*_: object) -> None:
+    """Ends as a rank without the memory that it needs."""
+    raise SystemExit(1)
 
 
 def _swallow(number: int, frame: object) -> None:

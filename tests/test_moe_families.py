@@ -1,11 +1,8 @@
 """gpt-oss and Qwen3-MoE: against Hugging Face transformers, drafted, and divided among ranks."""
 
-import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +25,17 @@ from tests.checkpoints import (
     split_into_shards,
 )
 from tests.conftest import TINY, refusal, succeeds
+from tests.family_checks import on_ranks
 from tests.near_ties import all_logits
 from tests.test_checkpoint import http_error
 from tests.test_huggingface import greedy
-from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.random_weights import random_weights
-from trtllm_dflash.build.builder import build
-from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
-from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.moe import MoEDecoder
@@ -296,36 +290,21 @@ def test_the_shape_of_gpt_oss_120b_on_eight_ranks():
     assert shapes["lm_head.weight"] == (201088 // 8, 2880)
 
 
-RANKS = (
-    "import json, sys\n"
-    "from trtllm_dflash import LLM, SamplingParams\n"
-    "for engine in sys.argv[1:]:\n"
-    "    with LLM.load(engine, 'cpu') as llm:\n"
-    "        if llm.session.communicator.rank:\n"
-    "            llm.session.follow()\n"
-    "        else:\n"
-    "            done = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=20))[0]\n"
-    "            print(json.dumps([done.token_ids, done.accepted_per_step]))\n"
-)
+@pytest.mark.parametrize("ep", [False, True], ids=["sliced experts", "whole experts"])
+def test_two_ranks_give_the_tokens_of_one(ep, tmp_path):
+    def reply(llm):
+        (done,) = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=20))
+        return done.token_ids, done.accepted_per_step
 
-
-def test_two_processes_give_the_tokens_of_one_with_sliced_experts_and_with_whole_ones(tmp_path):
-    pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
     target, drafter = gpt_oss_pair(tmp_path)
-    pair = {"name": "small", "target": str(target), "drafter": str(drafter), "precision": "fp32", "max_seq_len": 96}
-    engines = {ep: tmp_path / f"engine-{ep}" for ep in (False, True)}
-    for ep, engine in engines.items():
-        build(BuildSettings(**pair, tp=2, ep=ep), engine)
-        moe = read_config(engine).target.moe
-        assert moe is not None
-        assert moe.expert_parallel is ep
-    words = [Path(sys.executable).parent / "mpiexec", "-n", 2, sys.executable, "-c", RANKS, *engines.values()]
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
     llm = LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_seq_len=96)
-    (alone,) = llm.generate([[1, 2, 3] * 9], SamplingParams(max_tokens=20))
-    expected = [alone.token_ids, alone.accepted_per_step]
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [expected, expected]
+    expected = reply(llm)
+
+    def reply_of_ranks(llm):
+        assert llm.session.config.target.moe.expert_parallel is ep
+        return reply(llm)
+
+    assert on_ranks(target, drafter, 2, reply_of_ranks, ep=ep) == expected
 
 
 def test_ranks_that_cannot_share_the_experts_are_refused(tmp_path):

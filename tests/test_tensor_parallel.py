@@ -13,13 +13,12 @@ import torch
 from tests import rank_replies
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, build_tiny
+from tests.family_checks import on_ranks
 from tests.near_ties import assert_only_near_ties_differ
 from tests.processes import start
 from tests.rank_replies import SAMPLED, TOKENS, replies
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.build.builder import build
-from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.cost.memory import cache_bytes
 from trtllm_dflash.engine.directory import read_config
@@ -107,12 +106,10 @@ def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(tmp_path):
     # A vocabulary of 16: a drafter that knows nothing is still right now and then, so blocks are accepted in part.
     target = make_target(tmp_path / "target", kv_heads=2, vocab=16)
     drafter = make_drafter(tmp_path / "drafter", target, kv_heads=1)
-    pair = {"name": "small", "target": str(target), "drafter": str(drafter)}
-    build(BuildSettings(**pair, precision="fp32", tp=4, max_seq_len=64), tmp_path / "engine")
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 3, [11, 12]]
     with LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_seq_len=64) as llm:
         expected = replies(llm, prompts)
-    assert generated(4, prompts, tmp_path / "engine", "auto") == [expected]
+    assert on_ranks(target, drafter, 4, lambda llm: replies(llm, prompts)) == expected
     assert any(count for said in expected for _, accepted in said for count in accepted)
 
 

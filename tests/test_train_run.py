@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import TINY, run, succeeds
+from tests.processes import ends_at_once
 from tests.test_train import LATER
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.drafter import open_drafter
@@ -203,11 +204,6 @@ def test_ranks_that_have_no_pack_and_ranks_that_end_are_said_in_one_line(trained
     monkeypatch.setattr("trtllm_dflash.train.phases.follow", ends_at_once)
     with pytest.raises(EngineError, match="--ranks 2: one of them ended before it was ready"):
         train_from_nothing(replies, data, tmp_path / "ended", packs=2, ranks=2)
-
-
-def ends_at_once(*_: object) -> None:
-    """What a rank without the memory does."""
-    raise SystemExit(1)
 
 
 def load_place(folder: Path) -> str:

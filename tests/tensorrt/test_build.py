@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import build_tiny, refusal, succeeds
-from tests.processes import start
+from tests.processes import is_killed, start
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.build.tensorrt_ranks import check_host_memory, compile_ranks, host_memory
 from trtllm_dflash.engine.config import EngineConfig
@@ -155,11 +155,7 @@ def test_a_plan_of_another_tensorrt_is_refused(engine):
 
 
 def test_a_killed_worker_is_said_to_be_one(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.build.tensorrt_ranks._compile", _die)
+    monkeypatch.setattr("trtllm_dflash.build.tensorrt_ranks._compile", is_killed)
     config = read_config(engine)
     with pytest.raises(EngineError, match="use fewer --workers"):
         compile_ranks(None, config, tmp_path, tmp_path, 2, lambda *_: None)  # type: ignore[arg-type]
-
-
-def _die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
