@@ -216,8 +216,8 @@ def test_blocks_accepted_in_part_leave_the_states_of_plain_decoding(layout, hybr
 def test_so_they_do_over_hundreds_of_steps(hybrid, tmp_path):
     folder = hybrid("qwen3_5_text", vocab=16)
     drafter = make_drafter(tmp_path / "drafter", folder, block_size=16)
-    oracle = decoded(folder, drafter, ((30, 930), (1, 930), (50, 30), (9, 30), (90, 20)), cancels=3)
-    assert min(oracle.most[:2]) >= 300
+    oracle = decoded(folder, drafter, ((30, 620), (1, 620), (50, 30), (9, 30), (90, 20)), cancels=3)
+    assert min(oracle.most[:2]) >= 200
     assert oracle.accepted == set(range(16))
 
 
@@ -239,19 +239,22 @@ def engine(hybrid, tmp_path_factory):
 
 @pytest.mark.slow
 def test_drafted_text_is_plain_text_where_sequences_wait_for_pages(engine):
+    """Greedy and sampled ones in turn."""
     prompts = [[1, 2, 3, 4] * 12, [2, 3, 4] * 16, [3, 4] * 23, [5], [6, 7] * 20]
+    params = SamplingParams(max_tokens=44), SamplingParams(max_tokens=44, temperature=0.8, seed=3)
+    asked = [(prompt, params[i % 2]) for i, prompt in enumerate(prompts)]
     with LLM.load(engine, "cpu") as llm:
-        for params in (SamplingParams(max_tokens=44), SamplingParams(max_tokens=44, temperature=0.8, seed=3)):
-            plain = [llm.generate([prompt], params, draft=False)[0].token_ids for prompt in prompts]
-            scheduler = Scheduler(llm.session)
-            sequences = [llm.intake.sequence(prompt, params, draft=True) for prompt in prompts]
-            for sequence in sequences:
-                scheduler.submit(sequence)
-            while scheduler.busy:
-                scheduler.step()
-            assert [sequence.token_ids for sequence in sequences] == plain
-            assert any(accepted for sequence in sequences for accepted in sequence.accepted_per_step)
-            assert scheduler.statistics.preemptions > 0
+        plain = [llm.generate([prompt], its, draft=False)[0].token_ids for prompt, its in asked]
+        scheduler = Scheduler(llm.session)
+        sequences = [llm.intake.sequence(prompt, its, draft=True) for prompt, its in asked]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+    assert [sequence.token_ids for sequence in sequences] == plain
+    for some in (sequences[::2], sequences[1::2]):
+        assert any(accepted for sequence in some for accepted in sequence.accepted_per_step)
+    assert scheduler.statistics.preemptions > 0
 
 
 def test_states_are_found_by_the_tokens_that_they_stand_behind():

@@ -85,6 +85,10 @@ def requests():
     return [ASK] * len(params) + [STORY] * 2, params + free
 
 
+#: Of them, each form once, by turns greedy and sampled, and the free ones.
+FEW = (0, 3, 4, 7, 8, 11, 12, 13)
+
+
 @pytest.fixture(scope="module")
 def replies(loaded, requests):
     return loaded.generate(*requests)
@@ -114,14 +118,14 @@ def test_a_step_ahead_of_the_host_chooses_the_same(loaded, replies, requests, mo
     """As where the device computes by itself: steps wait for drafts always, never, or where it is worth it."""
     monkeypatch.setattr(guiding, "_STRAYS", strays)
     scheduler = Scheduler(loaded.session, draft=draft, ahead=1)
-    sequences = [loaded.intake.sequence(prompt, params) for prompt, params in zip(*requests, strict=True)]
+    sequences = [loaded.intake.sequence(requests[0][i], requests[1][i]) for i in FEW]
     for sequence in sequences:
         scheduler.submit(sequence)
     while scheduler.busy:
         scheduler.step()
-    assert [sequence.completion().token_ids for sequence in sequences] == [reply.token_ids for reply in replies]
+    assert [sequence.completion().token_ids for sequence in sequences] == [replies[i].token_ids for i in FEW]
     if strays < 0:
-        assert [sequence.accepted for sequence in sequences] == [reply.accepted_tokens for reply in replies]
+        assert [sequence.accepted for sequence in sequences] == [replies[i].accepted_tokens for i in FEW]
 
 
 def test_pieces_of_a_prompt_that_are_under_way_are_no_part_of_its_reply(loaded):

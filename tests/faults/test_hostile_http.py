@@ -166,10 +166,10 @@ async def throw(address: tuple[str, int], requests: list[bytes], statuses: Count
         writer.close()
 
 
-def test_ten_thousand_malformed_requests_end_nothing(tiny_engine, caplog, capfd):
+def test_three_thousand_malformed_requests_end_nothing(tiny_engine, caplog, capfd):
     chance = random.Random(18)
     kinds = [noise, damaged, misframed, overgrown, misspelt]
-    requests = [chance.choice(kinds)(chance) for _ in range(10_000)]
+    requests = [chance.choice(kinds)(chance) for _ in range(3_000)]
     statuses: Counter = Counter()
 
     async def all_of_them(address):
@@ -179,7 +179,7 @@ def test_ten_thousand_malformed_requests_end_nothing(tiny_engine, caplog, capfd)
         asyncio.run(all_of_them(address))
         assert serves(address)
     assert not requests
-    assert statuses[b"400"] > 2000
+    assert statuses[b"400"] > 600
     assert set(statuses) <= {b"", b"100", b"200", b"400", b"404", b"405", b"408", b"413", b"415"}
     assert (caplog.text, capfd.readouterr().err) == ("", "")  # nothing went wrong that had not been thought of
 
