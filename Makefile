@@ -31,7 +31,7 @@ demo: setup
 	$(BIN)/trtllm-dflash demo
 
 test:
-	@$(MAKE) --no-print-directory --jobs=4 lint types kernels-of-tests bytecode
+	@$(MAKE) --no-print-directory --jobs=4 WORKERS=1 lint types kernels-of-tests bytecode
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST)
 
 # What tests/test_plugins.py asks about, compiled on the core that the setup leaves idle. A fault in it is that test's.

@@ -26,6 +26,7 @@ def build_kernels() -> str:
     The folder stays, and CMake compiles what has changed since; where ccache is, it knows what other checkouts have
     compiled. A warning is an error of the compilers, so none is left in it.
     Code of GPUs is not optimized, for that takes three times as long; ours hardly: as far as GCC's warnings need it.
+    Small files are joined: that each has the headers which it needs is seen where kernels are built to be run.
 
     Returns what the compilers said on standard error since a test has asked.
 
@@ -34,7 +35,7 @@ def build_kernels() -> str:
     """
     configure: list[str | Path] = [
         *("cmake", "-S", ROOT / "plugins", "-B", FOLDER, "-DCMAKE_CUDA_ARCHITECTURES=90-real"),
-        *("-DCMAKE_CUDA_FLAGS=-Ofc=max -Xptxas=-O0", "-DCMAKE_CUDA_FLAGS_RELEASE=-O1 -DNDEBUG"),
+        *("-DCMAKE_CUDA_FLAGS=-Ofc=max -Xptxas=-O0", "-DCMAKE_CUDA_FLAGS_RELEASE=-O1 -DNDEBUG", "-DDFLASH_JOINED=ON"),
         f"-DTENSORRT_INCLUDE={os.environ.get('TENSORRT_INCLUDE', '')}",
     ]
     if shutil.which("ccache"):
