@@ -90,7 +90,7 @@ def test_a_reply_is_what_the_definitions_say(name, tiny, model, unpenalized):
 def test_drafted_text_equals_plain_text_with_each_of_them_in_one_batch(tiny_at):
     """Greedy and seeded; more requests than slots, so that those with penalties follow others in a slot."""
     llm = tiny_at(16)
-    asked = [params(name, **(SAMPLED if sampled else {})) for name in PARAMETERS for sampled in (False, True)]
+    asked = [params(name, **(SAMPLED if i % 2 else {})) for i, name in enumerate([*PARAMETERS, "bias", "all"])]
     asked += [SamplingParams(max_tokens=LENGTH, ignore_eos=True)] * 2
     prompts = [[ODD, *PROMPTS][i % 4] for i in range(len(asked))]
     drafted = llm.generate(prompts, asked)

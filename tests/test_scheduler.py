@@ -98,7 +98,7 @@ def same(sequence, completion):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("llm", "ahead"), [("paged", 0), ("linear", 1), ("paged", 2)], indirect=["llm"])
 def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
     """Requests of all kinds come at random steps, some are cancelled: what finishes is what comes of it alone."""
     choices = random.Random(5)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import HYBRID
-from tests.test_penalties import ODD, PARAMETERS, SAMPLED, params
+from tests.test_penalties import LENGTH, ODD, PARAMETERS, SAMPLED, params
 from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.delta_states import Run
@@ -16,7 +16,7 @@ from trtllm_dflash.session.shaping import CapturedStep
 from trtllm_dflash.session.torch_session import TorchSession
 from trtllm_dflash.step import Drafting
 
-MAX_TOKENS = 24
+MAX_TOKENS = LENGTH
 FORM = Structured(kind="json_schema", value={"type": "object", "properties": {"name": {"type": "string"}}})
 PROMPT = [{"role": "user", "content": "Give me a JSON object for a user."}]
 

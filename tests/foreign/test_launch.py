@@ -495,7 +495,7 @@ def is_alive(process: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # SIGTERM: by the next test
 def test_ctrl_c_is_handed_on_and_nothing_stays(fake_vllm, number):
     process = launch_vllm(fake_vllm)
     said = process.stdout.readline().split()

@@ -59,9 +59,11 @@ def test_64_clients_at_once_each_get_their_own_text(server, alone):
 
     texts = asyncio.run(all_of_them())
     assert 0 < sum(text is None for text in texts) < CLIENTS // 2
-    for (request, _), text in zip(asked, texts, strict=True):
-        if text is not None:
-            assert text == alone.generate([request.token_ids], request.params, request.draft)[0].text
+    pairs = [(its, text) for (its, _), text in zip(asked, texts, strict=True) if text is not None]
+    for draft in (True, False):
+        heard = [(its, text) for its, text in pairs if its.draft is draft]
+        replies = alone.generate([its.token_ids for its, _ in heard], [its.params for its, _ in heard], draft)
+        assert [text for _, text in heard] == [reply.text for reply in replies]
     server.wait_for_gauge("dflash_slots_in_use", 0)
     server.wait_for_gauge("dflash_requests_waiting", 0)
 

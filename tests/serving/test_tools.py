@@ -197,7 +197,7 @@ def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_o
                 assert found["class"] in ("first", "second") and 1 <= found["seats"] <= 9
                 assert found["stops"] and set(found["stops"]) <= {"Rome", "Bern"}
         for choice in ("required", {"type": "function", "name": "book"}):
-            asked = dict(input="Go.", tools=[flat], tool_choice=choice, temperature=0, max_output_tokens=250)
+            asked = dict(input="Go.", tools=[flat], tool_choice=choice, temperature=0, max_output_tokens=120)
             response = api.responses.create(model="tiny", **asked)
             # As many calls as there is room for, where they may be; what is cut off of the last one is a message.
             cut = {"message"} if response.status == "incomplete" else set()

@@ -1,14 +1,15 @@
-"""`build --backend tensorrt` and `inspect` as a user meets them: the shipped pair, compiled for an absent GPU."""
+"""`build --backend tensorrt` and `inspect` as a user meets them: a small pair, compiled for an absent GPU."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 
 import pytest
 
 from tests.checkpoints import make_drafter, make_target
-from tests.conftest import build_tiny, refusal, succeeds
+from tests.conftest import TINY, refusal, succeeds
 from tests.processes import is_killed, start
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.build.tensorrt_ranks import check_host_memory, compile_ranks, host_memory
@@ -26,11 +27,28 @@ SMALL = ["--max-batch", "2", "--max-seq-len", "256", "--chunk", "64", "--optimiz
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """The shipped pair for SM120, two ranks, compiled two at a time."""
-    path = tmp_path_factory.mktemp("tensorrt") / "tiny"
-    asked = [*BUILD, *SMALL, "--gpu", "rtx-5090", "--tp", 2, "--workers", 2, "--output", path]
-    assert succeeds(*asked).strip() == f"{path}: built"
+def small_pair(tmp_path_factory):
+    """Flags of a pair with the shipped one's tokenizer, of which a rank is compiled in two seconds or so."""
+    folder = tmp_path_factory.mktemp("small")
+    shape = {"heads": 16, "kv_heads": 8, "head_size": 64}
+    target = make_target(folder / "target", layers=2, hidden=128, vocab=2048, **shape)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / "target" / name, target)
+    drafter = make_drafter(folder / "drafter", target, layers=1, tap_layers=(0, 1), **shape)
+    return ["--target", target, "--drafter", drafter, "--max-seq-len", 256]
+
+
+@pytest.fixture(scope="module")
+def engine_flags(small_pair):
+    """The small pair for SM120, two ranks."""
+    return ["build", "--backend", "tensorrt", *small_pair, *SMALL, "--gpu", "rtx-5090", "--tp", 2]
+
+
+@pytest.fixture(scope="module")
+def engine(engine_flags, tmp_path_factory):
+    """That engine, compiled two ranks at a time."""
+    path = tmp_path_factory.mktemp("tensorrt") / "small"
+    assert succeeds(*engine_flags, "--workers", 2, "--output", path).strip() == f"{path}: built"
     return path
 
 
@@ -44,8 +62,8 @@ def test_an_engine_directory_holds_a_plan_and_a_log_a_rank(engine):
     assert "INFO" in (engine / "build-rank1.log").read_text()
 
 
-def test_the_same_build_again_reuses_the_engine_and_another_is_refused(engine):
-    asked = [*BUILD, *SMALL, "--gpu", "rtx-5090", "--tp", 2, "--output", engine]
+def test_the_same_build_again_reuses_the_engine_and_another_is_refused(engine, engine_flags):
+    asked = [*engine_flags, "--output", engine]
     before = (engine / "rank0.engine").stat().st_mtime_ns
     assert "up to date" in succeeds(*asked)
     assert (engine / "rank0.engine").stat().st_mtime_ns == before
@@ -64,12 +82,12 @@ def test_inspect_says_what_is_inside(engine):
     ):
         assert word in text
     found = json.loads(succeeds("inspect", engine, "--json"))
-    assert found["inputs"]["model.layers.0.key"] == {"shape": [-1, 2, 288, 64], "dtype": "bfloat16"}
+    assert found["inputs"]["model.layers.0.key"] == {"shape": [-1, 4, 272, 64], "dtype": "bfloat16"}
     assert found["outputs"]["next_tokens"]["shape"] == [-1, -1]
     memory = found["memory_per_gpu"]
     assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
-    assert memory["target_cache"] == 8 * 2 * (2 * 2 * 288 * 64) * 2  # layers, K and V, [slots, heads, S, D], bytes
-    assert all(plan["layers"] > 500 for plan in found["plans"])
+    assert memory["target_cache"] == 2 * 2 * (2 * 4 * 272 * 64) * 2  # layers, K and V, [slots, heads, S, D], bytes
+    assert all(plan["layers"] > 100 for plan in found["plans"])
 
 
 def test_inspect_reads_a_torch_engine_too(tiny_engine):
@@ -117,16 +135,6 @@ def test_more_workers_than_this_host_has_memory_for_are_refused(tiny):
         check_host_memory(config, 100000)
 
 
-@pytest.fixture(scope="module")
-def small_pair(tmp_path_factory):
-    """Flags of a pair of which a rank is compiled in two seconds or so."""
-    folder = tmp_path_factory.mktemp("small")
-    shape = {"heads": 16, "kv_heads": 8, "head_size": 64}
-    target = make_target(folder / "target", layers=2, hidden=128, vocab=512, **shape)
-    drafter = make_drafter(folder / "drafter", target, layers=1, tap_layers=(0, 1), **shape)
-    return ["--target", target, "--drafter", drafter, "--max-seq-len", 256]
-
-
 @pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_ends_a_build_and_leaves_no_half_engine(small_pair, workers, number, tmp_path):
     words = ["build", "--backend", "tensorrt", *small_pair, "--gpu", "sm120", "--tp", 4, "--workers", workers]
@@ -141,8 +149,8 @@ def test_a_signal_ends_a_build_and_leaves_no_half_engine(small_pair, workers, nu
     assert not list(tmp_path.iterdir())
 
 
-def test_the_torch_engine_of_the_same_pair_is_another_engine(engine, tmp_path):
-    build_tiny(tmp_path / "engine")
+def test_the_torch_engine_of_the_same_pair_is_another_engine(engine, small_pair, tmp_path):
+    succeeds("build", "--backend", "torch", *small_pair, "--output", tmp_path / "engine")
     assert read_config(tmp_path / "engine").backend != read_config(engine).backend
 
 
