@@ -587,7 +587,7 @@ int main(int count, char** arguments)
     IPluginCreatorInterface* const* const creators = get_creators(count_of_creators);
     auto* const creator = static_cast<IPluginCreatorV3One*>(creators[0]);
     require(count_of_creators == 2 && std::string(creator->getPluginName()) == "DFlashBlockAttention"
-            && std::string(creator->getPluginVersion()) == "1" && std::string(creator->getPluginNamespace()) == "dflash"
+            && std::string(creator->getPluginVersion()) == "2" && std::string(creator->getPluginNamespace()) == "dflash"
             && creator->getFieldNames()->nbFields == 11,
         "the creator is another");
     int32_t const wrong = 5;

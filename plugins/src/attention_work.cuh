@@ -163,7 +163,8 @@ struct Segments
     }
 };
 
-// Quotients by one number, without the code of a division: exact below 2^20, and tiles are fewer.
+// Quotients by one number, without the code of a division: exact below 2^20. Divided are tiles times KV heads, and what
+// a slot's rows give, by eight.
 struct Quotient
 {
     float number;

@@ -12,7 +12,7 @@ namespace dflash
 {
 
 constexpr char const* kPluginName = "DFlashBlockAttention";
-constexpr char const* kPluginVersion = "1";
+constexpr char const* kPluginVersion = "2";
 constexpr char const* kPluginNamespace = "dflash";
 
 // The plugin's attributes; each is a field of its creator, of one number.

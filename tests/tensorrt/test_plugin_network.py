@@ -199,7 +199,7 @@ def test_another_library_is_not_taken_for_the_plugins(
 ) -> None:
     library.write_bytes(b"something else")
     build = [*build, "--output", tmp_path / "engine"]
-    assert "has no plugin DFlashBlockAttention of version 1; build it with `make plugin`" in refusal(
+    assert "has no plugin DFlashBlockAttention of version 2; build it with `make plugin`" in refusal(
         *build, "--plugin", library
     )
     assert "is not a file; `make plugin` builds libdflash_plugin.so" in refusal(*build, "--plugin", tmp_path / "none")

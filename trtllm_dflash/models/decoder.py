@@ -259,8 +259,8 @@ class Decoder:
         """Lists the linears of one input, see `Ops.norm_linears`, whose weights a session may join."""
         return []
 
-    def expert_layers(self, tp: int = 1, rank: int = 0) -> list[MoELayer]:
-        """Describes the experts of every layer that has some, on `rank` of `tp`."""
+    def expert_layers(self) -> list[MoELayer]:
+        """Describes the experts of every layer that has some, as one rank alone has them."""
         return []
 
     def attention(self, ops: Ops[T], i: int, qkv: T, start: T) -> T:

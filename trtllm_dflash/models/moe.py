@@ -50,9 +50,8 @@ class MoEDecoder(Decoder, ABC):
         every = [self._routers(f"model.layers.{i}.") for i in range(self.config.layers)]
         return super().joined_linears() + [names for names in every if len(names) > 1]
 
-    def expert_layers(self, tp: int = 1, rank: int = 0) -> list[MoELayer]:
-        layers = range(self.moe.dense_layers, self.config.layers)
-        return [self.experts(f"model.layers.{i}.", tp, rank) for i in layers]
+    def expert_layers(self) -> list[MoELayer]:
+        return [self.experts(f"model.layers.{i}.", 1, 0) for i in range(self.moe.dense_layers, self.config.layers)]
 
     def _shared_weights(self, prefix: str, size: int) -> list[Weight]:
         """Lists the tensors of the expert of all rows, whose columns ranks divide, and its gate."""

@@ -15,7 +15,7 @@ from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 
 #: As the plugin's creator calls itself: name, version, namespace.
-PLUGIN = ("DFlashBlockAttention", "1", "dflash")
+PLUGIN = ("DFlashBlockAttention", "2", "dflash")
 
 
 def has_plugin_layers(trt: Any) -> bool:
