@@ -51,7 +51,7 @@ struct Head
         return static_cast<unsigned>((uint64_t{1} << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
     }
 
-    // A lane's numbers, from its own on: in accesses of 16 bytes. kAnew: from the L2.
+    // A lane's numbers, from its own on: in accesses of 16 bytes. kAnew: by `load_new`.
     template <bool kAnew = false>
     static __device__ __forceinline__ Numbers load_own(T const* from)
     {
@@ -61,7 +61,7 @@ struct Head
         for (int first = 0; first < kPairs; first += 4)
         {
             auto const* const at = reinterpret_cast<uint4 const*>(from + 2 * first);
-            uint4 const four = kAnew ? __ldcg(at) : *at;
+            uint4 const four = kAnew ? load_new(at) : *at;
             auto const& part = reinterpret_cast<Part const&>(four);
 #pragma unroll
             for (int i = 0; i < 4; ++i)

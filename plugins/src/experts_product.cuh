@@ -418,12 +418,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     {
         bool const is_real = turn == 1;
         layout.units = is_real ? units : 1;
-        if (kGateUp && is_real)
-        {
-            wait();
-        }
         if (is_real)
         {
+            if constexpr (kGateUp)
+            {
+                wait();
+            }
             trigger();
         }
         __syncwarp(); // its ring has been read

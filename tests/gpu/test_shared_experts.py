@@ -12,7 +12,7 @@ from tests.quantized import quantize_stack
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.activations import sigmoid
 from trtllm_dflash.ops.cuda_experts import join_shared_experts, moe_kernel
-from trtllm_dflash.ops.experts import Experts
+from trtllm_dflash.ops.experts import Experts, activate
 
 pytestmark = pytest.mark.skipif(bool(why_no_kernels()), reason=why_no_kernels())
 
@@ -51,8 +51,7 @@ def in_float64(case, weights, x, logits, gate, stream):
     out = moe_in_float64(case, weights, x, logits)
     experts = Experts.of(weights, case.layer, "experts+shared_expert")
     matrices = (matrix.numbers(case.count, torch.float32).to(case.dtype) for matrix in (experts.gate_up, experts.down))
-    h = x.double() @ next(matrices).double().T
-    h = torch.nn.functional.silu(h[:, : case.columns]) * h[:, case.columns :]
+    h = activate(x.double() @ next(matrices).double().T, case.layer)
     own = h @ next(matrices).double().T
     return out + own * (1 if gate is None else sigmoid(gate.double())) + (0 if stream is None else stream.double())
 

@@ -149,17 +149,20 @@ def _kinds_alike(
     kinds = tuple(kind for kind in _KINDS if any(place + kind in weights for place in places))
     if dtype not in kernels.HALVES or kinds not in (("weight",), ("weight", "scale")):
         return ()
-    types = {"weight": dtype} if kinds == ("weight",) else {"weight": FP8, "scale": torch.float32}
-    for stack, one in zip(own, shared, strict=True):
-        for kind in kinds:
-            pair = weights.get(stack + kind), weights.get(one + kind)
-            if any(tensor is None or tensor.dtype != types[kind] for tensor in pair):
-                return ()
-            if weights[stack + kind].shape[1:] != weights[one + kind].shape:
-                return ()
-        if "scale" in kinds and weights[one + "scale"].ndim > 1:  # of blocks: a matrix by itself is dequantized
-            return ()
-    return kinds
+    # A scale of blocks has two dimensions: a matrix by itself is dequantized then.
+    forms = {"weight": (FP8 if "scale" in kinds else dtype, 2), "scale": (torch.float32, 1)}
+    pairs = zip(own, shared, strict=True)
+    every = [
+        (weights.get(stack + kind), weights.get(one + kind), *forms[kind]) for stack, one in pairs for kind in kinds
+    ]
+    return kinds if all(_is_alike(*each) for each in every) else ()
+
+
+def _is_alike(stack: Tensor | None, one: Tensor | None, dtype: torch.dtype, dimensions: int) -> bool:
+    """Whether a tensor of that form, of one expert, can go behind those in a stack."""
+    if stack is None or one is None or one.ndim != dimensions:
+        return False
+    return stack.dtype == one.dtype == dtype and stack.shape[1:] == one.shape
 
 
 @torch.inference_mode()
@@ -169,8 +172,7 @@ def _joined(stack: Tensor, one: Tensor, device: torch.device) -> Tensor:
         place.copy_(tensor)
         if tensor.device == whole.device:
             tensor.set_(place.untyped_storage(), place.storage_offset(), place.shape, place.stride())
-    if whole.is_cuda:
-        torch.cuda.empty_cache()  # what was freed is too small for the next stack
+            torch.cuda.empty_cache()  # what was freed is too small for the next stack
     return whole
 
 
