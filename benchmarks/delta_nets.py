@@ -85,7 +85,7 @@ def measure(shape: Shape, nets: list[kernels.DeltaNet], slots: int, rows: int, a
     counters = torch.zeros(slots, shape.key_heads, dtype=torch.int32, device="cuda")
 
     def call(net: kernels.DeltaNet) -> object:
-        return lambda: net(x, gates, on_gpu, lengths, counters)
+        return lambda: net(x, gates, on_gpu, lengths, counters, rows)
 
     taken = seconds([call(net) for net in nets]) * len(nets)  # type: ignore[misc]
     floor = len(nets) * bytes_of(shape, slots, rows, accepted) / RATE

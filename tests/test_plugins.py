@@ -20,7 +20,7 @@ from tests.flat_ops import rowless_ops
 from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.kernels import library, norm, products
+from trtllm_dflash.kernels import delta_net, library, norm, products
 from trtllm_dflash.models.decoder import Features
 from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 #: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
-INTERFACE = (29, "2896ae94c17d7989")
+INTERFACE = (30, "408ff9fdc6bc70f8")
 
 needs_compiler = pytest.mark.skipif(
     bool(kernel_build.MISSING), reason=f"not installed: {', '.join(kernel_build.MISSING)}"
@@ -101,6 +101,19 @@ def test_what_the_busiest_of_an_h200s_multiprocessors_reads_is_known(built, load
 def test_what_the_busiest_of_an_h200s_multiprocessors_multiplies_is_known(built, load, rows, outputs, thousandths):
     load(built / "libdflash_kernels.so")
     assert products._bulk_load.__wrapped__(rows, outputs, 4096, 132) == thousandths
+
+
+@needs_compiler
+@pytest.mark.parametrize(("segments", "most_rows"), [(1, 17), (1, 512), (4, 300), (1, 4096), (8, 16)])
+@pytest.mark.parametrize("size", delta_net.DELTA_SIZES)
+def test_what_the_nets_of_prompts_take_beside_them_is_planned(built, load, size, segments, most_rows):
+    load(built / "libdflash_kernels.so")
+    sizes = {"head_size": size, "key_heads": 3, "value_heads": 6, "pending": 16}
+    params = delta_net.DeltaNetParams(rows=segments * most_rows, segment_count=segments, most_rows=most_rows, **sizes)
+    needed = ctypes.c_size_t()
+    library.run("dflash_delta_net_workspace", params, ctypes.byref(needed))
+    planned = delta_net.prompt_bytes(segments * most_rows, segments, 3, 6, size)
+    assert needed.value == (planned if most_rows > 16 else 0)
 
 
 @needs_compiler

@@ -706,7 +706,7 @@ def delta_net(
     segments = ints(*(x for place in places for x in place)).view(-1, 4)
     stand, counters = ints(*lengths), torch.zeros(slots, key_heads, dtype=torch.int32, device="cuda")
     x = normal(rows, channels + value_heads * size, dtype=dtype)
-    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, stand, counters)
+    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, stand, counters, max(counts))
     kernels.advance_states(stand, segments, pending)
 
 

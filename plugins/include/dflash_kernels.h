@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 29
+#define DFLASH_ABI_VERSION 30
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -895,6 +895,7 @@ typedef struct
     int32_t kernel; /* rows that the convolution sees: 4 */
     int32_t pending; /* at most 16 */
     int32_t slots;
+    int32_t most_rows; /* of a segment */
     float norm_eps;
     const int32_t* segments; /* [G, 4] in the order of their rows, the first of which is row 0 */
     const int32_t* lengths; /* [slots]: the position that a slot's states stand at */
@@ -915,7 +916,12 @@ typedef struct
     int64_t gates_row_stride;
 } dflash_delta_net_params;
 
-DFLASH_API cudaError_t dflash_delta_net(const dflash_delta_net_params* params, cudaStream_t stream);
+/* Bytes of scratch that dflash_delta_net needs: none where no segment has more than `pending` rows. */
+DFLASH_API cudaError_t dflash_delta_net_workspace(const dflash_delta_net_params* params, size_t* bytes);
+
+/* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */
+DFLASH_API cudaError_t dflash_delta_net(
+    const dflash_delta_net_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
 /* Notes where the states of the slots that have rows stand, after all nets of a step. */
 typedef struct

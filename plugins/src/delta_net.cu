@@ -1,8 +1,8 @@
 // Gated delta nets: convolution, gates, the state's pending rows, and what new rows read, write and give, in one kernel
 // that reads a state once and writes it at most once.
 //
-// A cluster has one value head of one segment, each block some of its values. 16 rows at a time are taken by products
-// alone (the delta rule's chunk form): with k, q, v of rows i and j, the decays d, D_ij = d_j+1 * ... * d_i and
+// A cluster has one value head of one segment, each block some of its values. At most 16 rows are taken, by products
+// alone (the delta rule's chunk form); those of prompts before them in delta_net_prompt.cu. With k, q, v of rows i and j, the decays d, D_ij = d_j+1 * ... * d_i and
 // E_i = d_0 * ... * d_i,
 //
 //     A_ij = b_i D_ij (k_i k_j) below the diagonal;  U = (I + A)^-1 (b (v - E (k S)));  o = E (q S) + (D (q k)) U
@@ -14,6 +14,7 @@
 // The value heads of one key head share its keys, the pending ones too, and the window's rows. Who writes those is the
 // last block that has read them.
 #include "delta_net_block.cuh"
+#include "delta_net_prompt.h"
 #include "delta_net_single.cuh"
 #include "launch.cuh"
 
@@ -41,19 +42,7 @@ __device__ __forceinline__ void clear_padding(delta::Place<T, kSize, kBlockValue
     }
 }
 
-// A block's work where rows take several chunks: apart, so that a step's single chunk keeps no registers for them.
-template <typename T, int kSize, int kBlockValues>
-__device__ __noinline__ void work_chunks(dflash_delta_net_params const& p, int4 segment, int length)
-{
-    extern __shared__ float4 memory[];
-    delta::Place<T, kSize, kBlockValues> const place(p);
-    delta::Shared<T, kSize, kBlockValues> const shared(reinterpret_cast<float*>(memory));
-    delta::Block<T, kSize, kBlockValues> const block{place, shared};
-    auto ahead = block.load_ahead();
-    block.template run<false>(delta::Segment(p, segment, length), ahead);
-}
-
-// One cluster a value head and segment.
+// One cluster a value head and segment, of which it takes the rows that stay pending.
 template <typename T, int kSize, int kBlockValues>
 __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplits, 1, 1)
     __launch_bounds__(delta::Division<T, kSize, kBlockValues>::kThreads, kSize == 128 ? 2 : 1)
@@ -82,16 +71,9 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     clear_padding(place, segment, end);
     if (segment.w > 0)
     {
-        delta::Segment const own(p, segment, length);
+        delta::Segment const own = delta::Segment(p, segment, length).pending();
         block.stage_first(own);
-        if (own.absorbed == 0)
-        {
-            block.template run<true>(own, ahead);
-        }
-        else
-        {
-            work_chunks<T, kSize, kBlockValues>(p, segment, length);
-        }
+        block.run(own, ahead);
     }
 }
 
@@ -134,6 +116,12 @@ __global__ void advance_states_kernel(dflash_advance_states_params const p)
     }
 }
 
+// One of each segment, most likely; if not, one after another.
+bool has_single_rows(dflash_delta_net_params const& p)
+{
+    return p.head_size == 128 && p.rows <= p.segment_count;
+}
+
 template <typename T, int kSize, int kBlockValues>
 cudaError_t launch_delta_net(dflash_delta_net_params const& p, cudaStream_t stream)
 {
@@ -152,6 +140,12 @@ cudaError_t launch_single_rows(dflash_delta_net_params const& p, cudaStream_t st
     return launch_kernel(single_rows_kernel<T>, grid, delta::SingleRows<T>::kThreads, 0, stream, p);
 }
 
+// Rows that segments may have to absorb at once. Where there is one of each, most likely, none are.
+bool has_prompts(dflash_delta_net_params const& p)
+{
+    return p.most_rows > p.pending && !has_single_rows(p);
+}
+
 template <typename T>
 cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream)
 {
@@ -162,7 +156,7 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream
     case 32: return launch_delta_net<T, 32, 32>(p, stream);
     case 64: return launch_delta_net<T, 64, 32>(p, stream);
     case 128:
-        if (p.rows <= p.segment_count) // one of each, most likely; if not, one after another
+        if (has_single_rows(p))
         {
             return launch_single_rows<T>(p, stream);
         }
@@ -183,12 +177,19 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream
 } // namespace
 } // namespace dflash
 
-extern "C" cudaError_t dflash_delta_net(dflash_delta_net_params const* p, cudaStream_t stream)
+extern "C" cudaError_t dflash_delta_net_workspace(dflash_delta_net_params const* p, size_t* bytes)
+{
+    *bytes = dflash::has_prompts(*p) ? dflash::delta_net_prompt_bytes(*p) : 0;
+    return cudaSuccess;
+}
+
+extern "C" cudaError_t dflash_delta_net(
+    dflash_delta_net_params const* p, void* workspace, size_t workspace_bytes, cudaStream_t stream)
 {
     using namespace dflash;
     bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0 && p->slots > 0
         && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
-        && p->key_heads <= 65535 && p->x_row_stride % 8 == 0;
+        && p->key_heads <= 65535 && p->value_heads <= 65535 && p->x_row_stride % 8 == 0;
     if (!is_known)
     {
         return cudaErrorInvalidValue;
@@ -196,6 +197,15 @@ extern "C" cudaError_t dflash_delta_net(dflash_delta_net_params const* p, cudaSt
     if (p->segment_count == 0 || p->rows == 0)
     {
         return cudaSuccess;
+    }
+    if (has_prompts(*p))
+    {
+        bool const has_room = workspace != nullptr && workspace_bytes >= delta_net_prompt_bytes(*p);
+        cudaError_t const error = has_room ? launch_delta_net_prompts(*p, workspace, stream) : cudaErrorInvalidValue;
+        if (error != cudaSuccess)
+        {
+            return error;
+        }
     }
     switch (p->dtype)
     {

@@ -59,8 +59,7 @@ struct Block
     {
         if (threadIdx.x == 0 && D::kSplits > 1)
         {
-            init_barrier(shared.squares_barrier(0), 1);
-            init_barrier(shared.squares_barrier(1), 1);
+            init_barrier(shared.squares_barrier, 1);
             fence_barrier_inits();
         }
         __syncwarp();
@@ -111,7 +110,8 @@ struct Block
         {
             return;
         }
-        Segment const segment(place.p, guess, *static_cast<int const volatile*>(place.p.lengths + guess.x));
+        int const length = *static_cast<int const volatile*>(place.p.lengths + guess.x);
+        Segment const segment = Segment(place.p, guess, length).pending();
         constexpr int kShare = kSize / D::kSplits; // of the keys, that this block of the cluster asks for
         int const first = place.split * kShare;
         if (!segment.is_zero && lane == 0)
@@ -125,9 +125,9 @@ struct Block
             prefetch(place.writes(segment.slot, lane));
             prefetch(place.decay(segment.slot, lane));
         }
-        if (lane < kBefore && !segment.begins)
+        if (lane < kBefore && !segment.begins && segment.before == 0)
         {
-            T const* const window = place.window_row(segment.slot, segment.accepted + lane);
+            T const* const window = place.window_row(segment.slot, segment.window + lane);
             prefetch(window + place.query_channel() + first);
             prefetch(window + place.key_channel() + first);
             prefetch(window + place.value_channel());
@@ -171,18 +171,6 @@ struct Block
         float const left[2] = {behind[row], behind[row + 1]};
         return {
             from[0] * left[0], from[S::kValueStride] * left[1], from[8] * left[0], from[S::kValueStride + 8] * left[1]};
-    }
-
-    __device__ __forceinline__ void absorb(State& state, LeftParts const (&left)[2]) const
-    {
-        DeltaLane const at;
-        state.absorb(shared.kept[kDeltaRows - 1], true, left,
-            [&](int half, int key)
-            {
-                int const row = 8 * half + 2 * at.column;
-                int const own = part * D::kPartKeys + key;
-                return RightParts(float2{shared.keys.number(row, own), shared.keys.number(row + 1, own)});
-            });
     }
 
     // Puts what the warp's keys have of the rows' keys and queries where all parts of it are summed up.
@@ -245,10 +233,10 @@ struct Block
     // All threads, before any of what follows.
     __device__ __forceinline__ void stage_first(Segment const& segment) const
     {
-        rows.stage(segment, 0, segment.rows_at(0));
+        rows.stage(segment);
         if (D::kIsWhole)
         {
-            rows.stage_gates(segment, 0, segment.rows_at(0), 0);
+            rows.stage_gates(segment);
         }
         if (segment.accepted > 0)
         {
@@ -257,58 +245,20 @@ struct Block
         commit_copies();
     }
 
-    // Stages the rows behind those of a chunk, which have been convolved.
-    __device__ __forceinline__ void stage_next(Segment const& segment, int row, int count, int chunk) const
-    {
-        if (row != segment.absorbed)
-        {
-            rows.stage(segment, row + count, segment.rows_at(row + count));
-            if (D::kIsWhole)
-            {
-                rows.stage_gates(segment, row + count, segment.rows_at(row + count), chunk + 1);
-            }
-            commit_copies();
-        }
-    }
-
-    // The two below meet each other: before a chunk's convolution, behind it, and when the state has been read.
-    // kOnce: the rows are one chunk, and all pending.
-    template <bool kOnce>
+    // The two below meet each other: before the convolution, behind it, and when the state has been read.
     __device__ __forceinline__ void solve(
         Segment const& segment, typename Solver<T, kSize, kBlockValues>::Rate const& rate) const
     {
-        int row = 0;
-        do
-        {
-            int const count = segment.rows_at(row);
-            auto gates = solver.load(segment, row, count);
-            if (row > 0)
-            {
-                wait_for_copies<0>();
-                meet_all();
-            }
-            solver.fill(gates, rate, count);
-            if (row == 0)
-            {
-                wait_for_copies<0>();
-                meet_all();
-            }
-            meet_all();
-            bool const counts = kOnce || row == segment.reader_row();
-            uint32_t const before = counts ? count_reader(segment) : 0;
-            if (!kOnce)
-            {
-                stage_next(segment, row, count, 0);
-            }
-            meet<kProductsAreThere, D::kThreads>();
-            solver.solve(gates.share);
-            if (counts)
-            {
-                note_last(before);
-            }
-            meet_all();
-            row += count;
-        } while (!kOnce && row < segment.count);
+        auto gates = solver.load(segment);
+        solver.fill(gates, rate, segment.count);
+        wait_for_copies<0>();
+        meet_all();
+        meet_all();
+        uint32_t const before = count_reader(segment);
+        meet<kProductsAreThere, D::kThreads>();
+        solver.solve(gates.share);
+        note_last(before);
+        meet_all();
     }
 
     // A block asks the L2 for its state first. Where a warp has many of its numbers, registers for them are there only
@@ -327,7 +277,6 @@ struct Block
         }
     }
 
-    template <bool kOnce>
     __device__ __forceinline__ void work(Segment const& segment, Ahead& ahead) const
     {
         typename Rows<T, kSize, kBlockValues>::PendingKeys pending;
@@ -344,126 +293,85 @@ struct Block
         {
             rows.store_pending_keys(pending);
         }
-        int count = 0;
-        int chunk = 0;
-        int row = 0;
-        do
+        bool const solves = D::kIsWhole && is_solver();
+        float share = 0.f;
+        if (solves)
         {
-            count = segment.rows_at(row);
-            bool const is_pending = kOnce || row == segment.absorbed;
-            float share = 0.f;
-            typename Solver<T, kSize, kBlockValues>::Gates gates;
-            if (D::kIsWhole && is_solver())
-            {
-                gates = solver.load(segment, row, count);
-                if (kOnce)
-                {
-                    solver.fill(gates, ahead.rate, count);
-                    share = gates.share;
-                }
-            }
-            wait_for_copies<0>();
-            meet_all(); // the rows are staged, and those before them done with
-            if (!kOnce && D::kIsWhole && is_solver())
-            {
-                solver.fill(gates, ahead.rate, count);
-                share = gates.share;
-            }
-            rows.convolve(ahead.weights, count);
+            auto gates = solver.load(segment);
+            solver.fill(gates, ahead.rate, segment.count);
+            share = gates.share;
+        }
+        wait_for_copies<0>();
+        meet_all(); // the rows are staged
+        rows.convolve(ahead.weights, segment.count);
+        meet_all();
+        if (threadIdx.x == 0 && D::kSplits > 1)
+        {
+            expect_bytes(shared.squares_barrier, 4 * D::kSplits * kDeltaRows);
+        }
+        uint32_t const before = solves ? count_reader(segment) : 0;
+        if (kLoadsLate)
+        {
+            load(segment, state);
+        }
+        rows.multiply_keys();
+        if constexpr (D::kIsWhole)
+        {
             meet_all();
-            if (threadIdx.x == 0 && D::kSplits > 1)
+            if (solves)
             {
-                expect_bytes(shared.squares_barrier(chunk % 2), 4 * D::kSplits * kDeltaRows);
+                solver.solve(share);
+                note_last(before);
             }
-            bool const counts = D::kIsWhole && is_solver() && (kOnce || row == segment.reader_row());
-            uint32_t const before = counts ? count_reader(segment) : 0;
-            if (!kOnce)
-            {
-                stage_next(segment, row, count, chunk);
-            }
-            if (kLoadsLate && row == 0)
-            {
-                load(segment, state);
-            }
-            rows.multiply_keys();
-            if constexpr (D::kIsWhole)
-            {
-                meet_all();
-                if (is_solver())
-                {
-                    solver.solve(share);
-                    if (counts)
-                    {
-                        note_last(before);
-                    }
-                }
-            }
-            else
-            {
-                report<kProductsAreThere, D::kThreads>();
-            }
-            if (row == 0 && segment.accepted > 0)
-            {
-                absorb_pending(state, segment.accepted);
-            }
-            if (is_pending && (segment.accepted > 0 || segment.absorbed > 0))
-            {
-                state.store(this->state(segment));
-            }
-            TileNumbers of_keys = {};
-            TileNumbers of_queries = {};
-            state.read(shared.keys, shared.queries, part * State::kGroups, of_keys, of_queries);
-            if constexpr (D::kIsWhole)
-            {
-                meet_all();
-                TileNumbers writes;
-                tiles.run(segment, ahead.norm, row, count, chunk, of_keys, of_queries, writes);
-                if (!is_pending)
-                {
-                    LeftParts const left[2] = {tiles.left_behind(writes, 0), tiles.left_behind(writes, 1)};
-                    absorb(state, left);
-                }
-            }
-            else
-            {
-                typename Finish<T, kSize, kBlockValues>::Outputs outputs;
-                finish.load_gates(segment, row, count, outputs);
-                share_sums(of_keys, of_queries);
-                meet_all();
-                finish.run(segment, ahead.norm, row, count, chunk, outputs);
-                if (!is_pending)
-                {
-                    LeftParts const left[2] = {left_of(shared.behind, 0), left_of(shared.behind, 8)};
-                    absorb(state, left);
-                }
-            }
-            row += count;
-            ++chunk;
-        } while (!kOnce && row < segment.count);
-        keep(segment, count);
+        }
+        else
+        {
+            report<kProductsAreThere, D::kThreads>();
+        }
+        if (segment.accepted > 0)
+        {
+            absorb_pending(state, segment.accepted);
+            state.store(this->state(segment));
+        }
+        TileNumbers of_keys = {};
+        TileNumbers of_queries = {};
+        state.read(shared.keys, shared.queries, part * State::kGroups, of_keys, of_queries);
+        if constexpr (D::kIsWhole)
+        {
+            meet_all();
+            tiles.run(segment, ahead.norm, of_keys, of_queries);
+        }
+        else
+        {
+            typename Finish<T, kSize, kBlockValues>::Outputs outputs;
+            finish.load_gates(segment, outputs);
+            share_sums(of_keys, of_queries);
+            meet_all();
+            finish.run(segment, ahead.norm, outputs);
+        }
+        keep(segment);
     }
 
-    template <bool kOnce>
     __device__ __forceinline__ void run(Segment const& segment, Ahead& ahead) const
     {
         if (only_solves())
         {
-            solve<kOnce>(segment, ahead.rate);
+            solve(segment, ahead.rate);
         }
         else
         {
-            work<kOnce>(segment, ahead);
+            work(segment, ahead);
         }
     }
 
     // Keeps beside the state what the next step needs. All blocks of the cluster have read what was kept before.
-    __device__ __forceinline__ void keep(Segment const& segment, int count) const
+    __device__ __forceinline__ void keep(Segment const& segment) const
     {
-        if (place.split == 0 && threadIdx.x < count)
+        if (place.split == 0 && threadIdx.x < segment.count)
         {
             *place.decay(segment.slot, threadIdx.x) = shared.decays[threadIdx.x];
         }
-        rows.keep(segment, count, *shared.is_last);
+        rows.keep(segment, segment.count, *shared.is_last);
     }
 };
 

@@ -39,12 +39,12 @@ struct Finish
         return warp * D::kRowsOfWarp + i;
     }
 
-    __device__ __forceinline__ void load_gates(Segment const& segment, int row, int count, Outputs& outputs) const
+    __device__ __forceinline__ void load_gates(Segment const& segment, Outputs& outputs) const
     {
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
-            T const* const from = place.row(segment.first_row + row + min(row_of(i), count - 1)) + place.channels()
+            T const* const from = place.row(segment.first_row + min(row_of(i), segment.count - 1)) + place.channels()
                 + place.first_value();
 #pragma unroll
             for (int j = 0; j < D::kOfLane; ++j)
@@ -105,14 +105,14 @@ struct Finish
 
     // Keeps what the rows write.
     __device__ __forceinline__ void keep_writes(
-        Segment const& segment, int count, bool is_pending, int j, float const (&writes)[D::kRowsOfWarp]) const
+        Segment const& segment, int j, float const (&writes)[D::kRowsOfWarp]) const
     {
         float* const to = place.writes(segment.slot, row_of(0)) + value(j);
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
             shared.writes[row_of(i) * S::kValueStride + value(j)] = writes[i];
-            if (is_pending && row_of(i) < count)
+            if (row_of(i) < segment.count)
             {
                 to[i * place.values_of_row()] = writes[i];
             }
@@ -133,7 +133,7 @@ struct Finish
     }
 
     // Sums of squares over all values of the head.
-    __device__ __forceinline__ void sum_squares(Outputs const& outputs, int chunk, float (&sums)[D::kRowsOfWarp]) const
+    __device__ __forceinline__ void sum_squares(Outputs const& outputs, float (&sums)[D::kRowsOfWarp]) const
     {
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
@@ -148,8 +148,7 @@ struct Finish
         }
         if constexpr (D::kSplits > 1)
         {
-            int const turn = chunk % 2;
-            float const* const inbox = shared.squares + turn * D::kSplits * kDeltaRows;
+            float const* const inbox = shared.squares;
             int const to = lane % D::kSplits;
             int const row = lane / D::kSplits; // of the warp's
             float own[1] = {sums[0]};
@@ -161,9 +160,9 @@ struct Finish
             if (row < D::kRowsOfWarp)
             {
                 uint32_t const at = shared_address(inbox + place.split * kDeltaRows + row_of(row));
-                send(address_at(at, to), own, address_at(shared.squares_barrier(turn), to));
+                send(address_at(at, to), own, address_at(shared.squares_barrier, to));
             }
-            wait_for_phase(shared.squares_barrier(turn), chunk / 2 % 2);
+            wait_for_phase(shared.squares_barrier, 0);
 #pragma unroll
             for (int i = 0; i < D::kRowsOfWarp; ++i)
             {
@@ -177,16 +176,16 @@ struct Finish
         }
     }
 
-    __device__ __forceinline__ void write_out(Segment const& segment, int row, int count, Outputs const& outputs,
+    __device__ __forceinline__ void write_out(Segment const& segment, Outputs const& outputs,
         float const (&norm)[D::kOfLane], float const (&squares)[D::kRowsOfWarp]) const
     {
-        int64_t const to = int64_t{segment.first_row + row + row_of(0)} * place.values_of_row();
+        int64_t const to = int64_t{segment.first_row + row_of(0)} * place.values_of_row();
         T* const out = static_cast<T*>(place.p.out) + to + place.first_value() + value(0);
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
             float const root = rsqrtf(squares[i] / static_cast<float>(kSize) + place.p.norm_eps);
-            if (row_of(i) < count && lane < D::kValues)
+            if (row_of(i) < segment.count && lane < D::kValues)
             {
 #pragma unroll
                 for (int j = 0; j < D::kOfLane; ++j)
@@ -199,7 +198,7 @@ struct Finish
     }
 
     __device__ __forceinline__ void run(
-        Segment const& segment, float const (&norm)[D::kOfLane], int row, int count, int chunk, Outputs& outputs) const
+        Segment const& segment, float const (&norm)[D::kOfLane], Outputs& outputs) const
     {
 #pragma unroll
         for (int j = 0; j < D::kOfLane; ++j)
@@ -223,7 +222,7 @@ struct Finish
 #pragma unroll
                 for (int j = 0; j < D::kOfLane; ++j)
                 {
-                    keep_writes(segment, count, row == segment.absorbed, j, sums[j]);
+                    keep_writes(segment, j, sums[j]);
                 }
                 meet<kWorkersMeet, D::kWorkers>();
                 mix = shared.reads;
@@ -233,8 +232,8 @@ struct Finish
         }
         copy(sums, outputs.out);
         float squares[D::kRowsOfWarp];
-        sum_squares(outputs, chunk, squares);
-        write_out(segment, row, count, outputs, norm, squares);
+        sum_squares(outputs, squares);
+        write_out(segment, outputs, norm, squares);
     }
 };
 

@@ -82,38 +82,39 @@ struct Rows
                                  : place.value_channel() + number - 2 * kSize;
     }
 
-    // Stages the segment's rows from `row` on, with those that their convolution sees. By all threads. Loops that stay
-    // loops: their instructions come from memory, too.
-    __device__ __forceinline__ void stage(Segment const& segment, int row, int count) const
+    // Stages the segment's rows, with those that their convolution sees. By all threads. Loops that stay loops: their
+    // instructions come from memory, too.
+    __device__ __forceinline__ void stage(Segment const& segment) const
     {
 #pragma unroll 1
-        for (int item = threadIdx.x; item < (kBefore + count) * kCopies; item += D::kThreads)
+        for (int item = threadIdx.x; item < (kBefore + segment.count) * kCopies; item += D::kThreads)
         {
-            stage_16(segment, row, item / kCopies, item % kCopies * kNumbers);
+            stage_16(segment, item / kCopies, item % kCopies * kNumbers);
         }
     }
 
-    // 16 bytes of the index-th row of those that the rows from `row` on see.
-    __device__ __forceinline__ void stage_16(Segment const& segment, int row, int index, int number) const
+    // 16 bytes of the index-th row of those that the rows see.
+    __device__ __forceinline__ void stage_16(Segment const& segment, int index, int number) const
     {
-        int const own = row + index - kBefore;
-        T const* const from = own >= 0 ? place.row(segment.first_row + own)
-                                       : place.window_row(segment.slot, segment.accepted + kBefore + own);
+        int const own = index - kBefore;
+        bool const is_row = own + segment.before >= 0;
+        T const* const from = is_row ? place.row(segment.first_row + own)
+                                     : place.window_row(segment.slot, segment.window + index + segment.before);
         delta::stage_16(
-            shared.raw + index * S::kRawStride + number, from + channel_of(number), own >= 0 || !segment.begins);
+            shared.raw + index * S::kRawStride + number, from + channel_of(number), is_row || !segment.begins);
     }
 
-    // Stages what gates the outputs of rows from `row` on, of the chunk-th chunk.
-    __device__ __forceinline__ void stage_gates(Segment const& segment, int row, int count, int chunk) const
+    // Stages what gates the rows' outputs.
+    __device__ __forceinline__ void stage_gates(Segment const& segment) const
     {
         constexpr int kOfGates = D::kValues / kNumbers;
 #pragma unroll 1
-        for (int item = threadIdx.x; item < count * kOfGates; item += D::kThreads)
+        for (int item = threadIdx.x; item < segment.count * kOfGates; item += D::kThreads)
         {
             int const number = item % kOfGates * kNumbers;
-            T const* const from = place.row(segment.first_row + row + item / kOfGates) + place.channels();
-            delta::stage_16(shared.gates + chunk % 2 * S::kGates + item / kOfGates * D::kValues + number,
-                from + place.first_value() + number, true);
+            T const* const from = place.row(segment.first_row + item / kOfGates) + place.channels();
+            delta::stage_16(shared.gates + item / kOfGates * D::kValues + number, from + place.first_value() + number,
+                true);
         }
     }
 

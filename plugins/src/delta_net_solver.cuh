@@ -70,20 +70,20 @@ struct Solver
         float pending_decay;
     };
 
-    // Loads what rows from `row` on are weighed by, and before the first of them the pending ones.
-    __device__ __forceinline__ Gates load(Segment const& segment, int row, int count) const
+    // Loads what rows are weighed by, and the pending ones before them.
+    __device__ __forceinline__ Gates load(Segment const& segment) const
     {
         T const* const from = static_cast<T const*>(place.p.gates)
-            + int64_t{segment.first_row + row + min(column, count - 1)} * place.p.gates_row_stride + place.head;
+            + int64_t{segment.first_row + min(column, segment.count - 1)} * place.p.gates_row_stride + place.head;
         Gates gates;
-        gates.pending_decay = row == 0 && column < segment.accepted ? *place.decay(segment.slot, column) : 1.f;
+        gates.pending_decay = column < segment.accepted ? *place.decay(segment.slot, column) : 1.f;
         gates.share = to_float(from[0]);
         gates.decay = to_float(from[place.p.value_heads]);
         return gates;
     }
 
-    // Fills in the decays of the pending rows, which all but the first rows' find read, and those of `count` rows. Loops
-    // that stay loops, here and in what follows: a step runs them once, and their instructions come from memory, too.
+    // Fills in the decays of the pending rows, and those of `count` rows. Loops that stay loops, here and in what
+    // follows: a step runs them once, and their instructions come from memory, too.
     __device__ __forceinline__ void fill(Gates& gates, Rate const& rate, int count) const
     {
         float const a = gates.decay + rate.bias;
@@ -91,21 +91,12 @@ struct Solver
         gates.decay = column < count ? expf(-expf(rate.log) * softplus) : 1.f;
         gates.share = column < count ? 1.f / (1.f + expf(-gates.share)) : 0.f;
         shared.decays[column] = gates.decay;
-        float decay = gates.decay;
-#pragma unroll 1
-        for (int turn = 0; turn < 2; ++turn) // the rows', then the pending ones'
+        shared.kept[column] = product_to(gates.decay);
+        shared.pending_behind[column] = product_behind(gates.pending_decay);
+        float const kept = product_to(gates.pending_decay);
+        if (lane == kDeltaRows - 1)
         {
-            float const kept = product_to(decay);
-            (turn == 0 ? shared.behind : shared.pending_behind)[column] = product_behind(decay);
-            if (turn == 0)
-            {
-                shared.kept[column] = kept;
-            }
-            else if (lane == kDeltaRows - 1)
-            {
-                *shared.pending_kept = kept;
-            }
-            decay = gates.pending_decay;
+            *shared.pending_kept = kept;
         }
         weigh(gates);
     }

@@ -36,14 +36,6 @@ struct TileFinish
         return {x[tile][0], x[tile][1], x[tile][2], x[tile][3]};
     }
 
-    // Likewise, of writes as they are left behind the last row.
-    __device__ __forceinline__ LeftParts left_behind(TileNumbers const& writes, int tile) const
-    {
-        float const first = shared.behind[row(tile, 0)];
-        float const second = shared.behind[row(tile, 1)];
-        return {writes[tile][0] * first, writes[tile][1] * second, writes[tile][2] * first, writes[tile][3] * second};
-    }
-
     // sums += x * mix^T, of mix [16 rows, 16 rows] that has nothing above its diagonal.
     __device__ __forceinline__ void add_mixed(TileNumbers const& x, float const* mix, TileNumbers& sums) const
     {
@@ -62,7 +54,7 @@ struct TileFinish
 
     // Computes what rows write of what the state gives their keys.
     __device__ __forceinline__ void write(
-        Segment const& segment, int count, bool is_pending, TileNumbers const& of_keys, TileNumbers& writes) const
+        Segment const& segment, TileNumbers const& of_keys, TileNumbers& writes) const
     {
         TileNumbers missing;
 #pragma unroll
@@ -77,19 +69,16 @@ struct TileFinish
             }
         }
         add_mixed(missing, shared.solved, writes);
-        if (is_pending)
+        float* const to = place.writes(segment.slot, row(0, 0)) + value(0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
         {
-            float* const to = place.writes(segment.slot, row(0, 0)) + value(0);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int j = 0; j < 4; ++j)
             {
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
+                if (row(i, j) < segment.count)
                 {
-                    if (row(i, j) < count)
-                    {
-                        to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8] = writes[i][j];
-                    }
+                    to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8] = writes[i][j];
                 }
             }
         }
@@ -131,11 +120,12 @@ struct TileFinish
         }
     }
 
-    // of_keys and of_queries: what the state gives the rows. `writes` are given to whoever absorbs them.
-    __device__ __forceinline__ void run(Segment const& segment, float const (&norm)[2], int begin, int count, int chunk,
-        TileNumbers const& of_keys, TileNumbers const& of_queries, TileNumbers& writes) const
+    // of_keys and of_queries: what the state gives the rows.
+    __device__ __forceinline__ void run(Segment const& segment, float const (&norm)[2], TileNumbers const& of_keys,
+        TileNumbers const& of_queries) const
     {
-        write(segment, count, begin == segment.absorbed, of_keys, writes);
+        TileNumbers writes;
+        write(segment, of_keys, writes);
         TileNumbers out;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -149,8 +139,8 @@ struct TileFinish
         add_mixed(writes, shared.reads, out);
         float squares[2][2];
         sum_squares(out, squares);
-        T const* const gates = shared.gates + chunk % 2 * S::kGates;
-        int64_t const begins = int64_t{segment.first_row + begin + row(0, 0)} * place.values_of_row();
+        T const* const gates = shared.gates;
+        int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
         T* const to = static_cast<T*>(place.p.out) + begins + place.first_value() + value(0);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -160,7 +150,7 @@ struct TileFinish
             {
                 int const own = row(i, j);
                 float const root = rsqrtf(squares[i][j] / static_cast<float>(kSize) + place.p.norm_eps);
-                if (own < count)
+                if (own < segment.count)
                 {
 #pragma unroll
                     for (int k = j; k < 4; k += 2)

@@ -60,6 +60,8 @@ struct Segment
     int count;
     int absorbed; // rows that the state absorbs at once; those behind them stay beside it
     int accepted; // pending rows of the step before that the state absorbs first
+    int window; // the row of the window that the first row's convolution sees first
+    int before; // rows in front of the first one that are the sequence's, too
     bool begins; // at position 0: there is nothing before
     bool is_zero; // the state: what lies there is another sequence's
 
@@ -70,22 +72,24 @@ struct Segment
         , count(segment.w)
         , absorbed(max(segment.w - p.pending, 0))
         , accepted(segment.y == 0 ? 0 : min(max(segment.y - length, 0), p.pending))
+        , window(accepted)
+        , before(0)
         , begins(segment.y == 0)
         , is_zero(begins || length == 0)
     {
     }
 
-    // First row of the first chunk behind which nothing more is read of what value heads share. Behind a chunk of fewer
-    // rows than a convolution sees in front of it, the next one reads the window too.
-    __device__ __forceinline__ int reader_row() const
+    // The rows that stay beside the state, once it has absorbed those before them.
+    __device__ __forceinline__ Segment pending() const
     {
-        return absorbed < kBefore ? absorbed : 0;
-    }
-
-    // Rows from `row` on that are taken together.
-    __device__ __forceinline__ int rows_at(int row) const
-    {
-        return row < absorbed ? min(kDeltaRows, absorbed - row) : count - row;
+        Segment segment = *this;
+        segment.first_row += absorbed;
+        segment.count -= absorbed;
+        segment.absorbed = 0;
+        segment.accepted = absorbed > 0 ? 0 : accepted;
+        segment.before = absorbed;
+        segment.is_zero = is_zero && absorbed == 0;
+        return segment;
     }
 };
 
@@ -203,12 +207,12 @@ struct Shared
         ? (kDeltaRows / 2 * kPairStride > kPart ? kDeltaRows / 2 * kPairStride : kPart)
         : D::kParts * kPart;
     static constexpr int kGates = D::kIsWhole ? kDeltaRows * D::kValues : 0; // of the outputs
-    static constexpr int kSquares = D::kIsWhole ? D::kWarps * kDeltaRows : 2 * D::kSplits * kDeltaRows;
+    static constexpr int kSquares = (D::kIsWhole ? D::kWarps : D::kSplits) * kDeltaRows;
 
     SplitRows<kSize> keys;
     SplitRows<kSize> queries;
     T* raw; // [3 + 16, queries, keys, values] before the convolution
-    T* gates; // [2 turns, 16, kValues] of the outputs, where warps have all keys
+    T* gates; // [16, kValues] of the outputs, where warps have all keys
     float* values; // [16, kValues]: v, then what the state has not of it
     float* writes; // [16, kValues]: U, and before it the pending rows'
     float* parts; // [kParts, keys' and queries', 16, kValues]: of what rows read; before them the pending rows' keys,
@@ -220,17 +224,16 @@ struct Shared
     float* weights; // [16, 16]: D
     float* decays; // [16] each
     float* kept; // E
-    float* behind; // what is left of a row behind the last
-    float* pending_behind;
+    float* pending_behind; // what is left of a row behind the last
     float* pending_kept; // [1], of the state behind the pending rows
     int* is_last; // [1]
-    float* squares; // [2 turns, kSplits, 16]: sums over a block's values; of warps that have all keys: [kWarps, 16]
-    uint32_t squares_barriers; // [2]
+    float* squares; // [kSplits, 16]: sums over a block's values; of warps that have all keys: [kWarps, 16]
+    uint32_t squares_barrier;
 
     static constexpr int kRawBytes = (kBefore + kDeltaRows) * kRawStride * static_cast<int>(sizeof(T));
-    static constexpr int kGatesBytes = 2 * kGates * static_cast<int>(sizeof(T));
+    static constexpr int kGatesBytes = kGates * static_cast<int>(sizeof(T));
     static constexpr int kBytes = kRawBytes + kGatesBytes
-        + 4 * (2 * SplitRows<kSize>::kWords + 2 * kRows + kParts + 6 * kMix + 4 * kDeltaRows + 4 + kSquares + 4);
+        + 4 * (2 * SplitRows<kSize>::kWords + 2 * kRows + kParts + 6 * kMix + 3 * kDeltaRows + 4 + kSquares + 2);
 
     __device__ __forceinline__ explicit Shared(float* memory)
         : keys{reinterpret_cast<uint32_t*>(memory)}
@@ -247,23 +250,17 @@ struct Shared
         , weights(solved + kMix)
         , decays(weights + kMix)
         , kept(decays + kDeltaRows)
-        , behind(kept + kDeltaRows)
-        , pending_behind(behind + kDeltaRows)
+        , pending_behind(kept + kDeltaRows)
         , pending_kept(pending_behind + kDeltaRows)
         , is_last(reinterpret_cast<int*>(pending_kept + 1))
         , squares(pending_kept + 4)
-        , squares_barriers(shared_address(squares + kSquares))
+        , squares_barrier(shared_address(squares + kSquares))
     {
     }
 
     __device__ __forceinline__ SplitRows<kSize> rows(bool is_query) const
     {
         return {keys.words + (is_query ? SplitRows<kSize>::kWords : 0)};
-    }
-
-    __device__ __forceinline__ uint32_t squares_barrier(int turn) const
-    {
-        return squares_barriers + 8 * turn;
     }
 };
 

@@ -210,7 +210,7 @@ int32_t DeltaNetPlugin::getNbOutputs() const noexcept
     return kOutputs;
 }
 
-// The segments, then the counters.
+// The segments, then the counters, then what the nets of prompts need.
 size_t DeltaNetPlugin::getWorkspaceSize(
     DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*, int32_t) const noexcept
 {
@@ -218,8 +218,33 @@ size_t DeltaNetPlugin::getWorkspaceSize(
     {
         return 0;
     }
-    size_t const slots = in[kX].max.d[0];
-    return aligned(slots * 4 * sizeof(int32_t)) + aligned(slots * settings_.key_heads * sizeof(int32_t));
+    int32_t const slots = static_cast<int32_t>(in[kX].max.d[0]), rows = static_cast<int32_t>(in[kX].max.d[1]);
+    size_t needed = 0;
+    dflash_delta_net_params const p = sizes(slots, rows, static_cast<int32_t>(in[kPastWrites].max.d[1]));
+    return dflash_delta_net_workspace(&p, &needed) == cudaSuccess ? places(slots).scratch + needed : 0;
+}
+
+// Where each lies in the workspace.
+DeltaNetPlugin::Places DeltaNetPlugin::places(size_t slots) const
+{
+    size_t const counters = aligned(slots * 4 * sizeof(int32_t));
+    return {counters, counters + aligned(slots * settings_.key_heads * sizeof(int32_t))};
+}
+
+dflash_delta_net_params DeltaNetPlugin::sizes(int32_t slots, int32_t rows, int32_t pending) const
+{
+    dflash_delta_net_params p = {};
+    p.segment_count = slots;
+    p.rows = slots * rows;
+    p.key_heads = settings_.key_heads;
+    p.value_heads = settings_.value_heads;
+    p.head_size = settings_.head_size;
+    p.kernel = kTaps;
+    p.pending = pending;
+    p.slots = slots;
+    p.most_rows = rows;
+    p.norm_eps = settings_.norm_eps;
+    return p;
 }
 
 // -- run --------------------------------------------------------------------------------------------------------------
@@ -274,26 +299,24 @@ int32_t DeltaNetPlugin::enqueue(PluginTensorDesc const* in, PluginTensorDesc con
         }
     }
     int32_t const slots = static_cast<int32_t>(in[kX].dims.d[0]), rows = static_cast<int32_t>(in[kX].dims.d[1]);
-    int32_t* const segments = static_cast<int32_t*>(workspace);
-    int32_t* const counters = segments + aligned(size_t{4} * slots * sizeof(int32_t)) / sizeof(int32_t);
-    cudaError_t const error = make_delta_segments(static_cast<int32_t const*>(inputs[kStart]),
+    dflash_delta_net_params p = sizes(slots, rows, static_cast<int32_t>(in[kPastWrites].dims.d[1]));
+    size_t needed = 0;
+    cudaError_t error = dflash_delta_net_workspace(&p, &needed);
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
+    char* const bytes = static_cast<char*>(workspace);
+    int32_t* const segments = reinterpret_cast<int32_t*>(bytes);
+    int32_t* const counters = reinterpret_cast<int32_t*>(bytes + places(slots).counters);
+    error = make_delta_segments(static_cast<int32_t const*>(inputs[kStart]),
         static_cast<int32_t const*>(inputs[kRowCount]), slots, rows, segments, counters, slots * settings_.key_heads,
         stream);
     if (error != cudaSuccess)
     {
         return error;
     }
-    dflash_delta_net_params p = {};
     p.dtype = dtype_of(in[kX]);
-    p.segment_count = slots;
-    p.rows = slots * rows;
-    p.key_heads = settings_.key_heads;
-    p.value_heads = settings_.value_heads;
-    p.head_size = settings_.head_size;
-    p.kernel = kTaps;
-    p.pending = static_cast<int32_t>(in[kPastWrites].dims.d[1]);
-    p.slots = slots;
-    p.norm_eps = settings_.norm_eps;
     p.segments = segments;
     p.lengths = static_cast<int32_t const*>(inputs[kStateLength]);
     p.x = inputs[kX];
@@ -311,7 +334,7 @@ int32_t DeltaNetPlugin::enqueue(PluginTensorDesc const* in, PluginTensorDesc con
     p.out = outputs[kOut];
     p.x_row_stride = in[kX].dims.d[2];
     p.gates_row_stride = in[kGates].dims.d[2];
-    return dflash_delta_net(&p, stream);
+    return dflash_delta_net(&p, bytes + places(slots).scratch, needed, stream);
 }
 
 IPluginV3* DeltaNetPlugin::attachToContext(IPluginResourceContext*) noexcept

@@ -11,7 +11,7 @@ namespace dflash
 {
 
 constexpr char const* kDeltaNetName = "DFlashDeltaNet";
-constexpr char const* kDeltaNetVersion = "1";
+constexpr char const* kDeltaNetVersion = "2";
 
 // The plugin's attributes; each is a field of its creator, of one number.
 struct DeltaNetSettings
@@ -84,7 +84,16 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
 
 private:
+    // Bytes of the workspace in front of each.
+    struct Places
+    {
+        size_t counters;
+        size_t scratch;
+    };
+
     bool has_shapes(nvinfer1::PluginTensorDesc const* in) const;
+    Places places(size_t slots) const;
+    dflash_delta_net_params sizes(int32_t slots, int32_t rows, int32_t pending) const;
 
     DeltaNetSettings const settings_;
     DeltaNetFields fields_;

@@ -138,7 +138,7 @@ class Slots:
     def launch(self, rows, segments, advances=False):
         on_gpu = torch.tensor(segments, dtype=torch.int32).cuda()
         x, gates = (values[rows] for values in self.banked)
-        out = self.net(x, gates, on_gpu, self.states.lengths, self.states.counters)
+        out = self.net(x, gates, on_gpu, self.states.lengths, self.states.counters, max(words[3] for words in segments))
         if advances:
             self.states.advance(on_gpu)
         return out.cpu().double()
@@ -269,6 +269,31 @@ def test_steps_of_single_rows_equal_float64(layer, dtype):
                 slots.keep(slot, chance.randint(max(1, count - DELTA_ROWS), count))
     errors = [slots.state_error(slot) for slot in range(20)]
     assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize("heads", [(1, 5), (2, 2), (2, 8)], ids=str)
+def test_long_prompts_equal_float64(heads):
+    """Of more chunks than are taken together, beside other prompts and blocks; then further pieces of them."""
+    key_heads, value_heads = heads
+    slots = Slots(replace(LAYER, key_heads=key_heads, value_heads=value_heads), torch.bfloat16, 5)
+    for counts, kept in (([1203, 0, 16, 17, 412], [1203, 0, 5, 17, 400]), ([18, 300, 19, 1, 1170], None)):
+        found, expected = slots.step(counts, padding=2)
+        assert_rows_close(found, expected, torch.bfloat16)
+        for slot, count in enumerate(kept or counts):
+            if count:
+                slots.keep(slot, count)
+    errors = [slots.state_error(slot) for slot in range(5)]
+    assert max(errors) < 1e-5, errors
+
+
+def test_a_prompt_that_is_read_again_gives_the_same_bits():
+    slots = Slots(LAYER, torch.bfloat16, 2)
+    rows, segments = slots.rows(400), [[0, 0, 0, 100], [1, 0, 100, 300]]
+    once = slots.launch(rows, segments)
+    states = slots.states.tensors["net.state"].clone()
+    for _ in range(5):
+        assert torch.equal(slots.launch(rows, segments), once)
+        assert torch.equal(slots.states.tensors["net.state"], states)
 
 
 def test_a_step_that_is_repeated_gives_the_same_bits():

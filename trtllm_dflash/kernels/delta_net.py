@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, check, check_ints
-from trtllm_dflash.kernels.library import run, stream, structure
+from trtllm_dflash.kernels.library import run, run_with_workspace, stream, structure
 
 Tensor = torch.Tensor
 
+#: Chunks of 16 rows whose numbers lie in memory at once; see `delta_net_prompt.cu`.
+MOST_CHUNKS = 72
 #: Sizes of a net's heads, rows that its convolution sees, and rows at most that a step leaves beside a state.
 DELTA_SIZES = (16, 32, 64, 128)
 DELTA_TAPS = 4
@@ -17,7 +19,7 @@ DELTA_ROWS = 16
 
 DeltaNetParams = structure(
     "dflash_delta_net_params",
-    ints="dtype segment_count rows key_heads value_heads head_size kernel pending slots",
+    ints="dtype segment_count rows key_heads value_heads head_size kernel pending slots most_rows",
     floats="norm_eps",
     pointers="segments lengths x gates conv a_log dt_bias norm states writes keys decays window counters out",
     longs="x_row_stride gates_row_stride",
@@ -47,13 +49,16 @@ class DeltaNet:
     decays: Tensor  # [slots, pending, Hv]
     window: Tensor  # [slots, taps - 1 + pending, C]
 
-    def __call__(self, x: Tensor, gates: Tensor, segments: Tensor, lengths: Tensor, counters: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, gates: Tensor, segments: Tensor, lengths: Tensor, counters: Tensor, most_rows: int
+    ) -> Tensor:
         """Computes flat rows x [N, C + Hv*D] with gates [N, 2 Hv]: [N, Hv*D]; those of no segment become zeros.
 
         Args:
             segments: [G, 4] int32 of slot, start, first row and count, in the order of their rows; no slot has two.
             lengths: [slots] int32, the positions that states stand at. They are left so: see `advance_states`.
             counters: [slots, Hk] int32 zeros, which every net of one stream may have.
+            most_rows: that any segment has.
         """
         slots, value_heads, size = self.states.shape[:3]
         pending, key_heads = self.keys.shape[1:3]
@@ -79,6 +84,7 @@ class DeltaNet:
             kernel=DELTA_TAPS,
             pending=pending,
             slots=slots,
+            most_rows=most_rows,
             norm_eps=self.norm_eps,
             segments=segments.data_ptr(),
             lengths=lengths.data_ptr(),
@@ -98,7 +104,7 @@ class DeltaNet:
             x_row_stride=x.stride(0),
             gates_row_stride=gates.stride(0),
         )
-        run("dflash_delta_net", params, stream())
+        run_with_workspace("dflash_delta_net", params, x.device)
         return out
 
     def _check(self, x: Tensor) -> None:
@@ -138,6 +144,13 @@ def advance_states(lengths: Tensor, segments: Tensor, pending: int) -> None:
         segment_count=len(segments), pending=pending, segments=segments.data_ptr(), lengths=lengths.data_ptr()
     )
     run("dflash_advance_states", params, stream())
+
+
+def prompt_bytes(rows: int, segments: int, key_heads: int, value_heads: int, size: int) -> int:
+    """Counts the bytes of scratch that a net takes for rows of prompts, as `dflash_delta_net_workspace` does."""
+    numbers = 2 * DELTA_ROWS * size
+    of_chunk = key_heads * numbers + value_heads * (numbers + DELTA_ROWS**2 + 2 * DELTA_ROWS)
+    return 4 * min(rows // DELTA_ROWS + segments, MOST_CHUNKS) * of_chunk
 
 
 def why_no_delta_net(key_size: int, value_size: int, taps: int, pending: int) -> str | None:

@@ -72,7 +72,7 @@ class CudaStateOps(CudaSlotOps):
     def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
         net = delta_net(layer, self.weights, self._cuda_states)
         lengths, counters = self._cuda_states.lengths, self._cuda_states.counters
-        out = net(x.flatten(0, 1), gates.flatten(0, 1), self._segments, lengths, counters)
+        out = net(x.flatten(0, 1), gates.flatten(0, 1), self._segments, lengths, counters, x.shape[1])
         return out.view(*x.shape[:2], -1)
 
     def advance(self) -> None:

@@ -1,0 +1,469 @@
+// What a gated delta net's rows absorb at once, 16 at a time: where chunks lie, and what is known of them before the
+// state has come to them.
+//
+// With the numbers of delta_net.cu, and W = (I + A)^-1 b E k, a chunk's writes and outputs are
+//
+//     U = (I + A)^-1 b v - W S;  o = E (q S) + (D (q k)) U,
+//
+// so that all but what is multiplied by S or U is made of all chunks at the same time. Only the state goes from chunk to
+// chunk.
+#pragma once
+
+#include "delta_net_rows.cuh"
+#include "delta_net_solver.cuh"
+
+namespace dflash
+{
+namespace delta
+{
+
+constexpr int kMixNumbers = kDeltaRows * kDeltaRows;
+constexpr int kPromptThreads = 256;
+
+// The place of a segment's first chunk. Segments have no place in common: of n rows one has at most n / 16 + 1 chunks.
+__device__ __forceinline__ int first_place(int4 const& segment, int index)
+{
+    return segment.z / kDeltaRows + index;
+}
+
+// Likewise, places of all segments' chunks.
+inline int count_places(dflash_delta_net_params const& p)
+{
+    return p.rows / kDeltaRows + p.segment_count;
+}
+
+// Rows that a segment's state absorbs at once; see `Segment`.
+__device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
+{
+    return max(segment.w - p.pending, 0);
+}
+
+// Places whose chunks are taken together, and their numbers in scratch memory. Of a chunk these are, for each key head,
+// its queries [D / 16, 16 rows, 16], and its keys as products take them; for each value head W, laid out as queries are,
+// D (q k) [16, 16], E and what is left of each row behind the last; and, transposed, [D, 16 rows], at first what rows
+// would write to a state of zeros, and then their outputs.
+template <int kSize>
+struct PromptRange
+{
+    static constexpr int kRowNumbers = kDeltaRows * kSize;
+    static constexpr int kOfKeys = 2 * kRowNumbers;
+    static constexpr int kOfValues = kRowNumbers + kMixNumbers + 2 * kDeltaRows;
+
+    float* memory;
+    int first; // place
+    int count;
+    int key_heads;
+    int value_heads;
+
+    __host__ __device__ static int64_t numbers_of_place(int key_heads, int value_heads)
+    {
+        return int64_t{key_heads} * kOfKeys + int64_t{value_heads} * (kOfValues + kRowNumbers);
+    }
+
+    __device__ __forceinline__ float* of_keys(int place, int key_head) const
+    {
+        return memory + (int64_t{place - first} * key_heads + key_head) * kOfKeys;
+    }
+
+    __device__ __forceinline__ float* of_values(int place, int head) const
+    {
+        return memory + int64_t{count} * key_heads * kOfKeys + (int64_t{place - first} * value_heads + head) * kOfValues;
+    }
+
+    __device__ __forceinline__ float* values(int place, int head) const
+    {
+        int64_t const before = int64_t{count} * (int64_t{key_heads} * kOfKeys + int64_t{value_heads} * kOfValues);
+        return memory + before + (int64_t{place - first} * value_heads + head) * kRowNumbers;
+    }
+};
+
+// The chunk of a place: 16 rows or the last few that a segment's state absorbs at once.
+struct PromptChunk
+{
+    int4 segment; // slot, start, first row, count
+    int row; // of the segment
+    int count; // of rows; 0: the place has none
+
+    // By a whole warp.
+    __device__ __forceinline__ PromptChunk(dflash_delta_net_params const& p, int place)
+    {
+        int4 const* const segments = reinterpret_cast<int4 const*>(p.segments);
+        int const lane = threadIdx.x % 32;
+        int found = 0; // segments that begin there or before
+        for (int index = lane; index - lane < p.segment_count; index += 32)
+        {
+            bool const begins = index < p.segment_count && first_place(segments[index], index) <= place;
+            found += __popc(__ballot_sync(0xffffffffu, begins));
+        }
+        segment = segments[found - 1];
+        row = (place - first_place(segment, found - 1)) * kDeltaRows;
+        count = min(max(count_absorbed(p, segment) - row, 0), kDeltaRows);
+    }
+};
+
+// A block makes what is known of a chunk of one key head and its value heads, three of these at a time: a warp each finds
+// what lies between rows, while the others keep what heads share.
+template <typename T, int kSize>
+struct PromptRows
+{
+    using Range = PromptRange<kSize>;
+
+    static constexpr int kWarps = kPromptThreads / 32;
+    static constexpr int kHeads = 3; // of which a block's numbers leave room for three others
+    static constexpr int kOthers = kPromptThreads - 32 * kHeads; // threads
+    static constexpr int kStride = 2 * kSize + 4; // of a row: rows apart begin in other banks
+    static constexpr int kValueStride = kHeads * kSize;
+
+    struct Shared
+    {
+        float rows[kDeltaRows * kStride]; // queries and keys
+        float values[kDeltaRows * kValueStride];
+        float products[2][kDeltaRows * kMixStride]; // k k, then q k
+        float lower[kHeads][kMixNumbers]; // A transposed
+        float solved[kHeads][2][kMixNumbers]; // (I + A)^-1 b, and that with E
+    };
+
+    dflash_delta_net_params const& p;
+    Range const& range;
+    Shared& shared;
+    int const place;
+    PromptChunk const chunk;
+    Segment const segment;
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+
+    __device__ __forceinline__ T const* row(int own) const
+    {
+        return static_cast<T const*>(p.x) + int64_t{segment.first_row + own} * p.x_row_stride;
+    }
+
+    __device__ __forceinline__ T const* before(int own) const
+    {
+        int64_t const channels = (2 * p.key_heads + p.value_heads) * kSize;
+        int const at = segment.accepted + kBefore + own;
+        return static_cast<T const*>(p.window) + (int64_t{segment.slot} * (kBefore + p.pending) + at) * channels;
+    }
+
+    // Two channels of all rows, in columns; those that the chunk has not are 0.
+    __device__ __forceinline__ void convolve(int channel, float* to, int stride) const
+    {
+        Vector<T, 2> x[kBefore + kDeltaRows];
+#pragma unroll
+        for (int i = 0; i < kBefore + kDeltaRows; ++i)
+        {
+            int const own = chunk.row + min(i - kBefore, chunk.count - 1); // past the last row that one again
+            bool const is_row = i >= kBefore || own >= 0;
+            x[i] = load_vector<T, 2>((is_row ? row(own) : before(own)) + channel);
+            if (!is_row && segment.begins)
+            {
+                x[i].at[0] = x[i].at[1] = from_float<T>(0.f);
+            }
+        }
+        Vector<T, kTaps> taps[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+        {
+            taps[j] = load_vector<T, kTaps>(static_cast<T const*>(p.conv) + (channel + j) * kTaps);
+        }
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            float y[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+            {
+                y[j] = Rows<T, kSize, kSize>::mix(taps[j], x[i].at[j], x[i + 1].at[j], x[i + 2].at[j], x[i + 3].at[j]);
+            }
+            bool const is_there = i < chunk.count;
+            *reinterpret_cast<float2*>(to + i * stride) = {is_there ? y[0] : 0.f, is_there ? y[1] : 0.f};
+        }
+    }
+
+    // Queries and keys, and the values of heads from `first` on.
+    __device__ __forceinline__ void convolve_all(int key_head, int first, int heads) const
+    {
+#pragma unroll 1
+        for (int item = threadIdx.x; item < kSize + heads * kSize / 2; item += kPromptThreads)
+        {
+            int const number = 2 * item;
+            int const head = item < kSize / 2 ? key_head : p.key_heads + key_head;
+            bool const is_value = item >= kSize;
+            int const channel = is_value ? (2 * p.key_heads + first) * kSize + number - 2 * kSize
+                                         : head * kSize + number % kSize;
+            float* const to = is_value ? shared.values + number - 2 * kSize : shared.rows + number;
+            convolve(channel, to, is_value ? kValueStride : kStride);
+        }
+    }
+
+    // A warp a row of queries or keys.
+    __device__ __forceinline__ void norm_keys() const
+    {
+        constexpr int kOfLane = (kSize + 31) / 32;
+#pragma unroll
+        for (int turn = 0; turn < 2 * kDeltaRows / kWarps; ++turn)
+        {
+            int const item = turn * kWarps + warp;
+            float* const from = shared.rows + item / 2 * kStride + item % 2 * kSize;
+            float x[kOfLane];
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i)
+            {
+                x[i] = lane + 32 * i < kSize ? from[lane + 32 * i] : 0.f;
+                sum += x[i] * x[i];
+            }
+            float const scale = item % 2 == 0 ? rsqrtf(static_cast<float>(kSize)) : 1.f;
+            float const by = rsqrtf(warp_sum(sum) + kLengthEps) * scale;
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i)
+            {
+                if (lane + 32 * i < kSize)
+                {
+                    from[lane + 32 * i] = x[i] * by;
+                }
+            }
+        }
+    }
+
+    // A thread two rows' products.
+    __device__ __forceinline__ void multiply_keys() const
+    {
+        int const row = threadIdx.x / kDeltaRows;
+        int const column = threadIdx.x % kDeltaRows;
+        float4 const* const queries = reinterpret_cast<float4 const*>(shared.rows + row * kStride);
+        float4 const* const keys = queries + kSize / 4;
+        float4 const* const others = reinterpret_cast<float4 const*>(shared.rows + column * kStride + kSize);
+        float sums[2][4] = {};
+#pragma unroll 4
+        for (int i = 0; i < kSize / 4; ++i)
+        {
+            float4 const y = others[i];
+            float4 const both[2] = {keys[i], queries[i]};
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+            {
+                sums[j][0] = fmaf(both[j].x, y.x, sums[j][0]);
+                sums[j][1] = fmaf(both[j].y, y.y, sums[j][1]);
+                sums[j][2] = fmaf(both[j].z, y.z, sums[j][2]);
+                sums[j][3] = fmaf(both[j].w, y.w, sums[j][3]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+        {
+            shared.products[j][row * kMixStride + column] = (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]);
+        }
+    }
+
+    __device__ __forceinline__ float key(int row, int number) const
+    {
+        return shared.rows[row * kStride + kSize + number];
+    }
+
+    // Keeps queries and keys for all value heads of the key head. By the warps that do not solve.
+    __device__ __forceinline__ void keep_keys(int key_head) const
+    {
+        float* const to = range.of_keys(place, key_head);
+        float4* const queries = reinterpret_cast<float4*>(to);
+        float4* const keys = reinterpret_cast<float4*>(to + Range::kRowNumbers);
+#pragma unroll
+        for (int item = threadIdx.x - 32 * kHeads; item < Range::kRowNumbers / 4; item += kOthers)
+        {
+            int const row = item / 4 % kDeltaRows;
+            int const number = item / (4 * kDeltaRows) * 16 + item % 4 * 4;
+            queries[item] = *reinterpret_cast<float4 const*>(shared.rows + row * kStride + number);
+        }
+#pragma unroll
+        for (int item = threadIdx.x - 32 * kHeads; item < Range::kRowNumbers / 4; item += kOthers)
+        {
+            // Of a group's 16 keys, eight of the rows, and a lane: see `StateTile::absorb`.
+            int const row = item / 32 % 2 * 8 + item % 4 * 2;
+            int const number = item / 64 * 16 + item % 32 / 8 * 4 + item / 4 % 2;
+            keys[item] = {key(row, number), key(row, number + 2), key(row + 1, number), key(row + 1, number + 2)};
+        }
+    }
+
+    // Of a lane's row.
+    struct Gates
+    {
+        float share;
+        float decay;
+    };
+
+    __device__ __forceinline__ Gates load_gates(int head) const
+    {
+        int const column = lane % kDeltaRows;
+        T const* const from = static_cast<T const*>(p.gates)
+            + int64_t{segment.first_row + chunk.row + min(column, chunk.count - 1)} * p.gates_row_stride + head;
+        float const a = to_float(from[p.value_heads]) + static_cast<float const*>(p.dt_bias)[head];
+        float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
+        bool const is_there = column < chunk.count;
+        float const rate = expf(static_cast<float const*>(p.a_log)[head]);
+        return {is_there ? 1.f / (1.f + expf(-to_float(from[0]))) : 0.f, is_there ? expf(-rate * softplus) : 1.f};
+    }
+
+    // By a warp: what lies between a value head's rows, and the inverse. Both halves of the warp have all 16 columns;
+    // each has half of the rows.
+    __device__ __forceinline__ void solve(int head, Gates const& gates) const
+    {
+        int const column = lane % kDeltaRows;
+        float const kept = product_to(gates.decay);
+        float const behind = product_behind(gates.decay);
+        float* const mix = range.of_values(place, head) + Range::kRowNumbers;
+        if (lane < kDeltaRows)
+        {
+            mix[kMixNumbers + column] = kept;
+            mix[kMixNumbers + kDeltaRows + column] = behind;
+        }
+        float* const lower = shared.lower[warp];
+        float left = 1.f;
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            float const decay_of_row = __shfl_sync(0xffffffffu, gates.decay, i);
+            float const share_of_row = __shfl_sync(0xffffffffu, gates.share, i);
+            left *= i > column ? decay_of_row : 1.f;
+            if (i / 8 == lane / kDeltaRows)
+            {
+                int const at = i * kMixStride + column;
+                lower[column * kDeltaRows + i] = i > column ? left * share_of_row * shared.products[0][at] : 0.f;
+                mix[i * kDeltaRows + column] = i >= column ? left * shared.products[1][at] : 0.f;
+            }
+        }
+        __syncwarp();
+        float inverse[kDeltaRows];
+        invert(lower, inverse);
+        // One half of the warp each.
+        float const by = gates.share * (lane < kDeltaRows ? 1.f : kept);
+        float* const to = shared.solved[warp][lane / kDeltaRows];
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            to[i * kDeltaRows + column] = inverse[i] * by;
+        }
+    }
+
+    // A lane has a column. Each row that is known is taken from all behind it.
+    __device__ __forceinline__ void invert(float const* lower, float (&inverse)[kDeltaRows]) const
+    {
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            inverse[i] = i == lane % kDeltaRows ? 1.f : 0.f;
+        }
+#pragma unroll
+        for (int known = 0; known < kDeltaRows - 1; ++known)
+        {
+#pragma unroll
+            for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
+            {
+                float4 const x = reinterpret_cast<float4 const*>(lower + known * kDeltaRows)[part];
+                float const numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                {
+                    if (4 * part + i > known)
+                    {
+                        inverse[4 * part + i] = fmaf(-numbers[i], inverse[known], inverse[4 * part + i]);
+                    }
+                }
+            }
+        }
+    }
+
+    // What the rows of value heads from `first` on write: a thread a key of W, or a value.
+    __device__ __forceinline__ void write(int first, int heads) const
+    {
+#pragma unroll 1
+        for (int item = threadIdx.x; item < heads * 2 * kSize; item += kPromptThreads)
+        {
+            int const head = item / (2 * kSize);
+            int const number = item % kSize;
+            bool const is_value = item % (2 * kSize) >= kSize;
+            float const* const from = is_value ? shared.values + head * kSize + number : shared.rows + kSize + number;
+            int const stride = is_value ? kValueStride : kStride;
+            float x[kDeltaRows];
+#pragma unroll
+            for (int i = 0; i < kDeltaRows; ++i)
+            {
+                x[i] = from[i * stride];
+            }
+            float const* const mix = shared.solved[head][is_value ? 0 : 1];
+            float* const to = is_value ? range.values(place, first + head) + number * kDeltaRows
+                                       : range.of_values(place, first + head) + number / 16 * 256 + number % 16;
+#pragma unroll
+            for (int begin = 0; begin < kDeltaRows; begin += 4)
+            {
+                float sums[4] = {};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                {
+#pragma unroll
+                    for (int j = 0; j <= begin; j += 4) // there is nothing above the diagonal
+                    {
+                        float4 const by = *reinterpret_cast<float4 const*>(mix + (begin + i) * kDeltaRows + j);
+                        sums[i] = fmaf(by.x, x[j], sums[i]);
+                        sums[i] = fmaf(by.y, x[j + 1], sums[i]);
+                        sums[i] = fmaf(by.z, x[j + 2], sums[i]);
+                        sums[i] = fmaf(by.w, x[j + 3], sums[i]);
+                    }
+                }
+                if (is_value)
+                {
+                    *reinterpret_cast<float4*>(to + begin) = {sums[0], sums[1], sums[2], sums[3]};
+                }
+                else
+                {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                    {
+                        to[16 * (begin + i)] = sums[i];
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(int key_head) const
+    {
+        int const end = (key_head + 1) * (p.value_heads / p.key_heads);
+        int first = end - p.value_heads / p.key_heads;
+        bool begins = true;
+        do
+        {
+            int const heads = min(kHeads, end - first);
+            bool const solves = warp < heads;
+            Gates gates = {};
+            if (solves)
+            {
+                gates = load_gates(first + warp);
+            }
+            // Of further heads the keys are convolved once more, and normed from there.
+            convolve_all(key_head, first, heads);
+            __syncthreads();
+            norm_keys();
+            __syncthreads();
+            if (begins)
+            {
+                multiply_keys();
+                __syncthreads();
+            }
+            if (solves)
+            {
+                solve(first + warp, gates);
+            }
+            else if (begins && warp >= kHeads)
+            {
+                keep_keys(key_head);
+            }
+            __syncthreads();
+            write(first, heads);
+            __syncthreads();
+            first += heads;
+            begins = false;
+        } while (first < end);
+    }
+};
+
+} // namespace delta
+} // namespace dflash
