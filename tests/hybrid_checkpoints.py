@@ -63,7 +63,7 @@ def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.25}
     if layout == "qwen3_next":
         return transformers.Qwen3NextForCausalLM(
-            transformers.Qwen3NextConfig(**shape, **_EXPERTS, intermediate_size=96, rope_parameters=rope)
+            transformers.Qwen3NextConfig(**{**_EXPERTS, **shape}, intermediate_size=96, rope_parameters=rope)
         )
     rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     if layout == "qwen3_5_text":
@@ -85,7 +85,7 @@ def _model(layout: str, changes: dict[str, int]) -> PreTrainedModel:
             text_config={**text_config, "intermediate_size": 96}, vision_config=vision, **ids
         )
         return transformers.Qwen3_5ForConditionalGeneration(config)
-    config = transformers.Qwen3_5MoeConfig(text_config={**text_config, **_EXPERTS}, vision_config=vision, **ids)
+    config = transformers.Qwen3_5MoeConfig(text_config={**_EXPERTS, **text_config}, vision_config=vision, **ids)
     return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 

@@ -16,21 +16,27 @@ from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits
 from tests.quantized import quantize_folder
 from tests.stub_kernels import needs_cc, stub_library
+from tests.test_quantized_experts import planned
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.cost.floor import step_work
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.cost.states import state_bytes
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import build_target
+from trtllm_dflash.ops.cuda_experts import join_shared_experts
+from trtllm_dflash.ops.experts import Experts
+from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.runtime.checkpoints import Checkpoints
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Piece, Step
 from trtllm_dflash.session.choice import find_kernels
+from trtllm_dflash.session.weights import multiplied_weights
 from trtllm_dflash.step import Drafting
 
 IDS = torch.randint(4, 128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -86,6 +92,34 @@ def test_in_few_bits_its_logits_are_those_of_the_numbers_that_they_stand_for(lay
     edit_tensors(numbers, lambda tensors: tensors.update(stands_for))
     logits = [all_logits(load(folder), IDS[:20]) for folder in (quantized, numbers)]
     assert (logits[0] - logits[1]).norm() / logits[1].norm() < 1e-5
+
+
+def test_a_shared_expert_in_blocks_is_joined_to_its_layers_experts_as_it_is_published(tmp_path):
+    shape = {"hidden_size": 128, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    folder = make_hybrid(tmp_path, "qwen3_5_moe", **shape)
+    stands_for = quantize_folder(folder, "blocks", within=".mlp.")
+    pair, config = planned(folder)
+    layers = build_target(config.target).expert_layers()
+    weights = read_rank_weights(pair, 1, 0, torch.bfloat16)
+    of = torch.bfloat16, torch.device("cpu")
+    loaded = multiplied_weights(join_shared_experts(weights, layers, *of, takes=lambda *experts: True), *of)
+    assert len(layers) == 4
+    for layer in layers:
+        experts = Experts.of(loaded, layer, "experts+shared_expert")
+        for matrix, names in ((experts.gate_up, ("gate", "up")), (experts.down, ("down",))):
+            one = [stands_for[f"model.language_{layer.prefix}shared_expert.{name}_proj.weight"] for name in names]
+            assert len(matrix.weight) == 9 and matrix.numbers(8, torch.float32).equal(torch.cat(one))
+            assert loaded[f"{layer.prefix}shared_expert.{'gate_up' if names[1:] else 'down'}_proj.weight"].dtype == FP8
+
+
+@pytest.mark.parametrize("columns", [192, 64])
+def test_a_shared_expert_whose_gates_end_within_a_block_is_refused_in_blocks(columns, tmp_path):
+    shape = {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": columns}
+    folder = make_hybrid(tmp_path, "qwen3_5_moe", **shape)
+    quantize_folder(folder, "blocks", within=".mlp.")
+    said = r"shared_expert.gate_up_proj.weight of a rank is no whole number of the checkpoint's FP8 blocks of 128"
+    with pytest.raises(SettingsError, match=said):
+        planned(folder)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from tests.gpu.test_cuda import NEAR_TIE, tokens
 from tests.gpu.test_kernels import why_not
 from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits, assert_each_is_nearly_the_largest
+from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Decode, Piece, Prepare, Step
 from trtllm_dflash.session.cuda_session import CudaSession
@@ -39,9 +41,9 @@ def pair(tmp_path_factory):
     """A hybrid and its drafter, by layout."""
     made = {}
 
-    def make(layout, router=1, **shape):
-        """`router`: what its routers' weights are divided by."""
-        key = layout, router, tuple(shape.items())
+    def make(layout, router=1, stored=None, **shape):
+        """`router`: what its routers' weights are divided by; `stored`: the layout of `METHODS` of its experts."""
+        key = layout, router, stored, tuple(shape.items())
         if key not in made:
             folder = tmp_path_factory.mktemp("pair")
             target = make_hybrid(folder / "target", layout, vocab=16, **shape)
@@ -51,6 +53,8 @@ def pair(tmp_path_factory):
             if shape and "moe" in layout:  # all experts: another choice of them would be no near-tie of the logits
                 edit_config(target, lambda raw: raw["text_config"].update(num_experts_per_tok=8))
                 edit_tensors(target, lambda tensors: _divide(tensors, ".mlp.gate.weight", router))
+            if stored is not None:
+                quantize_folder(target, stored, within=".mlp.")
             made[key] = target, make_drafter(folder / "drafter", target, block_size=16)
         return made[key]
 
@@ -109,6 +113,27 @@ def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(layout, precision, 
             assert all(len(text) == PARAMS.max_tokens for text in each)
             others = assert_each_is_nearly_the_largest(exact, PROMPTS, each, dtype=dtype, count=2 * NEAR_TIE)
             print(layout, precision, others, "near-ties; texts alike:", sum(map(list.__eq__, *texts)))
+
+
+def test_experts_in_fp8_blocks_have_the_shared_one_among_them_and_each_token_is_fp32s_or_a_near_tie(pair):
+    """Drafted as plain, BF16 beside."""
+    sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    folders = pair("qwen3_5_moe", router=4, stored="blocks", **SHAPE, **sizes)
+    with load(folders, precision=None) as llm:
+        assert llm.config.dtype == torch.bfloat16
+        names = [f"model.layers.{i}.mlp.{{}}.{name}_proj." for i in range(4) for name in ("gate_up", "down")]
+        for name in names:
+            scales = [
+                llm.session.weights[name.format(stack) + "scale"] for stack in ("experts+shared_expert", "experts")
+            ]
+            assert [len(scale) for scale in scales] == [9, 8] and scales[0].ndim == 3
+            assert llm.session.weights[name.format("shared_expert") + "weight"].dtype == FP8
+        texts = [tokens(llm.generate(PROMPTS, PARAMS, draft)) for draft in (True, False)]
+    with load(folders, "cpu") as exact:
+        for each in texts:
+            assert all(len(text) == PARAMS.max_tokens for text in each)
+            others = assert_each_is_nearly_the_largest(exact, PROMPTS, each, dtype=torch.bfloat16, count=2 * NEAR_TIE)
+            print(others, "near-ties; texts alike:", sum(map(list.__eq__, *texts)))
 
 
 @pytest.mark.parametrize("layout", HALF_LAYOUTS)

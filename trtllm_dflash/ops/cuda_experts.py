@@ -94,6 +94,14 @@ def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> k
     return kernels.MoE(routing, _kernel_matrix(experts.gate_up), _kernel_matrix(experts.down), many)
 
 
+def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute few rows [N, hidden] of such experts."""
+    experts, layer = Experts.of(weights, layer), replace(layer, has_shared=False)
+    device = next(iter(weights.values())).device
+    x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
+    return _is_known(layer, experts) and moe_kernel(layer, experts).takes(x, logits)
+
+
 def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Puts words for MXFP4's blocks into a rank's weights, as the kernels take them beside rows of a type.
 
@@ -118,13 +126,20 @@ def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype, capabilit
 
 
 def join_shared_experts(
-    weights: Mapping[str, Tensor], layers: Iterable[MoELayer], dtype: torch.dtype, device: torch.device
+    weights: Mapping[str, Tensor],
+    layers: Iterable[MoELayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    takes: Callable[[MoELayer, Mapping[str, Tensor], int, torch.dtype], bool] = takes_experts,
 ) -> dict[str, Tensor]:
     """Puts experts that all rows go through behind the others of their layers, on the device: views of one stack each.
 
-    Where they are alike, in the engine's type or in FP8 with a scale a row: then one kernel computes all, and reads a
-    row's experts together. What was on the device is freed there, whoever else holds those tensors; no more than one
-    matrix is in memory twice.
+    Where they are alike, in the engine's type or in FP8, and the kernels compute such experts: then one kernel computes
+    all, and reads a row's experts together. What was on the device is freed there, whoever else holds those tensors; no
+    more than one matrix is in memory twice. To be called before `multiplied_weights`, which dequantizes what is apart.
+
+    Args:
+        takes: as `takes_experts`.
     """
     joined = dict(weights)
     for layer in layers:
@@ -134,11 +149,22 @@ def join_shared_experts(
         )
         is_plain = layer.has_shared and layer.clamp is None and layer.activation == "silu"
         kinds = _kinds_alike(weights, stacks, ones, dtype) if is_plain else ()
+        if not kinds:
+            continue
+        count, _, hidden = weights[stacks[0] + "weight"].shape
+        if not takes(replace(layer, first=0, count=count), weights, hidden, dtype):
+            continue
         for own, shared, both in zip(stacks, ones, wholes, strict=True):
             for kind in kinds:
                 whole = _joined(joined[own + kind], joined[shared + kind], device)
                 joined |= {own + kind: whole[:-1], shared + kind: whole[-1], both + kind: whole}
     return joined
+
+
+def is_joined(weights: Mapping[str, Tensor], linear: str) -> bool:
+    """Whether the matrix of `linear` is part of a stack that `join_shared_experts` made."""
+    layer, shared, matrix = linear.rpartition("shared_expert.")
+    return bool(shared) and f"{layer}{_WITH_SHARED}.{matrix}.weight" in weights
 
 
 def _kinds_alike(
@@ -149,18 +175,15 @@ def _kinds_alike(
     kinds = tuple(kind for kind in _KINDS if any(place + kind in weights for place in places))
     if dtype not in kernels.HALVES or kinds not in (("weight",), ("weight", "scale")):
         return ()
-    # A scale of blocks has two dimensions: a matrix by itself is dequantized then.
-    forms = {"weight": (FP8 if "scale" in kinds else dtype, 2), "scale": (torch.float32, 1)}
-    pairs = zip(own, shared, strict=True)
-    every = [
-        (weights.get(stack + kind), weights.get(one + kind), *forms[kind]) for stack, one in pairs for kind in kinds
-    ]
-    return kinds if all(_is_alike(*each) for each in every) else ()
+    types = {"weight": FP8 if "scale" in kinds else dtype, "scale": torch.float32}
+    names = [(stack + kind, one + kind, types[kind]) for stack, one in zip(own, shared, strict=True) for kind in kinds]
+    are_alike = all(_is_alike(weights.get(stack), weights.get(one), wanted) for stack, one, wanted in names)
+    return kinds if are_alike else ()
 
 
-def _is_alike(stack: Tensor | None, one: Tensor | None, dtype: torch.dtype, dimensions: int) -> bool:
-    """Whether a tensor of that form, of one expert, can go behind those in a stack."""
-    if stack is None or one is None or one.ndim != dimensions:
+def _is_alike(stack: Tensor | None, one: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether a tensor of that type, of one expert, can go behind those in a stack."""
+    if stack is None or one is None:
         return False
     return stack.dtype == one.dtype == dtype and stack.shape[1:] == one.shape
 
@@ -191,14 +214,6 @@ def _in_words(numbers: Tensor, interleaved: Callable[[Tensor], Tensor]) -> Tenso
     for to, part in zip(words.split(_PART), numbers.split(_PART), strict=True):
         to.copy_(interleaved(part))
     return words
-
-
-def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels compute few rows [N, hidden] of such experts."""
-    experts, layer = Experts.of(weights, layer), replace(layer, has_shared=False)
-    device = next(iter(weights.values())).device
-    x, logits = (torch.empty(1, size, dtype=dtype, device=device) for size in (hidden, layer.experts))
-    return _is_known(layer, experts) and moe_kernel(layer, experts).takes(x, logits)
 
 
 def _is_known(layer: MoELayer, experts: Experts) -> bool:

@@ -9,6 +9,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.rope import rope_tables
 from trtllm_dflash.ops.cpu_products import packed, why_inexact
+from trtllm_dflash.ops.cuda_experts import is_joined
 from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, joined_name, linear_weight, stored_tensors
 
@@ -84,8 +85,8 @@ def multiplied_weights(
 ) -> dict[str, torch.Tensor]:
     """Moves weights to a device, and dequantizes matrices that it does not multiply as they are stored to `dtype`.
 
-    One after the other, so that no more than one of them is in memory twice. Experts stay as they are: those that rows
-    choose are dequantized then.
+    One after the other, so that no more than one of them is in memory twice. Experts stay as they are, the shared one
+    too where it is one of a stack: those that rows choose are dequantized then.
 
     Args:
         exact: all of the target's are dequantized: products of few rows and of many add up quantized ones otherwise.
@@ -100,7 +101,8 @@ def multiplied_weights(
             continue
         parts = {key: part.to(device) for key, part in stored_tensors(linear, weight).items()}
         is_exact = exact and not name.startswith(PREFIX)
-        if weight.values.ndim == 3 or (_multiplies(device, weight) and not is_exact):
+        is_expert = weight.values.ndim == 3 or is_joined(weights, linear)
+        if is_expert or (_multiplies(device, weight) and not is_exact):
             moved |= parts
             continue
         there = linear_weight(parts, linear)
