@@ -11,7 +11,7 @@ namespace moe
 {
 
 constexpr int kMostRows = DFLASH_MOE_MOST_ROWS;
-constexpr int kMostExperts = 384;
+constexpr int kMostExperts = 512;
 constexpr int kMostTopK = 32; // a lane each
 constexpr unsigned kAll = 0xffffffffu;
 
@@ -309,6 +309,7 @@ __device__ __forceinline__ int choose_experts(
     return p.experts <= 32 ? choose_experts<L, 1>(p, route, row, stores)
         : p.experts <= 128 ? choose_experts<L, 4>(p, route, row, stores)
         : p.experts <= 256 ? choose_experts<L, 8>(p, route, row, stores)
+        : p.experts <= 384 ? choose_experts<L, 12>(p, route, row, stores)
                            : choose_experts<L, kMostExperts / 32>(p, route, row, stores);
 }
 

@@ -26,6 +26,8 @@ CASES = [
     replace(QWEN35, rows=20, first=128, count=128),
     replace(QWEN35, rows=9, top_k=31, logits_dtype=torch.float32),
     replace(QWEN35, rows=4, experts=384, count=384, normalized=False),
+    *(replace(QWEN35, rows=rows, experts=512, count=512, top_k=10) for rows in (1, 16, 90, 512)),  # Qwen3-Next
+    replace(QWEN35, rows=40, experts=400, first=100, count=300),
     replace(QWEN35, rows=70, spread=0.0),
 ]
 IN_FP8 = replace(QWEN35, experts=16, count=16, columns=256)
@@ -140,7 +142,7 @@ def test_a_step_computes_a_shared_expert_in_blocks_with_the_others_and_has_it_on
 @pytest.mark.parametrize("fp8", FORMATS)
 def test_among_more_experts_than_the_kernels_choose_it_stays_apart(fp8):
     """In FP8 by block it is dequantized then, at load and not in every step."""
-    case, device = replace(QWEN35, rows=3, experts=512, count=512, hidden=128), torch.device("cuda")
+    case, device = replace(QWEN35, rows=3, experts=544, count=544, hidden=128), torch.device("cuda")
     weights, layer, x, logits, gate = make_stored(case, fp8)
     joined = join_shared_experts(weights, [layer], case.dtype, device)
     assert joined.keys() == weights.keys()
