@@ -895,7 +895,7 @@ typedef struct
     int32_t kernel; /* rows that the convolution sees: 4 */
     int32_t pending; /* at most 16 */
     int32_t slots;
-    int32_t most_rows; /* of a segment */
+    int32_t most_rows; /* no segment has more */
     float norm_eps;
     const int32_t* segments; /* [G, 4] in the order of their rows, the first of which is row 0 */
     const int32_t* lengths; /* [slots]: the position that a slot's states stand at */
@@ -916,7 +916,8 @@ typedef struct
     int64_t gates_row_stride;
 } dflash_delta_net_params;
 
-/* Bytes of scratch that dflash_delta_net needs: none where no segment has more than `pending` rows. */
+/* Bytes of scratch that dflash_delta_net needs, by all sizes in front of `segments`: none where no segment has more than
+ * `pending` rows. */
 DFLASH_API cudaError_t dflash_delta_net_workspace(const dflash_delta_net_params* params, size_t* bytes);
 
 /* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */

@@ -1,12 +1,14 @@
 // Gated delta nets: convolution, gates, the state's pending rows, and what new rows read, write and give, in one kernel
-// that reads a state once and writes it at most once.
+// that reads a state once and writes it at most once. Its rows are those that stay pending, at most 16; those of
+// prompts before them delta_net_prompt.cu takes.
 //
-// A cluster has one value head of one segment, each block some of its values. At most 16 rows are taken, by products
-// alone (the delta rule's chunk form); those of prompts before them in delta_net_prompt.cu. With k, q, v of rows i and j, the decays d, D_ij = d_j+1 * ... * d_i and
-// E_i = d_0 * ... * d_i,
+// A cluster has one value head of one segment, each block some of its values. The rows are taken by products alone (the
+// delta rule's chunk form): with k, q, v of rows i and j, the decays d, D_ij = d_j+1 * ... * d_i and E_i = d_0 * ... *
+// d_i,
 //
 //     A_ij = b_i D_ij (k_i k_j) below the diagonal;  U = (I + A)^-1 (b (v - E (k S)));  o = E (q S) + (D (q k)) U
-//     S <- E_n S + sum of D_nj k_j u_j, of as many rows as stay.
+//
+// Before that S has become E_n S + sum of D_nj k_j u_j, of the pending rows of the step before that were accepted.
 //
 // Decays are multiplied, never divided: one of 0 is as good as any. While the other warps read the state, one inverts;
 // where each warp has all keys of its values, that is one of them, and what belongs to values stays in registers.
@@ -17,8 +19,6 @@
 #include "delta_net_prompt.h"
 #include "delta_net_single.cuh"
 #include "launch.cuh"
-
-#include <algorithm>
 
 namespace dflash
 {

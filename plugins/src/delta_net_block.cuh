@@ -371,7 +371,7 @@ struct Block
         {
             *place.decay(segment.slot, threadIdx.x) = shared.decays[threadIdx.x];
         }
-        rows.keep(segment, segment.count, *shared.is_last);
+        rows.keep(segment, *shared.is_last);
     }
 };
 

@@ -197,8 +197,7 @@ struct Finish
         }
     }
 
-    __device__ __forceinline__ void run(
-        Segment const& segment, float const (&norm)[D::kOfLane], Outputs& outputs) const
+    __device__ __forceinline__ void run(Segment const& segment, float const (&norm)[D::kOfLane], Outputs& outputs) const
     {
 #pragma unroll
         for (int j = 0; j < D::kOfLane; ++j)

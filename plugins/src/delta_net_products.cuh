@@ -36,8 +36,8 @@ struct TwoParts
 
     __device__ __forceinline__ explicit TwoParts(float x)
     {
-        // Of 8193 x what a number has no room for is rounded off; the difference is exact. Integers' instructions would
-        // take twice as long.
+        // Of 8193 x what a number has no room for is rounded off; the difference is exact, below 2^114. Integers'
+        // instructions would take twice as long.
         float const rounded = fmaf(x, -8192.f, fmaf(x, 8192.f, x));
         high = __float_as_uint(rounded);
         low = __float_as_uint(x - rounded);
@@ -171,12 +171,6 @@ struct SplitRows
         return *reinterpret_cast<uint4 const*>(words + row * kStride + 32 * group + 8 * t + 4 * half);
     }
 
-    __device__ __forceinline__ float number(int row, int at) const
-    {
-        uint32_t const* const from = words + row * kStride + at / 2 * 4 + at % 2;
-        return joined(from[0], from[2]);
-    }
-
 private:
     __device__ __forceinline__ static float joined(uint32_t high, uint32_t low)
     {
@@ -195,6 +189,12 @@ struct StateTile
 
     __device__ __forceinline__ void load(float const* from)
     {
+        load(from, [](float4 const* at) { return *at; });
+    }
+
+    template <typename LoadFour>
+    __device__ __forceinline__ void load(float const* from, LoadFour const& load_four)
+    {
         DeltaLane const lane;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
@@ -203,7 +203,7 @@ struct StateTile
             for (int below = 0; below < 2; ++below)
             {
                 float const* const row = from + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-                *reinterpret_cast<float4*>(at[group][below]) = *reinterpret_cast<float4 const*>(row);
+                *reinterpret_cast<float4*>(at[group][below]) = load_four(reinterpret_cast<float4 const*>(row));
             }
         }
     }

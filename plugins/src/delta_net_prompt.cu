@@ -1,6 +1,6 @@
 // Gated delta nets of prompts: all rows of a segment but those that stay pending, which dflash_delta_net's other kernel
-// then takes as a segment of their own. What is known of chunks without the state, by blocks of all of them; the states,
-// chunk after chunk; and outputs.
+// then takes as a segment of their own. What is known of chunks without the state, by blocks of all of them; the
+// states, chunk after chunk; and outputs.
 #include "delta_net_prompt.h"
 #include "delta_net_prompt_states.cuh"
 #include "launch.cuh"
@@ -16,8 +16,8 @@ namespace
 constexpr int kMostPlaces = 72;
 
 template <typename T, int kSize>
-__global__ void __launch_bounds__(delta::kPromptThreads, 4) prompt_rows_kernel(
-    __grid_constant__ dflash_delta_net_params const p, delta::PromptRange<kSize> range)
+__global__ void __launch_bounds__(delta::kPromptThreads, 4)
+    prompt_rows_kernel(__grid_constant__ dflash_delta_net_params const p, delta::PromptRange<kSize> range)
 {
     using Rows = delta::PromptRows<T, kSize>;
     begin();
@@ -33,6 +33,8 @@ __global__ void __launch_bounds__(delta::kPromptThreads, 4) prompt_rows_kernel(
     }
 }
 
+// Of heads of 128 one block a multiprocessor, by its registers: where the kernel before it still runs, two would be put
+// on those that become free, and others left without.
 template <int kSize>
 __global__ void __launch_bounds__(delta::PromptStates<kSize>::kThreads)
     prompt_states_kernel(__grid_constant__ dflash_delta_net_params const p, delta::PromptRange<kSize> range, int stages)
@@ -92,7 +94,8 @@ cudaError_t find_stages(int& stages)
     int device = 0, bytes = 0;
     cudaError_t error = cudaGetDevice(&device);
     error = error ? error : cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    for (stages = States::kMostStages; stages > 1 && States::bytes(stages) > bytes;)
+    stages = States::kMostStages;
+    while (stages > 1 && States::bytes(stages) > bytes)
     {
         --stages;
     }

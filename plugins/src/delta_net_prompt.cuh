@@ -5,8 +5,8 @@
 //
 //     U = (I + A)^-1 b v - W S;  o = E (q S) + (D (q k)) U,
 //
-// so that all but what is multiplied by S or U is made of all chunks at the same time. Only the state goes from chunk to
-// chunk.
+// so that all but what is multiplied by S or U is made of all chunks at the same time. Only the state goes from chunk
+// to chunk.
 #pragma once
 
 #include "delta_net_rows.cuh"
@@ -32,16 +32,10 @@ inline int count_places(dflash_delta_net_params const& p)
     return p.rows / kDeltaRows + p.segment_count;
 }
 
-// Rows that a segment's state absorbs at once; see `Segment`.
-__device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
-{
-    return max(segment.w - p.pending, 0);
-}
-
 // Places whose chunks are taken together, and their numbers in scratch memory. Of a chunk these are, for each key head,
-// its queries [D / 16, 16 rows, 16], and its keys as products take them; for each value head W, laid out as queries are,
-// D (q k) [16, 16], E and what is left of each row behind the last; and, transposed, [D, 16 rows], at first what rows
-// would write to a state of zeros, and then their outputs.
+// its queries [D / 16, 16 rows, 16], and its keys as products take them; for each value head W, laid out as queries
+// are, D (q k) [16, 16], E and what is left of each row behind the last; and, transposed, [D, 16 rows], at first what
+// rows would write to a state of zeros, and then their outputs.
 template <int kSize>
 struct PromptRange
 {
@@ -67,7 +61,8 @@ struct PromptRange
 
     __device__ __forceinline__ float* of_values(int place, int head) const
     {
-        return memory + int64_t{count} * key_heads * kOfKeys + (int64_t{place - first} * value_heads + head) * kOfValues;
+        return memory + int64_t{count} * key_heads * kOfKeys
+            + (int64_t{place - first} * value_heads + head) * kOfValues;
     }
 
     __device__ __forceinline__ float* values(int place, int head) const
@@ -101,8 +96,8 @@ struct PromptChunk
     }
 };
 
-// A block makes what is known of a chunk of one key head and its value heads, three of these at a time: a warp each finds
-// what lies between rows, while the others keep what heads share.
+// A block makes what is known of a chunk of one key head and its value heads, three of these at a time: a warp each
+// finds what lies between rows, while the others keep what heads share.
 template <typename T, int kSize>
 struct PromptRows
 {
@@ -140,7 +135,7 @@ struct PromptRows
     __device__ __forceinline__ T const* before(int own) const
     {
         int64_t const channels = (2 * p.key_heads + p.value_heads) * kSize;
-        int const at = segment.accepted + kBefore + own;
+        int const at = segment.window + kBefore + own;
         return static_cast<T const*>(p.window) + (int64_t{segment.slot} * (kBefore + p.pending) + at) * channels;
     }
 
@@ -179,17 +174,17 @@ struct PromptRows
         }
     }
 
-    // Queries and keys, and the values of heads from `first` on.
-    __device__ __forceinline__ void convolve_all(int key_head, int first, int heads) const
+    // The values of heads from `first` on, and, where they are the first ones, queries and keys before them.
+    __device__ __forceinline__ void convolve_all(int key_head, int first, int heads, bool begins) const
     {
 #pragma unroll 1
-        for (int item = threadIdx.x; item < kSize + heads * kSize / 2; item += kPromptThreads)
+        for (int item = threadIdx.x + (begins ? 0 : kSize); item < kSize + heads * kSize / 2; item += kPromptThreads)
         {
             int const number = 2 * item;
             int const head = item < kSize / 2 ? key_head : p.key_heads + key_head;
             bool const is_value = item >= kSize;
-            int const channel = is_value ? (2 * p.key_heads + first) * kSize + number - 2 * kSize
-                                         : head * kSize + number % kSize;
+            int const channel
+                = is_value ? (2 * p.key_heads + first) * kSize + number - 2 * kSize : head * kSize + number % kSize;
             float* const to = is_value ? shared.values + number - 2 * kSize : shared.rows + number;
             convolve(channel, to, is_value ? kValueStride : kStride);
         }
@@ -438,13 +433,12 @@ struct PromptRows
             {
                 gates = load_gates(first + warp);
             }
-            // Of further heads the keys are convolved once more, and normed from there.
-            convolve_all(key_head, first, heads);
-            __syncthreads();
-            norm_keys();
+            convolve_all(key_head, first, heads, begins);
             __syncthreads();
             if (begins)
             {
+                norm_keys();
+                __syncthreads();
                 multiply_keys();
                 __syncthreads();
             }

@@ -15,8 +15,8 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int by
         : "memory");
 }
 
-// A block has some values of a head, of one segment. A warp has 16 of them and a part of the keys: the warps of the same
-// values exchange what rows read. So there are enough of them to wait for different things.
+// A block has some values of a head, of one segment. A warp has 16 of them and a part of the keys: the warps of the
+// same values exchange what rows read. So there are enough of them to wait for different things.
 template <int kSize>
 struct PromptStates
 {
@@ -58,8 +58,8 @@ struct PromptStates
     Range const& range;
     Segment const& segment;
     int const head;
-    int const first_value = blockIdx.x * kValues; // of the head's
-    int const stage_count; // 1 where there is memory for no more
+    int const first_value; // of the head's
+    int const stage_count; // chunks in shared memory at once
     Stage* const stages;
     Exchange* const exchanges = reinterpret_cast<Exchange*>(stages + stage_count);
     uint32_t const barriers = shared_address(exchanges + (kParts == 1 ? 0 : kTiles * kParts));
@@ -111,9 +111,8 @@ struct PromptStates
         int64_t const first = int64_t{segment.slot} * p.pending;
         for (int row = 0; row < segment.accepted; ++row)
         {
-            float const* const keys
-                = static_cast<float const*>(p.keys) + ((first + row) * p.key_heads + key_head()) * kSize
-                + part * State::kGroups * 16;
+            float const* const keys = static_cast<float const*>(p.keys)
+                + ((first + row) * p.key_heads + key_head()) * kSize + part * State::kGroups * 16;
             int64_t const of_row = (first + row) * p.value_heads + head;
             float const decay = static_cast<float const*>(p.decays)[of_row];
             float const* const writes = static_cast<float const*>(p.writes) + of_row * kSize + first_value + own;
@@ -344,8 +343,8 @@ struct PromptStates
 #pragma unroll
         for (int j = 0; j < 4; j += 2)
         {
-            float2 const out = {
-                fmaf(kept.x, of_queries[kEight][j], seen[j]), fmaf(kept.y, of_queries[kEight][j + 1], seen[j + 1])};
+            float2 const out
+                = {fmaf(kept.x, of_queries[kEight][j], seen[j]), fmaf(kept.y, of_queries[kEight][j + 1], seen[j + 1])};
             *reinterpret_cast<float2*>(to + (own + j / 2 * 8) * kDeltaRows + row) = out;
         }
     }
@@ -368,7 +367,7 @@ struct PromptStates
         }
         else
         {
-            state.load(this->state());
+            state.load(this->state(), [](float4 const* from) { return load_new(from); }); // of the range before, too
         }
         if (chunk == 0)
         {
@@ -433,7 +432,8 @@ struct PromptOutputs
     __device__ __forceinline__ void run(float const* from) const
     {
         Numbers gates[kRowsOfWarp];
-        T const* const first_gate = static_cast<T const*>(p.x) + (2 * p.key_heads + p.value_heads + head) * kSize + value;
+        T const* const first_gate
+            = static_cast<T const*>(p.x) + (2 * p.key_heads + p.value_heads + head) * kSize + value;
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp; ++i)
         {
@@ -442,7 +442,7 @@ struct PromptOutputs
 #pragma unroll
         for (int item = threadIdx.x; item < kSize * kDeltaRows / 4; item += kThreads)
         {
-            float4 const x = reinterpret_cast<float4 const*>(from)[item];
+            float4 const x = load_new(reinterpret_cast<float4 const*>(from) + item); // another range's lay there
             float const numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i)

@@ -113,8 +113,8 @@ struct Rows
         {
             int const number = item % kOfGates * kNumbers;
             T const* const from = place.row(segment.first_row + item / kOfGates) + place.channels();
-            delta::stage_16(shared.gates + item / kOfGates * D::kValues + number, from + place.first_value() + number,
-                true);
+            delta::stage_16(
+                shared.gates + item / kOfGates * D::kValues + number, from + place.first_value() + number, true);
         }
     }
 
@@ -342,14 +342,14 @@ struct Rows
         }
     }
 
-    // Writes the rows that the next step's convolution sees: the last `count` and those before them. The keys' and the
+    // Writes the rows that the next step's convolution sees: the rows and those before them. The keys' and the
     // queries' are the last block's to write, as are the pending rows' keys.
-    __device__ __forceinline__ void keep(Segment const& segment, int count, bool is_last) const
+    __device__ __forceinline__ void keep(Segment const& segment, bool is_last) const
     {
         constexpr int kOfValues = D::kValues / kNumbers;
         int const copies = is_last ? kCopies : kOfValues; // the last ones of a row
 #pragma unroll 1
-        for (int item = threadIdx.x; item < (kBefore + count) * copies; item += D::kWorkers)
+        for (int item = threadIdx.x; item < (kBefore + segment.count) * copies; item += D::kWorkers)
         {
             int const row = is_last ? item / kCopies : item / kOfValues;
             int const number = (kCopies - copies + item - row * copies) * kNumbers;
@@ -357,7 +357,7 @@ struct Rows
                 load_vector<T, kNumbers>(shared.raw + row * S::kRawStride + number));
         }
 #pragma unroll 1
-        for (int item = threadIdx.x; is_last && item < kSize / kLane * count; item += D::kWorkers)
+        for (int item = threadIdx.x; is_last && item < kSize / kLane * segment.count; item += D::kWorkers)
         {
             int const row = item / (kSize / kLane);
             int const number = item % (kSize / kLane) * kLane;

@@ -10,8 +10,8 @@ namespace dflash
 namespace delta
 {
 
-// A block has a value head of one segment, a warp 16 of its values, a lane four keys of each. Warps 0 to 2 also convolve
-// the queries, keys and values, of which a lane has four channels, and warp 3 has the gates.
+// A block has a value head of one segment, a warp 16 of its values, a lane four keys of each. Warps 0 to 2 also
+// convolve the queries, keys and values, of which a lane has four channels, and warp 3 has the gates.
 template <typename T>
 struct SingleRows
 {
@@ -87,8 +87,7 @@ struct SingleRows
 #pragma unroll
             for (int i = 0; i < kLane; ++i)
             {
-                own().taps[i]
-                    = load_vector<T, kTaps>(static_cast<T const*>(place.p.conv) + (channel() + i) * kTaps);
+                own().taps[i] = load_vector<T, kTaps>(static_cast<T const*>(place.p.conv) + (channel() + i) * kTaps);
             }
         }
         ahead.norm = static_cast<float const*>(place.p.norm)[threadIdx.x % kSize];
@@ -326,8 +325,8 @@ struct SingleRows
         {
             float const of_key = dot(state[i], key);
             float const of_query = dot(state[i], query);
-            sums[i] = (has_keys ? of_key : of_query)
-                + __shfl_xor_sync(0xffffffffu, has_keys ? of_query : of_key, kOfWarp);
+            sums[i]
+                = (has_keys ? of_key : of_query) + __shfl_xor_sync(0xffffffffu, has_keys ? of_query : of_key, kOfWarp);
         }
         float const overlap = warp_sum(dot(query, key));
         float const sum = sum_across(sums);

@@ -146,8 +146,8 @@ struct Solver
         invert(share);
     }
 
-    // Each lane has a column, and each row that is known is taken from all behind it. Four rows a turn, which then leave
-    // the front of what a lane has; nothing is made of what stands behind its last row.
+    // Each lane has a column, and each row that is known is taken from all behind it. Four rows a turn, which then
+    // leave the front of what a lane has; nothing is made of what stands behind its last row.
     __device__ __forceinline__ void invert(float share) const
     {
         float inverse[kDeltaRows];

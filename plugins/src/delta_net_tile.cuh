@@ -53,8 +53,7 @@ struct TileFinish
     }
 
     // Computes what rows write of what the state gives their keys.
-    __device__ __forceinline__ void write(
-        Segment const& segment, TileNumbers const& of_keys, TileNumbers& writes) const
+    __device__ __forceinline__ void write(Segment const& segment, TileNumbers const& of_keys, TileNumbers& writes) const
     {
         TileNumbers missing;
 #pragma unroll
@@ -121,8 +120,8 @@ struct TileFinish
     }
 
     // of_keys and of_queries: what the state gives the rows.
-    __device__ __forceinline__ void run(Segment const& segment, float const (&norm)[2], TileNumbers const& of_keys,
-        TileNumbers const& of_queries) const
+    __device__ __forceinline__ void run(
+        Segment const& segment, float const (&norm)[2], TileNumbers const& of_keys, TileNumbers const& of_queries) const
     {
         TileNumbers writes;
         write(segment, of_keys, writes);

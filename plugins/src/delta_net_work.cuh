@@ -52,6 +52,12 @@ struct Division
     static constexpr int kThreads = kWorkers + (kIsWhole ? 0 : 32);
 };
 
+// Rows that a segment's state absorbs at once.
+__device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
+{
+    return max(segment.w - p.pending, 0);
+}
+
 // A segment of rows, and how its slot's state stands to it.
 struct Segment
 {
@@ -66,11 +72,11 @@ struct Segment
     bool is_zero; // the state: what lies there is another sequence's
 
     // Of [slot, start, first row, count]; the state stands at `length`.
-    __device__ __forceinline__ Segment(dflash_delta_net_params const& p, int4 segment, int length)
+    __device__ __forceinline__ Segment(dflash_delta_net_params const& p, int4 const& segment, int length)
         : slot(segment.x)
         , first_row(segment.z)
         , count(segment.w)
-        , absorbed(max(segment.w - p.pending, 0))
+        , absorbed(count_absorbed(p, segment))
         , accepted(segment.y == 0 ? 0 : min(max(segment.y - length, 0), p.pending))
         , window(accepted)
         , before(0)

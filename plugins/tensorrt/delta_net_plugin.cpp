@@ -220,7 +220,8 @@ size_t DeltaNetPlugin::getWorkspaceSize(
     }
     int32_t const slots = static_cast<int32_t>(in[kX].max.d[0]), rows = static_cast<int32_t>(in[kX].max.d[1]);
     size_t needed = 0;
-    dflash_delta_net_params const p = sizes(slots, rows, static_cast<int32_t>(in[kPastWrites].max.d[1]));
+    int32_t const pending = static_cast<int32_t>(in[kPastWrites].min.d[1]); // with fewer, more rows are a prompt's
+    dflash_delta_net_params const p = sizes(slots, rows, pending);
     return dflash_delta_net_workspace(&p, &needed) == cudaSuccess ? places(slots).scratch + needed : 0;
 }
 

@@ -286,14 +286,34 @@ def test_long_prompts_equal_float64(heads):
     assert max(errors) < 1e-5, errors
 
 
-def test_a_prompt_that_is_read_again_gives_the_same_bits():
-    slots = Slots(LAYER, torch.bfloat16, 2)
-    rows, segments = slots.rows(400), [[0, 0, 0, 100], [1, 0, 100, 300]]
-    once = slots.launch(rows, segments)
-    states = slots.states.tensors["net.state"].clone()
-    for _ in range(5):
-        assert torch.equal(slots.launch(rows, segments), once)
-        assert torch.equal(slots.states.tensors["net.state"], states)
+@pytest.mark.parametrize("counts", [[100, 300], [1990, 0]], ids=str)
+def test_captured_prompts_give_the_same_bits_in_turns(counts):
+    """Few heads, so that kernels of one range of chunks begin beside those of another."""
+    slots = Slots(replace(LAYER, key_heads=1, value_heads=3), torch.bfloat16, 2)
+    rows = sum(counts)
+    segments = torch.tensor([[0, 0, 0, counts[0]], [1, 0, counts[0], counts[1]]], dtype=torch.int32, device="cuda")
+    given = [torch.empty_like(bank[:rows]) for bank in slots.banked]
+    state, out = slots.states.tensors["net.state"], None
+
+    def run():
+        return slots.net(*given, segments, slots.states.lengths, slots.states.counters, max(counts))
+
+    def fill(first):
+        for to, bank in zip(given, slots.banked, strict=True):
+            to.copy_(bank.roll(-first, 0)[:rows])
+
+    expected = []
+    for first in (0, 7):
+        fill(first)
+        expected.append((run().clone(), state.clone()))
+    assert not torch.equal(*(each[0] for each in expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for turn in range(20):
+        fill((0, 7)[turn % 2])
+        graph.replay()
+        assert torch.equal(out, expected[turn % 2][0]) and torch.equal(state, expected[turn % 2][1]), turn
 
 
 def test_a_step_that_is_repeated_gives_the_same_bits():

@@ -73,6 +73,7 @@ class DeltaNet:
         check_ints(slots, lengths=lengths)
         is_right = counters.dtype == torch.int32 and counters.shape == (slots, key_heads) and counters.is_contiguous()
         check(is_right, f"counters must be int32 [{slots}, {key_heads}]")
+        check(most_rows <= rows, f"a segment of {most_rows} of {rows} rows")
         out = torch.empty(rows, value_heads * size, dtype=x.dtype, device=x.device)
         params = DeltaNetParams(
             dtype=DTYPES[x.dtype],
